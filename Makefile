@@ -1,0 +1,115 @@
+# Everything that a person or CI does, from nothing but Python, a C++ compiler and make.
+#
+#   make demo, make test      set up .venv if need be, then run
+#   make help                 the other targets
+#
+# Variables: PYTHON, TORCH, CUDA_TORCH, CUDA_HOME, PYTEST_ARGS; and those of setup.py, in the
+# environment: FORCE_CUDA, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG ("make clean" before changing them).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CUDA_TORCH ?= torch==2.14.1
+CUDA_HOME ?= /usr/local/cuda
+CUDA_ARCHS ?= 8.0;9.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+CUDA_VENV := .venv-cuda
+BUILD_TOOLS := setuptools wheel ninja "pybind11>=2.13"
+
+# A stamp says what was done and with which torch. Folders are listed too: they change when a file
+# is added or removed.
+stamp_of = .done-$(subst =,-,$(1))
+TORCH_READY := $(VENV)/$(call stamp_of,$(TORCH))
+CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
+BUILT := $(VENV)/.done-build
+CUDA_BUILT := $(CUDA_VENV)/.done-build
+CUDA_TESTED := $(CUDA_VENV)/.done-test
+RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
+PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types cuda-link gpu format clean
+
+help:
+	@echo 'make demo       train on handwritten digits in fp32, fp16 and bf16; a table and a picture'
+	@echo 'make test       run the tests'
+	@echo 'make lint       ruff and clang-format'
+	@echo 'make types      mypy --strict'
+	@echo 'make format     let ruff and clang-format write their changes'
+	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
+	@echo 'make gpu        on a machine with a GPU: build for it into $$(PYTHON), run the tests on it'
+	@echo 'make clean      remove what the other targets made'
+
+demo: $(BUILT)
+	$(VENV)/bin/python examples/digits.py --compare
+
+test: $(BUILT)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(BUILT)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
+	  | xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+types: $(BUILT)
+	$(VENV)/bin/mypy
+
+format: $(BUILT)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
+	  | xargs $(VENV)/bin/clang-format -i
+
+# torch stands in every pip command, pinned, so that no other package can bring another one.
+$(TORCH_READY):
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.done-*
+	$(VENV)/bin/python -m pip install "$(TORCH)" $(BUILD_TOOLS)
+	touch $@
+
+# The CPU alone unless asked: whether nvcc is here, or fits, must not decide over demo and test.
+$(BUILT): export FORCE_CUDA := $(or $(FORCE_CUDA),0)
+$(BUILT): $(TORCH_READY) $(RECIPE)
+	$(VENV)/bin/python -m pip install --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
+	touch $@
+
+$(CUDA_TORCH_READY):
+	$(PYTHON) -m venv $(CUDA_VENV)
+	rm -f $(CUDA_VENV)/.done-*
+	@$(CUDA_VENV)/bin/python -m pip install "$(CUDA_TORCH)" $(BUILD_TOOLS) \
+	  || { echo 'make cuda-link: $(CUDA_TORCH) could not be installed, so the CUDA code was not checked'; exit 1; }
+	@$(CUDA_VENV)/bin/python -W ignore -c 'import torch; raise SystemExit(torch.version.cuda is None)' \
+	  || { echo 'make cuda-link: $(CUDA_TORCH) came without CUDA, so the CUDA code was not checked'; exit 1; }
+	touch $@
+
+# A wheel, not editable: the extension in apex_mp/ is the one of .venv.
+$(CUDA_BUILT): export FORCE_CUDA := 1
+$(CUDA_BUILT): export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
+$(CUDA_BUILT): export CUDA_HOME := $(CUDA_HOME)
+$(CUDA_BUILT): $(CUDA_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
+	rm -rf build/lib.*
+	$(CUDA_VENV)/bin/python -m pip install --no-build-isolation "$(CUDA_TORCH)" ".[dev,examples]"
+	touch $@
+
+# From another folder: in this one Python would find apex_mp/ before the installed wheel.
+$(CUDA_TESTED): $(CUDA_BUILT)
+	cd $(CUDA_VENV) && bin/python -m apex_mp
+	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
+	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
+	$(CUDA_VENV)/bin/pytest $(PYTEST_ARGS)
+	touch $@
+
+cuda-link: $(CUDA_TESTED)
+	@echo 'The CUDA extension compiles, links and imports, and passes the CPU tests ($(CUDA_TORCH)).'
+
+gpu:
+	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' \
+	  || { echo 'make gpu: the torch of "$(PYTHON)" sees no GPU'; exit 1; }
+	FORCE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
+	$(PYTHON) -m apex_mp
+	$(PYTHON) -m pytest --device cuda $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so

@@ -1,0 +1,94 @@
+"""Load the compiled extension apex_mp._C, or say in an ImportError which command mends it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def import_torch() -> ModuleType:
+    """Import torch; the ImportError holds the command that installs it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ImportError(
+            f"apex_mp needs PyTorch, which this Python cannot import ({error}); install it with:\n"
+            f'  "{sys.executable}" -m pip install torch'
+        ) from error
+
+
+def load() -> ModuleType:
+    """Import torch and apex_mp._C, which registers the operators, and return the latter.
+
+    Raises:
+        ImportError: torch or the extension is missing, or the extension was built for another
+            torch. The message holds the command that mends it.
+    """
+    torch = import_torch()
+    if importlib.util.find_spec("apex_mp._C") is None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ImportError(
+            f"apex_mp's extension has not been built for Python {version} (there is no apex_mp._C "
+            f"in {_PACKAGE}); {build_hint()}"
+        )
+    built_for = torch_built_for()
+    if built_for is not None:
+        _check_same_torch(built_for, torch.__version__)
+    try:
+        extension = importlib.import_module("apex_mp._C")
+    except ImportError as error:
+        raise ImportError(
+            f"apex_mp's extension, built for torch {built_for or 'of unknown version'}, cannot be "
+            f"loaded with torch {torch.__version__} ({error}); {build_hint()}"
+        ) from error
+    _check_same_torch(extension.torch_version, torch.__version__)
+    return extension
+
+
+def torch_built_for() -> str | None:
+    """Return the version of torch that setup.py noted beside the extension, if it did.
+
+    It is read first: an extension of another torch often fails to load, on an undefined symbol.
+    """
+    record = _PACKAGE / "_C.json"
+    if not record.exists():
+        return None
+    facts: dict[str, Any] = json.loads(record.read_text())
+    return str(facts["torch"])
+
+
+def build_hint(environment: str = "") -> str:
+    """Return "build it with:" and the command, of which `environment` sets variables."""
+    root = _PACKAGE.parent
+    in_source_tree = (root / "setup.py").exists() and (root / "csrc").is_dir()
+    what = f'-e "{root}"' if in_source_tree else "--force-reinstall --no-deps ."
+    where = "" if in_source_tree else " (in the source directory of apex_mp)"
+    command = f'{environment}"{sys.executable}" -m pip install --no-build-isolation {what}'
+    return f"build it with{where}:\n  {command}"
+
+
+def is_environment_report() -> bool:
+    """Tell whether `python -m apex_mp` is what imports the package.
+
+    The report must be printed most of all when the extension cannot be loaded, but Python imports
+    the package before its `__main__`. While it looks for the module of `-m`, `sys.argv[0]` is "-m".
+    """
+    wanted = sys.orig_argv[-len(sys.argv)]  # "apex_mp", or "-mapex_mp" in one word
+    return sys.argv[0] == "-m" and re.fullmatch(r"(-\w*m)?apex_mp", wanted) is not None
+
+
+def _check_same_torch(built_for: str, running: str) -> None:
+    # 2.13.0+cpu and 2.13.0+cu130 are one release with one C++ interface.
+    if built_for.split("+")[0] != str(running).split("+")[0]:
+        raise ImportError(
+            f"apex_mp's extension was built for torch {built_for}, but this is torch {running}; "
+            f"{build_hint()}"
+        )

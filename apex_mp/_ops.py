@@ -1,0 +1,209 @@
+"""Typed front door of the C++ operators: the only file that says `torch.ops.apex_mp`.
+
+Every operator takes whole lists, checks all arguments before it writes anything, and raises a
+RuntimeError whose sentence names the operator, the list, the index, the value and the wish. Lists
+hold dense tensors on one device, of float16, bfloat16, float32 or float64 in any mix; tensors at one
+index have as many elements and lie in memory in the same order. Empty lists and tensors are fine.
+
+Numbers (`inv_scale`, `lr`, `a`, `b`) are tensors of one float32 or float64 element, on the device of
+the lists or on the CPU. `found_inf` is a tensor of one float32 element on that device, as in
+`torch.amp.GradScaler`: an operator sets it to 1 if it met inf or NaN, and never clears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_(
+    grads: Sequence[Tensor], groups: Sequence[int], found_inf: Tensor, sum_sq: Tensor
+) -> None:
+    """Test gradients for inf and NaN and sum their squares, in one pass that only reads them.
+
+    Args:
+        grads: Gradients, any floating dtypes.
+        groups: For each gradient the element of `sum_sq` that its squares go to.
+        found_inf: One float32 element, set to 1 if a gradient holds inf or NaN.
+        sum_sq: float64 vector; the sums are added to it in a fixed order, so that they are the
+            same whatever the number of threads. Squares of finite gradients do not overflow.
+    """
+    torch.ops.apex_mp.check_(grads, groups, found_inf, sum_sq)
+
+
+def unscale_(
+    src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+) -> None:
+    """Write `src[i] * inv_scale` to `dst[i]`; inf and NaN are passed on.
+
+    Args:
+        src: Scaled gradients.
+        dst: Where they go, in their own dtypes; may be the list `src` itself.
+        inv_scale: 1 / loss scale.
+        found_inf: One float32 element, set to 1 if `src` holds inf or NaN.
+    """
+    torch.ops.apex_mp.unscale_(src, dst, inv_scale, found_inf)
+
+
+def axpby_(
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    a: Tensor,
+    b: Tensor,
+    found_inf: Tensor,
+    *,
+    tested: int = -1,
+) -> None:
+    """Write `a * x[i] + b * y[i]` to `out[i]`, which may be `x[i]` or `y[i]`.
+
+    Args:
+        x: First operands.
+        y: Second operands.
+        out: Results, in their own dtypes.
+        a: Factor of `x`.
+        b: Factor of `y`.
+        found_inf: One float32 element, set to 1 if what is tested holds inf or NaN.
+        tested: Whose inf and NaN count: 0 those of `x`, 1 those of `y`, -1 both [-1].
+    """
+    torch.ops.apex_mp.axpby_(x, y, out, a, b, found_inf, tested)
+
+
+def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the l2 norm of all tensors as one vector: 0-dim, float64 if one of them is, else float32."""
+    norm = torch.zeros((), dtype=_norm_dtype(tensors), device=_device(tensors))
+    torch.ops.apex_mp.l2_norm_(tensors, norm, None)
+    return norm
+
+
+def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the l2 norm of all tensors (0-dim) and the vector of each tensor's own norm."""
+    dtype, device = _norm_dtype(tensors), _device(tensors)
+    norm = torch.zeros((), dtype=dtype, device=device)
+    norms = torch.zeros(len(tensors), dtype=dtype, device=device)
+    torch.ops.apex_mp.l2_norm_(tensors, norm, norms)
+    return norm, norms
+
+
+def update_scale_(
+    scale: Tensor,
+    good_steps: Tensor,
+    overflows: Tensor,
+    found_inf: Tensor,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+) -> None:
+    """Take one step of the dynamic loss scale where it lives, on the device.
+
+    The rule is that of `apex_mp.loss_scale.DynamicLossScale`, equal to the bit.
+
+    Args:
+        scale: One float32 element: the factor on the loss.
+        good_steps: One int32 element.
+        overflows: One int32 element.
+        found_inf: One float32 element; not 0: this step's gradients held inf or NaN.
+        growth_factor: As in DynamicLossScale, which checks the ranges; likewise the others.
+        backoff_factor: As there.
+        growth_interval: As there.
+        min_scale: As there.
+        max_scale: As there.
+        hysteresis: As there.
+    """
+    torch.ops.apex_mp.update_scale_(
+        scale,
+        good_steps,
+        overflows,
+        found_inf,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+    )
+
+
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    copies: Sequence[Tensor] | None,
+    *,
+    lr: Tensor,
+    inv_scale: Tensor,
+    found_inf: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adam_w_mode: bool,
+    bias_correction: bool,
+    eps_inside_sqrt: bool,
+) -> None:
+    """Take one Adam step (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019) with every tensor.
+
+    With g = grads[i] * inv_scale [+ weight_decay * param, unless adam_w_mode] and t = steps[i] + 1:
+
+        exp_avg    += (1 - beta1) * (g - exp_avg)
+        exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        denom       = sqrt(exp_avg_sq / (1 - beta2**t)) + eps     eps_inside_sqrt: sqrt(... + eps)
+        param       = (1 - lr * weight_decay) * param             only with adam_w_mode
+        param      -= lr / (1 - beta1**t) * exp_avg / denom
+
+    Without bias_correction both `1 - beta**t` are 1. Math is float32, or float64 where a parameter
+    or gradient is.
+
+    Args:
+        params: Parameters, or fp32 masters; written.
+        grads: Gradients as they come, scaled or not, in any floating dtype; only read.
+        exp_avgs: First moments, float32 (float64 for float64 parameters); written.
+        exp_avg_sqs: Second moments, likewise.
+        steps: One float32 element for each parameter: its steps until now; incremented.
+        copies: Where each new parameter is also written, in the copy's own dtype; or None.
+        lr: Learning rate.
+        inv_scale: Factor on the gradients: 1 / (loss scale * clip), negative to maximise.
+        found_inf: One float32 element; if it is not 0 nothing at all is written.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Decay factor.
+        adam_w_mode: Decay the parameter itself (AdamW) or add L2 to the gradient (Adam).
+        bias_correction: Correct the moments' start at zero.
+        eps_inside_sqrt: Add eps under the root.
+    """
+    torch.ops.apex_mp.adam_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        steps,
+        copies,
+        lr,
+        inv_scale,
+        found_inf,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        adam_w_mode=adam_w_mode,
+        bias_correction=bias_correction,
+        eps_inside_sqrt=eps_inside_sqrt,
+    )
+
+
+def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")

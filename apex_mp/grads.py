@@ -1,0 +1,139 @@
+"""Check and unscale gradients, whatever devices they are on; owns found_inf, knows no policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp import _ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What one pass over the gradients of parameter groups found.
+
+    Attributes:
+        found_inf: Whether a gradient holds inf or NaN.
+        norms: l2 norm of each group's gradients, as they lie.
+    """
+
+    found_inf: bool
+    norms: tuple[float, ...]
+
+    @property
+    def global_norm(self) -> float:
+        """l2 norm of all gradients as one vector."""
+        return math.hypot(*self.norms)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """A gradient that holds inf or NaN: whose, of what shape, and how many of each."""
+
+    name: str
+    shape: tuple[int, ...]
+    inf: int
+    nan: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}: {self.inf} inf, {self.nan} NaN"
+
+
+def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
+    """Test the gradients of each group for inf and NaN, and measure them, reading them once.
+
+    Args:
+        groups: The gradients of each parameter group, floating tensors on any devices.
+    """
+    by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+    for index, group in enumerate(groups):
+        for grad in group:
+            grads, indices = by_device.setdefault(grad.device, ([], []))
+            grads.append(grad)
+            indices.append(index)
+    found = False
+    sums = [0.0] * len(groups)
+    for device, (grads, indices) in by_device.items():
+        found_inf = torch.zeros(1, device=device)
+        sum_sq = torch.zeros(len(groups), dtype=torch.float64, device=device)
+        _ops.check_(grads, indices, found_inf, sum_sq)
+        # One transfer: the only time the host waits for the device.
+        values = torch.cat([found_inf.double(), sum_sq]).tolist()
+        found = found or values[0] != 0.0
+        sums = [a + b for a, b in zip(sums, values[1:], strict=True)]
+    return Checked(found, tuple(math.sqrt(total) for total in sums))
+
+
+def norm(lists: Sequence[Sequence[Tensor]]) -> float | Tensor:
+    """Return the l2 norm of all gradients as one vector, without making the host wait.
+
+    Args:
+        lists: One list of gradients for each device.
+    """
+    if len(lists) == 1:
+        return _ops.l2_norm(lists[0])
+    return math.hypot(*[float(_ops.l2_norm(grads)) for grads in lists])
+
+
+def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> bool:
+    """Write `src[i] * inv_scale` to `dst[i]` and return whether `src` holds inf or NaN.
+
+    Args:
+        src: Scaled gradients on any devices.
+        dst: Where they go, each on the device of its source; may be `src` itself.
+        inv_scale: 1 / loss scale.
+    """
+    factor = torch.tensor(inv_scale, dtype=torch.float64)
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(src, dst, strict=True):
+        sources, targets = by_device.setdefault(source.device, ([], []))
+        sources.append(source)
+        targets.append(target)
+    found = []
+    for device, (sources, targets) in by_device.items():
+        found_inf = torch.zeros(1, device=device)
+        _ops.unscale_(sources, targets, factor, found_inf)
+        found.append(found_inf)
+    return any(flag.item() != 0.0 for flag in found)
+
+
+def add_unscaled_(grads: Sequence[Tensor], scaled: Sequence[Tensor], inv_scale: float) -> bool:
+    """Add `scaled[i] * inv_scale` to `grads[i]`, and return whether either holds inf or NaN."""
+    one = torch.tensor(1.0, dtype=torch.float64)
+    factor = torch.tensor(inv_scale, dtype=torch.float64)
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for grad, more in zip(grads, scaled, strict=True):
+        ours, theirs = by_device.setdefault(grad.device, ([], []))
+        ours.append(grad)
+        theirs.append(more)
+    found = []
+    for device, (ours, theirs) in by_device.items():
+        found_inf = torch.zeros(1, device=device)
+        _ops.axpby_(ours, theirs, ours, one, factor, found_inf)
+        found.append(found_inf)
+    return any(flag.item() != 0.0 for flag in found)
+
+
+def lie_as(grad: Tensor, param: Tensor) -> Tensor:
+    """Return the gradient with its elements in memory in the parameter's order."""
+    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
+        return grad
+    if grad.shape != param.shape:
+        return grad  # The operator says so in a sentence.
+    return torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
+
+
+def locate_nonfinite(grads: Iterable[tuple[str, Tensor]]) -> list[NonFinite]:
+    """Return which of the named gradients hold inf or NaN, and how many, the worst first."""
+    named = list(grads)
+    counts = [torch.stack([grad.isinf().sum(), grad.isnan().sum()]) for _, grad in named]
+    found = []
+    for (name, grad), count in zip(named, counts, strict=True):
+        inf, nan = count.tolist()
+        if inf or nan:
+            found.append(NonFinite(name, tuple(grad.shape), inf, nan))
+    return sorted(found, key=lambda one: one.inf + one.nan, reverse=True)

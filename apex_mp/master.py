@@ -1,0 +1,193 @@
+"""fp32 master parameters of low-precision model parameters, and the way between the two.
+
+A master accumulates updates that are smaller than half an ulp of its fp16 weight; the model computes
+with the copy. Masters of one parameter group on one device lie in one flat tensor, so that they can be
+saved or edited as one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# The property that torch gives every tensor; MasterParameter puts its own in front.
+_TENSOR_GRAD: Any = torch.Tensor.grad
+
+
+class MasterParameter(Parameter):
+    """An fp32 master whose `grad` is made when somebody first looks at it.
+
+    Until then the gradient is the model's own, scaled and in low precision, and a fused optimizer
+    steps with that one; a look costs a pass and memory, no look costs nothing.
+    """
+
+    _before_look: Callable[[], None] | None = None
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        """The unscaled gradient in float32, or None; edits of it count."""
+        if self._before_look is not None:
+            self._before_look()
+        grad: Tensor | None = _TENSOR_GRAD.__get__(self)
+        return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if self._before_look is not None:
+            self._before_look()
+        _TENSOR_GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def stored_grad(param: Tensor) -> Tensor | None:
+    """Return the gradient that a parameter holds now, without making one."""
+    grad: Tensor | None = _TENSOR_GRAD.__get__(param)
+    return grad
+
+
+def store_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Set the gradient that a parameter holds, without making one first."""
+    _TENSOR_GRAD.__set__(param, grad)
+
+
+class MasterGroup:
+    """The masters of one parameter group.
+
+    Args:
+        before_look: Called before anybody reads or sets a master's `grad`; None makes the masters
+            plain Parameters, for which torch's optimizers have their fast paths.
+
+    Attributes:
+        model_params: Low-precision parameters of the model that require grad.
+        master_params: Their fp32 masters, in the same order.
+        own_params: Parameters of float32 or float64, which are their own masters.
+        frozen_params: Low-precision parameters that do not require grad now.
+        flats: For each device one float32 vector; the masters are views into it.
+    """
+
+    def __init__(self, before_look: Callable[[], None] | None) -> None:
+        self.model_params: list[Parameter] = []
+        self.master_params: list[Parameter] = []
+        self.own_params: list[Parameter] = []
+        self.frozen_params: list[Parameter] = []
+        self.flats: dict[torch.device, Tensor] = {}
+        self._before_look = _weak(before_look) if before_look is not None else None
+
+    def adopt(self, params: list[Any]) -> dict[Parameter, Parameter]:
+        """Put masters into the list `params` in place of its low-precision parameters.
+
+        The list itself is changed, because optimizers such as LBFGS keep it. Can be called again when
+        frozen parameters have come to require grad.
+
+        Returns:
+            The new masters, by model parameter.
+
+        Raises:
+            TypeError: A parameter is not of a floating dtype of 16, 32 or 64 bits; nothing is changed.
+        """
+        for param in params:
+            if param.dtype not in (*LOW_PRECISION, torch.float32, torch.float64):
+                raise TypeError(
+                    "Wrapped parameters must be of dtype torch.float16, torch.bfloat16, "
+                    f"torch.float32 or torch.float64. Received {param.dtype}"
+                )
+        masters = {id(master) for master in self.master_params}
+        new: dict[Parameter, Parameter] = {}
+        self.own_params, self.frozen_params = [], []
+        for index, param in enumerate(params):
+            if id(param) in masters:
+                continue
+            if param.dtype not in LOW_PRECISION:
+                self.own_params.append(param)
+            elif not param.requires_grad:
+                self.frozen_params.append(param)
+            else:
+                params[index] = new[param] = self._new_master(param)
+        if new:
+            self.model_params += new.keys()
+            self.master_params += new.values()
+            self._flatten()
+        return new
+
+    def _new_master(self, param: Parameter) -> Parameter:
+        data = param.detach().float()
+        if self._before_look is None:
+            return Parameter(data)
+        master = MasterParameter(data)
+        master._before_look = self._before_look
+        return master
+
+    def _flatten(self) -> None:
+        sizes: dict[torch.device, int] = {}
+        for master in self.master_params:
+            sizes[master.device] = sizes.get(master.device, 0) + master.numel()
+        self.flats = {device: torch.empty(size, device=device) for device, size in sizes.items()}
+        used = dict.fromkeys(sizes, 0)
+        for master in self.master_params:
+            start = used[master.device]
+            used[master.device] += master.numel()
+            place = self.flats[master.device][start : used[master.device]]
+            # A dense layout such as channels_last is kept: element i stays element i in memory.
+            dense = master.data if _is_dense(master) else master.data.contiguous()
+            view = place.as_strided(dense.size(), dense.stride())
+            view.copy_(dense)
+            master.data = view
+
+    @property
+    def flat(self) -> Tensor:
+        """All masters of this group as one vector; writes to it are seen by the step and the model.
+
+        Raises:
+            RuntimeError: The group's parameters lie on several devices.
+        """
+        if len(self.flats) > 1:
+            raise RuntimeError(
+                f"fp32_groups_flat: a group's fp16 parameters lie on {[*map(str, self.flats)]}; "
+                "one tensor for them all exists only if they lie on one device"
+            )
+        return next(iter(self.flats.values()), torch.empty(0))
+
+    def copy_to_model(self, only: Callable[[Parameter], bool] = lambda model: True) -> None:
+        """Write each master, rounded, to its model parameter."""
+        pairs = [pair for pair in zip(self.model_params, self.master_params) if only(pair[0])]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
+
+
+def rekey_state(state: Any, new: dict[Parameter, Parameter]) -> None:
+    """Move what an optimizer knows of a parameter to its master, moments as float32."""
+    for param, master in new.items():
+        if param in state:
+            state[master] = {
+                key: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+                for key, value in state.pop(param).items()
+            }
+
+
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _weak(method: Callable[[], None]) -> Callable[[], None]:
+    """The bound method, without keeping its object alive: masters outlive a dropped optimizer."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call

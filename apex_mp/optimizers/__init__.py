@@ -1,0 +1,6 @@
+"""Fused optimizers, and FP16_Optimizer with the defaults it had beside them."""
+
+from apex_mp.optimizers.fp16_optimizer import FP16_Optimizer
+from apex_mp.optimizers.fused_adam import FusedAdam
+
+__all__ = ["FP16_Optimizer", "FusedAdam"]

@@ -1,0 +1,61 @@
+// adam_ on the CPU: one pass over parameters, moments and gradients, one parallel region for a list.
+#include <torch/library.h>
+
+#include "cpu/tensors.h"
+#include "op_checks.h"
+
+namespace apex_mp::cpu {
+namespace {
+
+void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+           at::TensorList exp_avg_sqs, at::TensorList steps,
+           const std::optional<at::TensorList>& copies, const at::Tensor& lr,
+           const at::Tensor& inv_scale, const std::optional<at::Tensor>& found_inf, double beta1,
+           double beta2, double eps, double weight_decay, bool adam_w_mode, bool bias_correction,
+           bool eps_inside_sqrt) {
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
+  if (params.empty() || (found_inf.has_value() && number(*found_inf) != 0.0)) return;
+
+  const math::AdamOptions options = {beta1,       beta2,           eps,           weight_decay,
+                                     adam_w_mode, bias_correction, eps_inside_sqrt};
+  std::vector<math::AdamFactors<double>> factors;
+  factors.reserve(params.size());
+  for (const at::Tensor& step : steps) {
+    float& count = *step.mutable_data_ptr<float>();
+    count += 1.0f;
+    factors.push_back(math::adam_factors(options, number(lr), count, number(inv_scale)));
+  }
+
+  std::vector<AdamChunk> tensors;
+  tensors.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Out copy = copies.has_value() ? out((*copies)[i]) : Out{nullptr, DType::kHalf};
+    tensors.push_back({out(params[i]), in(grads[i]), out(exp_avgs[i]), out(exp_avg_sqs[i]), copy,
+                       params[i].numel()});
+  }
+  const std::vector<Chunk> chunks = chunks_of(params);
+  const Kernels& level = kernels();
+  for_each_chunk(chunks, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
+    AdamChunk part = tensors[chunk.tensor];
+    part.param = at_element(part.param, chunk.begin);
+    part.grad = at_element(part.grad, chunk.begin);
+    part.exp_avg = at_element(part.exp_avg, chunk.begin);
+    part.exp_avg_sq = at_element(part.exp_avg_sq, chunk.begin);
+    if (part.copy.data != nullptr) part.copy = at_element(part.copy, chunk.begin);
+    part.count = chunk.count;
+    level.adam(part, factors[chunk.tensor]);
+  });
+
+  bump_versions(params);
+  bump_versions(exp_avgs);
+  bump_versions(exp_avg_sqs);
+  bump_versions(steps);
+  if (copies.has_value()) bump_versions(*copies);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(apex_mp, CPU, m) { m.impl("adam_", &adam_); }
+
+}  // namespace apex_mp::cpu

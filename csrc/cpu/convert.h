@@ -1,0 +1,62 @@
+// fp16 and bf16 <-> fp32, one number at a time: the baseline, and the tails of the vector loops.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "math/common.h"
+
+namespace apex_mp::cpu {
+
+APEX_MP_MATH uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+APEX_MP_MATH float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// Both branches are computed and one is selected, so that the loop around it vectorises.
+APEX_MP_MATH float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t rest = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  // Move the exponent's bias from 15 to 127; an all-ones exponent must stay all ones.
+  const uint32_t rebias = rest >= (0x7c00u << 13) ? 0x70000000u : 0x38000000u;
+  const uint32_t normal = rest + rebias;
+  // A subnormal half is its mantissa times 2**-24: let the float unit normalise it.
+  const uint32_t subnormal =
+      bits_of(float_of(rest + 0x38800000u) - float_of(0x38800000u));
+  return float_of(sign | (rest < (0x0400u << 13) ? subnormal : normal));
+}
+
+// Round to nearest, ties to even; overflow to infinity; NaN stays NaN.
+APEX_MP_MATH uint16_t float_to_half(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal halves: rebias, and round by adding half an ulp (less one, plus the last kept bit).
+  const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal halves: adding 0.5 puts the last bit of the result at 2**-24, and the float unit rounds.
+  const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+  const uint32_t infinite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  // 65520 is the first float that rounds to infinity.
+  return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? infinite : finite));
+}
+
+APEX_MP_MATH float bfloat16_to_float(uint16_t bfloat16) {
+  return float_of(static_cast<uint32_t>(bfloat16) << 16);
+}
+
+APEX_MP_MATH uint16_t float_to_bfloat16(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+}
+
+}  // namespace apex_mp::cpu

@@ -1,0 +1,41 @@
+// The CPU kernels for x86 processors with AVX2, FMA and F16C.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/convert.h"
+#include "cpu/kernels.h"
+#include "math/adam.h"
+#include "math/axpby.h"
+#include "math/check.h"
+#include "math/unscale.h"
+
+#define APEX_MP_LEVEL 1
+
+// Everything included above is compiled for any processor; only what follows is for this level.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace apex_mp::cpu::avx2 {
+namespace {
+#include "cpu/kernels_impl.h"
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = table("avx2");
+
+}  // namespace apex_mp::cpu::avx2
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // x86-64 with a GNU-like compiler

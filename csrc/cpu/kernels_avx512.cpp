@@ -1,0 +1,41 @@
+// The CPU kernels for x86 processors with AVX-512 (F, BW, DQ, VL).
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/convert.h"
+#include "cpu/kernels.h"
+#include "math/adam.h"
+#include "math/axpby.h"
+#include "math/check.h"
+#include "math/unscale.h"
+
+#define APEX_MP_LEVEL 2
+
+// Everything included above is compiled for any processor; only what follows is for this level.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+
+namespace apex_mp::cpu::avx512 {
+namespace {
+#include "cpu/kernels_impl.h"
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = table("avx512");
+
+}  // namespace apex_mp::cpu::avx512
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // x86-64 with a GNU-like compiler

@@ -1,0 +1,21 @@
+// The CPU kernels for any processor the compiler can target.
+#include <cstdint>
+
+#include "cpu/convert.h"
+#include "cpu/kernels.h"
+#include "math/adam.h"
+#include "math/axpby.h"
+#include "math/check.h"
+#include "math/unscale.h"
+
+#define APEX_MP_LEVEL 0
+
+namespace apex_mp::cpu::baseline {
+namespace {
+#include "cpu/kernels_impl.h"
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = table("baseline");
+
+}  // namespace apex_mp::cpu::baseline

@@ -1,0 +1,19 @@
+// Which instruction set the CPU kernels use.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace apex_mp::cpu {
+
+// "baseline", "avx2" or "avx512": what kernels() uses now. At first the best that the processor has,
+// or the one that the environment variable APEX_MP_CPU_LEVEL names.
+const char* level_name();
+
+// Choose a level by name; throws std::invalid_argument if this build or this processor has it not.
+void set_level(const std::string& name);
+
+// The levels that this build and this processor have, best first.
+std::vector<std::string> supported_levels();
+
+}  // namespace apex_mp::cpu

@@ -1,0 +1,96 @@
+// adam_ on CUDA: a small kernel that counts steps and prepares each tensor's factors, then one pass
+// over parameters, moments and gradients. Neither does anything when found_inf is set.
+#include "math/adam.h"
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/table.h"
+#include "cuda/vectors.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+struct StepTable {
+  static constexpr int kTensors = (kTableBytes - 16) / static_cast<int>(sizeof(float*));
+  float* steps[kTensors];
+  int64_t first_tensor;
+  int64_t tensors;
+};
+
+__device__ bool is_skipped(const Adam& task) {
+  return task.found_inf != nullptr && *task.found_inf != 0.0f;
+}
+
+// One thread for each tensor: the powers of beta are dear in double, and shared by a whole tensor.
+__global__ void __launch_bounds__(kBlockSize)
+    prepare_kernel(const __grid_constant__ StepTable table, const Adam task) {
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kBlockSize + threadIdx.x;
+  if (slot >= table.tensors || is_skipped(task)) return;
+  const float step = *table.steps[slot] + 1.0f;
+  *table.steps[slot] = step;
+  task.factors[table.first_tensor + slot] =
+      math::adam_factors(task.options, value_of(task.lr), step, value_of(task.inv_scale));
+}
+
+template <typename opmath_t>
+__device__ void adam_part(const Part<5>& part, const math::AdamFactors<opmath_t>& factors) {
+  const Array& param = part.arrays[0];
+  const Array& grad = part.arrays[1];
+  const Array& exp_avg = part.arrays[2];
+  const Array& exp_avg_sq = part.arrays[3];
+  const Array& copy = part.arrays[4];
+  walk<opmath_t>(part, [&](int index, auto width) {
+    const auto raw_param = load<opmath_t, width>(param, index);
+    const auto raw_grad = load<opmath_t, width>(grad, index);
+    const auto raw_avg = load<opmath_t, width>(exp_avg, index);
+    const auto raw_avg_sq = load<opmath_t, width>(exp_avg_sq, index);
+    opmath_t p[width];
+    opmath_t g[width];
+    opmath_t avg[width];
+    opmath_t avg_sq[width];
+    widen(raw_param, param.dtype, p);
+    widen(raw_grad, grad.dtype, g);
+    widen(raw_avg, exp_avg.dtype, avg);
+    widen(raw_avg_sq, exp_avg_sq.dtype, avg_sq);
+#pragma unroll
+    for (int i = 0; i < width; ++i) math::adam(p[i], avg[i], avg_sq[i], g[i], factors);
+    store(p, param, index);
+    store(avg, exp_avg, index);
+    store(avg_sq, exp_avg_sq, index);
+    if (copy.data != nullptr) store(p, copy, index);
+  });
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    adam_kernel(const __grid_constant__ Table<5> table, const Adam task) {
+  if (is_skipped(task)) return;
+  Part<5> part = part_of_block(table);
+  const math::AdamFactors<double>& factors = task.factors[table.launch.first_tensor + part.slot];
+  if (part.double_math) {
+    adam_part(part, factors);
+  } else {
+    // The checks ask for float moments here: saying so spares a branch for every vector.
+    part.arrays[2].dtype = part.arrays[3].dtype = DType::kFloat;
+    adam_part(part, math::narrow(factors));
+  }
+}
+
+}  // namespace
+
+void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, const Adam& task,
+          cudaStream_t stream) {
+  const auto count = static_cast<int64_t>(steps.size());
+  StepTable table;
+  for (int64_t first = 0; first < count; first += StepTable::kTensors) {
+    table.first_tensor = first;
+    table.tensors = std::min<int64_t>(count - first, StepTable::kTensors);
+    std::copy_n(steps.begin() + first, table.tensors, table.steps);
+    launch(prepare_kernel, count_chunks(table.tensors, kBlockSize), stream, table, task);
+  }
+  for_each_table(rows, [&](const Table<5>& rows_of_launch) {
+    launch(adam_kernel, rows_of_launch.launch.chunks, stream, rows_of_launch, task);
+  });
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,92 @@
+// The CUDA kernels as functions on raw memory and a stream; operators.cpp calls them with tensors.
+// They wait for nothing and allocate nothing on the device. All pointers are to device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "dtype.h"
+#include "math/adam.h"
+#include "math/update_scale.h"
+
+namespace apex_mp::cuda {
+
+// Memory of one tensor. A kernel that only reads it casts the pointer to const.
+struct Array {
+  void* data;
+  DType dtype;
+};
+
+// One tensor of each list of an operator; element i of one belongs to element i of the others.
+template <int kArrays>
+struct Row {
+  Array arrays[kArrays];  // data == nullptr: there is none (adam's copy), or it is empty
+  int64_t size;
+  bool double_math;   // compute in double, not in float
+  int32_t group = 0;  // for check(): which sum the tensor adds to
+};
+
+// A number that the host knows (pointer == nullptr), or one that the kernel reads.
+struct Number {
+  const void* pointer;
+  bool is_double;  // what pointer points to; else a float
+  double value;
+};
+
+// For check() and l2_norm(): how many doubles of scratch memory they need.
+int64_t workspace_size(const std::vector<Row<1>>& tensors);
+
+struct Check {
+  double* workspace;
+  float* found_inf;  // set to 1 if something is not finite, else left alone
+  double* sum_sq;
+  int64_t groups;  // numbers in sum_sq
+};
+void check(const std::vector<Row<1>>& grads, const Check& task, cudaStream_t stream);
+
+struct L2Norm {
+  double* workspace;
+  Array norm;
+  Array norms;  // data == nullptr: only the norm of all is wanted
+};
+void l2_norm(const std::vector<Row<1>>& tensors, const L2Norm& task, cudaStream_t stream);
+
+struct Unscale {
+  Number inv_scale;
+  float* found_inf;
+};
+// Arrays: src, dst.
+void unscale(const std::vector<Row<2>>& rows, const Unscale& task, cudaStream_t stream);
+
+struct AxpbyTask {
+  Number a;
+  Number b;
+  int32_t check_x;
+  int32_t check_y;
+  float* found_inf;
+};
+// Arrays: x, y, out.
+void axpby(const std::vector<Row<3>>& rows, const AxpbyTask& task, cudaStream_t stream);
+
+struct UpdateScale {
+  float* scale;
+  int* good_steps;
+  int* overflows;
+  const float* found_inf;
+};
+void update_scale(const math::LossScaleRule& rule, const UpdateScale& task, cudaStream_t stream);
+
+struct Adam {
+  math::AdamOptions options;
+  Number lr;
+  Number inv_scale;
+  const float* found_inf;              // nullptr: the step is always taken
+  math::AdamFactors<double>* factors;  // scratch memory, one for each row
+};
+// Arrays: param, grad, exp_avg, exp_avg_sq, copy. steps[i] points to the step count of rows[i].
+void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, const Adam& task,
+          cudaStream_t stream);
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,32 @@
+// The one place that starts a kernel. The tests put a header of the same name before this one, to run
+// kernels on the host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace apex_mp::cuda {
+
+constexpr int kBlockSize = 256;
+
+// What gridDim.x may be.
+constexpr int64_t kMaxBlocks = 2147483647;
+
+// Starts `blocks` blocks of kBlockSize threads; no blocks are no work, and CUDA refuses them. Errors
+// of the launch come as std::runtime_error, which torch shows as a RuntimeError.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
+            const Arguments&... arguments) {
+  if (blocks == 0) return;
+  if (blocks > kMaxBlocks) throw std::runtime_error("apex_mp: too many blocks for one CUDA launch");
+  kernel<<<static_cast<unsigned int>(blocks), kBlockSize, 0, stream>>>(arguments...);
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("apex_mp: a CUDA kernel did not start: ") +
+                           cudaGetErrorString(error));
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,170 @@
+// The operators of csrc/ops.cpp on CUDA tensors: checks, device, stream, scratch memory, versions. No
+// operator waits for the device. Numbers on the CPU are read at once (a CUDA graph keeps their value),
+// numbers on the device by the kernel.
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "cuda/kernels.h"
+#include "op_checks.h"
+#include "tensor_facts.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+// Kernels take one kind of array. const_data_ptr all the same: it leaves a lazy clone shared.
+Array in(const at::Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), dtype_of(tensor)};
+}
+
+Array out(const at::Tensor& tensor) { return {tensor.mutable_data_ptr(), dtype_of(tensor)}; }
+
+// Math is done in double if one of the arrays holds doubles.
+template <typename... Arrays>
+Row<sizeof...(Arrays)> row(int64_t size, const Arrays&... arrays) {
+  return {{arrays...}, size, ((arrays.dtype == DType::kDouble) || ...)};
+}
+
+std::vector<Row<1>> rows_of(at::TensorList tensors) {
+  std::vector<Row<1>> rows;
+  rows.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) rows.push_back(row(tensor.numel(), in(tensor)));
+  return rows;
+}
+
+Number number_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return {nullptr, true, number(tensor)};
+  return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble, 0.0};
+}
+
+// torch's allocator gives the memory again only to work that comes later on this stream.
+at::Tensor scratch(int64_t bytes, const at::Device& device) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
+
+void check_(at::TensorList grads, at::IntArrayRef groups, const at::Tensor& found_inf,
+            const at::Tensor& sum_sq) {
+  check_check(grads, groups, found_inf, sum_sq);
+  const c10::cuda::CUDAGuard guard(found_inf.device());
+  std::vector<Row<1>> rows = rows_of(grads);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i].group = static_cast<int32_t>(groups[i]);
+  const at::Tensor workspace = scratch(workspace_size(rows) * sizeof(double), found_inf.device());
+  check(rows,
+        {static_cast<double*>(workspace.mutable_data_ptr()), found_inf.mutable_data_ptr<float>(),
+         sum_sq.mutable_data_ptr<double>(), sum_sq.numel()},
+        stream());
+  bump_version(found_inf);
+  bump_version(sum_sq);
+}
+
+void l2_norm_(at::TensorList tensors, const at::Tensor& norm,
+              const std::optional<at::Tensor>& norms) {
+  check_l2_norm(tensors, norm, norms);
+  const c10::cuda::CUDAGuard guard(norm.device());
+  const std::vector<Row<1>> rows = rows_of(tensors);
+  const at::Tensor workspace = scratch(workspace_size(rows) * sizeof(double), norm.device());
+  l2_norm(rows,
+          {static_cast<double*>(workspace.mutable_data_ptr()), out(norm),
+           norms.has_value() ? out(*norms) : Array{nullptr, DType::kFloat}},
+          stream());
+  bump_version(norm);
+  if (norms.has_value()) bump_version(*norms);
+}
+
+void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
+              const at::Tensor& found_inf) {
+  check_unscale(src, dst, inv_scale, found_inf);
+  const c10::cuda::CUDAGuard guard(found_inf.device());
+  std::vector<Row<2>> rows;
+  rows.reserve(src.size());
+  for (size_t i = 0; i < src.size(); ++i) {
+    rows.push_back(row(src[i].numel(), in(src[i]), out(dst[i])));
+  }
+  unscale(rows, {number_of(inv_scale), found_inf.mutable_data_ptr<float>()}, stream());
+  bump_versions(dst);
+  bump_version(found_inf);
+}
+
+void axpby_(at::TensorList x, at::TensorList y, at::TensorList out_list, const at::Tensor& a,
+            const at::Tensor& b, const at::Tensor& found_inf, int64_t tested) {
+  check_axpby(x, y, out_list, a, b, found_inf, tested);
+  const c10::cuda::CUDAGuard guard(found_inf.device());
+  std::vector<Row<3>> rows;
+  rows.reserve(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    rows.push_back(row(x[i].numel(), in(x[i]), in(y[i]), out(out_list[i])));
+  }
+  axpby(rows,
+        {number_of(a), number_of(b), tested != 1, tested != 0, found_inf.mutable_data_ptr<float>()},
+        stream());
+  bump_versions(out_list);
+  bump_version(found_inf);
+}
+
+void update_scale_(const at::Tensor& scale, const at::Tensor& good_steps,
+                   const at::Tensor& overflows, const at::Tensor& found_inf, double growth_factor,
+                   double backoff_factor, int64_t growth_interval, double min_scale,
+                   double max_scale, int64_t hysteresis) {
+  check_update_scale(scale, good_steps, overflows, found_inf, growth_interval, hysteresis);
+  const c10::cuda::CUDAGuard guard(scale.device());
+  update_scale({growth_factor, backoff_factor, min_scale, max_scale,
+                static_cast<int>(growth_interval), static_cast<int>(hysteresis)},
+               {scale.mutable_data_ptr<float>(), good_steps.mutable_data_ptr<int>(),
+                overflows.mutable_data_ptr<int>(), found_inf.const_data_ptr<float>()},
+               stream());
+  bump_version(scale);
+  bump_version(good_steps);
+  bump_version(overflows);
+}
+
+void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+           at::TensorList exp_avg_sqs, at::TensorList steps,
+           const std::optional<at::TensorList>& copies, const at::Tensor& lr,
+           const at::Tensor& inv_scale, const std::optional<at::Tensor>& found_inf, double beta1,
+           double beta2, double eps, double weight_decay, bool adam_w_mode, bool bias_correction,
+           bool eps_inside_sqrt) {
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
+  if (params.empty()) return;
+  const c10::cuda::CUDAGuard guard(params[0].device());
+  std::vector<Row<5>> rows;
+  std::vector<float*> counts;
+  rows.reserve(params.size());
+  counts.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]), out(exp_avgs[i]),
+                       out(exp_avg_sqs[i]), Array{nullptr, DType::kHalf}));
+    // Afterwards: a copy in double is no reason to compute in double.
+    if (copies.has_value()) rows.back().arrays[4] = out((*copies)[i]);
+    counts.push_back(steps[i].mutable_data_ptr<float>());
+  }
+  const at::Tensor factors =
+      scratch(params.size() * sizeof(math::AdamFactors<double>), params[0].device());
+  adam(rows, counts,
+       {{beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt},
+        number_of(lr),
+        number_of(inv_scale),
+        found_inf.has_value() ? found_inf->const_data_ptr<float>() : nullptr,
+        static_cast<math::AdamFactors<double>*>(factors.mutable_data_ptr())},
+       stream());
+  bump_versions(params);
+  bump_versions(exp_avgs);
+  bump_versions(exp_avg_sqs);
+  bump_versions(steps);
+  if (copies.has_value()) bump_versions(*copies);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(apex_mp, CUDA, m) {
+  m.impl("check_", &check_);
+  m.impl("unscale_", &unscale_);
+  m.impl("axpby_", &axpby_);
+  m.impl("l2_norm_", &l2_norm_);
+  m.impl("update_scale_", &update_scale_);
+  m.impl("adam_", &adam_);
+}
+
+}  // namespace apex_mp::cuda

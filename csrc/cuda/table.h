@@ -1,0 +1,118 @@
+// Which tensors one launch works on, passed by value as a kernel argument: no copy to the device, no
+// pinned memory, and a CUDA graph keeps it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <vector>
+
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/vectors.h"
+#include "launch_plan.h"
+
+namespace apex_mp::cuda {
+
+// Numbers that one block takes: 8 vectors of 8 for each thread, so that a small model still gives
+// every multiprocessor several blocks. A guess: no GPU was at hand to measure it.
+constexpr int64_t kChunkSize = 16384;
+
+// Alignment is judged once for a tensor (common_head), so all its chunks must share it.
+static_assert(kChunkSize % 16 == 0);
+
+// A kernel may take 32,764 bytes of arguments since CUDA 12.1 and from sm_70 on, else 4,096. The
+// numbers and pointers beside the table take less than the rest.
+constexpr int kTableBytes = [] {
+#if defined(__CUDA_ARCH_LIST__)
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch < 700) return 3600;
+  }
+#endif
+  return CUDART_VERSION >= 12010 ? 32000 : 3600;
+}();
+
+template <int kArrays>
+struct Table {
+  static constexpr int kBytesPerTensor = kArrays * 9 + 18;
+  static constexpr int kTensors = (kTableBytes - 64) / kBytesPerTensor;
+
+  void* data[kArrays][kTensors];
+  int64_t size[kTensors];
+  int32_t first_chunk[kTensors];  // chunks of this launch before this tensor
+  int32_t group[kTensors];
+  uint8_t dtype[kArrays][kTensors];
+  int8_t head[kTensors];  // numbers before the first aligned vector, -1: there is none
+  bool double_math[kTensors];
+  Launch launch;
+};
+
+template <int kArrays>
+int32_t head_of(const Row<kArrays>& row) {
+  std::vector<ArrayStart> starts;
+  for (const Array& array : row.arrays) {
+    if (array.data == nullptr) continue;
+    starts.push_back({reinterpret_cast<uintptr_t>(array.data), size_of(array.dtype)});
+  }
+  return common_head(starts, row.double_math ? kVector<double> : kVector<float>);
+}
+
+// Calls body(table) for each launch that the list needs.
+template <int kArrays, typename Body>
+void for_each_table(const std::vector<Row<kArrays>>& rows, const Body& body) {
+  static_assert(sizeof(Table<kArrays>) <= kTableBytes);
+  std::vector<int64_t> sizes;
+  sizes.reserve(rows.size());
+  for (const Row<kArrays>& row : rows) sizes.push_back(row.size);
+  Table<kArrays> table;
+  for (const Launch& launch :
+       cut_into_launches(sizes, kChunkSize, Table<kArrays>::kTensors, kMaxBlocks)) {
+    table.launch = launch;
+    int64_t chunks = 0;
+    for (int64_t slot = 0; slot < launch.tensors; ++slot) {
+      const Row<kArrays>& row = rows[launch.first_tensor + slot];
+      for (int i = 0; i < kArrays; ++i) {
+        table.data[i][slot] = row.arrays[i].data;
+        table.dtype[i][slot] = static_cast<uint8_t>(row.arrays[i].dtype);
+      }
+      table.size[slot] = row.size;
+      table.first_chunk[slot] = static_cast<int32_t>(chunks);
+      table.group[slot] = row.group;
+      table.head[slot] = static_cast<int8_t>(head_of(row));
+      table.double_math[slot] = row.double_math;
+      chunks += count_chunks(row.size, kChunkSize);
+    }
+    body(table);
+  }
+}
+
+// The part of a tensor that this block works on: arrays from the chunk's first number on.
+template <int kArrays>
+struct Part {
+  Array arrays[kArrays];
+  int32_t count;
+  int32_t head;
+  bool double_math;
+  int32_t slot;
+};
+
+template <int kArrays>
+__device__ Part<kArrays> part_of_block(const Table<kArrays>& table) {
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  Part<kArrays> part;
+  part.slot = find_slot(table.first_chunk, static_cast<int32_t>(table.launch.tensors), block);
+  const Chunk chunk = chunk_of(part.slot, block - table.first_chunk[part.slot],
+                               table.size[part.slot], kChunkSize);
+  part.count = static_cast<int32_t>(chunk.count);
+  part.head = table.head[part.slot];
+  part.double_math = table.double_math[part.slot];
+#pragma unroll
+  for (int i = 0; i < kArrays; ++i) {
+    const auto dtype = static_cast<DType>(table.dtype[i][part.slot]);
+    char* data = static_cast<char*>(table.data[i][part.slot]);
+    if (data != nullptr) data += chunk.begin * size_of(dtype);
+    part.arrays[i] = {data, dtype};
+  }
+  return part;
+}
+
+}  // namespace apex_mp::cuda

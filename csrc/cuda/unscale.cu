@@ -1,0 +1,76 @@
+// unscale_ and axpby_ on CUDA: new gradients from scaled or stashed ones, with the finite test.
+#include "math/unscale.h"
+
+#include "cuda/launch.h"
+#include "cuda/table.h"
+#include "cuda/vectors.h"
+#include "math/axpby.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+template <typename opmath_t>
+__device__ int32_t unscale_part(const Part<2>& part, opmath_t inv_scale) {
+  int32_t found_inf = 0;
+  walk<opmath_t>(part, [&](int index, auto width) {
+    opmath_t numbers[width];
+    read(part.arrays[0], index, numbers);
+#pragma unroll
+    for (opmath_t& number : numbers) number = math::unscale(number, inv_scale, found_inf);
+    store(numbers, part.arrays[1], index);
+  });
+  return found_inf;
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    unscale_kernel(const __grid_constant__ Table<2> table, const Unscale task) {
+  const Part<2> part = part_of_block(table);
+  const double inv_scale = value_of(task.inv_scale);
+  const int32_t found_inf = part.double_math
+                                ? unscale_part<double>(part, inv_scale)
+                                : unscale_part<float>(part, static_cast<float>(inv_scale));
+  if (found_inf) *task.found_inf = 1.0f;  // Whoever writes writes the same.
+}
+
+template <typename opmath_t>
+__device__ int32_t axpby_part(const Part<3>& part, const math::Axpby<opmath_t>& factors) {
+  int32_t found_inf = 0;
+  walk<opmath_t>(part, [&](int index, auto width) {
+    const auto raw_x = load<opmath_t, width>(part.arrays[0], index);
+    const auto raw_y = load<opmath_t, width>(part.arrays[1], index);
+    opmath_t x[width];
+    opmath_t y[width];
+    widen(raw_x, part.arrays[0].dtype, x);
+    widen(raw_y, part.arrays[1].dtype, y);
+#pragma unroll
+    for (int i = 0; i < width; ++i) x[i] = math::axpby(x[i], y[i], factors, found_inf);
+    store(x, part.arrays[2], index);
+  });
+  return found_inf;
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    axpby_kernel(const __grid_constant__ Table<3> table, const AxpbyTask task) {
+  const Part<3> part = part_of_block(table);
+  const math::Axpby<double> wide = {value_of(task.a), value_of(task.b), task.check_x, task.check_y};
+  const math::Axpby<float> narrow = {static_cast<float>(wide.a), static_cast<float>(wide.b),
+                                     wide.check_x, wide.check_y};
+  const int32_t found_inf = part.double_math ? axpby_part(part, wide) : axpby_part(part, narrow);
+  if (found_inf) *task.found_inf = 1.0f;
+}
+
+}  // namespace
+
+void unscale(const std::vector<Row<2>>& rows, const Unscale& task, cudaStream_t stream) {
+  for_each_table(rows, [&](const Table<2>& table) {
+    launch(unscale_kernel, table.launch.chunks, stream, table, task);
+  });
+}
+
+void axpby(const std::vector<Row<3>>& rows, const AxpbyTask& task, cudaStream_t stream) {
+  for_each_table(rows, [&](const Table<3>& table) {
+    launch(axpby_kernel, table.launch.chunks, stream, table, task);
+  });
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,16 @@
+// The element types that the kernels of all backends know: plain C++, no torch, no CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "math/common.h"
+
+namespace apex_mp {
+
+enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
+
+APEX_MP_MATH constexpr int64_t size_of(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+}
+
+}  // namespace apex_mp

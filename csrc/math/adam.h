@@ -1,0 +1,78 @@
+// One Adam step for one number (Kingma & Ba 2015; decoupled decay: Loshchilov & Hutter 2019).
+#pragma once
+
+#include <cmath>
+
+#include "math/common.h"
+
+namespace apex_mp::math {
+
+struct AdamOptions {
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool adam_w_mode;       // decay the weight itself; otherwise add weight_decay * param to the gradient
+  bool bias_correction;   // false: both corrections are 1
+  bool eps_inside_sqrt;   // sqrt(v + eps) instead of sqrt(v) + eps
+};
+
+// What the update needs of options, step count and learning rate; the same for a whole tensor.
+template <typename opmath_t>
+struct AdamFactors {
+  opmath_t one_minus_beta1;
+  opmath_t beta2;
+  opmath_t one_minus_beta2;
+  opmath_t inv_bias_correction2;
+  opmath_t eps_inside;   // one of the two is zero: the update has no branch
+  opmath_t eps_outside;
+  opmath_t step_size;    // lr / bias_correction1
+  opmath_t keep;         // 1 - lr * weight_decay, or 1 for L2 regularisation
+  opmath_t l2;           // weight_decay for L2 regularisation, or 0
+  opmath_t inv_scale;
+};
+
+// Computed in double, because 1 - beta2 in float is off by 1.3e-5 relative. `step` counts this step.
+APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double lr, double step,
+                                              double inv_scale) {
+  const double correction1 = options.bias_correction ? 1.0 - std::pow(options.beta1, step) : 1.0;
+  const double correction2 = options.bias_correction ? 1.0 - std::pow(options.beta2, step) : 1.0;
+  AdamFactors<double> factors;
+  factors.one_minus_beta1 = 1.0 - options.beta1;
+  factors.beta2 = options.beta2;
+  factors.one_minus_beta2 = 1.0 - options.beta2;
+  factors.inv_bias_correction2 = 1.0 / correction2;
+  factors.eps_inside = options.eps_inside_sqrt ? options.eps : 0.0;
+  factors.eps_outside = options.eps_inside_sqrt ? 0.0 : options.eps;
+  factors.step_size = lr / correction1;
+  factors.keep = options.adam_w_mode ? 1.0 - lr * options.weight_decay : 1.0;
+  factors.l2 = options.adam_w_mode ? 0.0 : options.weight_decay;
+  factors.inv_scale = inv_scale;
+  return factors;
+}
+
+APEX_MP_MATH AdamFactors<float> narrow(const AdamFactors<double>& factors) {
+  return {static_cast<float>(factors.one_minus_beta1),
+          static_cast<float>(factors.beta2),
+          static_cast<float>(factors.one_minus_beta2),
+          static_cast<float>(factors.inv_bias_correction2),
+          static_cast<float>(factors.eps_inside),
+          static_cast<float>(factors.eps_outside),
+          static_cast<float>(factors.step_size),
+          static_cast<float>(factors.keep),
+          static_cast<float>(factors.l2),
+          static_cast<float>(factors.inv_scale)};
+}
+
+template <typename opmath_t>
+APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
+                       opmath_t scaled_grad, const AdamFactors<opmath_t>& factors) {
+  const opmath_t grad = scaled_grad * factors.inv_scale + factors.l2 * param;
+  exp_avg += factors.one_minus_beta1 * (grad - exp_avg);
+  exp_avg_sq = factors.beta2 * exp_avg_sq + factors.one_minus_beta2 * grad * grad;
+  const opmath_t denom =
+      std::sqrt(exp_avg_sq * factors.inv_bias_correction2 + factors.eps_inside) + factors.eps_outside;
+  param = factors.keep * param - factors.step_size * exp_avg / denom;
+}
+
+}  // namespace apex_mp::math

@@ -1,0 +1,60 @@
+// The rule of a dynamic loss scale, the device twin of DynamicLossScale.update in loss_scale.py.
+#pragma once
+
+#include "math/common.h"
+
+namespace apex_mp::math {
+
+// What does not change from step to step. loss_scale.py checks the ranges: factors >= 1 and in
+// (0, 1), counts >= 1, 2**-126 <= min_scale <= max_scale, where max_scale may be inf.
+struct LossScaleRule {
+  double growth_factor;
+  double backoff_factor;
+  double min_scale;
+  double max_scale;
+  int growth_interval;  // good steps in a row before the scale grows
+  int hysteresis;       // overflows before the scale backs off
+};
+
+// What one step hands to the next.
+struct LossScaleState {
+  float scale;
+  int good_steps;  // since the last overflow or growth
+  int overflows;   // since the last backing off or growth
+};
+
+// Returns the state of the next step. Whoever sees found_inf skips this one.
+// Products are doubles rounded to float once, as in Python and GradScaler: equal to the bit. A
+// bound stops the scale and never pushes it.
+APEX_MP_MATH LossScaleState update_scale(LossScaleState state, bool found_inf,
+                                         const LossScaleRule& rule) {
+  constexpr double kFloatMax = 3.4028234663852886e38;  // Above it, the cast would be undefined.
+  const double scale = state.scale;
+
+  if (found_inf) {
+    state.good_steps = 0;
+    // Not overflows + 1 >= hysteresis: a count that was read from a file must not overflow.
+    if (state.overflows < rule.hysteresis - 1) {
+      state.overflows += 1;
+      return state;
+    }
+    const double product = scale * rule.backoff_factor;
+    const double smaller = product > rule.min_scale ? product : rule.min_scale;
+    if (smaller < scale) state.scale = static_cast<float>(smaller);
+    state.overflows = 0;
+    return state;
+  }
+
+  if (state.good_steps < rule.growth_interval - 1) {
+    state.good_steps += 1;  // A good step alone leaves overflows as they are.
+    return state;
+  }
+  const double product = scale * rule.growth_factor;
+  const double larger = product < rule.max_scale ? product : rule.max_scale;
+  if (scale < larger && larger <= kFloatMax) state.scale = static_cast<float>(larger);
+  state.good_steps = 0;
+  state.overflows = 0;
+  return state;
+}
+
+}  // namespace apex_mp::math

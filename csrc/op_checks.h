@@ -1,0 +1,141 @@
+// The checks of each operator, shared by its CPU and its CUDA implementation.
+#pragma once
+
+#include <ATen/core/List.h>
+
+#include <optional>
+
+#include "checks.h"
+
+namespace apex_mp {
+
+inline void check_check(at::TensorList grads, at::IntArrayRef groups, const at::Tensor& found_inf,
+                        const at::Tensor& sum_sq) {
+  const char* op = "check_";
+  const at::Device device = found_inf.device();
+  check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
+  check_device({op, "sum_sq"}, sum_sq, device);
+  check_dtype({op, "sum_sq"}, sum_sq, {at::kDouble});
+  check_dense({op, "sum_sq"}, sum_sq);
+  check_same_length(op, "grads", grads.size(), "groups", groups.size());
+  for (int64_t i = 0; i < static_cast<int64_t>(grads.size()); ++i) {
+    check_element({op, "grads", i}, grads[i], device);
+    TORCH_CHECK(0 <= groups[i] && groups[i] < sum_sq.numel(), op, ": groups[", i, "] is ", groups[i],
+                "; it must be an index into sum_sq, which has ", sum_sq.numel(), " elements");
+  }
+}
+
+inline void check_unscale(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
+                          const at::Tensor& found_inf) {
+  const char* op = "unscale_";
+  const at::Device device = found_inf.device();
+  check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
+  check_number({op, "inv_scale"}, inv_scale, device);
+  check_same_length(op, "dst", dst.size(), "src", src.size());
+  for (int64_t i = 0; i < static_cast<int64_t>(src.size()); ++i) {
+    check_element({op, "src", i}, src[i], device);
+    check_element({op, "dst", i}, dst[i], device);
+    check_same_layout({op, "dst", i}, dst[i], {op, "src", i}, src[i]);
+    check_writable({op, "dst", i}, dst[i]);
+  }
+}
+
+inline void check_axpby(at::TensorList x, at::TensorList y, at::TensorList out, const at::Tensor& a,
+                        const at::Tensor& b, const at::Tensor& found_inf, int64_t tested) {
+  const char* op = "axpby_";
+  const at::Device device = found_inf.device();
+  check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
+  check_number({op, "a"}, a, device);
+  check_number({op, "b"}, b, device);
+  TORCH_CHECK(-1 <= tested && tested <= 1, op, ": tested is ", tested,
+              "; it must be -1 (both), 0 (x) or 1 (y)");
+  check_same_length(op, "y", y.size(), "x", x.size());
+  check_same_length(op, "out", out.size(), "x", x.size());
+  for (int64_t i = 0; i < static_cast<int64_t>(x.size()); ++i) {
+    check_element({op, "x", i}, x[i], device);
+    check_element({op, "y", i}, y[i], device);
+    check_element({op, "out", i}, out[i], device);
+    check_same_layout({op, "y", i}, y[i], {op, "x", i}, x[i]);
+    check_same_layout({op, "out", i}, out[i], {op, "x", i}, x[i]);
+    check_writable({op, "out", i}, out[i]);
+  }
+}
+
+inline void check_l2_norm(at::TensorList tensors, const at::Tensor& norm,
+                          const std::optional<at::Tensor>& norms) {
+  const char* op = "l2_norm_";
+  const at::Device device = norm.device();
+  check_one_element({op, "norm"}, norm, device, {at::kFloat, at::kDouble});
+  if (norms.has_value()) {
+    check_device({op, "norms"}, *norms, device);
+    check_dtype({op, "norms"}, *norms, {at::kFloat, at::kDouble});
+    check_dense({op, "norms"}, *norms);
+    TORCH_CHECK(norms->numel() == static_cast<int64_t>(tensors.size()), op, ": norms has ",
+                norms->numel(), " elements, tensors has ", tensors.size(), " tensors; they must match");
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
+    check_element({op, "tensors", i}, tensors[i], device);
+  }
+}
+
+inline void check_update_scale(const at::Tensor& scale, const at::Tensor& good_steps,
+                               const at::Tensor& overflows, const at::Tensor& found_inf,
+                               int64_t growth_interval, int64_t hysteresis) {
+  const char* op = "update_scale_";
+  const at::Device device = scale.device();
+  check_one_element({op, "scale"}, scale, device, {at::kFloat});
+  check_one_element({op, "good_steps"}, good_steps, device, {at::kInt});
+  check_one_element({op, "overflows"}, overflows, device, {at::kInt});
+  check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
+  constexpr int64_t kMaxCount = 2147483647;
+  TORCH_CHECK(1 <= growth_interval && growth_interval <= kMaxCount, op, ": growth_interval is ",
+              growth_interval,
+              "; it must be at least 1 and fit an int");
+  TORCH_CHECK(1 <= hysteresis && hysteresis <= kMaxCount, op, ": hysteresis is ", hysteresis, "; it must be at least 1 and fit an int");
+}
+
+// Moments are of the math type: float64 for a float64 parameter, else float32.
+inline at::ScalarType moment_dtype(const at::Tensor& param) {
+  return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline void check_adam(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                       at::TensorList exp_avg_sqs, at::TensorList steps,
+                       const std::optional<at::TensorList>& copies, const at::Tensor& lr,
+                       const at::Tensor& inv_scale, const std::optional<at::Tensor>& found_inf) {
+  const char* op = "adam_";
+  const auto count = params.size();
+  check_same_length(op, "grads", grads.size(), "params", count);
+  check_same_length(op, "exp_avgs", exp_avgs.size(), "params", count);
+  check_same_length(op, "exp_avg_sqs", exp_avg_sqs.size(), "params", count);
+  check_same_length(op, "steps", steps.size(), "params", count);
+  if (copies.has_value()) check_same_length(op, "copies", copies->size(), "params", count);
+  if (count == 0) return;
+  const at::Device device = params[0].device();
+  check_number({op, "lr"}, lr, device);
+  check_number({op, "inv_scale"}, inv_scale, device);
+  if (found_inf.has_value()) {
+    check_one_element({op, "found_inf"}, *found_inf, device, {at::kFloat});
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(count); ++i) {
+    const Argument param = {op, "params", i};
+    check_element(param, params[i], device);
+    check_writable(param, params[i]);
+    const auto check_peer = [&](const char* name, const at::Tensor& tensor) {
+      check_element({op, name, i}, tensor, device);
+      check_same_layout({op, name, i}, tensor, param, params[i]);
+    };
+    check_peer("grads", grads[i]);
+    check_peer("exp_avgs", exp_avgs[i]);
+    check_dtype({op, "exp_avgs", i}, exp_avgs[i], {moment_dtype(params[i])});
+    check_peer("exp_avg_sqs", exp_avg_sqs[i]);
+    check_dtype({op, "exp_avg_sqs", i}, exp_avg_sqs[i], {moment_dtype(params[i])});
+    check_one_element({op, "steps", i}, steps[i], device, {at::kFloat});
+    if (copies.has_value()) {
+      check_peer("copies", (*copies)[i]);
+      check_writable({op, "copies", i}, (*copies)[i]);
+    }
+  }
+}
+
+}  // namespace apex_mp

@@ -1,0 +1,67 @@
+// The schema of every operator, in the order a step meets them. All write into their arguments and
+// return nothing, so that torch.compile needs no rule for the shape of a result.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+TORCH_LIBRARY(apex_mp, m) {
+  // found_inf[0] = 1 if a gradient holds inf or NaN; sum_sq[groups[i]] += sum of squares of grads[i].
+  m.def("check_(Tensor[] grads, int[] groups, Tensor(a!) found_inf, Tensor(b!) sum_sq) -> ()");
+
+  // dst[i] = src[i] * inv_scale; src and dst may be the same list.
+  m.def(
+      "unscale_(Tensor[] src, Tensor(a!)[] dst, Tensor inv_scale, Tensor(b!) found_inf) -> ()");
+
+  // out[i] = a * x[i] + b * y[i]; `tested` says whose inf and NaN count: -1 both, 0 x, 1 y.
+  m.def(
+      "axpby_(Tensor[] x, Tensor[] y, Tensor(a!)[] out, Tensor a, Tensor b, Tensor(b!) found_inf, "
+      "int tested=-1) -> ()");
+
+  // norm = l2 norm of all tensors as one vector; norms[i] = that of tensors[i].
+  m.def("l2_norm_(Tensor[] tensors, Tensor(a!) norm, Tensor(b!)? norms) -> ()");
+
+  // One step of the dynamic loss scale; the rule is apex_mp.loss_scale.DynamicLossScale's.
+  m.def(
+      "update_scale_(Tensor(a!) scale, Tensor(b!) good_steps, Tensor(c!) overflows, "
+      "Tensor found_inf, *, float growth_factor, float backoff_factor, int growth_interval, "
+      "float min_scale, float max_scale, int hysteresis) -> ()");
+
+  // One Adam step for every tensor, unless found_inf; steps[i] counts the steps of params[i];
+  // copies[i] receives params[i] in its own dtype.
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] steps, Tensor(e!)[]? copies, Tensor lr, Tensor inv_scale, Tensor? found_inf, "
+      "*, float beta1, float beta2, float eps, float weight_decay, bool adam_w_mode=True, "
+      "bool bias_correction=True, bool eps_inside_sqrt=False) -> ()");
+}
+
+namespace {
+
+// Says in a sentence what the dispatcher would otherwise say in a page.
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* /*stack*/) {
+  const c10::BackendComponent backend = keys.highestBackendKey() ;
+  const char* name = op.schema().name().c_str();
+  if (keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr}))) {
+    TORCH_CHECK(false, name, ": an argument is a sparse tensor; all must be dense (strided) tensors");
+  }
+  TORCH_CHECK(false, name, ": an argument is a ", c10::toString(backend),
+              " tensor, for which this build of apex_mp has no kernels. To build those for CUDA: "
+              "FORCE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
+}
+
+void refuse_all(torch::Library& m) {
+  for (const char* name : {"check_", "unscale_", "axpby_", "l2_norm_", "update_scale_", "adam_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(apex_mp, SparseCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(apex_mp, SparseCsrCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(apex_mp, SparseCUDA, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(apex_mp, SparseCsrCUDA, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(apex_mp, MPS, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(apex_mp, XPU, m) { refuse_all(m); }
+#ifndef APEX_MP_WITH_CUDA
+TORCH_LIBRARY_IMPL(apex_mp, CUDA, m) { refuse_all(m); }
+#endif

@@ -1,0 +1,31 @@
+// What the backends ask of a torch tensor that passed the checks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "dtype.h"
+
+namespace apex_mp {
+
+inline DType dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat;
+    case at::kDouble:
+      return DType::kDouble;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "dtype passed the checks: ", tensor.scalar_type());
+  }
+}
+
+// The number in a one-element CPU tensor of float32 or float64.
+inline double number(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? *tensor.const_data_ptr<double>()
+                                             : *tensor.const_data_ptr<float>();
+}
+
+}  // namespace apex_mp

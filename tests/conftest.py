@@ -1,0 +1,62 @@
+"""What all tests share: the device they run on, the seed, and the CPU level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from apex_mp import _C
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the tensors of the tests live: cpu, cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu_only: is about the CPU; left out with another --device")
+    config.addinivalue_line("markers", "cuda_only: needs --device cuda; left out without it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_cpu = torch.device(config.getoption("device")).type == "cpu"
+    unwanted = "cuda_only" if on_cpu else "cpu_only"
+    left_out = [item for item in items if item.get_closest_marker(unwanted)]
+    items[:] = [item for item in items if not item.get_closest_marker(unwanted)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # A CUDA run has one "level": its kernels do not depend on the CPU.
+    if "cpu_level" in metafunc.fixturenames:
+        on_cpu = torch.device(metafunc.config.getoption("device")).type == "cpu"
+        levels = _C.cpu_levels() if on_cpu else [_C.cpu_level()]
+        metafunc.parametrize("cpu_level", levels, indirect=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.config.getoption("device"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once with the kernels of each instruction set that this processor has."""
+    before = _C.cpu_level()
+    _C.set_cpu_level(request.param)
+    yield request.param
+    _C.set_cpu_level(before)
+
+
+@pytest.fixture
+def one_thread_then_two() -> Iterator[None]:
+    """Restore the number of threads that a test changes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

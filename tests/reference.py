@@ -1,0 +1,87 @@
+"""What every operator must compute, in plain PyTorch: short, slow, and obviously right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def holds_inf_or_nan(tensors: Sequence[Tensor]) -> bool:
+    return any(not bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def math_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return float64 if one of the tensors is, else float32: what the operators compute in."""
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def sums_of_squares(grads: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+    sums = torch.zeros(count, dtype=torch.float64)
+    for grad, group in zip(grads, groups, strict=True):
+        sums[group] += grad.double().square().sum().cpu()
+    return sums
+
+
+def l2_norm(tensors: Sequence[Tensor]) -> float:
+    return float(sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5)
+
+
+def unscaled(src: Tensor, inv_scale: float, like: Tensor) -> Tensor:
+    """Return the exact result: one product in the math dtype, rounded once to that of `like`."""
+    dtype = math_dtype(src, like)
+    return (src.to(dtype) * torch.tensor(inv_scale, dtype=dtype, device=src.device)).to(like.dtype)
+
+
+def axpby(x: Tensor, y: Tensor, a: float, b: float, like: Tensor) -> Tensor:
+    """Return the exact result: two products and a sum, each rounded, then once to `like`."""
+    dtype = math_dtype(x, y, like)
+    factor_a = torch.tensor(a, dtype=dtype, device=x.device)
+    factor_b = torch.tensor(b, dtype=dtype, device=x.device)
+    return (factor_a * x.to(dtype) + factor_b * y.to(dtype)).to(like.dtype)
+
+
+@dataclasses.dataclass
+class Adam:
+    """One parameter under Adam in float64, with the formulas of the docstring of `_ops.adam_`."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.param = self.param.detach().double()
+        self.exp_avg = self.exp_avg.double()
+        self.exp_avg_sq = self.exp_avg_sq.double()
+
+    def update(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        inv_scale: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        adam_w_mode: bool,
+        bias_correction: bool,
+        eps_inside_sqrt: bool,
+    ) -> None:
+        self.step += 1
+        grad = grad.double() * inv_scale
+        if not adam_w_mode:
+            grad = grad + weight_decay * self.param
+        self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * grad
+        self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * grad**2
+        bias_correction1 = 1 - beta1**self.step if bias_correction else 1.0
+        bias_correction2 = 1 - beta2**self.step if bias_correction else 1.0
+        variance = self.exp_avg_sq / bias_correction2
+        denom = (variance + eps).sqrt() if eps_inside_sqrt else variance.sqrt() + eps
+        if adam_w_mode:
+            self.param = self.param - lr * weight_decay * self.param
+        self.param = self.param - lr * (self.exp_avg / bias_correction1) / denom

@@ -1,0 +1,379 @@
+"""Wrong input raises a sentence (operator, list, index, value, wish) and changes no tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    OPERATOR,
+    OPERATORS,
+    Arguments,
+    ListCase,
+    Operator,
+    copy_of,
+    tensors_of,
+)
+from torch import Tensor
+from tolerances import assert_same_bits
+
+# The call that each row breaks in one place. 4-dimensional, so that memory orders can differ.
+SOUND = ListCase("sound", [(2, 3, 2, 2), (2, 3, 2, 2), (2, 3, 2, 2)])
+SHAPE = (2, 3, 2, 2)
+DTYPES_OF_SOUND_CALL = {
+    "check_": [(F16,)],
+    "unscale_": [(F16,), (F32,)],
+    "axpby_": [(F16,), (F32,), (F32,)],
+    "l2_norm_": [(F16,)],
+    "update_scale_": [],
+    "adam_": [(F32,), (F16,), (F16,)],
+}
+
+
+def sound_call(operator: Operator, device: torch.device) -> Arguments:
+    return operator.sample(SOUND, DTYPES_OF_SOUND_CALL[operator.name], device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One argument, or one tensor of a list, made wrong; and what the message must say."""
+
+    operator: str
+    where: str  # "found_inf" or "grads[1]"
+    what: str
+    spoil: Callable[[Any], Any]
+    message: str  # a regular expression; what comes before it, "operator: where", is checked too
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.where} {self.what}"
+
+    def spoil_call(self, call: Arguments) -> None:
+        name, index = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", self.where).groups()
+        if index is None:
+            call[name] = self.spoil(call[name])
+        else:
+            call[name] = list(call[name])
+            call[name][int(index)] = self.spoil(call[name][int(index)])
+
+
+# --- Ways to spoil an argument.
+
+
+def cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype)
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[0].expand(tensor.shape)
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def one_element_less(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[:-1]
+
+
+def two_elements(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.flatten(), tensor.flatten()])
+
+
+def no_elements(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[:0]
+
+
+def one_tensor_less(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors[:-1]
+
+
+def set_to(value: Any) -> Callable[[Any], Any]:
+    return lambda old: value
+
+
+# --- The table.
+
+FLOATING = "it must be Half or BFloat16 or Float or Double"
+DENSE = "its elements must lie in memory without gaps or overlap, make it contiguous"
+
+
+def faults_of_list(operator: str, name: str, *, paired_with: str | None) -> list[Fault]:
+    """What may be wrong with any list of tensors, and with one that goes along with another."""
+    first, last = f"{name}[0]", f"{name}[2]"
+    faults = [
+        Fault(operator, last, "int32", cast(torch.int32), f"is of dtype Int; {FLOATING}"),
+        Fault(operator, first, "bool", cast(torch.bool), f"is of dtype Bool; {FLOATING}"),
+        Fault(operator, last, "complex", cast(torch.complex64), "is of dtype ComplexFloat; it must"),
+        Fault(operator, first, "with gaps", with_gaps, rf"has sizes \[2, 3, 2, 2\] and .*{DENSE}"),
+        Fault(operator, last, "expanded", expanded, rf"strides \[0, 0, 0, 0\]; {DENSE}"),
+    ]
+    if paired_with is None:
+        return faults
+    return faults + [
+        Fault(
+            operator,
+            name,
+            "too short",
+            one_tensor_less,
+            f"has 2 tensors, {paired_with} has 3; they must match",
+        ),
+        Fault(
+            operator,
+            last,
+            "too small",
+            one_element_less,
+            rf"has 23 elements, {paired_with}\[2\] has 24; they must match",
+        ),
+        Fault(
+            operator,
+            last,
+            "in another order",
+            channels_last,
+            rf"has sizes .*, {paired_with}\[2\] has .*; they must lie in memory in the same order",
+        ),
+    ]
+
+
+def faults_of_number(operator: str, name: str) -> list[Fault]:
+    """What may be wrong with a tensor of one float32 or float64 element that is read."""
+    wish = "it must be Float or Double"
+    return [
+        Fault(operator, name, "int64", cast(torch.int64), f"is of dtype Long; {wish}"),
+        Fault(operator, name, "fp16", cast(F16), f"is of dtype Half; {wish}"),
+        Fault(operator, name, "of two", two_elements, "has 2 elements; it must have 1"),
+        Fault(operator, name, "empty", no_elements, "has 0 elements; it must have 1"),
+    ]
+
+
+def faults_of_one_element(operator: str, name: str, wish: str) -> list[Fault]:
+    """What may be wrong with a tensor of one element and one dtype."""
+    return [
+        Fault(operator, name, "fp64", cast(F64), f"is of dtype Double; it must be {wish}"),
+        Fault(operator, name, "bool", cast(torch.bool), f"is of dtype Bool; it must be {wish}"),
+        Fault(operator, name, "of two", two_elements, "has 2 elements; it must have 1"),
+        Fault(operator, name, "empty", no_elements, "has 0 elements; it must have 1"),
+    ]
+
+
+FAULTS = [
+    *faults_of_list("check_", "grads", paired_with=None),
+    *faults_of_one_element("check_", "found_inf", "Float"),
+    Fault(
+        "check_",
+        "grads",
+        "too short",
+        one_tensor_less,
+        "has 2 tensors, groups has 3; they must match",
+    ),
+    Fault(
+        "check_",
+        "groups[2]",
+        "too large",
+        set_to(3),
+        "is 3; it must be an index into sum_sq, which has 3 elements",
+    ),
+    Fault("check_", "groups[0]", "negative", set_to(-1), "is -1; it must be an index into sum_sq"),
+    Fault("check_", "sum_sq", "fp32", cast(F32), "is of dtype Float; it must be Double"),
+    Fault("check_", "sum_sq", "with gaps", with_gaps, DENSE),
+    *faults_of_list("unscale_", "src", paired_with=None),
+    *faults_of_list("unscale_", "dst", paired_with="src"),
+    *faults_of_number("unscale_", "inv_scale"),
+    *faults_of_one_element("unscale_", "found_inf", "Float"),
+    *faults_of_list("axpby_", "x", paired_with=None),
+    *faults_of_list("axpby_", "y", paired_with="x"),
+    *faults_of_list("axpby_", "out", paired_with="x"),
+    *faults_of_number("axpby_", "a"),
+    *faults_of_number("axpby_", "b"),
+    *faults_of_one_element("axpby_", "found_inf", "Float"),
+    Fault("axpby_", "tested", "2", set_to(2), r"is 2; it must be -1 \(both\), 0 \(x\) or 1 \(y\)"),
+    Fault("axpby_", "tested", "-2", set_to(-2), "is -2; it must be -1"),
+    *faults_of_list("l2_norm_", "tensors", paired_with=None),
+    Fault("l2_norm_", "norm", "fp16", cast(F16), "is of dtype Half; it must be Float or Double"),
+    Fault("l2_norm_", "norm", "of two", two_elements, "has 2 elements; it must have 1"),
+    Fault("l2_norm_", "norms", "int32", cast(torch.int32), "is of dtype Int; it must be Float or"),
+    Fault("l2_norm_", "norms", "with gaps", with_gaps, DENSE),
+    Fault(
+        "l2_norm_",
+        "norms",
+        "too short",
+        one_element_less,
+        "has 2 elements, tensors has 3 tensors; they must match",
+    ),
+    *faults_of_one_element("update_scale_", "scale", "Float"),
+    *faults_of_one_element("update_scale_", "good_steps", "Int"),
+    *faults_of_one_element("update_scale_", "overflows", "Int"),
+    *faults_of_one_element("update_scale_", "found_inf", "Float"),
+    *[
+        Fault("update_scale_", name, str(count), set_to(count), f"is {count}; it must be at least 1")
+        for name in ("growth_interval", "hysteresis")
+        for count in (0, -1, 2**31)
+    ],
+    *faults_of_list("adam_", "params", paired_with=None),
+    *faults_of_list("adam_", "grads", paired_with="params"),
+    *faults_of_list("adam_", "exp_avgs", paired_with="params"),
+    *faults_of_list("adam_", "exp_avg_sqs", paired_with="params"),
+    *faults_of_list("adam_", "copies", paired_with="params"),
+    *[
+        Fault("adam_", where, "of another dtype than the math", cast(dtype), message)
+        for where in ("exp_avgs[1]", "exp_avg_sqs[2]")
+        for dtype, message in (
+            (F64, "is of dtype Double; it must be Float"),
+            (F16, "is of dtype Half; it must be Float"),
+            (BF16, "is of dtype BFloat16; it must be Float"),
+        )
+    ],
+    Fault(
+        "adam_",
+        "steps",
+        "too short",
+        one_tensor_less,
+        "has 2 tensors, params has 3; they must match",
+    ),
+    *faults_of_one_element("adam_", "steps[2]", "Float"),
+    *faults_of_number("adam_", "lr"),
+    *faults_of_number("adam_", "inv_scale"),
+    *faults_of_one_element("adam_", "found_inf", "Float"),
+]
+
+
+def snapshot(call: Arguments) -> list[Tensor]:
+    return [tensor for argument in call.values() for tensor in tensors_of(argument)]
+
+
+def assert_refuses(
+    operator: Operator, call: Arguments, message: str, error: type[Exception] = RuntimeError
+) -> None:
+    before = snapshot(copy_of(call))
+    versions = [tensor._version for tensor in snapshot(call)]
+    with pytest.raises(error, match=message):
+        operator(call)
+    for old, new in zip(before, snapshot(call), strict=True):
+        if old.device.type != "meta":
+            assert_same_bits(new.detach(), old)
+    assert [tensor._version for tensor in snapshot(call)] == versions
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_named_and_nothing_is_written(fault: Fault, device: torch.device) -> None:
+    operator = OPERATOR[fault.operator]
+    call = sound_call(operator, device)
+    fault.spoil_call(call)
+    where = re.escape(f"{fault.operator}: {fault.where} ")
+    assert_refuses(operator, call, f"^{where}.*{fault.message}")
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_the_call_that_the_faults_spoil_is_sound(operator: Operator, device: torch.device) -> None:
+    operator(sound_call(operator, device))
+
+
+# --- Every list, and every single tensor, of every operator: what dispatch or autograd refuses.
+
+LISTS_OF_OPERATORS = [(each, name) for each in OPERATORS for name in each.lists]
+each_list = pytest.mark.parametrize(
+    ("operator", "name"), LISTS_OF_OPERATORS, ids=[f"{op}-{name}" for op, name in LISTS_OF_OPERATORS]
+)
+WRITTEN = [(each, name) for each in OPERATORS for name in each.written]
+each_written = pytest.mark.parametrize(
+    ("operator", "name"), WRITTEN, ids=[f"{op}-{name}" for op, name in WRITTEN]
+)
+TENSORS = {
+    "check_": ("found_inf", "sum_sq"),
+    "unscale_": ("inv_scale", "found_inf"),
+    "axpby_": ("a", "b", "found_inf"),
+    "l2_norm_": ("norm", "norms"),
+    "update_scale_": ("scale", "good_steps", "overflows", "found_inf"),
+    "adam_": ("lr", "inv_scale", "found_inf"),
+}
+each_tensor = pytest.mark.parametrize(
+    ("operator", "name"), [(OPERATOR[op], name) for op, names in TENSORS.items() for name in names]
+)
+
+
+@pytest.mark.parametrize("to_sparse", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+@each_list
+def test_a_sparse_tensor_in_a_list_is_refused(
+    operator: Operator,
+    name: str,
+    to_sparse: Callable[[Tensor], Tensor],
+    device: torch.device,
+    request: pytest.FixtureRequest,
+) -> None:
+    call = operator.sample(ListCase("a matrix", [(4, 4), (4, 4)]), DTYPES[operator.name], device)
+    call[name][1] = to_sparse(torch.eye(4, dtype=call[name][1].dtype, device=device))
+    assert_refuses(operator, call, f"{operator.name}: an argument is a sparse tensor; all must be")
+
+
+DTYPES = {name: [(F32,)] * len(dtypes) for name, dtypes in DTYPES_OF_SOUND_CALL.items()}
+
+
+@each_list
+def test_a_meta_tensor_in_a_list_is_refused(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    call[name][1] = call[name][1].to("meta")
+    assert_refuses(operator, call, rf"{operator.name}\b.*[Mm]eta")
+
+
+@each_tensor
+def test_a_single_meta_tensor_is_refused(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    call[name] = call[name].to("meta")
+    assert_refuses(operator, call, rf"{operator.name}\b.*[Mm]eta")
+
+
+@pytest.mark.cuda_only
+@each_list
+def test_a_list_on_two_devices_is_refused(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    call[name][1] = call[name][1].cpu()
+    where = re.escape(f"{operator.name}: {name}[1]")
+    assert_refuses(operator, call, f"^{where} is on cpu; all tensors of this call must be on cuda")
+
+
+@each_written
+def test_a_leaf_that_requires_grad_is_refused_in_grad_mode_only(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    def call_with_leaf() -> tuple[Arguments, Tensor]:
+        call = sound_call(operator, device)
+        leaf = tensors_of(call[name])[-1]
+        return call, leaf.requires_grad_()
+
+    call, leaf = call_with_leaf()
+    if not leaf.dtype.is_floating_point:
+        return
+    assert_refuses(operator, call, f"^{operator.name}: {name}.* is a leaf that requires grad; call")
+    with torch.no_grad():
+        operator(call)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_tensor_with_a_python_subclass_dispatch_is_not_read_as_plain_memory(
+    operator: Operator, device: torch.device
+) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        call = sound_call(operator, device)
+        fakes = [isinstance(each, torch._subclasses.FakeTensor) for each in snapshot(call)]
+        assert any(fakes)
+        operator(call)  # Traces: an operator that returns nothing has nothing to compute.
+        assert mode is not None

@@ -1,0 +1,638 @@
+"""Every operator computes what the reference says, for every list and dtype of the table."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import reference
+import torch
+from op_cases import (
+    A_FEW,
+    ALL_ADAM,
+    ALL_TRIPLES,
+    BF16,
+    CHUNK,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    FLOATS,
+    LISTS,
+    MANY_LISTS,
+    NAMES,
+    OPERATOR,
+    TILE,
+    Arguments,
+    Dtypes,
+    ListCase,
+    assert_guards_intact,
+    copy_of,
+    fill_positive,
+    fill_small_integers,
+    make_list,
+    name_of,
+    number,
+    tensors_of,
+)
+from torch import Tensor
+from tolerances import (
+    SUM_OF_SQUARES_TOLERANCES,
+    TOLERANCES,
+    TRAJECTORY_TOLERANCES,
+    assert_near,
+    assert_same_bits,
+)
+
+from apex_mp import _ops
+from apex_mp.loss_scale import FLOAT32_MAX, INT32_MAX, DynamicLossScale
+
+
+def each_list_and_dtype(operator: str) -> pytest.MarkDecorator:
+    rows = list(itertools.product(LISTS, DTYPES[operator]))
+    rows += [(case, DTYPES[operator][0]) for case in MANY_LISTS]
+    ids = [f"{case}-{name_of(dtypes)}" for case, dtypes in rows]
+    return pytest.mark.parametrize(("case", "dtypes"), rows, ids=ids)
+
+
+def each_dtypes(rows: list[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("dtypes", rows, ids=name_of)
+
+
+each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=NAMES.get)
+
+
+def assert_only_wrote(operator: str, case: ListCase, before: Arguments, after: Arguments) -> None:
+    """Demand that what an operator only reads, and the memory around its lists, is as before."""
+    for name in before.keys() - set(OPERATOR[operator].written):
+        for old, new in zip(tensors_of(before[name]), tensors_of(after[name]), strict=True):
+            assert_same_bits(new, old)
+    if case.layout != "views":
+        for name in OPERATOR[operator].lists:
+            if name != "steps":
+                assert_guards_intact(tensors_of(after[name]))
+
+
+# --- check_
+
+
+@each_list_and_dtype("check_")
+def test_check_sums_every_square_exactly_once(
+    case: ListCase, dtypes: list[Dtypes], device: torch.device
+) -> None:
+    call = OPERATOR["check_"].sample(case, dtypes, device)
+    for grad in call["grads"]:
+        grad.copy_(fill_small_integers(torch.empty(grad.shape)))
+    before = copy_of(call)
+    _ops.check_(**call)
+    expected = reference.sums_of_squares(call["grads"], call["groups"], 3)
+    assert_same_bits(call["sum_sq"].cpu(), expected)
+    assert call["found_inf"].item() == 0
+    assert_only_wrote("check_", case, before, call)
+
+
+@each_dtype
+def test_check_sums_squares_nearly_as_in_float64(dtype: torch.dtype, device: torch.device) -> None:
+    call = OPERATOR["check_"].sample(A_FEW, [(dtype,)], device)
+    _ops.check_(**call)
+    expected = reference.sums_of_squares(call["grads"], call["groups"], 3)
+    assert_near(call["sum_sq"].cpu(), expected, SUM_OF_SQUARES_TOLERANCES[dtype])
+
+
+def test_check_adds_to_the_sums_that_are_there(device: torch.device) -> None:
+    sum_sq = torch.tensor([1.0, 2.0], dtype=F64, device=device)
+    for _ in range(2):
+        _ops.check_([torch.full((3,), 2.0, device=device)], [1], torch.zeros(1, device=device), sum_sq)
+    assert sum_sq.tolist() == [1.0, 2.0 + 12.0 + 12.0]
+
+
+def test_check_sums_group_by_group(device: torch.device) -> None:
+    grads = [torch.full((1,), float(i), device=device) for i in (1, 2, 3, 4)]
+    sum_sq = torch.zeros(4, dtype=F64, device=device)
+    _ops.check_(grads, [2, 0, 2, 3], torch.zeros(1, device=device), sum_sq)
+    assert sum_sq.tolist() == [4.0, 0.0, 1.0 + 9.0, 16.0]
+
+
+@pytest.mark.parametrize("value", [1e30, -3e38, 2e19])
+def test_check_squares_large_finite_numbers_without_overflow(
+    value: float, device: torch.device
+) -> None:
+    grads = [torch.full((TILE + 1,), value, device=device), torch.ones(3, device=device)]
+    found_inf, sum_sq = torch.zeros(1, device=device), torch.zeros(1, dtype=F64, device=device)
+    _ops.check_(grads, [0, 0], found_inf, sum_sq)
+    assert found_inf.item() == 0
+    assert sum_sq.item() == pytest.approx((TILE + 1) * grads[0][0].double().item() ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
+def test_check_does_not_take_an_overflowing_sum_for_an_overflowing_gradient(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    largest = torch.finfo(dtype).max
+    found_inf, sum_sq = torch.zeros(1, device=device), torch.zeros(1, dtype=F64, device=device)
+    _ops.check_([torch.full((9,), largest, dtype=dtype, device=device)], [0], found_inf, sum_sq)
+    assert found_inf.item() == 0
+
+
+# --- inf and NaN, wherever they are
+
+
+PLACES = {
+    "in the first element": (0, 0),
+    "in the last element of a tensor": (0, -1),
+    "at the end of a tile": (0, TILE - 1),
+    "in the second chunk": (0, CHUNK),
+    "in the middle tensor": (1, 3),
+    "in the last tensor": (-1, 0),
+}
+each_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+each_bad_number = pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+LONG_LIST = ListCase("long", [(2 * CHUNK + 7,), (0,), (700,), (1,)])
+LONG_LIST_PLACES_MIDDLE = 2
+
+
+def plant(tensors: list[Tensor], place: tuple[int, int], bad: float) -> None:
+    index, element = place
+    tensors[LONG_LIST_PLACES_MIDDLE if index == 1 else index][element] = bad
+
+
+@each_bad_number
+@each_place
+@each_dtype
+def test_check_finds_inf_and_nan(
+    dtype: torch.dtype, place: tuple[int, int], bad: float, device: torch.device
+) -> None:
+    call = OPERATOR["check_"].sample(LONG_LIST, [(dtype,)], device)
+    plant(call["grads"], place, bad)
+    _ops.check_(**call)
+    assert call["found_inf"].item() == 1
+
+
+@each_bad_number
+@each_place
+@each_dtype
+def test_unscale_finds_inf_and_nan_and_passes_them_on(
+    dtype: torch.dtype, place: tuple[int, int], bad: float, device: torch.device
+) -> None:
+    call = OPERATOR["unscale_"].sample(LONG_LIST, [(dtype,), (F32,)], device)
+    plant(call["src"], place, bad)
+    _ops.unscale_(**call)
+    assert call["found_inf"].item() == 1
+    for src, dst in zip(call["src"], call["dst"], strict=True):
+        assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
+
+
+@each_bad_number
+@each_place
+@pytest.mark.parametrize("dtype", [F16, F32], ids=NAMES.get)
+@pytest.mark.parametrize("where", ["x", "y"])
+@pytest.mark.parametrize("tested", [-1, 0, 1])
+def test_axpby_finds_inf_and_nan_in_what_it_was_told_to_test(
+    tested: int,
+    where: str,
+    dtype: torch.dtype,
+    place: tuple[int, int],
+    bad: float,
+    device: torch.device,
+) -> None:
+    call = OPERATOR["axpby_"].sample(LONG_LIST, [(dtype,), (dtype,), (F32,)], device)
+    plant(call[where], place, bad)
+    _ops.axpby_(**(call | {"tested": tested}))
+    counts = tested == -1 or "xy"[tested] == where
+    assert call["found_inf"].item() == (1 if counts else 0)
+
+
+@pytest.mark.parametrize("operator", ["check_", "unscale_", "axpby_"])
+@pytest.mark.parametrize("case", [A_FEW, ListCase("no tensors", [])], ids=str)
+def test_found_inf_is_never_cleared(operator: str, case: ListCase, device: torch.device) -> None:
+    call = OPERATOR[operator].sample(case, [(F16,)] * 3, device)
+    call["found_inf"].fill_(1.0)
+    getattr(_ops, operator)(**call)
+    assert call["found_inf"].item() == 1
+
+
+def test_unscale_tests_the_sources_and_not_the_results(device: torch.device) -> None:
+    src, dst = torch.full((5,), 1e6, device=device), torch.zeros(5, dtype=F16, device=device)
+    found_inf = torch.zeros((), device=device)
+    _ops.unscale_([src], [dst], number(1.0, device), found_inf)
+    assert dst.isinf().all()
+    assert found_inf.item() == 0
+
+
+# --- unscale_ and axpby_
+
+
+@each_list_and_dtype("unscale_")
+def test_unscale_multiplies_and_rounds_once(
+    case: ListCase, dtypes: list[Dtypes], device: torch.device
+) -> None:
+    call = OPERATOR["unscale_"].sample(case, dtypes, device)
+    before = copy_of(call)
+    _ops.unscale_(**call)
+    for src, dst in zip(call["src"], call["dst"], strict=True):
+        assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
+    assert call["found_inf"].item() == 0
+    assert_only_wrote("unscale_", case, before, call)
+
+
+@each_dtype
+def test_unscale_works_in_place(dtype: torch.dtype, device: torch.device) -> None:
+    grads = make_list(A_FEW, (dtype,), device)
+    expected = [reference.unscaled(grad, 0.125, grad) for grad in grads]
+    _ops.unscale_(grads, grads, number(0.125, device), torch.zeros(1, device=device))
+    for grad, want in zip(grads, expected, strict=True):
+        assert_same_bits(grad, want)
+
+
+@pytest.mark.parametrize("dst_dtype", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize(
+    ("src_dtype", "tiny"),
+    [(F16, 2.0**-24), (BF16, 2.0**-133), (F32, 1e-42), (F64, 5e-324)],
+    ids=["fp16", "bf16", "fp32", "fp64"],
+)
+def test_unscale_keeps_denormal_numbers(
+    src_dtype: torch.dtype, tiny: float, dst_dtype: torch.dtype, device: torch.device
+) -> None:
+    src = torch.full((TILE + 3,), tiny, dtype=src_dtype, device=device)
+    dst = torch.ones(TILE + 3, dtype=dst_dtype, device=device)
+    _ops.unscale_([src], [dst], number(1.0, device), torch.zeros(1, device=device))
+    assert src[0].item() != 0
+    assert_same_bits(dst, src.to(dst_dtype))
+
+
+def test_unscale_makes_denormal_float16_from_float32(device: torch.device) -> None:
+    dst = torch.ones(TILE + 3, dtype=F16, device=device)
+    src = torch.full((TILE + 3,), 1.0, device=device)
+    _ops.unscale_([src], [dst], number(2.0**-24, device), torch.zeros(1, device=device))
+    assert (dst == 2.0**-24).all()
+
+
+@each_list_and_dtype("axpby_")
+def test_axpby_adds_two_rounded_products(
+    case: ListCase, dtypes: list[Dtypes], device: torch.device
+) -> None:
+    call = OPERATOR["axpby_"].sample(case, dtypes, device)
+    before = copy_of(call)
+    _ops.axpby_(**call)
+    assert_is_axpby(call)
+    assert_only_wrote("axpby_", case, before, call)
+
+
+@each_dtypes(ALL_TRIPLES)
+def test_axpby_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
+    call = OPERATOR["axpby_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)
+    _ops.axpby_(**call)
+    assert_is_axpby(call)
+
+
+def assert_is_axpby(call: Arguments) -> None:
+    a, b = call["a"].item(), call["b"].item()
+    for x, y, out in zip(call["x"], call["y"], call["out"], strict=True):
+        assert_same_bits(out, reference.axpby(x, y, a, b, out))
+    assert call["found_inf"].item() == 0
+
+
+@pytest.mark.parametrize("target", ["x", "y"])
+@each_dtype
+def test_axpby_may_write_to_one_of_its_operands(
+    dtype: torch.dtype, target: str, device: torch.device
+) -> None:
+    call = OPERATOR["axpby_"].sample(A_FEW, [(dtype,)] * 3, device)
+    before = copy_of(call)
+    _ops.axpby_(**(call | {"out": call[target]}))
+    a, b = call["a"].item(), call["b"].item()
+    for x, y, out in zip(before["x"], before["y"], call[target], strict=True):
+        assert_same_bits(out, reference.axpby(x, y, a, b, out))
+
+
+# --- l2_norm
+
+
+@each_list_and_dtype("l2_norm_")
+def test_l2_norm_is_that_of_all_elements(
+    case: ListCase, dtypes: list[Dtypes], device: torch.device
+) -> None:
+    tensors = make_list(case, dtypes[0], device, fill=fill_small_integers)
+    norm, norms = _ops.l2_norms(tensors)
+    # The sums are exact and a square root is, too; what remains is the rounding to the result.
+    assert_same_bits(norm.cpu(), torch.tensor(reference.l2_norm(tensors), dtype=norm.dtype))
+    each = [reference.l2_norm([tensor]) for tensor in tensors]
+    assert_same_bits(norms.cpu(), torch.tensor(each, dtype=norm.dtype))
+    assert_same_bits(_ops.l2_norm(tensors), norm)
+    if case.layout != "views":
+        assert_guards_intact(tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "result"), [([F16, BF16, F32], F32), ([F16, F64], F64), ([], F32)]
+)
+def test_l2_norm_is_float64_if_a_tensor_is(
+    dtypes: list[torch.dtype], result: torch.dtype, device: torch.device
+) -> None:
+    tensors = [torch.ones(3, dtype=dtype, device=device) for dtype in dtypes]
+    norm, norms = _ops.l2_norms(tensors)
+    assert norm.shape == ()
+    assert norms.shape == (len(dtypes),)
+    assert norm.dtype == norms.dtype == result
+
+
+def test_l2_norm_of_large_finite_numbers_is_finite(device: torch.device) -> None:
+    norm = _ops.l2_norm([torch.full((4,), 1e30, device=device)])
+    assert norm.item() == pytest.approx(2e30, rel=1e-6)
+
+
+@each_bad_number
+def test_l2_norm_of_inf_and_nan_is_not_finite(bad: float, device: torch.device) -> None:
+    norm, norms = _ops.l2_norms(
+        [torch.ones(40, device=device), torch.tensor([1.0, bad], device=device)]
+    )
+    assert not norm.isfinite()
+    assert norms.isfinite().tolist() == [True, False]
+
+
+# --- update_scale_
+
+
+RULES = {
+    **{
+        f"interval {interval}, hysteresis {hysteresis}": DynamicLossScale(
+            1024.0, growth_interval=interval, hysteresis=hysteresis
+        )
+        for interval in (1, 2, 3)
+        for hysteresis in (1, 2, 3)
+    },
+    "bounds": DynamicLossScale(8.0, growth_interval=2, min_scale=2.0, max_scale=24.0),
+    "starts below min_scale": DynamicLossScale(1.0, growth_interval=1, min_scale=4.0),
+    "starts above max_scale": DynamicLossScale(64.0, growth_interval=1, max_scale=4.0),
+    "odd factors": DynamicLossScale(
+        1000.0, growth_interval=1, growth_factor=1.001, backoff_factor=0.7
+    ),
+    "near the largest float32": DynamicLossScale(2.0**126, growth_interval=1),
+    "factor near the largest float32": DynamicLossScale(
+        FLOAT32_MAX, growth_interval=1, growth_factor=1.0000001
+    ),
+    "near the smallest": DynamicLossScale(2.0**-124, growth_interval=1),
+    "never grows": DynamicLossScale(4.0, growth_factor=1.0, growth_interval=1, max_scale=4.0),
+    "counts read from a file": DynamicLossScale(
+        4.0, growth_interval=3, hysteresis=2, good_steps=INT32_MAX, overflows=INT32_MAX
+    ),
+    "largest counts": DynamicLossScale(
+        4.0,
+        growth_interval=INT32_MAX,
+        hysteresis=INT32_MAX,
+        good_steps=INT32_MAX - 4,
+        overflows=INT32_MAX - 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_update_scale_is_the_rule_of_loss_scale(
+    rule: DynamicLossScale, device: torch.device
+) -> None:
+    # Every state that some overflow sequence of length 12 reaches, and both ways on from it.
+    states, front = {rule}, {rule}
+    for _ in range(12):
+        reached = {state.update(found_inf) for state in front for found_inf in (False, True)}
+        for state, found_inf in itertools.product(front, (False, True)):
+            assert_updates_like(state, found_inf, device)
+        front = reached - states
+        states |= reached
+
+
+def assert_updates_like(state: DynamicLossScale, found_inf: bool, device: torch.device) -> None:
+    scale = torch.tensor([state.scale], device=device)
+    good_steps = torch.tensor([state.good_steps], dtype=torch.int32, device=device)
+    overflows = torch.tensor([state.overflows], dtype=torch.int32, device=device)
+    _ops.update_scale_(
+        scale,
+        good_steps,
+        overflows,
+        torch.tensor([float(found_inf)], device=device),
+        growth_factor=state.growth_factor,
+        backoff_factor=state.backoff_factor,
+        growth_interval=state.growth_interval,
+        min_scale=state.min_scale,
+        max_scale=state.max_scale,
+        hysteresis=state.hysteresis,
+    )
+    after = state.update(found_inf)
+    assert (scale.item(), good_steps.item(), overflows.item()) == (
+        after.scale,
+        after.good_steps,
+        after.overflows,
+    )
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 0.5, -1.0, float("nan"), float("inf")])
+def test_update_scale_takes_any_found_inf_but_zero_for_an_overflow(
+    found_inf: float, device: torch.device
+) -> None:
+    call = OPERATOR["update_scale_"].sample(A_FEW, (), device)
+    call["found_inf"].fill_(found_inf)
+    _ops.update_scale_(**call)
+    assert call["scale"].item() == 512.0
+
+
+# --- adam_
+
+
+MODES = [
+    {"adam_w_mode": adam_w, "bias_correction": corrected, "eps_inside_sqrt": inside}
+    for adam_w in (True, False)
+    for corrected in (True, False)
+    for inside in (True, False)
+]
+
+
+def mode_name(mode: dict[str, bool]) -> str:
+    return ", ".join(f"{'' if on else 'no '}{name}" for name, on in mode.items())
+
+
+def assert_is_adam_step(before: Arguments, after: Arguments) -> None:
+    """Compare every tensor of a call with one step of the reference from the state before it."""
+    options = {
+        name: before[name]
+        for name in ("beta1", "beta2", "eps", "weight_decay")
+        + ("adam_w_mode", "bias_correction", "eps_inside_sqrt")
+    } | {name: before[name].item() for name in ("lr", "inv_scale")}
+    for i, param in enumerate(before["params"]):
+        expected = reference.Adam(
+            param, before["exp_avgs"][i], before["exp_avg_sqs"][i], before["steps"][i].item()
+        )
+        expected.update(before["grads"][i], **options)
+        assert after["steps"][i].item() == expected.step
+        # The moments of a half parameter are float32.
+        assert_near(after["exp_avgs"][i], expected.exp_avg)
+        assert_near(after["exp_avg_sqs"][i], expected.exp_avg_sq)
+        assert_near(after["params"][i], expected.param)
+        if after["copies"] is not None:
+            assert_is_copy(after["copies"][i], after["params"][i], before["grads"][i])
+            # A copy cannot be nearer than the math: float32 unless everything is float64.
+            bounds = TOLERANCES[after["copies"][i].dtype]
+            if after["copies"][i].dtype == F64:
+                bounds = TOLERANCES[reference.math_dtype(param, before["grads"][i])]
+            assert_near(after["copies"][i], expected.param, bounds)
+
+
+def assert_is_copy(copy: Tensor, param: Tensor, grad: Tensor) -> None:
+    """Demand the parameter itself, rounded, where a parameter is as wide as the math."""
+    if param.dtype == reference.math_dtype(param, grad) or copy.dtype == param.dtype:
+        assert_same_bits(copy, param.to(copy.dtype))
+
+
+@each_list_and_dtype("adam_")
+def test_adam_takes_one_step(case: ListCase, dtypes: list[Dtypes], device: torch.device) -> None:
+    call = OPERATOR["adam_"].sample(case, dtypes, device)
+    before = copy_of(call)
+    _ops.adam_(**call)
+    assert_is_adam_step(before, call)
+    assert_only_wrote("adam_", case, before, call)
+
+
+@each_dtypes(ALL_ADAM)
+def test_adam_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
+    call = OPERATOR["adam_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)
+    before = copy_of(call)
+    _ops.adam_(**call)
+    assert_is_adam_step(before, call)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_name)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
+def test_adam_has_every_mode(
+    dtype: torch.dtype, mode: dict[str, bool], device: torch.device
+) -> None:
+    call = OPERATOR["adam_"].sample(A_FEW, [(dtype,), (dtype,), (F16,)], device) | mode
+    before = copy_of(call)
+    _ops.adam_(**call)
+    assert_is_adam_step(before, call)
+
+
+def test_adam_takes_found_inf_and_copies_or_none(device: torch.device) -> None:
+    call = OPERATOR["adam_"].sample(A_FEW, [(F32,), (F32,), (None,)], device)
+    call["found_inf"] = None
+    before = copy_of(call)
+    _ops.adam_(**call)
+    assert_is_adam_step(before, call)
+
+
+def test_adam_takes_a_flat_copy_of_a_matrix(device: torch.device) -> None:
+    call = OPERATOR["adam_"].sample(ListCase("a matrix", [(3, 50)]), [(F32,), (F16,), (F16,)], device)
+    call["copies"] = [torch.zeros(150, dtype=F16, device=device)]
+    call["grads"] = [call["grads"][0].reshape(150)]
+    _ops.adam_(**call)
+    assert_same_bits(call["copies"][0].view(3, 50), call["params"][0].half())
+
+
+def test_adam_counts_the_steps_of_each_parameter_by_itself(device: torch.device) -> None:
+    call = OPERATOR["adam_"].sample(A_FEW, [(F32,), (F32,), (None,)], device)
+    rows = torch.tensor([0.0, 7.0, 3.0, 100.0, 1.0], device=device)
+    call["steps"] = list(rows.unbind())
+    for _ in range(2):
+        _ops.adam_(**call)
+    assert rows.tolist() == [2.0, 9.0, 5.0, 102.0, 3.0]
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 0.5, float("nan")])
+@each_dtypes(DTYPES["adam_"])
+def test_adam_changes_nothing_when_found_inf_is_set(
+    dtypes: list[Dtypes], found_inf: float, device: torch.device
+) -> None:
+    call = OPERATOR["adam_"].sample(A_FEW, dtypes, device)
+    call["found_inf"].fill_(found_inf)
+    call["grads"][0].fill_(float("nan"))
+    before = copy_of(call)
+    _ops.adam_(**call)
+    for name in before:
+        for old, new in zip(tensors_of(before[name]), tensors_of(call[name]), strict=True):
+            assert_same_bits(new, old)
+
+
+def test_adam_keeps_denormal_parameters_and_copies(device: torch.device) -> None:
+    call = OPERATOR["adam_"].sample(ListCase("a list", [(TILE + 9,)]), [(F32,), (F16,), (F16,)], device)
+    call["params"][0].fill_(2.0**-24)
+    call["exp_avg_sqs"][0].fill_(1e-42)
+    for name in ("grads", "exp_avgs"):
+        call[name][0].zero_()
+    _ops.adam_(**(call | {"weight_decay": 0.0, "beta2": 0.5}))
+    assert (call["copies"][0] == 2.0**-24).all()
+    assert_same_bits(
+        call["exp_avg_sqs"][0], torch.full((TILE + 9,), 1e-42, device=device).mul(0.5)
+    )
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
+def test_adam_follows_torch_over_300_steps(
+    dtype: torch.dtype,
+    weight_decay: float,
+    cls: type[torch.optim.Optimizer],
+    device: torch.device,
+) -> None:
+    theirs = [torch.randn(shape, dtype=dtype, device=device) for shape in ((7, 5), (600,))]
+    call = trajectory_call(theirs, weight_decay, adam_w_mode=cls is torch.optim.AdamW)
+    for param in theirs:
+        param.requires_grad_()
+    options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": weight_decay}
+    optimizer = cls(theirs, **options)
+    for grads in gradients(theirs):
+        for param, grad in zip(theirs, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        _ops.adam_(grads=[grad * 1024 for grad in grads], **call)
+    assert_same_trajectory(call["params"], theirs)
+    assert [step.item() for step in call["steps"]] == [300.0, 300.0]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_name)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
+def test_adam_follows_the_reference_over_300_steps(
+    dtype: torch.dtype, mode: dict[str, bool], device: torch.device
+) -> None:
+    start = [torch.randn(shape, dtype=dtype, device=device) for shape in ((7, 5), (600,))]
+    call = trajectory_call(start, weight_decay=0.1, **mode)
+    expected = [reference.Adam(p, torch.zeros_like(p), torch.zeros_like(p)) for p in start]
+    options = {"lr": 1e-2, "inv_scale": 1.0, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    for grads in gradients(start):
+        for each, grad in zip(expected, grads, strict=True):
+            each.update(grad, weight_decay=0.1, **options, **mode)
+        _ops.adam_(grads=[grad * 1024 for grad in grads], **call)
+    assert_same_trajectory(call["params"], [each.param for each in expected])
+
+
+def trajectory_call(start: list[Tensor], weight_decay: float, **mode: bool) -> Arguments:
+    device = start[0].device
+    modes = {"adam_w_mode": True, "bias_correction": True, "eps_inside_sqrt": False} | mode
+    return {
+        "params": [param.clone() for param in start],
+        "exp_avgs": [torch.zeros_like(param) for param in start],
+        "exp_avg_sqs": [torch.zeros_like(param) for param in start],
+        "steps": [torch.zeros((), device=device) for _ in start],
+        "copies": None,
+        "lr": number(1e-2, device, F64),
+        "inv_scale": number(1 / 1024, device),
+        "found_inf": torch.zeros(1, device=device),
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": weight_decay,
+        **modes,
+    }
+
+
+def gradients(params: list[Tensor]) -> list[list[Tensor]]:
+    """Return the gradients of 300 steps, large and small, with zeros among them."""
+    sizes = [10.0 ** (step % 5 - 3) for step in range(300)]
+    grads = [[size * torch.randn_like(param) for param in params] for size in sizes]
+    for step in grads[100:150]:
+        for grad in step:
+            grad.zero_()
+    return grads
+
+
+def assert_same_trajectory(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_near(ours, theirs.detach(), TRAJECTORY_TOLERANCES[ours.dtype])
