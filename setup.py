@@ -30,11 +30,9 @@ if not cpp_extension.is_ninja_available():  # it lies in a virtual environment n
 try:
     import pybind11
     from setuptools import setup
-
     cpp_extension.verify_ninja_availability()
 except (ImportError, RuntimeError) as error:
-    tools = "pip install setuptools wheel ninja pybind11"
-    sys.exit(f"apex_mp cannot be built: {error}. Run:  {tools} && {INSTALL} .")
+    sys.exit(f"apex_mp cannot be built: {error}. Run:  pip install setuptools wheel ninja pybind11")
 
 DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
 WINDOWS, MACOS = sys.platform == "win32", sys.platform == "darwin"
@@ -52,15 +50,15 @@ def plan_cuda(force, home):
         return False, f"{refusal}. Install a CUDA build of torch, or {without}"
     nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
     if nvcc is None:
-        refusal = f"CUDA_HOME={home} has no bin/nvcc" if home else "No CUDA toolkit (nvcc) is found"
-        return False, f"{refusal}. Set CUDA_HOME to a CUDA {torch.version.cuda} toolkit, or {without}"
+        refusal = f"There is no nvcc (CUDA_HOME is {home or 'unset'})"
+        return False, f"{refusal}. Set it to a CUDA {torch.version.cuda} toolkit, or {without}"
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     toolkit = re.search(r"release ([\d.]+)|$", version)[1] or "unknown"
     if toolkit.split(".")[0] == torch.version.cuda.split(".")[0]:
         return True, ""
     return False, (
-        f"CUDA mismatch: {nvcc} is CUDA {toolkit}, but torch {torch.__version__} was built with CUDA "
-        f"{torch.version.cuda}; the major versions must be equal. Ways out:\n"
+        f"CUDA mismatch: {nvcc} is CUDA {toolkit}, but torch {torch.__version__} was built with "
+        f"CUDA {torch.version.cuda}; the major versions must be equal. Ways out:\n"
         f"  - install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to it,\n"
         f"  - install a torch that was built with CUDA {toolkit},\n"
         f"  - {without}"
@@ -89,7 +87,8 @@ def flags(system_includes):
 def extension(with_cuda):
     folders = ["csrc/*.cpp", "csrc/cpu/*.cpp"] + ["csrc/cuda/*.cpp", "csrc/cuda/*.cu"] * with_cuda
     sources = sorted(path for folder in folders for path in glob(folder))
-    macros = [("APEX_MP_TORCH_VERSION", torch.__version__)] + [("APEX_MP_WITH_CUDA", "1")] * with_cuda
+    macros = [("APEX_MP_TORCH_VERSION", torch.__version__)]
+    macros += [("APEX_MP_WITH_CUDA", "1")] * with_cuda
     # pip's pybind11 comes before the one inside torch.
     system = [pybind11.get_include(), *cpp_extension.include_paths("cuda" if with_cuda else "cpu")]
     make = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension

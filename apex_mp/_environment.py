@@ -105,8 +105,8 @@ def _cuda_facts(extension: ModuleType, torch: ModuleType) -> Iterator[Fact]:
 def runs_on(arch: str, built_archs: str) -> bool:
     """Tell whether code for one of `built_archs` ("8.0 9.0") runs on a GPU of `arch` ("8.6").
 
-    Machine code runs on its own major version, from its minor version onward. PTX would run on later
-    ones too, but be compiled there at first use; it is not counted.
+    Machine code runs on its own major version, from its minor version onward. PTX would run on
+    later ones too, but be compiled there at first use; it is not counted.
     """
     major, minor = (int(part) for part in arch.split("."))
     built = [tuple(int(part) for part in one.split(".")) for one in built_archs.split()]

@@ -2,11 +2,12 @@
 
 Every operator takes whole lists, checks all arguments before it writes anything, and raises a
 RuntimeError whose sentence names the operator, the list, the index, the value and the wish. Lists
-hold dense tensors on one device, of float16, bfloat16, float32 or float64 in any mix; tensors at one
-index have as many elements and lie in memory in the same order. Empty lists and tensors are fine.
+hold dense tensors on one device, of float16, bfloat16, float32 or float64 in any mix; tensors at
+one index have as many elements and lie in memory in the same order. Empty lists and tensors are
+fine.
 
-Numbers (`inv_scale`, `lr`, `a`, `b`) are tensors of one float32 or float64 element, on the device of
-the lists or on the CPU. `found_inf` is a tensor of one float32 element on that device, as in
+Numbers (`inv_scale`, `lr`, `a`, `b`) are tensors of one float32 or float64 element, on the device
+of the lists or on the CPU. `found_inf` is a tensor of one float32 element on that device, as in
 `torch.amp.GradScaler`: an operator sets it to 1 if it met inf or NaN, and never clears it.
 """
 
@@ -72,7 +73,7 @@ def axpby_(
 
 
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the l2 norm of all tensors as one vector: 0-dim, float64 if one of them is, else float32."""
+    """Return the l2 norm of all tensors as one vector: 0-dim, float64 if one is, else float32."""
     norm = torch.zeros((), dtype=_norm_dtype(tensors), device=_device(tensors))
     torch.ops.apex_mp.l2_norm_(tensors, norm, None)
     return norm

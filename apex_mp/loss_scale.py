@@ -42,7 +42,7 @@ class NoOpLossScale:
         """The factor on the gradients."""
         return 1.0
 
-    def update(self, found_inf: bool) -> NoOpLossScale:  # noqa: ARG002
+    def update(self, found_inf: bool) -> NoOpLossScale:
         """Return this value: nothing changes it."""
         return self
 
@@ -69,7 +69,7 @@ class StaticLossScale:
         """The factor on the gradients."""
         return 1.0 / self.scale
 
-    def update(self, found_inf: bool) -> StaticLossScale:  # noqa: ARG002
+    def update(self, found_inf: bool) -> StaticLossScale:
         """Return this value: an overflow skips the step, the scale stays."""
         return self
 

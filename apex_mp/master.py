@@ -1,14 +1,14 @@
 """fp32 master parameters of low-precision model parameters, and the way between the two.
 
-A master accumulates updates that are smaller than half an ulp of its fp16 weight; the model computes
-with the copy. Masters of one parameter group on one device lie in one flat tensor, so that they can be
-saved or edited as one.
+A master accumulates updates that are smaller than half an ulp of its fp16 weight; the model
+computes with the copy. Masters of one parameter group on one device lie in one flat tensor, so that
+they can be saved or edited as one.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class MasterParameter(Parameter):
 
     _before_look: Callable[[], None] | None = None
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> Tensor | None:
         """The unscaled gradient in float32, or None; edits of it count."""
         if self._before_look is not None:
@@ -86,14 +86,15 @@ class MasterGroup:
     def adopt(self, params: list[Any]) -> dict[Parameter, Parameter]:
         """Put masters into the list `params` in place of its low-precision parameters.
 
-        The list itself is changed, because optimizers such as LBFGS keep it. Can be called again when
-        frozen parameters have come to require grad.
+        The list itself is changed, because optimizers such as LBFGS keep it. Can be called again
+        when frozen parameters have come to require grad.
 
         Returns:
             The new masters, by model parameter.
 
         Raises:
-            TypeError: A parameter is not of a floating dtype of 16, 32 or 64 bits; nothing is changed.
+            TypeError: A parameter is not of a floating dtype of 16, 32 or 64 bits; nothing is
+                changed.
         """
         for param in params:
             if param.dtype not in (*LOW_PRECISION, torch.float32, torch.float64):
@@ -157,9 +158,13 @@ class MasterGroup:
             )
         return next(iter(self.flats.values()), torch.empty(0))
 
-    def copy_to_model(self, only: Callable[[Parameter], bool] = lambda model: True) -> None:
-        """Write each master, rounded, to its model parameter."""
-        pairs = [pair for pair in zip(self.model_params, self.master_params) if only(pair[0])]
+    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
+        """Write each master, rounded, to its model parameter, unless `except_for` has its id()."""
+        pairs = [
+            (model, master)
+            for model, master in zip(self.model_params, self.master_params, strict=True)
+            if id(model) not in except_for
+        ]
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
@@ -170,11 +175,11 @@ def rekey_state(state: Any, new: dict[Parameter, Parameter]) -> None:
     for param, master in new.items():
         if param in state:
             state[master] = {
-                key: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+                key: value.float()
+                if torch.is_tensor(value) and value.is_floating_point()
+                else value
                 for key, value in state.pop(param).items()
             }
-
-
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -11,7 +11,9 @@ from apex_mp import _C
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where the tensors of the tests live: cpu, cuda")
+    parser.addoption(
+        "--device", default="cpu", help="where the tensors of the tests live: cpu, cuda"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,8 +57,8 @@ def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def one_thread_then_two() -> Iterator[None]:
-    """Restore the number of threads that a test changes."""
+def restore_threads() -> Iterator[None]:
+    """Put back the number of threads that a test changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

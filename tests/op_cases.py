@@ -192,10 +192,7 @@ DTYPES: dict[str, list[Sequence[Dtypes]]] = {
 # Every triple, for lists of one shape.
 ALL_TRIPLES = [((x,), (y,), (out,)) for x in FLOATS for y in FLOATS for out in FLOATS]
 ALL_ADAM = [
-    ((param,), (grad,), (copy,))
-    for param in FLOATS
-    for grad in FLOATS
-    for copy in (None, *FLOATS)
+    ((param,), (grad,), (copy,)) for param in FLOATS for grad in FLOATS for copy in (None, *FLOATS)
 ]
 
 

@@ -103,7 +103,9 @@ def test_check_sums_squares_nearly_as_in_float64(dtype: torch.dtype, device: tor
 def test_check_adds_to_the_sums_that_are_there(device: torch.device) -> None:
     sum_sq = torch.tensor([1.0, 2.0], dtype=F64, device=device)
     for _ in range(2):
-        _ops.check_([torch.full((3,), 2.0, device=device)], [1], torch.zeros(1, device=device), sum_sq)
+        _ops.check_(
+            [torch.full((3,), 2.0, device=device)], [1], torch.zeros(1, device=device), sum_sq
+        )
     assert sum_sq.tolist() == [1.0, 2.0 + 12.0 + 12.0]
 
 
@@ -519,7 +521,9 @@ def test_adam_takes_found_inf_and_copies_or_none(device: torch.device) -> None:
 
 
 def test_adam_takes_a_flat_copy_of_a_matrix(device: torch.device) -> None:
-    call = OPERATOR["adam_"].sample(ListCase("a matrix", [(3, 50)]), [(F32,), (F16,), (F16,)], device)
+    call = OPERATOR["adam_"].sample(
+        ListCase("a matrix", [(3, 50)]), [(F32,), (F16,), (F16,)], device
+    )
     call["copies"] = [torch.zeros(150, dtype=F16, device=device)]
     call["grads"] = [call["grads"][0].reshape(150)]
     _ops.adam_(**call)
@@ -551,16 +555,16 @@ def test_adam_changes_nothing_when_found_inf_is_set(
 
 
 def test_adam_keeps_denormal_parameters_and_copies(device: torch.device) -> None:
-    call = OPERATOR["adam_"].sample(ListCase("a list", [(TILE + 9,)]), [(F32,), (F16,), (F16,)], device)
+    call = OPERATOR["adam_"].sample(
+        ListCase("a list", [(TILE + 9,)]), [(F32,), (F16,), (F16,)], device
+    )
     call["params"][0].fill_(2.0**-24)
     call["exp_avg_sqs"][0].fill_(1e-42)
     for name in ("grads", "exp_avgs"):
         call[name][0].zero_()
     _ops.adam_(**(call | {"weight_decay": 0.0, "beta2": 0.5}))
     assert (call["copies"][0] == 2.0**-24).all()
-    assert_same_bits(
-        call["exp_avg_sqs"][0], torch.full((TILE + 9,), 1e-42, device=device).mul(0.5)
-    )
+    assert_same_bits(call["exp_avg_sqs"][0], torch.full((TILE + 9,), 1e-42, device=device).mul(0.5))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])

@@ -51,20 +51,23 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: Tolerance | None = 
     )
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().to_dense()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Return the bit patterns of a tensor as integers, so that -0.0 differs from 0.0."""
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.detach().contiguous().reshape(-1).resolve_conj()
-    return flat.view(_BITS[tensor.element_size()]) if tensor.element_size() in _BITS else flat
+    return tensor.contiguous().reshape(-1).view(_BITS[tensor.element_size()])
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     """Demand equal shape, dtype and bits; any NaN equals any NaN, as their payloads mean nothing."""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    actual, expected = (_plain(each) for each in (actual, expected))
     differs = bits_of(actual) != bits_of(expected)
     if actual.is_floating_point():
         differs &= ~(actual.isnan() & expected.isnan()).reshape(-1)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.master import MasterGroup
@@ -59,10 +58,11 @@ def read_loss_scaler(
 
 def read_masters(
     state_dict: Mapping[str, Any], groups: Sequence[MasterGroup]
-) -> list[tuple[Parameter | Tensor, Tensor]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of a master, or a group's flat vector of them, and what to write to it."""
     if "fp32_from_fp16" in state_dict:
-        key, mine = "fp32_from_fp16", [[*group.master_params] for group in groups]
+        key = "fp32_from_fp16"
+        mine: list[list[Tensor]] = [[*group.master_params] for group in groups]
         saved = [list(one) for one in state_dict[key]]
     else:
         key, mine = "fp32_groups_flat", [[group.flat] for group in groups]
@@ -75,7 +75,9 @@ def read_masters(
             f"{_count(expected)}; they must match"
         )
     return [
-        pair for ours, theirs in zip(mine, saved, strict=True) for pair in zip(ours, theirs, strict=True)
+        pair
+        for ours, theirs in zip(mine, saved, strict=True)
+        for pair in zip(ours, theirs, strict=True)
     ]
 
 

@@ -38,9 +38,9 @@ class _ScalesLoss:
 
     def scale_gradient(
         self,
-        module: torch.nn.Module,  # noqa: ARG002
+        module: torch.nn.Module,
         grad_in: _Grads,
-        grad_out: _Grads,  # noqa: ARG002
+        grad_out: _Grads,
     ) -> _Grads:
         """Return `grad_in` scaled; a backward hook of a module."""
         return tuple(None if g is None else self.loss_scale * g for g in grad_in)
@@ -90,7 +90,7 @@ class LossScaler(_ScalesLoss):
         """The loss scale as a frozen value, made of the attribute as it is now."""
         return StaticLossScale(self.cur_scale)
 
-    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:  # noqa: ARG002
+    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Return False: the scale does not depend on it. FP16_Optimizer looks by itself."""
         return False
 

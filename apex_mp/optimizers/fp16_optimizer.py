@@ -14,8 +14,8 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """`apex_mp.fp16_utils.FP16_Optimizer` with the defaults of the fused one.
 
     The dynamic loss scale starts at 2**16, `zero_grad()` sets gradients to None, the messages are
-    those of apex.optimizers, and `state_dict()` has its keys. Everything else, arguments included, is
-    the same; any optimizer can be wrapped, and FusedAdam gains most.
+    those of apex.optimizers, and `state_dict()` has its keys. Everything else, arguments included,
+    is the same; any optimizer can be wrapped, and FusedAdam gains most.
     """
 
     _DYNAMIC_DEFAULTS: Mapping[str, Any] = {"init_scale": FUSED_PRESET.scale}
@@ -24,16 +24,17 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     def _announce(self, index: int, group: MasterGroup) -> None:
         """Print nothing: this one never did."""
 
-    def _skip_message(self, iteration: int, before: float) -> str:
+    def _skip_message(self, iteration: int, scale: float) -> str:
         kind = "dynamic" if self.dynamic_loss_scale else "static"
-        return f"\nGrad overflow on iteration {iteration}\nUsing {kind} loss scale of {before}"
+        return f"\nGrad overflow on iteration {iteration}\nUsing {kind} loss scale of {scale}"
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs, as tensors and plain values.
 
-        `torch.load(..., weights_only=True)` reads it. Masters are copied. Keys: `dynamic_loss_scale`,
-        `cur_scale`, `cur_iter`, with a dynamic scale `last_overflow_iter`, `scale_factor` and
-        `scale_window`, and `optimizer_state_dict`, `fp32_groups_flat` (masters, a vector a group).
+        `torch.load(..., weights_only=True)` reads it. Masters are copied. Keys:
+        `dynamic_loss_scale`, `cur_scale`, `cur_iter`, with a dynamic scale `last_overflow_iter`,
+        `scale_factor` and `scale_window`, and `optimizer_state_dict`, `fp32_groups_flat` (masters,
+        a vector a group).
         """
         state: dict[str, Any] = {
             "dynamic_loss_scale": self.dynamic_loss_scale,

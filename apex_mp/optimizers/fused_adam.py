@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _ops, grads as _grads
+from apex_mp import _ops
+from apex_mp import grads as _grads
 
 _Lists: TypeAlias = list[list[Tensor | None]]
 
@@ -363,6 +364,4 @@ def _check_hyperparameters(group: Mapping[str, Any]) -> None:
         if not value >= 0.0:
             raise ValueError(f"FusedAdam: {name} is {value}; it must be 0 or more")
     if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise ValueError(
-            f"FusedAdam: betas is {group['betas']}; it must be two numbers in [0, 1)"
-        )
+        raise ValueError(f"FusedAdam: betas is {group['betas']}; it must be two numbers in [0, 1)")

@@ -62,7 +62,8 @@ __device__ void adam_part(const Part<5>& part, const math::AdamFactors<opmath_t>
   });
 }
 
-__global__ void __launch_bounds__(kBlockSize)
+// Four blocks on a multiprocessor: at most 64 registers for a thread.
+__global__ void __launch_bounds__(kBlockSize, 4)
     adam_kernel(const __grid_constant__ Table<5> table, const Adam task) {
   if (is_skipped(task)) return;
   Part<5> part = part_of_block(table);

@@ -14,9 +14,9 @@
 namespace apex_mp::cuda {
 
 // Numbers that a thread takes at once: for float math 16 bytes of fp16, or twice 16 of fp32. In double
-// math, a rare case, more would cost all other cases registers.
+// math, a rare case, more than one would cost all other cases registers.
 template <typename opmath_t>
-constexpr int kVector = sizeof(opmath_t) == sizeof(float) ? 8 : 2;
+constexpr int kVector = sizeof(opmath_t) == sizeof(float) ? 8 : 1;
 
 // A number of type int that is known at compile time, for the argument of a generic lambda
 // (std::integral_constant converts on the host only).
@@ -37,6 +37,7 @@ __device__ void walk(const PartOf& part, const Body& body) {
     body(first + i * kWidth, Width<kWidth>{});
   }
   const int in_vectors = vectors * kWidth;
+#pragma unroll 1  // A handful of numbers, or a rare case: not worth more code.
   for (int i = threadIdx.x; i < part.count - in_vectors; i += kBlockSize) {
     body(i < first ? i : i + in_vectors, Width<1>{});
   }

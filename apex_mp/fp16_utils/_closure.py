@@ -1,0 +1,67 @@
+"""A step with a closure: the inner optimizer decides how often the loss is computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StepAbandonedError(Exception):
+    """Raised through an inner optimizer whose closure overflows at every scale there is."""
+
+
+class Snapshot:
+    """Parameters and optimizer state as they were, to return to if a line search is abandoned.
+
+    Args:
+        params: Parameters of all groups.
+        state: The optimizer's state.
+    """
+
+    def __init__(self, params: list[Any], state: Any) -> None:
+        self._params = params
+        self._values: list[Tensor] = [param.detach().clone() for param in params]
+        self._state = [(key, _copy(value)) for key, value in state.items()]
+
+    def restore(self, state: Any) -> None:
+        """Write everything back."""
+        with torch.no_grad():
+            if self._params:
+                torch._foreach_copy_(self._params, self._values)
+        state.clear()
+        state.update(self._state)
+
+
+def evaluate(
+    closure: Callable[[], Any], overflowed: Callable[[], bool], back_off: Callable[[], bool]
+) -> Any:
+    """Call the closure until its gradients are finite, and return its loss.
+
+    Args:
+        closure: Computes the loss and its gradients.
+        overflowed: Whether those gradients hold inf or NaN.
+        back_off: Lowers the loss scale; returns False if it cannot be lowered any more.
+
+    Raises:
+        StepAbandonedError: The gradients are not finite and the scale cannot be lowered.
+    """
+    loss = closure()
+    while overflowed():
+        if not back_off():
+            raise StepAbandonedError
+        loss = closure()
+    return loss
+
+
+def _copy(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return copy.copy(value)

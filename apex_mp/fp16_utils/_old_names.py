@@ -1,0 +1,137 @@
+"""The old names of an FP16_Optimizer's parts: subclasses of 2019 read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from apex_mp.master_grads import MasterGrads
+
+
+class OldNames:
+    """Properties over `loss_scaler` and the masters."""
+
+    _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
+    loss_scaler: LossScaler | DynamicLossScaler
+    _grads: MasterGrads
+    _iteration: int
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss; may be set."""
+        return self.loss_scaler.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = float(value)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adjusts itself; may be set."""
+        return isinstance(self.loss_scaler, DynamicLossScaler)
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, value: bool) -> None:
+        if bool(value) != self.dynamic_loss_scale:
+            self.loss_scaler = self._new_loss_scaler(bool(value), self.loss_scale)
+
+    def _new_loss_scaler(self, dynamic: bool, scale: float) -> LossScaler | DynamicLossScaler:
+        if not dynamic:
+            return LossScaler(scale)
+        return DynamicLossScaler(**{**self._DYNAMIC_DEFAULTS, "init_scale": scale})
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps until now, skipped ones included; may be set."""
+        scaler = self.loss_scaler
+        return scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration
+
+    @cur_iter.setter
+    def cur_iter(self, value: int) -> None:
+        self._iteration = value
+        if isinstance(self.loss_scaler, DynamicLossScaler):
+            self.loss_scaler.cur_iter = value
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The last skipped step; may be set. Only with a dynamic loss scale, like the next two."""
+        return self._dynamic("last_overflow_iter").last_overflow_iter
+
+    @last_overflow_iter.setter
+    def last_overflow_iter(self, value: int) -> None:
+        self._dynamic("last_overflow_iter").last_overflow_iter = value
+
+    @property
+    def scale_factor(self) -> float:
+        """Growth multiplies the loss scale by this, backing off divides; may be set."""
+        return self._dynamic("scale_factor").scale_factor
+
+    @scale_factor.setter
+    def scale_factor(self, value: float) -> None:
+        self._dynamic("scale_factor").scale_factor = value
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without overflow before the loss scale grows; may be set."""
+        return self._dynamic("scale_window").scale_window
+
+    @scale_window.setter
+    def scale_window(self, value: int) -> None:
+        self._dynamic("scale_window").scale_window = value
+
+    def _dynamic(self, name: str) -> DynamicLossScaler:
+        if not isinstance(self.loss_scaler, DynamicLossScaler):
+            raise AttributeError(f"FP16_Optimizer has {name} only if dynamic_loss_scale is True")
+        return self.loss_scaler
+
+    @property
+    def fp16_groups(self) -> list[list[Parameter]]:
+        """The model's low-precision parameters, by group."""
+        return [group.model_params for group in self._grads.groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
+        """Their masters, by group."""
+        return [group.master_params for group in self._grads.groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
+        """Parameters that are their own masters, by group."""
+        return [group.own_params for group in self._grads.groups]
+
+    @property
+    def all_fp16_params(self) -> list[Parameter]:
+        """The model's low-precision parameters."""
+        return self._grads.model_params()
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Parameter]:
+        """Their masters."""
+        return self._grads.master_params()
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Parameter]:
+        """Parameters that are their own masters."""
+        return self._grads.own_params()
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """Each group's masters as one vector; in-place writes are seen by step and model."""
+        return [group.flat for group in self._grads.groups]
+
+    @property
+    def fp16_groups_flat(self) -> list[Tensor]:
+        """Each group's low-precision parameters as one vector, copied: writes have no effect."""
+        return [
+            torch.cat([param.detach().reshape(-1) for param in group.model_params])
+            if group.model_params
+            else torch.empty(0, dtype=torch.float16)
+            for group in self._grads.groups
+        ]

@@ -1,0 +1,234 @@
+"""The gradients that masters step with: scaled in the model, unscaled for whoever looks.
+
+Gradients of low-precision parameters stay in the model, scaled, where several backward calls add
+up. A master's own `.grad` is made from them on demand. A parameter that is its own master (fp32)
+has only one `.grad`: it is unscaled after backward, and put aside before the next one, which adds
+to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from apex_mp import grads as _grads
+from apex_mp.master import MasterGroup, rekey_state, store_grad, stored_grad
+
+
+class Stage(enum.Enum):
+    """What the `.grad` of parameters that are their own masters holds now."""
+
+    READY = "nothing of ours: zero_grad() or a step came last"
+    SCALED = "scaled gradients: backward came last"
+    UNSCALED = "unscaled gradients: unscale() came last"
+
+
+class MasterGrads:
+    """The masters of an optimizer's parameter groups, and the gradients they step with.
+
+    Args:
+        lazy: Masters' gradients are made when somebody looks at them, else by `unscale`.
+        current_scale: Returns the loss scale that gradients have which came in without
+            `begin_backward`.
+
+    Attributes:
+        groups: The masters of each parameter group.
+        model_of: The model parameter of each master.
+        stage: See Stage.
+        holding: Whether masters hold gradients of their own, unscaled; the model's are then not
+            used.
+    """
+
+    def __init__(self, *, lazy: bool, current_scale: Callable[[], float]) -> None:
+        self.groups: list[MasterGroup] = []
+        self.model_of: dict[Parameter, Parameter] = {}
+        self.stage = Stage.READY
+        self.holding = False
+        self._lazy = lazy
+        self._current_scale = current_scale
+        self._scale: float | None = None  # of the gradients in the model, once we know
+        self._stash: list[tuple[Parameter, Tensor]] = []
+
+    # Parameters.
+
+    def adopt(self, param_group: dict[str, Any], state: Any) -> None:
+        """Put masters into a new parameter group, and move the optimizer's state to them."""
+        # Masters whose grad is made on first look slow torch's own optimizers down, which always
+        # look; so they are for inner optimizers that take scaled gradients.
+        group = MasterGroup(self.hold if self._lazy else None)
+        self._adopt_into(group, param_group, state)
+        self.groups.append(group)
+
+    def adopt_unfrozen(self, param_groups: list[dict[str, Any]], state: Any) -> None:
+        """Make masters for parameters that have come to require grad."""
+        for group, param_group in zip(self.groups, param_groups, strict=True):
+            if any(param.requires_grad for param in group.frozen_params):
+                self._adopt_into(group, param_group, state)
+
+    def _adopt_into(self, group: MasterGroup, param_group: dict[str, Any], state: Any) -> None:
+        new = group.adopt(param_group["params"])
+        rekey_state(state, new)
+        self.model_of.update({master: model for model, master in new.items()})
+
+    def model_params(self) -> list[Parameter]:
+        """The model's low-precision parameters of all groups."""
+        return [param for group in self.groups for param in group.model_params]
+
+    def master_params(self) -> list[Parameter]:
+        """Their masters, in the same order."""
+        return [param for group in self.groups for param in group.master_params]
+
+    def own_params(self) -> list[Parameter]:
+        """The parameters of all groups that are their own masters."""
+        return [param for group in self.groups for param in group.own_params]
+
+    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
+        """Write masters to the model, but not to parameters whose id() is in `except_for`."""
+        for group in self.groups:
+            group.copy_to_model(except_for)
+
+    # Backward.
+
+    def begin_backward(self, scale: float) -> None:
+        """Prepare for a backward of a loss times `scale`, whose gradients add to those there."""
+        self._bring_to_scale(scale)
+        if self.stage is not Stage.SCALED:
+            for param in self.own_params():
+                if param.grad is not None:
+                    self._stash.append((param, param.grad))
+                    param.grad = None
+        self._release()
+
+    def abandon_backward(self) -> None:
+        """After a backward that raised: bring back what begin_backward put aside."""
+        if self.stage is not Stage.SCALED:
+            for param, grad in self._stash:
+                param.grad = grad
+            self._stash.clear()
+
+    def end_backward(self) -> None:
+        """After a backward: the gradients are scaled."""
+        self.stage = Stage.SCALED
+
+    def _bring_to_scale(self, scale: float) -> None:
+        """Let gradients from before a change of the scale add up with those to come."""
+        if self._scale is not None and self._scale != scale:
+            params = self.model_params()
+            if self.stage is Stage.SCALED:
+                params += self.own_params()
+            old = [param.grad for param in params if param.grad is not None]
+            with torch.no_grad():
+                if old:
+                    torch._foreach_mul_(old, scale / self._scale)
+        self._scale = scale
+
+    @property
+    def _inv_scale(self) -> float:
+        return 1.0 / (self._current_scale() if self._scale is None else self._scale)
+
+    # Unscaling.
+
+    def unscale(self) -> bool | None:
+        """Unscale what has accumulated; edits of masters' gradients made before are lost.
+
+        Returns:
+            Whether there is inf or NaN in it; None if that is not known yet (lazy masters).
+        """
+        self._release()
+        found = self.stage is not Stage.UNSCALED and self._unscale_own()
+        self.stage = Stage.UNSCALED
+        if self._lazy:
+            return None
+        return self._make_master_grads() or found
+
+    def hold(self) -> None:
+        """Give every master its unscaled gradient, unless masters hold theirs already."""
+        if not self.holding:
+            self._make_master_grads()
+
+    @torch.no_grad()
+    def _unscale_own(self) -> bool:
+        earlier = {id(param): grad for param, grad in self._stash}
+        alone: list[Tensor] = []
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        for param in self.own_params():
+            stashed = earlier.get(id(param))
+            if param.grad is None:
+                param.grad = stashed
+            elif stashed is None:
+                alone.append(param.grad)
+            else:
+                sums.append(stashed)
+                added.append(param.grad)
+                param.grad = stashed
+        self._stash.clear()
+        found = _grads.unscale(alone, alone, self._inv_scale)
+        return _grads.add_unscaled_(sums, added, self._inv_scale) or found
+
+    @torch.no_grad()
+    def _make_master_grads(self) -> bool:
+        masters = [master for master, model in self.model_of.items() if model.grad is not None]
+        scaled = [_grads.lie_as(_grad(self.model_of[master]), master) for master in masters]
+        unscaled = [torch.empty_like(master, requires_grad=False) for master in masters]
+        found = _grads.unscale(scaled, unscaled, self._inv_scale)
+        for master, grad in zip(masters, unscaled, strict=True):
+            store_grad(master, grad)
+        self.holding = True
+        return found
+
+    def _release(self) -> None:
+        self.holding = False
+        for master in self.model_of:
+            store_grad(master, None)
+
+    def zero(self, *, to_none: bool) -> None:
+        """Clear all gradients: set them to None, or to zero where they exist."""
+        self._stash.clear()
+        self._release()
+        for group in self.groups:
+            for param in (*group.model_params, *group.own_params, *group.frozen_params):
+                if param.grad is not None:
+                    param.grad = None if to_none else param.grad.detach().zero_()
+        self.stage = Stage.READY
+        self._scale = None
+        if not (to_none or self._lazy):
+            self.hold()
+
+    # Stepping.
+
+    def grad_of(self, param: Parameter) -> Tensor | None:
+        """The gradient to step `param` with: its own, or while masters hold none the model's."""
+        model = self.model_of.get(param)
+        return stored_grad(param) if model is None or self.holding else model.grad
+
+    def collect(
+        self, param_groups: list[dict[str, Any]]
+    ) -> tuple[list[list[Tensor | None]], float]:
+        """Return the gradients of each group as they lie, and the one scale that they all have."""
+        lists = [[self.grad_of(param) for param in group["params"]] for group in param_groups]
+        pending = not self.holding and any(
+            model.grad is not None for model in self.model_of.values()
+        )
+        if not pending:
+            return lists, 1.0
+        scale = 1.0 / self._inv_scale
+        # The few fp32 parameters of a mixed model are unscaled already.
+        if scale != 1.0:
+            for grads, group in zip(lists, param_groups, strict=True):
+                for index, param in enumerate(group["params"]):
+                    grad = grads[index]
+                    if grad is not None and param not in self.model_of:
+                        grads[index] = grad * scale
+        return lists, scale
+
+
+def _grad(param: Parameter) -> Tensor:
+    grad = param.grad
+    assert grad is not None  # The caller has looked.
+    return grad

@@ -1,0 +1,181 @@
+"""Operators and the rest of torch: version counters, inference mode, opcheck, torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from op_cases import (
+    A_FEW,
+    BF16,
+    F16,
+    F32,
+    LISTS,
+    OPERATOR,
+    OPERATORS,
+    Arguments,
+    Dtypes,
+    ListCase,
+    Operator,
+    copy_of,
+    tensors_of,
+)
+from torch import Tensor
+from torch.library import opcheck
+from tolerances import assert_near, assert_same_bits
+
+SMALL = ListCase("small", [(5,), (), (0,), (2, 300)])
+NONE = ListCase("none", [])
+
+each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
+
+
+def sample(
+    operator: Operator,
+    device: torch.device,
+    case: ListCase = SMALL,
+    dtypes: Sequence[Dtypes] = ((F32, F16), (F16, BF16), (BF16,)),
+) -> Arguments:
+    """Return a call in which every tensor that can be written is."""
+    call = operator.sample(case, dtypes, device)
+    if operator.name == "check_" and call["grads"]:
+        call["grads"][0].fill_(float("inf"))
+    return call
+
+
+# --- Version counters: how autograd notices that a tensor it saved has changed.
+
+
+@each_operator
+def test_each_written_tensor_and_no_other_gets_a_new_version(
+    operator: Operator, device: torch.device
+) -> None:
+    call = sample(operator, device)
+    before = {name: [t._version for t in tensors_of(each)] for name, each in call.items()}
+    operator(call)
+    for name, versions in before.items():
+        for tensor, version in zip(tensors_of(call[name]), versions, strict=True):
+            assert (tensor._version > version) == (name in operator.written), name
+
+
+def test_an_optional_list_and_an_optional_tensor_may_be_absent(device: torch.device) -> None:
+    OPERATOR["adam_"](sample(OPERATOR["adam_"], device) | {"copies": None, "found_inf": None})
+    OPERATOR["l2_norm_"](sample(OPERATOR["l2_norm_"], device) | {"norms": None})
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [("unscale_", "dst"), ("axpby_", "out"), ("adam_", "params"), ("adam_", "copies")],
+)
+def test_backward_through_a_weight_that_an_operator_changed_raises(
+    operator: str, name: str, device: torch.device
+) -> None:
+    call = sample(OPERATOR[operator], device, A_FEW)
+    weight = call[name][1].requires_grad_()
+    loss = (weight * weight).sum()
+    with torch.no_grad():
+        OPERATOR[operator](call)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_view_shares_the_new_version_of_its_base(device: torch.device) -> None:
+    call = sample(OPERATOR["unscale_"], device)
+    base = torch.ones(10, device=device)
+    call["dst"][0] = base[2:7]
+    OPERATOR["unscale_"](call)
+    assert base._version == 1
+
+
+def test_a_skipped_adam_step_leaves_every_version(device: torch.device) -> None:
+    call = sample(OPERATOR["adam_"], device)
+    call["found_inf"].fill_(1.0)
+    versions = [t._version for each in call.values() for t in tensors_of(each)]
+    OPERATOR["adam_"](call)
+    if device.type == "cpu":  # On CUDA the host does not know that the step is skipped.
+        assert [t._version for each in call.values() for t in tensors_of(each)] == versions
+
+
+@each_operator
+def test_inference_mode_changes_no_result(operator: Operator, device: torch.device) -> None:
+    expected = sample(operator, device)
+    call = copy_of(expected)
+    operator(expected)
+    with torch.inference_mode():
+        operator(call)
+        of_inference = copy_of(sample(operator, device))  # Inference tensors have no version.
+        operator(of_inference)
+    assert_same_call(call, expected)
+
+
+def assert_same_call(actual: Arguments, expected: Arguments) -> None:
+    for name in expected:
+        pairs = zip(tensors_of(actual[name]), tensors_of(expected[name]), strict=True)
+        for ours, theirs in pairs:
+            assert_same_bits(ours, theirs)
+
+
+# --- opcheck: torch's own test of schema, autograd registration, fake tensors and AOT dispatch.
+
+
+@pytest.mark.parametrize("case", [SMALL, NONE, LISTS[-1]], ids=str)
+@each_operator
+def test_opcheck_passes(operator: Operator, case: ListCase, device: torch.device) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opcheck(operator.overload, (), sample(operator, device, case))
+
+
+def test_opcheck_passes_in_place_and_without_what_is_optional(device: torch.device) -> None:
+    unscale = sample(OPERATOR["unscale_"], device)
+    axpby = sample(OPERATOR["axpby_"], device)
+    adam = sample(OPERATOR["adam_"], device)
+    norm = sample(OPERATOR["l2_norm_"], device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opcheck(OPERATOR["unscale_"].overload, (), unscale | {"dst": unscale["src"]})
+        opcheck(OPERATOR["axpby_"].overload, (), axpby | {"out": axpby["y"]})
+        opcheck(OPERATOR["adam_"].overload, (), adam | {"copies": None, "found_inf": None})
+        opcheck(OPERATOR["l2_norm_"].overload, (), norm | {"norms": None})
+
+
+# --- torch.compile, without graph breaks.
+
+
+@each_operator
+def test_compiles_into_one_graph_with_equal_results(
+    operator: Operator, device: torch.device
+) -> None:
+    expected = sample(operator, device)
+    call = copy_of(expected)
+    operator(expected)
+    compiled = torch.compile(operator.overload, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        compiled(**call)
+    torch._dynamo.reset()
+    assert_same_call(call, expected)
+
+
+def test_a_compiled_training_step_may_hold_the_operators(device: torch.device) -> None:
+    call = sample(OPERATOR["adam_"], device, A_FEW, [(F32,), (F32,), (F16,)])
+    check = sample(OPERATOR["check_"], device, A_FEW, [(F32,)])
+
+    def step(call: Arguments, check: Arguments, scaled: list[Tensor]) -> Tensor:
+        grads = [grad / 1024 for grad in scaled]
+        OPERATOR["check_"].overload(**(check | {"grads": grads}))
+        OPERATOR["adam_"].overload(**(call | {"grads": grads}))
+        return call["copies"][1].float().sum()
+
+    scaled = [grad * 1024 for grad in call["grads"]]
+    other, other_check = copy_of(call), copy_of(check)
+    with torch.no_grad():
+        expected = step(call, check, scaled)
+        actual = torch.compile(step, fullgraph=True, backend="aot_eager")(
+            other, other_check, scaled
+        )
+    torch._dynamo.reset()
+    assert_near(actual, expected)
+    assert_same_call(other, call)
+    assert_same_call(other_check, check)
