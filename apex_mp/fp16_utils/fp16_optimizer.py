@@ -24,6 +24,12 @@ from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.master import MasterGroup
 from apex_mp.master_grads import MasterGrads, Stage
 
+_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 _STALE_GRADS = (
     "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
     "Gradients are currently invalid (may be inf, nan, or stale).  Returning None."
@@ -120,6 +126,10 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self._iteration = 0
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        # Hooks of state_dict() and load_state_dict() run where those do their work, in the inner
+        # one.
+        for name in _STATE_HOOKS:
+            setattr(self, name, getattr(inner, name, OrderedDict()))
         for group in inner.param_groups:
             self._adopt(group)
 
