@@ -64,21 +64,23 @@ format: $(BUILT)
 
 # torch stands in every pip command, pinned, so that no other package can bring another one.
 $(TORCH_READY):
+	@echo 'Setting up $(VENV) with $(TORCH): some minutes the first time'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.done-*
-	$(VENV)/bin/python -m pip install "$(TORCH)" $(BUILD_TOOLS)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" $(BUILD_TOOLS)
 	touch $@
 
 # The CPU alone unless asked: whether nvcc is here, or fits, must not decide over demo and test.
 $(BUILT): export FORCE_CUDA := $(or $(FORCE_CUDA),0)
 $(BUILT): $(TORCH_READY) $(RECIPE)
-	$(VENV)/bin/python -m pip install --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
+	$(VENV)/bin/python -m pip install -q --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
 	touch $@
 
 $(CUDA_TORCH_READY):
+	@echo 'Setting up $(CUDA_VENV) with $(CUDA_TORCH): some minutes and gigabytes the first time'
 	$(PYTHON) -m venv $(CUDA_VENV)
 	rm -f $(CUDA_VENV)/.done-*
-	@$(CUDA_VENV)/bin/python -m pip install "$(CUDA_TORCH)" $(BUILD_TOOLS) \
+	@$(CUDA_VENV)/bin/python -m pip install -q "$(CUDA_TORCH)" $(BUILD_TOOLS) \
 	  || { echo 'make cuda-link: $(CUDA_TORCH) could not be installed, so the CUDA code was not checked'; exit 1; }
 	@$(CUDA_VENV)/bin/python -W ignore -c 'import torch; raise SystemExit(torch.version.cuda is None)' \
 	  || { echo 'make cuda-link: $(CUDA_TORCH) came without CUDA, so the CUDA code was not checked'; exit 1; }
@@ -90,7 +92,7 @@ $(CUDA_BUILT): export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
 $(CUDA_BUILT): export CUDA_HOME := $(CUDA_HOME)
 $(CUDA_BUILT): $(CUDA_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
 	rm -rf build/lib.*
-	$(CUDA_VENV)/bin/python -m pip install --no-build-isolation "$(CUDA_TORCH)" ".[dev,examples]"
+	$(CUDA_VENV)/bin/python -m pip install -q --no-build-isolation "$(CUDA_TORCH)" ".[dev,examples]"
 	touch $@
 
 # From another folder: in this one Python would find apex_mp/ before the installed wheel.

@@ -1,8 +1,6 @@
 """Build apex_mp._C: which sources and flags, CPU or CUDA. Everything else is in pyproject.toml."""
 
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,19 +18,21 @@ try:
 except ImportError as error:
     sys.exit(
         f"apex_mp is compiled against your PyTorch, and this Python cannot import it ({error}).\n"
-        f"Where PyTorch is installed, pip has hidden it (build isolation); run:  {INSTALL} .\n"
-        "Otherwise install PyTorch first."
+        f"If it is installed, pip hid it by build isolation; if not, install it. Run:  {INSTALL} ."
     )
 if torch.__version__ < (2, 11):
     sys.exit(f"apex_mp needs torch >= 2.11; this Python has torch {torch.__version__}")
 if not cpp_extension.is_ninja_available():  # it lies in a virtual environment not activated
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 try:
-    import pybind11
-    from setuptools import setup
     cpp_extension.verify_ninja_availability()
+    import pybind11
+    import setuptools
+
+    if int(setuptools.__version__.split(".")[0]) < 77:  # older ones misread pyproject.toml
+        raise ImportError(f"setuptools {setuptools.__version__} is older than 77")
 except (ImportError, RuntimeError) as error:
-    sys.exit(f"apex_mp cannot be built: {error}. Run:  pip install setuptools wheel ninja pybind11")
+    sys.exit(f"Cannot be built: {error}. Run:  pip install -U setuptools wheel ninja pybind11")
 
 DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
 WINDOWS, MACOS = sys.platform == "win32", sys.platform == "darwin"
@@ -46,14 +46,14 @@ def plan_cuda(force, home):
     if force == "0" or (force == "" and not (torch.version.cuda and home)):
         return False, ""
     if torch.version.cuda is None:
-        refusal = f"FORCE_CUDA=1, but torch {torch.__version__} is not a CUDA build"
-        return False, f"{refusal}. Install a CUDA build of torch, or {without}"
-    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
-    if nvcc is None:
-        refusal = f"There is no nvcc (CUDA_HOME is {home or 'unset'})"
+        return False, f"torch {torch.__version__} has no CUDA. Install one that has, or {without}"
+    nvcc = home and shutil.which("nvcc", path=os.path.join(home, "bin"))
+    headers = glob(f"{home}/include/cuda.h") + glob(f"{home}/targets/*/include/cuda.h")
+    if not (nvcc and headers):
+        refusal = f"CUDA_HOME={home} is no CUDA toolkit (it lacks bin/nvcc or include/cuda.h)"
         return False, f"{refusal}. Set it to a CUDA {torch.version.cuda} toolkit, or {without}"
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    toolkit = re.search(r"release ([\d.]+)|$", version)[1] or "unknown"
+    toolkit = version.partition("release ")[2].partition(",")[0] or "of unknown version"
     if toolkit.split(".")[0] == torch.version.cuda.split(".")[0]:
         return True, ""
     return False, (
@@ -111,9 +111,9 @@ class Build(cpp_extension.BuildExtension):
         super().run()
         # The loader reads this before the dynamic linker fails on a symbol of another torch.
         record = Path(self.get_ext_fullpath("apex_mp._C")).with_name("_C.json")
-        record.write_text(json.dumps({"torch": torch.__version__}) + "\n")
+        record.write_text(f'{{"torch": "{torch.__version__}"}}\n')
 
 
 WITH_CUDA, OBSTACLE = plan_cuda(os.environ.get("FORCE_CUDA", ""), cpp_extension.CUDA_HOME)
 if __name__ == "__main__":
-    setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})
+    setuptools.setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})

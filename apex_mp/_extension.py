@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +33,8 @@ def load() -> ModuleType:
             torch. The message holds the command that mends it.
     """
     torch = import_torch()
-    if importlib.util.find_spec("apex_mp._C") is None:
+    # In this folder alone: an editable install elsewhere would offer its own.
+    if PathFinder.find_spec("apex_mp._C", [str(_PACKAGE)]) is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise ImportError(
             f"apex_mp's extension has not been built for Python {version} (there is no apex_mp._C "

@@ -101,23 +101,6 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
     return any(flag.item() != 0.0 for flag in found)
 
 
-def add_unscaled_(grads: Sequence[Tensor], scaled: Sequence[Tensor], inv_scale: float) -> bool:
-    """Add `scaled[i] * inv_scale` to `grads[i]`, and return whether either holds inf or NaN."""
-    one = torch.tensor(1.0, dtype=torch.float64)
-    factor = torch.tensor(inv_scale, dtype=torch.float64)
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for grad, more in zip(grads, scaled, strict=True):
-        ours, theirs = by_device.setdefault(grad.device, ([], []))
-        ours.append(grad)
-        theirs.append(more)
-    found = []
-    for device, (ours, theirs) in by_device.items():
-        found_inf = torch.zeros(1, device=device)
-        _ops.axpby_(ours, theirs, ours, one, factor, found_inf)
-        found.append(found_inf)
-    return any(flag.item() != 0.0 for flag in found)
-
-
 def lie_as(grad: Tensor, param: Tensor) -> Tensor:
     """Return the gradient with its elements in memory in the parameter's order."""
     if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):

@@ -8,7 +8,7 @@ they can be saved or edited as one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,21 @@ class MasterParameter(Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved, it is a parameter like any other.
+        plain = Parameter(self.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def check_dtypes(params: Sequence[Tensor]) -> None:
+    """Raise a TypeError if there can be no master of one of the parameters."""
+    for param in params:
+        if param.dtype not in (*LOW_PRECISION, torch.float32, torch.float64):
+            raise TypeError(
+                "Wrapped parameters must be of dtype torch.float16, torch.bfloat16, "
+                f"torch.float32 or torch.float64. Received {param.dtype}"
+            )
 
 
 def stored_grad(param: Tensor) -> Tensor | None:
@@ -96,17 +111,12 @@ class MasterGroup:
             TypeError: A parameter is not of a floating dtype of 16, 32 or 64 bits; nothing is
                 changed.
         """
-        for param in params:
-            if param.dtype not in (*LOW_PRECISION, torch.float32, torch.float64):
-                raise TypeError(
-                    "Wrapped parameters must be of dtype torch.float16, torch.bfloat16, "
-                    f"torch.float32 or torch.float64. Received {param.dtype}"
-                )
-        masters = {id(master) for master in self.master_params}
+        check_dtypes(params)
+        model_of = dict(zip(self.master_params, self.model_params, strict=True))
         new: dict[Parameter, Parameter] = {}
         self.own_params, self.frozen_params = [], []
         for index, param in enumerate(params):
-            if id(param) in masters:
+            if param in model_of:
                 continue
             if param.dtype not in LOW_PRECISION:
                 self.own_params.append(param)
@@ -115,8 +125,10 @@ class MasterGroup:
             else:
                 params[index] = new[param] = self._new_master(param)
         if new:
-            self.model_params += new.keys()
-            self.master_params += new.values()
+            model_of.update({master: model for model, master in new.items()})
+            # In the order of the group, whenever a parameter came to require grad.
+            self.master_params = [param for param in params if param in model_of]
+            self.model_params = [model_of[master] for master in self.master_params]
             self._flatten()
         return new
 

@@ -2,13 +2,15 @@
 
 Gradients of low-precision parameters stay in the model, scaled, where several backward calls add
 up. A master's own `.grad` is made from them on demand. A parameter that is its own master (fp32)
-has only one `.grad`: it is unscaled after backward, and put aside before the next one, which adds
-to it.
+has only one `.grad`: it is unscaled after backward, and scaled again before the next one adds to
+it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,11 +23,27 @@ from apex_mp.master import MasterGroup, rekey_state, store_grad, stored_grad
 
 
 class Stage(enum.Enum):
-    """What the `.grad` of parameters that are their own masters holds now."""
+    """What the `.grad` of parameters that are their own masters holds."""
 
-    READY = "nothing of ours: zero_grad() or a step came last"
+    READY = "nothing of ours, so what is there came in scaled"
     SCALED = "scaled gradients: backward came last"
     UNSCALED = "unscaled gradients: unscale() came last"
+    STEPPED = "unscaled gradients that a step has used, or others that came in since, scaled"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """A gradient as it was: this tensor, in this version."""
+
+    grad: weakref.ref[Tensor]
+    version: int
+
+    @staticmethod
+    def of(grad: Tensor) -> _Mark:
+        return _Mark(weakref.ref(grad), grad._version)
+
+    def fits(self, grad: Tensor) -> bool:
+        return self.grad() is grad and self.version == grad._version
 
 
 class MasterGrads:
@@ -52,7 +70,7 @@ class MasterGrads:
         self._lazy = lazy
         self._current_scale = current_scale
         self._scale: float | None = None  # of the gradients in the model, once we know
-        self._stash: list[tuple[Parameter, Tensor]] = []
+        self._marks: dict[Parameter, _Mark] = {}
 
     # Parameters.
 
@@ -96,36 +114,23 @@ class MasterGrads:
 
     def begin_backward(self, scale: float) -> None:
         """Prepare for a backward of a loss times `scale`, whose gradients add to those there."""
-        self._bring_to_scale(scale)
-        if self.stage is not Stage.SCALED:
-            for param in self.own_params():
-                if param.grad is not None:
-                    self._stash.append((param, param.grad))
-                    param.grad = None
-        self._release()
-
-    def abandon_backward(self) -> None:
-        """After a backward that raised: bring back what begin_backward put aside."""
-        if self.stage is not Stage.SCALED:
-            for param, grad in self._stash:
-                param.grad = grad
-            self._stash.clear()
+        own = self.own_params()
+        if not self._own_are_scaled():
+            _multiply(own, scale)
+            own = []
+        if self._scale is not None:
+            _multiply(self.model_params() + own, scale / self._scale)  # The scale may have changed.
+        self._scale = scale
 
     def end_backward(self) -> None:
         """After a backward: the gradients are scaled."""
+        self._release()
         self.stage = Stage.SCALED
 
-    def _bring_to_scale(self, scale: float) -> None:
-        """Let gradients from before a change of the scale add up with those to come."""
-        if self._scale is not None and self._scale != scale:
-            params = self.model_params()
-            if self.stage is Stage.SCALED:
-                params += self.own_params()
-            old = [param.grad for param in params if param.grad is not None]
-            with torch.no_grad():
-                if old:
-                    torch._foreach_mul_(old, scale / self._scale)
-        self._scale = scale
+    def abandon_backward(self) -> None:
+        """After a backward that raised: gradients are as before, or with what it has added."""
+        if self.stage in (Stage.UNSCALED, Stage.STEPPED):
+            self._unscale_own()
 
     @property
     def _inv_scale(self) -> float:
@@ -140,36 +145,57 @@ class MasterGrads:
             Whether there is inf or NaN in it; None if that is not known yet (lazy masters).
         """
         self._release()
-        found = self.stage is not Stage.UNSCALED and self._unscale_own()
+        found = self._own_are_scaled() and self._unscale_own()
         self.stage = Stage.UNSCALED
         if self._lazy:
             return None
-        return self._make_master_grads() or found
+        found = self._make_master_grads() or found
+        self._mark([*self.model_of, *self.own_params()])
+        return found
 
     def hold(self) -> None:
         """Give every master its unscaled gradient, unless masters hold theirs already."""
         if not self.holding:
             self._make_master_grads()
 
+    def edited(self) -> bool:
+        """Whether somebody has changed masters' gradients since `unscale` made them."""
+        return self._differ_from_marks([*self.model_of, *self.own_params()])
+
+    def came_in(self) -> bool:
+        """Whether there are gradients that neither `unscale` nor a step has seen."""
+        if self.stage is Stage.STEPPED:
+            return self._differ_from_marks(self._visible_params())
+        return self.stage is Stage.SCALED or (
+            self.stage is Stage.READY
+            and any(param.grad is not None for param in self._visible_params())
+        )
+
+    def _own_are_scaled(self) -> bool:
+        if self.stage is Stage.STEPPED:
+            return self._differ_from_marks(self.own_params())
+        return self.stage is not Stage.UNSCALED
+
+    def _visible_params(self) -> list[Parameter]:
+        """The parameters that a backward gives gradients to."""
+        return self.model_params() + self.own_params()
+
+    def _mark(self, params: list[Parameter]) -> None:
+        pairs = [(param, stored_grad(param)) for param in params]
+        self._marks = {param: _Mark.of(grad) for param, grad in pairs if grad is not None}
+
+    def _differ_from_marks(self, params: list[Parameter]) -> bool:
+        for param in params:
+            grad = stored_grad(param)
+            mark = self._marks.get(param)
+            if grad is not None and not (mark is not None and mark.fits(grad)):
+                return True
+        return False
+
     @torch.no_grad()
     def _unscale_own(self) -> bool:
-        earlier = {id(param): grad for param, grad in self._stash}
-        alone: list[Tensor] = []
-        sums: list[Tensor] = []
-        added: list[Tensor] = []
-        for param in self.own_params():
-            stashed = earlier.get(id(param))
-            if param.grad is None:
-                param.grad = stashed
-            elif stashed is None:
-                alone.append(param.grad)
-            else:
-                sums.append(stashed)
-                added.append(param.grad)
-                param.grad = stashed
-        self._stash.clear()
-        found = _grads.unscale(alone, alone, self._inv_scale)
-        return _grads.add_unscaled_(sums, added, self._inv_scale) or found
+        grads = [param.grad for param in self.own_params() if param.grad is not None]
+        return _grads.unscale(grads, grads, self._inv_scale)
 
     @torch.no_grad()
     def _make_master_grads(self) -> bool:
@@ -189,7 +215,6 @@ class MasterGrads:
 
     def zero(self, *, to_none: bool) -> None:
         """Clear all gradients: set them to None, or to zero where they exist."""
-        self._stash.clear()
         self._release()
         for group in self.groups:
             for param in (*group.model_params, *group.own_params, *group.frozen_params):
@@ -201,6 +226,13 @@ class MasterGrads:
             self.hold()
 
     # Stepping.
+
+    def end_step(self) -> None:
+        """After a step, taken or skipped: what is there has been used."""
+        if self._lazy:
+            self._release()  # A look makes them again; gradients that come in must not be missed.
+        self.stage = Stage.STEPPED
+        self._mark(self._visible_params())
 
     def grad_of(self, param: Parameter) -> Tensor | None:
         """The gradient to step `param` with: its own, or while masters hold none the model's."""
@@ -226,6 +258,14 @@ class MasterGrads:
                     if grad is not None and param not in self.model_of:
                         grads[index] = grad * scale
         return lists, scale
+
+
+@torch.no_grad()
+def _multiply(params: list[Parameter], factor: float) -> None:
+    """Multiply the gradients that there are."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and factor != 1.0:
+        torch._foreach_mul_(grads, factor)
 
 
 def _grad(param: Parameter) -> Tensor:

@@ -27,8 +27,8 @@ APEX_MP_MATH Chunk chunk_of(int64_t tensor, int64_t index, int64_t size, int64_t
   return {tensor, begin, left < chunk_size ? left : chunk_size};
 }
 
-// Chunks in the order of the list; an empty tensor has none. The order depends on sizes alone, never
-// on threads, so a sum taken over chunks in order is reproducible.
+// Chunks in the order of the list; an empty tensor has none. The order depends on sizes alone,
+// never on threads, so a sum taken over chunks in order is reproducible.
 inline std::vector<Chunk> cut_into_chunks(const std::vector<int64_t>& sizes, int64_t chunk_size) {
   std::vector<Chunk> chunks;
   for (int64_t tensor = 0; tensor < static_cast<int64_t>(sizes.size()); ++tensor) {
@@ -49,8 +49,8 @@ struct Launch {
   int64_t chunks;  // 0 if all its tensors are empty
 };
 
-// Every tensor of the list, empty ones too, belongs to exactly one launch, in order. A tensor is not
-// divided: one of more than max_chunks chunks (2**31 of them are 2**45 numbers) is refused.
+// Every tensor of the list, empty ones too, belongs to exactly one launch, in order. A tensor is
+// not divided: one of more than max_chunks chunks (2**31 of them are 2**45 numbers) is refused.
 inline std::vector<Launch> cut_into_launches(const std::vector<int64_t>& sizes, int64_t chunk_size,
                                              int64_t max_tensors, int64_t max_chunks) {
   std::vector<Launch> launches;
@@ -93,8 +93,8 @@ struct ArrayStart {
 };
 
 // A vector of `width` numbers is loaded and stored in pieces of its own size, but of 16 bytes at
-// most, and each piece must be aligned to its size. Returns how many numbers must be taken one by one
-// before vectors are aligned in all arrays at once, or -1 if they never are.
+// most, and each piece must be aligned to its size. Returns how many numbers must be taken one by
+// one before vectors are aligned in all arrays at once, or -1 if they never are.
 inline int32_t common_head(const std::vector<ArrayStart>& arrays, int64_t width) {
   for (int32_t head = 0; head < width; ++head) {
     bool aligned = true;

@@ -1,11 +1,11 @@
 """Train a small CNN on handwritten digits, with the loop that the BERT scripts of 2019 had.
 
-    python examples/digits.py --fp16                       fp16, dynamic loss scale
-    python examples/digits.py --fp16 --loss_scale 128      fp16, static loss scale
-    python examples/digits.py --compare                    fp32, fp16 and bf16; a table and a picture
+    python examples/digits.py --fp16                       dynamic loss scale
+    python examples/digits.py --fp16 --loss_scale 128      static loss scale
+    python examples/digits.py --compare                    every precision; a table and a picture
 
-The 1,797 scans of 8 x 8 pixels come with scikit-learn. `build_optimizer` and the body of `train` are
-the block that those scripts share; read these two first.
+The 1,797 scans of 8 x 8 pixels come with scikit-learn. `build_optimizer` and the body of `train`
+are the block that those scripts share; read these two first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import digits_picture as picture
 import digits_report as report
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from digits_measure import Run, Stopwatch, bytes_held_for_backward, bytes_of_state
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from digits_task import Data, DigitsNet, batches, load_data
+from torch import nn
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
@@ -39,36 +39,6 @@ COMPARED = {
     "fp16 dynamic": {"fp16": True, "bf16": False, "loss_scale": 0.0},
     "bf16": {"fp16": False, "bf16": True},
 }
-
-
-class DigitsNet(nn.Module):
-    """Two convolutions and two linear layers for images of 1 x 8 x 8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.norm1 = nn.GroupNorm(4, 16)
-        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1)
-        self.norm2 = nn.GroupNorm(4, 32)
-        self.dense = nn.Linear(32 * 4 * 4, 64)
-        self.classifier = nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(images)))
-        x = F.relu(self.norm2(self.conv2(x)))
-        x = F.relu(self.dense(x.flatten(1)))
-        return self.classifier(x)
-
-
-def load_data(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and labels to train on, and images and labels to test on; always the same."""
-    scans = load_digits()
-    images = (scans.images / 16.0).astype("float32")[:, None]  # 16 grey levels
-    parts = train_test_split(
-        images, scans.target, test_size=450, random_state=0, stratify=scans.target
-    )
-    train_x, test_x, train_y, test_y = (torch.from_numpy(part).to(device) for part in parts)
-    return train_x, train_y, test_x, test_y
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -108,9 +78,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
         )
     if args.fp16 or args.bf16:
         scale = args.loss_scale if args.fp16 else 1.0
-        return FP16_Optimizer(
-            optimizer, static_loss_scale=scale, verbose=args.verbose, model=model
-        )
+        return FP16_Optimizer(optimizer, static_loss_scale=scale, verbose=args.verbose, model=model)
     return optimizer
 
 
@@ -127,15 +95,7 @@ def warmup_linear(x: float, warmup: float) -> float:
     return x / warmup if x < warmup else max((1.0 - x) / (1.0 - warmup), 0.0)
 
 
-def batches(count: int, args: argparse.Namespace) -> Iterator[Tensor]:
-    order = torch.Generator().manual_seed(args.seed)
-    for _ in range(args.epochs):
-        yield from torch.randperm(count, generator=order).split(args.batch_size)[: args.max_batches]
-
-
-def train(
-    name: str, args: argparse.Namespace, data: tuple[Tensor, Tensor, Tensor, Tensor], bar: tqdm
-) -> Run:
+def train(name: str, args: argparse.Namespace, data: Data, bar: tqdm) -> Run:
     """Train and test one model; the same seed gives every precision the same start and order."""
     train_x, train_y, test_x, test_y = data
     torch.manual_seed(args.seed)
@@ -173,7 +133,7 @@ def train(
         optimizer.step()
         run.step_ms.append(watch.lap())
         if wrapped and optimizer.overflow:
-            run.note_skip(global_step, str(next(iter(optimizer.overflow_report), "")))
+            run.note_skip(global_step, optimizer.overflow_report)
         if global_step + 1 == len(steps):
             run.state_bytes_per_param = bytes_of_state(model, optimizer)
         optimizer.zero_grad()
@@ -208,7 +168,7 @@ def compare(args: argparse.Namespace) -> list[Run]:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[tqdm]:
-    """A bar that what is printed meanwhile goes above of, instead of through."""
+    """A bar that what is printed meanwhile goes above, not through."""
     with (
         tqdm(total=total, unit="step", disable=None, dynamic_ncols=True, file=sys.stderr) as bar,
         contextlib.redirect_stdout(DummyTqdmFile(sys.stdout)),
@@ -229,33 +189,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--loss_scale", type=float, default=0.0, help="with --fp16: 0 is dynamic, else static")
     add("--scale_window", type=int, default=40, help="good steps before a dynamic scale doubles")
     add("--optimizer", choices=["fused_adam", "adamw", "sgd"], default="fused_adam", help="which")
-    add("--learning_rate", type=float, default=None, help="peak; 0.1 for sgd, else 0.003")
+    add("--learning_rate", type=float, default=None, help="peak; 0.1 for sgd, else 0.001")
     add("--warmup", type=float, default=0.1, help="fraction of the steps with a rising rate")
     add("--epochs", type=int, default=10, help="passes over the 1,347 training scans")
     add("--batch_size", type=int, default=32, help="scans a step")
     add("--max_batches", type=int, default=None, help="at most so many steps an epoch")
     add("--seed", type=int, default=0, help="of the weights and the order; --compare: the first")
     add("--seeds", type=int, default=5, help="with --compare: from how many seeds")
+    add(
+        "--threads", type=int, default=1, help="of the CPU; more do not speed up a model this small"
+    )
     add("--device", default="cuda" if torch.cuda.is_available() and _C.with_cuda else "cpu")
     add("--output", type=Path, default=Path(__file__).resolve().parent / "output", help="folder")
-    add("--save-results", type=Path, metavar="JSON", help="--compare: also write table and picture")
+    add("--save-results", type=Path, metavar="JSON", help="--compare: figures here, picture beside")
     args = parser.parse_args(argv)
     args.verbose = True
     if args.learning_rate is None:
-        args.learning_rate = 0.1 if args.optimizer == "sgd" else 0.003
+        args.learning_rate = 0.1 if args.optimizer == "sgd" else 0.001
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    torch.set_num_threads(args.threads)
     if args.compare:
         results = report.summarise(compare(args), report.environment(args))
         print(f"\n{report.table(results)}\n\n{report.notes(results)}\n")
-        picture = args.output / "digits.png"
-        report.draw(results, picture)
+        written = [args.output / "digits.png"]
         if args.save_results is not None:
+            written = [args.save_results.with_suffix(".png"), args.save_results]
             report.save(results, args.save_results)
-        print(f"Picture: {os.path.relpath(picture)}")
+        picture.draw(results, written[0])
+        print("Written:", *map(os.path.relpath, written))
         return
     name = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
     data = load_data(args.device)

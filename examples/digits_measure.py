@@ -1,15 +1,16 @@
-"""What training costs: milliseconds, bytes held for backward, bytes of state; and one run's record."""
+"""What training costs: time, bytes held for backward, bytes of state; and the record of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from apex_mp.grads import NonFinite
 from apex_mp.master import stored_grad
 
 
@@ -31,9 +32,10 @@ class Run:
     state_bytes_per_param: float = 0.0
     activation_bytes_per_image: float = 0.0
 
-    def note_skip(self, step: int, where: str) -> None:
-        if not self.skipped:
-            self.first_overflow = where
+    def note_skip(self, step: int, overflows: Sequence[NonFinite]) -> None:
+        if not self.skipped and overflows:
+            where = f"seed {self.seed}, step {step}, loss scale {self.scales[-1]:g}"
+            self.first_overflow = f"{where}: {overflows[0]}"
         self.skipped.append(step)
 
 

@@ -1,8 +1,8 @@
 """The operator table: which lists of tensors, in which dtypes, and a sample call of each operator.
 
-`LISTS` says what is in a list, `DTYPES` in which dtypes an operator gets it, `OPERATORS` how to call
-it. Tests of results, CPU levels, threads, errors, versions and torch.compile all read these tables,
-so a new operator is one row of the last two.
+`LISTS` says what is in a list, `DTYPES` in which dtypes an operator gets it, `OPERATORS` how to
+call it. Tests of results, CPU levels, threads, errors, versions and torch.compile all read these
+tables, so a new operator is one row of the last two.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def make_list(
     position: int = 0,
     fill: Callable[[Tensor], Tensor] = Tensor.normal_,
 ) -> list[Tensor]:
-    """Return the tensors of `case`, dtypes in turn, filled by `fill` in a contiguous float32 tensor.
+    """Return the tensors of `case`, dtypes in turn, with the float32 numbers that `fill` makes.
 
-    `position` numbers the lists of one call: each has its own offset in the layout "uneven offset".
+    `position` numbers the lists of one call: each has its own offset in "uneven offset".
     """
     if case.layout == "views":
         sizes = [math.prod(shape) for shape in case.shapes]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from op_cases import BF16, F16, F32, F64, NAMES
-from torch import Tensor
 from tolerances import assert_same_bits
+from torch import Tensor
 
 from apex_mp import _ops
 

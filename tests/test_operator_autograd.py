@@ -22,9 +22,9 @@ from op_cases import (
     copy_of,
     tensors_of,
 )
+from tolerances import assert_near, assert_same_bits
 from torch import Tensor
 from torch.library import opcheck
-from tolerances import assert_near, assert_same_bits
 
 SMALL = ListCase("small", [(5,), (), (0,), (2, 300)])
 NONE = ListCase("none", [])

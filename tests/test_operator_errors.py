@@ -22,8 +22,8 @@ from op_cases import (
     copy_of,
     tensors_of,
 )
-from torch import Tensor
 from tolerances import assert_same_bits
+from torch import Tensor
 
 # The call that each row breaks in one place. 4-dimensional, so that memory orders can differ.
 SOUND = ListCase("sound", [(2, 3, 2, 2), (2, 3, 2, 2), (2, 3, 2, 2)])

@@ -29,14 +29,12 @@ from op_cases import (
     ListCase,
     assert_guards_intact,
     copy_of,
-    fill_positive,
     fill_small_integers,
     make_list,
     name_of,
     number,
     tensors_of,
 )
-from torch import Tensor
 from tolerances import (
     SUM_OF_SQUARES_TOLERANCES,
     TOLERANCES,
@@ -44,6 +42,7 @@ from tolerances import (
     assert_near,
     assert_same_bits,
 )
+from torch import Tensor
 
 from apex_mp import _ops
 from apex_mp.loss_scale import FLOAT32_MAX, INT32_MAX, DynamicLossScale

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
@@ -46,12 +47,17 @@ def read_loss_scaler(
     else:
         scaler = DynamicLossScaler(**defaults) if dynamic else LossScaler()
     if "loss_scaler" in state_dict:
-        scaler.load_state_dict(state_dict["loss_scaler"])
+        saved = state_dict["loss_scaler"]
+        if isinstance(saved, (LossScaler, DynamicLossScaler)):
+            return copy.copy(saved)  # Checkpoints of 2019 hold the object itself.
+        scaler.load_state_dict(saved)
         return scaler
     values = {"cur_scale": required(state_dict, "cur_scale")}
     if dynamic:
         values["cur_iter"] = required(state_dict, "cur_iter")
         values |= {key: required(state_dict, key) for key in _DYNAMIC_KEYS}
+        # What newer versions added.
+        values |= {key: state_dict[key] for key in scaler.state_dict() if key in state_dict}
     scaler.load_state_dict(values)
     return scaler
 
@@ -79,6 +85,44 @@ def read_masters(
         for ours, theirs in zip(mine, saved, strict=True)
         for pair in zip(ours, theirs, strict=True)
     ]
+
+
+def read_inner_state(
+    state_dict: Mapping[str, Any], groups: Sequence[MasterGroup]
+) -> Mapping[str, Any]:
+    """Return the inner optimizer's state, for each parameter.
+
+    The fused FP16_Optimizer of 2019 had one flat master a group, the only parameter that the inner
+    optimizer knew; its state is cut into the masters' here.
+    """
+    inner: Mapping[str, Any] = required(state_dict, "optimizer_state_dict")
+    saved_groups = inner["param_groups"]
+    flat = "fp32_groups_flat" in state_dict and len(saved_groups) == len(groups)
+    if not flat or any(len(group["params"]) != 1 for group in saved_groups):
+        return inner
+    state: dict[int, Any] = {}
+    param_groups = []
+    for saved, group in zip(saved_groups, groups, strict=True):
+        first = len(state)
+        whole = inner["state"].get(saved["params"][0], {})
+        state.update(enumerate(_cut(whole, group.master_params), first))
+        param_groups.append({**saved, "params": [*range(first, len(state))]})
+    return {"state": state, "param_groups": param_groups}
+
+
+def _cut(whole: Mapping[str, Any], masters: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """State of a flat vector as that of the masters which lie in it one after the other."""
+    sizes = [master.numel() for master in masters]
+    parts: list[dict[str, Any]] = [{} for _ in masters]
+    for key, value in whole.items():
+        if not (torch.is_tensor(value) and value.dim() == 1 and value.numel() == sum(sizes)):
+            for part in parts:
+                part[key] = value
+            continue
+        for part, piece, master in zip(parts, torch.split(value, sizes), masters, strict=True):
+            part[key] = torch.empty_like(master, dtype=piece.dtype, requires_grad=False)
+            part[key].as_strided((piece.numel(),), (1,)).copy_(piece)
+    return parts
 
 
 def _count(shapes: list[list[tuple[int, ...]]]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from apex_mp.loss_scale import StaticLossScale
 from apex_mp.master_grads import MasterGrads
 
 
@@ -28,7 +29,7 @@ class OldNames:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = float(value)
+        self.loss_scaler.cur_scale = StaticLossScale(value).scale  # Refuses what is no scale.
 
     cur_scale = loss_scale
 

@@ -21,8 +21,8 @@ from apex_mp.fp16_utils._skips import (
     warn_of_endless_skips,
 )
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.master import MasterGroup
-from apex_mp.master_grads import MasterGrads, Stage
+from apex_mp.master import MasterGroup, check_dtypes
+from apex_mp.master_grads import MasterGrads
 
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -131,6 +131,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         for name in _STATE_HOOKS:
             setattr(self, name, getattr(inner, name, OrderedDict()))
         for group in inner.param_groups:
+            check_dtypes(group["params"])
+        for group in inner.param_groups:
             self._adopt(group)
 
     def _adopt(self, group: dict[str, Any]) -> None:
@@ -179,8 +181,21 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of model parameters; its low-precision ones get masters."""
-        self.optimizer.add_param_group(param_group)
+        """Add a group of model parameters; its low-precision ones get masters.
+
+        Raises:
+            TypeError: A parameter is of a dtype that is not floating.
+            ValueError: A parameter is in a group already.
+        """
+        given = param_group["params"]
+        params = [given] if torch.is_tensor(given) else list(given)
+        # Named parameters come as pairs.
+        plain = [param[1] if isinstance(param, tuple) else param for param in params]
+        check_dtypes(plain)
+        known = {id(model) for model in self._grads.model_params()}
+        if not known.isdisjoint(map(id, plain)):
+            raise ValueError("some parameters appear in more than one parameter group")
+        self.optimizer.add_param_group({**param_group, "params": params})
         self._adopt(self.param_groups[-1])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,11 +266,12 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the unscaled gradients, a list for each group, None where there is none.
 
-        After an overflow they are worth nothing: a warning is printed, and None returned.
+        After an overflow they are worth nothing: None is returned, after a printed warning.
         """
         self._unscale_what_came_in()
         if self.overflow:
-            print(_STALE_GRADS)
+            if self.verbose:
+                print(_STALE_GRADS)
             return None
         return [
             [None if param.grad is None else param.grad.data for param in group["params"]]
@@ -275,11 +291,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     def _unscale_what_came_in(self) -> None:
         """Unscale, if nobody has since the gradients came in by our backward or by another."""
-        stage = self._grads.stage
-        if stage is Stage.READY:
-            self._overflow = None  # That of the last step says nothing about the next.
-        came_in = any(param.grad is not None for param in self._grads.model_params())
-        if stage is Stage.SCALED or (stage is Stage.READY and came_in):
+        if self._grads.came_in():
             self.update_master_grads()
 
     # The step.
@@ -308,6 +320,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     def _step_plain(self) -> tuple[bool, Any]:
         """Step an inner optimizer that reads `.grad`; return whether it was skipped, its value."""
+        if self._grads.edited():
+            self._overflow = None  # An edit may have brought in inf or NaN.
         if self.overflow:
             return True, None
         self._call_hooks(self._optimizer_step_pre_hooks)
@@ -358,7 +372,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     def _end_step(self, *, skipped: bool) -> None:
         self._overflow = skipped
-        self._grads.stage = Stage.READY
+        self._grads.end_step()
         iteration, scale = self.cur_iter, self.loss_scale
         self.loss_scaler.update_scale(skipped)
         self._iteration += 1
@@ -449,7 +463,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         """
         scaler = _checkpoint.read_loss_scaler(state_dict, self.loss_scaler, self._DYNAMIC_DEFAULTS)
         masters = _checkpoint.read_masters(state_dict, self._grads.groups)
-        self.optimizer.load_state_dict(_checkpoint.required(state_dict, "optimizer_state_dict"))
+        self.optimizer.load_state_dict(_checkpoint.read_inner_state(state_dict, self._grads.groups))
         self.loss_scaler = scaler
         self._iteration = int(state_dict.get("cur_iter", self._iteration))
         self._overflow = bool(state_dict.get("overflow", False))

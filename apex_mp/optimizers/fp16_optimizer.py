@@ -42,9 +42,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
             "cur_iter": self.cur_iter,
         }
         if self.dynamic_loss_scale:
-            state["last_overflow_iter"] = self.last_overflow_iter
-            state["scale_factor"] = self.scale_factor
-            state["scale_window"] = self.scale_window
+            state |= self.loss_scaler.state_dict()
         state["optimizer_state_dict"] = self.optimizer.state_dict()
         state["fp32_groups_flat"] = [flat.detach().clone() for flat in self.fp32_groups_flat]
         return state

@@ -1,6 +1,7 @@
-// check_ and l2_norm_ on CUDA: one pass that reads every element once and leaves a sum of squares for
-// each chunk; then the sums of chunks are added up for each tensor, and those for each group. The
-// order is fixed by sizes alone, not by which block ends first: the sums are reproducible.
+// check_ and l2_norm_ on CUDA: one pass that reads every element once and leaves a sum of squares
+// for each chunk; then the sums of chunks are added up for each tensor, and those for each group.
+// The order is fixed by the tensors' sizes and alignment, not by which block ends first: the sums
+// are reproducible.
 #include "math/check.h"
 
 #include "cuda/launch.h"
@@ -39,8 +40,8 @@ __global__ void __launch_bounds__(kBlockSize)
     check_kernel(const __grid_constant__ Table<1> table, double* chunk_sums, float* found_inf) {
   const Part<1> part = part_of_block(table);
   int32_t found = 0;
-  const double sum =
-      block_sum(part.double_math ? check_part<double>(part, found) : check_part<float>(part, found));
+  const double sum = block_sum(part.double_math ? check_part<double>(part, found)
+                                                : check_part<float>(part, found));
   if (threadIdx.x == 0) chunk_sums[table.launch.first_chunk + blockIdx.x] = sum;
   if (found && found_inf != nullptr) *found_inf = 1.0f;  // Whoever writes writes the same.
 }
@@ -51,8 +52,8 @@ __global__ void __launch_bounds__(kBlockSize)
                        double* tensor_sums) {
   const auto slot = static_cast<int32_t>(blockIdx.x);
   const int64_t begin = table.first_chunk[slot];
-  const int64_t end = slot + 1 < table.launch.tensors ? table.first_chunk[slot + 1]
-                                                      : table.launch.chunks;
+  const int64_t end =
+      slot + 1 < table.launch.tensors ? table.first_chunk[slot + 1] : table.launch.chunks;
   double sum = 0.0;
 #pragma unroll 4
   for (int64_t chunk = begin + threadIdx.x; chunk < end; chunk += kBlockSize) {

@@ -1,5 +1,5 @@
-// The one place that starts a kernel. The tests put a header of the same name before this one, to run
-// kernels on the host.
+// The one place that starts a kernel. The tests put a header of the same name before this one, to
+// run kernels on the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,8 @@ constexpr int kBlockSize = 256;
 // What gridDim.x may be.
 constexpr int64_t kMaxBlocks = 2147483647;
 
-// Starts `blocks` blocks of kBlockSize threads; no blocks are no work, and CUDA refuses them. Errors
-// of the launch come as std::runtime_error, which torch shows as a RuntimeError.
+// Starts `blocks` blocks of kBlockSize threads; no blocks are no work, and CUDA refuses them.
+// Errors of the launch come as std::runtime_error, which torch shows as a RuntimeError.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
             const Arguments&... arguments) {

@@ -1,6 +1,6 @@
-// The operators of csrc/ops.cpp on CUDA tensors: checks, device, stream, scratch memory, versions. No
-// operator waits for the device. Numbers on the CPU are read at once (a CUDA graph keeps their value),
-// numbers on the device by the kernel.
+// The operators of csrc/ops.cpp on CUDA tensors: checks, device, stream, scratch memory, versions.
+// No operator waits for the device. Numbers on the CPU are read at once (a CUDA graph keeps their
+// value), numbers on the device by the kernel.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>

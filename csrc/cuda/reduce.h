@@ -9,8 +9,9 @@ namespace apex_mp::cuda {
 
 constexpr int kWarpSize = 32;
 
-// Returns the sum in thread 0, something else in the others. Every thread of the block must come here,
-// and only once in a kernel: a second call would need a barrier before it writes `sums` again.
+// Returns the sum in thread 0, something else in the others. Every thread of the block must come
+// here, and only once in a kernel: a second call would need a barrier before it writes `sums`
+// again.
 __device__ inline double block_sum(double value) {
   __shared__ double sums[kBlockSize / kWarpSize];
 #pragma unroll

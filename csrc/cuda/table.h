@@ -1,5 +1,5 @@
-// Which tensors one launch works on, passed by value as a kernel argument: no copy to the device, no
-// pinned memory, and a CUDA graph keeps it.
+// Which tensors one launch works on, passed by value as a kernel argument: no copy to the device,
+// no pinned memory, and a CUDA graph keeps it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -100,8 +100,8 @@ __device__ Part<kArrays> part_of_block(const Table<kArrays>& table) {
   const auto block = static_cast<int32_t>(blockIdx.x);
   Part<kArrays> part;
   part.slot = find_slot(table.first_chunk, static_cast<int32_t>(table.launch.tensors), block);
-  const Chunk chunk = chunk_of(part.slot, block - table.first_chunk[part.slot],
-                               table.size[part.slot], kChunkSize);
+  const Chunk chunk =
+      chunk_of(part.slot, block - table.first_chunk[part.slot], table.size[part.slot], kChunkSize);
   part.count = static_cast<int32_t>(chunk.count);
   part.head = table.head[part.slot];
   part.double_math = table.double_math[part.slot];

@@ -13,8 +13,8 @@
 
 namespace apex_mp::cuda {
 
-// Numbers that a thread takes at once: for float math 16 bytes of fp16, or twice 16 of fp32. In double
-// math, a rare case, more than one would cost all other cases registers.
+// Numbers that a thread takes at once: for float math 16 bytes of fp16, or twice 16 of fp32. In
+// double math, a rare case, more than one would cost all other cases registers.
 template <typename opmath_t>
 constexpr int kVector = sizeof(opmath_t) == sizeof(float) ? 8 : 1;
 
@@ -25,8 +25,8 @@ struct Width {
   __host__ __device__ constexpr operator int() const { return width; }
 };
 
-// Calls body(index, Width<n>) for all numbers of a part, n at a time: with n = kVector where vectors
-// are aligned in all arrays, one by one before and behind.
+// Calls body(index, Width<n>) for all numbers of a part, n at a time: with n = kVector where
+// vectors are aligned in all arrays, one by one before and behind.
 template <typename opmath_t, typename PartOf, typename Body>
 __device__ void walk(const PartOf& part, const Body& body) {
   constexpr int kWidth = kVector<opmath_t>;

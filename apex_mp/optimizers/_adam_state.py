@@ -1,0 +1,131 @@
+"""What FusedAdam remembers of a parameter, and how it reads what other Adams remembered."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import grads as _grads
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_LIKE_PARAM = (*MOMENTS, "master_param")
+
+
+def new_state(param: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter before its first step."""
+    dtype = _dtype("exp_avg", param)
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=param.device),
+        "exp_avg": torch.zeros_like(param, dtype=dtype, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, requires_grad=False),
+    }
+
+
+def follow_layout(state: dict[str, Any], param: Tensor) -> None:
+    """Lay the state out like the parameter, which has become channels_last, say, since."""
+    for key in _LIKE_PARAM:
+        if key in state:
+            state[key] = _grads.lie_as(state[key], param)
+
+
+def check_amsgrad(group: Mapping[str, Any]) -> None:
+    """Raise the old sentence if a parameter group asks for AMSGrad."""
+    if group.get("amsgrad"):
+        raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A tensor that Optimizer.load_state_dict passes on as it is.
+
+    A bare one it casts to the parameter's dtype, which loses the moments of a float16 parameter.
+    """
+
+    tensor: Tensor
+
+
+def adapt(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], options: Sequence[str]
+) -> dict[str, Any]:
+    """Return a saved state_dict as FusedAdam has it, for Optimizer.load_state_dict and `unpack`.
+
+    Read are those of FusedAdam, of torch.optim.Adam and AdamW, and of the apex versions whose
+    groups held the step count. Tensors are copies, so that two optimizers never share one.
+
+    Args:
+        saved: From `state_dict()`.
+        groups: The parameter groups that it is for.
+        options: Names of the options that a group here keeps if the saved one lacks them.
+
+    Raises:
+        RuntimeError: It was saved with amsgrad.
+        ValueError: A parameter's state is not that of Adam, or of another shape.
+    """
+    saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
+    for saved_group in saved_groups:
+        check_amsgrad(saved_group)
+    sizes = [len(group["params"]) for group in groups]
+    if [len(group["params"]) for group in saved_groups] != sizes:
+        return dict(saved)  # torch says in which way they do not fit.
+    states: dict[Any, Any] = dict(saved["state"])
+    for group, saved_group in zip(groups, saved_groups, strict=True):
+        step = saved_group.pop("step", None)
+        for index, param in zip(saved_group["params"], group["params"], strict=True):
+            if states.get(index):
+                states[index] = _adapt_state(index, states[index], param, step)
+        for option in options:
+            if option in group:  # an unpickled optimizer has a default more, of torch's
+                saved_group.setdefault(option, group[option])
+        if "decoupled_weight_decay" in saved_group:  # torch's name
+            saved_group["adam_w_mode"] = saved_group.pop("decoupled_weight_decay")
+    return {**saved, "state": states, "param_groups": saved_groups}
+
+
+def unpack(
+    states: Mapping[Any, dict[str, Any]],
+) -> collections.defaultdict[Any, dict[str, Any]]:
+    """Return the states with the tensors that `adapt` has packed."""
+    plain: collections.defaultdict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for param, state in states.items():
+        plain[param] = {
+            key: value.tensor if isinstance(value, _Kept) else value for key, value in state.items()
+        }
+    return plain
+
+
+def _adapt_state(
+    index: Any, state: Mapping[str, Any], param: Tensor, group_step: Any
+) -> dict[str, Any]:
+    adapted = dict(state)
+    if group_step is not None:
+        adapted.setdefault("step", group_step)
+    missing = [key for key in ("step", *MOMENTS) if key not in adapted]
+    if missing:
+        raise ValueError(
+            f"FusedAdam.load_state_dict: state[{index}] has {[*state]} and lacks {missing}; "
+            "it must be the state of an Adam optimizer"
+        )
+    for key in _LIKE_PARAM:
+        if key not in adapted:
+            continue
+        value = adapted[key]
+        if value.shape != param.shape:
+            raise ValueError(
+                f"FusedAdam.load_state_dict: state[{index}]['{key}'] has shape "
+                f"{[*value.shape]}, its parameter {[*param.shape]}; they must match"
+            )
+        like_param = torch.empty_like(param, dtype=_dtype(key, param), requires_grad=False)
+        adapted[key] = _Kept(like_param.copy_(value))
+    step = torch.zeros((), dtype=torch.float32, device=param.device)
+    adapted["step"] = _Kept(step.copy_(torch.as_tensor(adapted["step"]).reshape(())))
+    return adapted
+
+
+def _dtype(key: str, param: Tensor) -> torch.dtype:
+    wide = param.dtype == torch.float64 and key in MOMENTS
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,163 @@
+"""examples/digits.py: its flags train, what it measures is right, and README shows its figures."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+RESULTS = ROOT / "benchmarks" / "results" / "digits-cpu.json"
+
+for module in ("sklearn", "matplotlib", "tqdm"):
+    pytest.importorskip(module, reason='the example needs pip install -e ".[examples]"')
+
+pytestmark = pytest.mark.cpu_only
+
+
+def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def digits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, "digits")
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(monkeypatch, "digits_report")
+
+
+@pytest.fixture
+def trained(digits: ModuleType, one_thread: None) -> Any:
+    def train(*flags: str) -> Any:
+        args = digits.parse_args(["--epochs", "2", *flags, "--device", "cpu"])
+        with digits.progress(0) as bar:
+            return digits.train("a run", args, digits.load_data("cpu"), bar)
+
+    return train
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--fp16",
+        "--fp16 --loss_scale 128",
+        "--bf16",
+        "--optimizer adamw",
+        "--optimizer adamw --fp16",
+        "--optimizer sgd --fp16 --loss_scale 128",
+    ],
+)
+def test_two_epochs_get_eight_in_ten_digits_right(trained, flags):
+    run = trained(*flags.split())
+    assert run.accuracy > 0.8
+    assert sum(run.losses[-10:]) < 0.5 * sum(run.losses[:10])
+
+
+def test_a_scale_that_is_too_large_skips_steps_until_it_fits_and_names_the_parameter(
+    trained, capsys
+):
+    run = trained("--fp16", "--scale_window", "1", "--max_batches", "15")
+    assert run.skipped
+    for step in run.skipped[:-1]:
+        assert run.scales[step + 1] == run.scales[step] / 2
+    assert "loss scale" in run.first_overflow
+    assert " inf" in run.first_overflow
+    assert "Grad overflow on iteration" in capsys.readouterr().out
+
+
+def test_fp16_with_masters_takes_as_many_bytes_of_state_as_fp32(trained):
+    # 4 + 4 + 4 + 4 against 2 + 2 + 4 + 4 + 4, and a step count for each of 12 tensors.
+    single = trained("--max_batches", "1")
+    half = trained("--max_batches", "1", "--fp16")
+    assert single.state_bytes_per_param == pytest.approx(16.0, abs=0.01)
+    assert half.state_bytes_per_param == pytest.approx(16.0, abs=0.01)
+
+
+def test_bytes_held_for_backward_are_those_of_inputs_and_activations(monkeypatch):
+    measure = load(monkeypatch, "digits_measure")
+    model = torch.nn.Linear(8, 10)
+    images = torch.rand(4, 8)
+    # The input of the linear layer, the log-probabilities, the labels, the sum of their weights.
+    expected = 4 * 8 * 4 + 4 * 10 * 4 + 4 * 8 + 4
+    assert measure.bytes_held_for_backward(model, images) == expected
+
+
+def test_every_precision_starts_from_the_same_weights_and_sees_the_same_batches(digits):
+    args = digits.parse_args(["--seed", "3", "--epochs", "2"])
+    first, second = [list(digits.batches(100, args)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.cat(first).bincount().tolist() == [2] * 100
+
+
+def test_weights_decay_and_biases_and_norms_do_not(digits):
+    model = digits.DigitsNet()
+    optimizer = digits.build_optimizer(model, digits.parse_args([]))
+    sizes = [
+        (group["weight_decay"], {p.dim() for p in group["params"]})
+        for group in optimizer.param_groups
+    ]
+    assert sizes == [(0.01, {2, 4}), (0.0, {1})]
+
+
+def test_compare_writes_table_picture_and_figures(tmp_path):
+    figures = tmp_path / "new" / "figures.json"
+    command = [sys.executable, "digits.py", "--compare", "--epochs", "1", "--seeds", "1"]
+    done = subprocess.run(
+        [*command, "--max_batches", "3", "--save-results", str(figures)],
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("fp32", "fp16 static", "fp16 dynamic", "bf16"):
+        assert f"\n| {name} " in done.stdout
+    assert figures.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert [row["steps"] for row in json.loads(figures.read_text())["rows"]] == [3] * 4
+
+
+def test_the_finding_is_computed_from_the_accuracies(report, results):
+    worse = copy.deepcopy(results)
+    for row in worse["rows"]:
+        row["accuracy"] = [0.9] if row["run"] == "fp16 dynamic" else [0.98]
+    assert "falls 8.0 points short of fp32: 90.0 % against 98.0 %" in report.finding(worse)
+
+
+def test_in_the_published_figures_fp16_comes_within_a_point_of_fp32(results):
+    mean = {row["run"]: sum(row["accuracy"]) / len(row["accuracy"]) for row in results["rows"]}
+    assert len(results["rows"][0]["seeds"]) >= 5
+    assert mean["fp16 static"] > mean["fp32"] - 0.01
+    assert mean["fp16 dynamic"] > mean["fp32"] - 0.01
+
+
+def test_readme_shows_the_published_table_and_notes(report, results):
+    readme = (ROOT / "README.md").read_text()
+    for part in (report.table(results), report.notes(results)):
+        assert part in readme, f"README.md must hold what {RESULTS} says:\n{part}"

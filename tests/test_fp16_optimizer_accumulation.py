@@ -1,0 +1,407 @@
+"""Several backward calls before a step: nothing is lost, nothing is counted or unscaled twice."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    BackwardError,
+    assert_grads,
+    faces,
+    grads_used,
+    master_grads,
+    ones,
+    parameter,
+    probes,
+    pull,
+    raise_in_backward,
+)
+
+from apex_mp import fp16_utils
+
+UPDATES = list(itertools.product([True, False], repeat=3))
+
+
+def wrap(probe: Any, params: list[Any], face: Any = fp16_utils.FP16_Optimizer, **more: Any) -> Any:
+    more = {"static_loss_scale": 128.0, "verbose": False, **more}
+    return face(probe(params), **more)
+
+
+@faces
+@probes
+def test_two_backward_calls_at_scale_128_add_up(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params, face)
+    for _ in range(2):
+        optimizer.backward(pull(*((p, 1.0) for p in params)))
+    # The old one divided the fp32 gradient by 128 twice: 1.0078.
+    assert_grads(master_grads(optimizer), 2.0, 2.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 2.0, 2.0)
+
+
+@probes
+@pytest.mark.parametrize("ends", ["step", "update", "look", "overflow"])
+@pytest.mark.parametrize("updates", UPDATES, ids=str)
+def test_backward_calls_add_up_whenever_master_grads_are_updated(
+    updates: tuple[bool, ...], ends: str, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16, F64)]
+    optimizer = wrap(probe, params)
+    for index, update in enumerate(updates):
+        optimizer.backward(pull(*((p, 2.0**index) for p in params)), update_master_grads=update)
+    if ends == "update":
+        optimizer.update_master_grads()
+    elif ends == "look":
+        optimizer.update_master_grads()
+        assert_grads(master_grads(optimizer), 7.0, 7.0, 7.0, 7.0)
+    elif ends == "overflow":
+        assert optimizer.overflow is False
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 7.0, 7.0, 7.0, 7.0)
+
+
+@probes
+@pytest.mark.parametrize("looks", [1, 2, 3])
+def test_looking_and_updating_twice_changes_nothing(
+    looks: int, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    for _ in range(2):
+        optimizer.backward(pull(*((p, 1.0) for p in params)))
+        for _ in range(looks):
+            optimizer.update_master_grads()
+            master_grads(optimizer)
+            assert optimizer.overflow is False
+    assert_grads(master_grads(optimizer), 2.0, 2.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 2.0, 2.0)
+
+
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_a_retained_graph_can_be_run_backward_again(
+    update: bool, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    loss = pull(*((p, 3.0) for p in params))
+    optimizer.backward(loss, update, retain_graph=True)
+    optimizer.backward(loss, update_master_grads=update)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 6.0, 6.0)
+
+
+def test_a_graph_is_not_retained_unasked(device: torch.device) -> None:
+    weight = ones(2, device=device)
+    optimizer = fp16_utils.FP16_Optimizer(torch.optim.SGD([weight], lr=1.0), verbose=False)
+    loss = pull((weight, 1.0)).square()
+    optimizer.backward(loss)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        optimizer.backward(loss)
+
+
+@probes
+@pytest.mark.parametrize("updates", UPDATES, ids=str)
+def test_a_parameter_may_be_unused_in_some_of_the_backward_calls(
+    updates: tuple[bool, ...], probe: Any, device: torch.device
+) -> None:
+    a, b = ones(2, device=device), ones(2, dtype=F32, device=device)
+    c, d = ones(3, device=device), ones(3, dtype=F32, device=device)
+    e, f = ones(1, device=device), ones(1, dtype=F32, device=device)
+    optimizer = wrap(probe, [a, b, c, d, e, f])
+    losses = [[(a, 1.0), (b, 1.0)], [(c, 2.0), (d, 2.0)], [(a, 4.0), (b, 4.0)]]
+    for pairs, update in zip(losses, updates, strict=True):
+        optimizer.backward(pull(*pairs), update_master_grads=update)
+    optimizer.step()
+    # e and f are in none: no gradient, no step, no state.
+    assert_grads(grads_used(optimizer), 5.0, 5.0, 2.0, 2.0, None, None)
+    assert bool((e == 1).all())
+    assert bool((f == 1).all())
+
+
+@probes
+def test_parameters_without_gradients_stay_as_they_are(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
+    optimizer = wrap(probe, params)
+    for index in (0, 2, 1):  # Another one is used in each step.
+        before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.backward(pull((params[index], 1.0)))
+        assert [grad is not None for grad in master_grads(optimizer)] == [
+            i == index for i in range(3)
+        ]
+        optimizer.step()
+        after = optimizer.param_groups[0]["params"]
+        assert [not torch.equal(x, y) for x, y in zip(before, after, strict=True)] == [
+            i == index for i in range(3)
+        ]
+
+
+@probes
+def test_a_step_without_any_gradient_changes_nothing(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.step()
+    assert optimizer.overflow is False
+    assert_grads(grads_used(optimizer), None, None)
+    assert all(bool((param == 1).all()) for param in params)
+
+
+@probes
+@pytest.mark.parametrize("second", [256.0, 32.0])
+@pytest.mark.parametrize("updates", UPDATES, ids=str)
+def test_gradients_of_two_scales_add_up(
+    updates: tuple[bool, ...], second: float, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    for index, (scale, update) in enumerate(zip((128.0, second, 128.0), updates, strict=True)):
+        optimizer.loss_scale = scale
+        optimizer.backward(pull(*((p, 2.0**index) for p in params)), update_master_grads=update)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 7.0, 7.0)
+
+
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_a_scale_changed_after_backward_does_not_touch_its_gradients(
+    update: bool, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
+    optimizer.loss_scale = 4.0
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_dynamic_scale_that_grows_between_steps_unscales_by_the_right_one(
+    clear: bool, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(
+        probe,
+        params,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 64.0, "scale_window": 1},
+    )
+    expected = 0.0
+    for index in range(4):
+        assert optimizer.loss_scale == 64.0 * 2**index
+        if clear:
+            optimizer.zero_grad()
+        optimizer.backward(pull(*((p, 1.0) for p in params)))
+        expected = 1.0 if clear else expected + 1.0
+        assert_grads(master_grads(optimizer), expected, expected)
+        optimizer.step()
+
+
+@probes
+def test_gradients_that_were_not_cleared_count_in_the_next_step_as_in_torch(
+    probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 1.0) for p in params)))
+    optimizer.step()
+    optimizer.backward(pull(*((p, 2.0) for p in params)))
+    assert_grads(master_grads(optimizer), 3.0, 3.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+def test_a_second_step_uses_the_same_gradients_as_in_torch(
+    probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)))
+    for _ in range(3):
+        optimizer.step()
+        assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+def test_gradients_can_be_looked_at_after_the_step(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)))
+    optimizer.step()
+    for _ in range(2):
+        assert_grads(optimizer.inspect_master_grad_data()[0], 3.0, 3.0)
+        assert_grads(master_grads(optimizer), 3.0, 3.0)
+
+
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_scaled_gradients_that_came_without_our_backward_are_unscaled(
+    update: bool, probe: Any, device: torch.device
+) -> None:
+    # `loss_scaler.backward(loss)` of old code, or (loss * optimizer.loss_scale).backward().
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.loss_scaler.backward(pull(*((p, 3.0) for p in params)))
+    if update:
+        optimizer.update_master_grads()
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+@pytest.mark.parametrize("to_none", [True, False])
+def test_every_step_may_get_its_gradients_without_our_backward(
+    to_none: bool, probe: Any, device: torch.device
+) -> None:
+    model = torch.nn.Linear(2, 3, device=device)
+    model.weight = ones(3, 2, device=device)
+    optimizer = wrap(probe, list(model.parameters()))
+    for _ in range(3):
+        model.zero_grad(set_to_none=to_none)
+        loss = pull((model.weight, 3.0), (model.bias, 3.0))
+        (loss * optimizer.loss_scale).backward()
+        optimizer.step()
+        assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@faces
+@probes
+def test_the_model_may_clear_the_gradients(probe: Any, face: Any, device: torch.device) -> None:
+    model = torch.nn.Linear(2, 3, device=device)
+    model.weight = ones(3, 2, device=device)  # fp16; the bias stays fp32.
+    optimizer = wrap(probe, list(model.parameters()), face)
+    for to_none in (True, False):
+        for _ in range(2):
+            model.zero_grad(set_to_none=to_none)
+            optimizer.backward(pull((model.weight, 3.0), (model.bias, 3.0)))
+            assert_grads(master_grads(optimizer), 3.0, 3.0)
+            optimizer.step()
+
+
+@probes
+def test_a_model_that_clears_its_gradients_in_between_forgets_them_all(
+    probe: Any, device: torch.device
+) -> None:
+    model = torch.nn.Linear(2, 3, device=device)
+    model.weight = ones(3, 2, device=device)
+    optimizer = wrap(probe, list(model.parameters()))
+    optimizer.backward(pull((model.weight, 64.0), (model.bias, 64.0)))
+    optimizer.backward(pull((model.weight, 64.0), (model.bias, 64.0)), update_master_grads=False)
+    model.zero_grad()
+    optimizer.backward(pull((model.weight, 1.0), (model.bias, 1.0)))
+    assert_grads(master_grads(optimizer), 1.0, 1.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 1.0, 1.0)
+
+
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_zero_grad_in_between_forgets_all(update: bool, probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    for to_none in (True, False):
+        optimizer = wrap(probe, params)
+        optimizer.backward(pull(*((p, 64.0) for p in params)))
+        optimizer.backward(pull(*((p, 64.0) for p in params)), update_master_grads=update)
+        optimizer.zero_grad(to_none)
+        optimizer.backward(pull(*((p, 1.0) for p in params)))
+        optimizer.step()
+        assert_grads(grads_used(optimizer), 1.0, 1.0)
+
+
+# An exception inside backward, which the caller survives.
+
+
+def failing_loss(before: list[Any], own: Any) -> Any:
+    """A loss whose backward gives `own` its gradient and raises before it reaches the rest."""
+    product = raise_in_backward(pull(*((p, 16.0) for p in before)))
+    return product + pull((own, 16.0))  # Made last, so run backward first.
+
+
+@probes
+@pytest.mark.parametrize("raising_update", [True, False])
+@pytest.mark.parametrize("update", [True, False])
+def test_an_exception_inside_backward_loses_nothing(
+    update: bool, raising_update: bool, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
+    with pytest.raises(BackwardError):
+        optimizer.backward(
+            raise_in_backward(pull(*((p, 16.0) for p in params))),
+            update_master_grads=raising_update,
+        )
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_backward_can_go_on_after_an_exception(
+    update: bool, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
+    with pytest.raises(BackwardError):
+        optimizer.backward(raise_in_backward(pull(*((p, 16.0) for p in params))))
+    optimizer.backward(pull(*((p, 4.0) for p in params)), update_master_grads=update)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 7.0, 7.0)
+
+
+@probes
+@pytest.mark.parametrize("earlier", [3.0, None])
+def test_half_a_backward_leaves_no_scaled_gradient_in_fp32_parameters(
+    earlier: float | None, probe: Any, device: torch.device
+) -> None:
+    low, own = ones(2, device=device), ones(2, dtype=F32, device=device)
+    optimizer = wrap(probe, [low, own])
+    optimizer.backward(pull((low, 3.0), *([(own, earlier)] if earlier else [])))
+    with pytest.raises(BackwardError):
+        optimizer.backward(failing_loss([low], own))
+    optimizer.backward(pull((low, 4.0), (own, 4.0)))
+    optimizer.step()
+    used = grads_used(optimizer)
+    # Whether the half that came through counts is torch's affair; unscaled it must be.
+    assert float(used[0][0]) == 7.0
+    assert float(used[1][0]) in ((earlier or 0.0) + 4.0, (earlier or 0.0) + 20.0)
+
+
+@probes
+def test_a_loss_that_is_no_scalar_is_refused_and_nothing_lost(
+    probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)))
+    with pytest.raises(RuntimeError, match="scalar"):
+        optimizer.backward(params[0] * 2)
+    assert_grads(master_grads(optimizer), 3.0, 3.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+def test_gradients_beyond_float16_of_an_fp32_parameter_are_no_overflow(
+    device: torch.device,
+) -> None:
+    low, own = ones(2, device=device), parameter([1.0, 1.0], F32, device)
+    optimizer = fp16_utils.FP16_Optimizer(
+        torch.optim.SGD([low, own], lr=2.0**-20), 2.0**10, verbose=False
+    )
+    for _ in range(2):
+        optimizer.backward(pull((low, 1.0), (own, 2.0**19)))
+    optimizer.step()
+    assert optimizer.overflow is False
+    assert own.tolist() == [0.0, 0.0]

@@ -1,0 +1,228 @@
+"""Clipping: by torch on param_groups, by clip_master_grads, by the inner max_grad_norm."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import (
+    BF16,
+    F16,
+    F32,
+    INF,
+    NAN,
+    assert_grads,
+    faces,
+    grads_used,
+    master_grads,
+    ones,
+    passes_over,
+    probes,
+    pull,
+)
+from tolerances import assert_near
+from torch.nn.utils import clip_grad_norm_
+
+from apex_mp import fp16_utils
+from apex_mp.optimizers import FusedAdam
+
+MIX = (F16, F32, BF16)
+
+
+def wrap(inner: Any, face: Any = fp16_utils.FP16_Optimizer, **more: Any) -> Any:
+    return face(inner, **{"static_loss_scale": 128.0, "verbose": False, **more})
+
+
+def masters_of(optimizer: Any) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def mixed(device: torch.device) -> list[Any]:
+    return [ones(4, dtype=dtype, device=device) for dtype in MIX]
+
+
+@faces
+@probes
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("by", ["torch", "clip_master_grads"])
+def test_clipping_returns_the_norm_and_counts(
+    by: str, update: bool, probe: Any, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull(*zip(params, (8.0, 4.0, 1.0), strict=True)), update_master_grads=update)
+    if by == "clip_master_grads":
+        norm = optimizer.clip_master_grads(1.0)
+    else:
+        if not update:
+            optimizer.update_master_grads()
+        norm = clip_grad_norm_(masters_of(optimizer), 1.0)
+    # sqrt(4 * (64 + 16 + 1)) = 18
+    assert float(norm) == 18.0
+    expected = [torch.full((4,), value) / 18.0 for value in (8.0, 4.0, 1.0)]
+    for grads in (master_grads(optimizer), optimizer.inspect_master_grad_data()[0]):
+        torch.testing.assert_close([grad.cpu() for grad in grads], expected)
+    optimizer.step()
+    torch.testing.assert_close(grads_used(optimizer), expected)
+
+
+@faces
+@probes
+def test_clipping_leaves_small_gradients_alone(probe: Any, face: Any, device: torch.device) -> None:
+    params = mixed(device)
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull(*((param, 3.0) for param in params)))
+    assert float(optimizer.clip_master_grads(1000.0)) == pytest.approx(math.sqrt(108.0))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0, 3.0)
+
+
+@faces
+@probes
+@pytest.mark.parametrize(("norm_type", "expected"), [(1, 52.0), (INF, 8.0), (2.0, 18.0)])
+def test_clipping_by_other_norms(
+    norm_type: float, expected: float, probe: Any, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull(*zip(params, (8.0, 4.0, 1.0), strict=True)))
+    assert float(optimizer.clip_master_grads(100.0, norm_type=norm_type)) == expected
+    assert float(optimizer.clip_master_grads(100.0, norm_type)) == expected
+
+
+@faces
+@probes
+@pytest.mark.parametrize("value", [INF, NAN])
+@pytest.mark.parametrize("where", range(len(MIX)))
+@pytest.mark.parametrize("update", [True, False])
+def test_clipping_returns_minus_one_on_overflow(
+    update: bool, where: int, value: float, probe: Any, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = wrap(probe(params), face)
+    grads = [value if index == where else 1.0 for index in range(len(params))]
+    optimizer.backward(pull(*zip(params, grads, strict=True)), update_master_grads=update)
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.step() is None
+    optimizer.zero_grad()
+    optimizer.backward(pull(*((param, 8.0) for param in params)), update_master_grads=update)
+    assert float(optimizer.clip_master_grads(1e6)) == pytest.approx(math.sqrt(12 * 64))
+
+
+@faces
+@probes
+def test_clipping_between_two_steps_uses_the_new_gradients(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = wrap(probe(params), face)
+    for value in (8.0, 16.0, 2.0):
+        optimizer.zero_grad()
+        optimizer.backward(pull(*((param, value) for param in params)))
+        norm = math.sqrt(12.0) * value
+        assert float(optimizer.clip_master_grads(1.0)) == pytest.approx(norm)
+        optimizer.step()
+        torch.testing.assert_close(
+            grads_used(optimizer), [torch.full((4,), value / norm)] * 3, rtol=1e-5, atol=0.0
+        )
+
+
+# max_grad_norm of the inner optimizer.
+
+
+def groups_of_two(device: torch.device) -> list[dict[str, Any]]:
+    return [
+        {"params": [ones(4, device=device), ones(5, dtype=F32, device=device)]},
+        {"params": [ones(3, dtype=BF16, device=device)], "max_grad_norm": 0.5},
+        {"params": [ones(6, device=device)], "max_grad_norm": 0.0},
+    ]
+
+
+GRADS = [8.0, 4.0, 2.0, 1.0]
+SIZES = [4, 5, 3, 6]
+NORMS = [math.sqrt(4 * 64 + 5 * 16), math.sqrt(3 * 4), math.sqrt(6)]
+
+
+@faces
+@pytest.mark.parametrize("clip", ["group", "global"])
+@pytest.mark.parametrize("look", [True, False], ids=["looked at", "unlooked at"])
+def test_max_grad_norm_clips_each_group(
+    look: bool, clip: str, face: Any, device: torch.device
+) -> None:
+    inner = FusedAdam(groups_of_two(device), betas=(0.0, 0.999), max_grad_norm=1.0)
+    optimizer = wrap(inner, face, clip=clip)
+    params = [
+        param
+        for group in optimizer._grads.groups
+        for param in (*group.model_params, *group.own_params)
+    ]
+    optimizer.backward(pull(*zip(params, GRADS, strict=True)))
+    if look:
+        assert_grads(master_grads(optimizer), *GRADS)
+    optimizer.step()
+    norms = [math.hypot(*NORMS)] * 3 if clip == "global" else NORMS
+    # As apex: divided by (norm + 1e-6) / max_norm, if that is above 1.
+    factors = [1.0 / (norms[0] + 1e-6)] * 2 + [0.5 / (norms[1] + 1e-6), 1.0]
+    for used, size, grad, factor in zip(grads_used(optimizer), SIZES, GRADS, factors, strict=True):
+        assert_near(used, torch.full((size,), grad * factor, dtype=torch.float64))
+
+
+@faces
+@pytest.mark.parametrize("clip", ["group", "global"])
+def test_max_grad_norm_leaves_small_gradients_alone(
+    clip: str, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    inner = FusedAdam(params, betas=(0.0, 0.999), max_grad_norm=1e6)
+    optimizer = wrap(inner, face, clip=clip)
+    optimizer.backward(pull(*zip(params, (8.0, 4.0, 1.0), strict=True)))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 8.0, 4.0, 1.0)
+
+
+@pytest.mark.parametrize("clip", ["group", "global"])
+def test_max_grad_norm_measures_edited_gradients(clip: str, device: torch.device) -> None:
+    params = mixed(device)
+    inner = FusedAdam(params, betas=(0.0, 0.999), max_grad_norm=9.0)
+    optimizer = wrap(inner, clip=clip)
+    optimizer.backward(pull(*zip(params, (16.0, 8.0, 2.0), strict=True)))
+    for master in masters_of(optimizer):
+        master.grad.mul_(0.5)  # The norm is 18 now.
+    optimizer.step()
+    for used, grad in zip(grads_used(optimizer), (8.0, 4.0, 1.0), strict=True):
+        assert_near(used, torch.full((4,), grad * 9.0 / (18.0 + 1e-6), dtype=torch.float64))
+
+
+def test_max_grad_norm_does_not_depend_on_the_scale(device: torch.device) -> None:
+    used = []
+    for scale in (1.0, 256.0, 2.0**-6):
+        params = mixed(device)
+        inner = FusedAdam(params, betas=(0.0, 0.999), max_grad_norm=1.0)
+        optimizer = wrap(inner, static_loss_scale=scale)
+        for _ in range(2):
+            optimizer.backward(pull(*zip(params, (8.0, 4.0, 1.0), strict=True)))
+        optimizer.step()
+        used.append(grads_used(optimizer))
+    for one in used[1:]:
+        torch.testing.assert_close(one, used[0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("clip", ["group", "global"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_clipping_costs_no_pass(clip: str, max_grad_norm: float, device: torch.device) -> None:
+    params = [ones(1000, device=device) for _ in range(4)]
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
+    optimizer = wrap(FusedAdam(groups, max_grad_norm=max_grad_norm), clip=clip)
+    for index in range(2):
+        optimizer.backward(pull(*((param, 1.0) for param in params)))
+        with passes_over(1000) as names:
+            optimizer.step()
+        made_state = ["aten::zeros_like"] * (8 if index == 0 else 0)
+        assert sorted(names) == sorted(
+            [*made_state, "apex_mp::check_", "apex_mp::adam_", "apex_mp::adam_"]
+        )
+
+
+def test_clip_is_one_of_two_words(device: torch.device) -> None:
+    with pytest.raises(ValueError, match='clip is \'all\'; it must be "group" or "global"'):
+        wrap(FusedAdam(mixed(device)), clip="all")

@@ -1,0 +1,411 @@
+"""To torch an FP16_Optimizer is an Optimizer: schedulers, hooks, GradScaler, copying."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import (
+    F16,
+    F32,
+    INF,
+    assert_grads,
+    faces,
+    grads_used,
+    ones,
+    passes_over,
+    probes,
+    pull,
+)
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from apex_mp import fp16_utils
+from apex_mp.optimizers import FusedAdam
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [str(warning.message) for warning in caught] == []
+
+
+def run_step(optimizer: Any, value: float = 1.0) -> Any:
+    optimizer.zero_grad()
+    optimizer.backward(pull(*((param, value) for param in optimizer.all_fp16_params)))
+    return optimizer.step()
+
+
+@faces
+@probes
+def test_it_is_an_optimizer(probe: Any, face: Any, device: torch.device) -> None:
+    inner = probe([ones(2, device=device)])
+    optimizer = face(inner, verbose=False)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.defaults is inner.defaults
+    assert "Parameter Group 0" in repr(optimizer)
+
+
+# Learning rates.
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, 0.5), lr_scheduler.ExponentialLR(optimizer, 0.5)],
+        milestones=[2],
+    ),
+}
+
+
+def build_with_scheduler(make: Any, on: str, probe: Any, face: Any, device: torch.device) -> Any:
+    inner = probe([ones(2, device=device)], lr=0.5)
+    if on == "inner, before":
+        scheduler = make(inner)
+        optimizer = face(inner, 128.0, verbose=False)
+    else:
+        optimizer = face(inner, 128.0, verbose=False)
+        scheduler = make(optimizer if on == "wrapper" else inner)
+    return optimizer, scheduler
+
+
+places = pytest.mark.parametrize("on", ["wrapper", "inner, before", "inner, after"])
+
+
+@faces
+@probes
+@places
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("first", [1.0, INF], ids=["step", "skipped step"])
+def test_schedulers_set_the_learning_rate(
+    first: float, name: str, on: str, probe: Any, face: Any, device: torch.device
+) -> None:
+    reference = torch.optim.SGD([ones(1, dtype=F32)], lr=0.5, momentum=0.9)
+    if name == "OneCycleLR":
+        reference = torch.optim.AdamW([ones(1, dtype=F32)], lr=0.5, betas=(0.0, 0.999))
+    expected = SCHEDULERS[name](reference)
+    with no_warning():
+        optimizer, scheduler = build_with_scheduler(SCHEDULERS[name], on, probe, face, device)
+        for value in (first, 1.0, 1.0, 1.0, 1.0):
+            run_step(optimizer, value)
+            assert optimizer.overflow == (value == INF)
+            scheduler.step()
+            reference.step()
+            expected.step()
+            assert scheduler.get_last_lr() == expected.get_last_lr()
+            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+
+
+@faces
+@probes
+@places
+def test_the_learning_rate_that_a_scheduler_sets_is_used(
+    on: str, probe: Any, face: Any, device: torch.device
+) -> None:
+    def make(optimizer: Any) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+
+    optimizer, scheduler = build_with_scheduler(make, on, probe, face, device)
+    run_step(optimizer)
+    scheduler.step()
+    before = optimizer.fp32_groups_flat[0].clone()
+    run_step(optimizer)
+    assert torch.equal(optimizer.fp32_groups_flat[0], before)
+
+
+@probes
+@places
+def test_a_step_called_after_the_scheduler_is_warned_of_as_in_torch(
+    on: str, probe: Any, device: torch.device
+) -> None:
+    optimizer, scheduler = build_with_scheduler(
+        SCHEDULERS["StepLR"], on, probe, fp16_utils.FP16_Optimizer, device
+    )
+    assert optimizer.loss_scale == 128.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheduler.step()
+    assert any("before `optimizer.step()`" in str(warning.message) for warning in caught)
+
+
+@faces
+@probes
+def test_a_plateau_lowers_the_learning_rate(probe: Any, face: Any, device: torch.device) -> None:
+    optimizer = face(probe([ones(2, device=device)], lr=0.5), 128.0, verbose=False)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for _ in range(3):
+        run_step(optimizer)
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
+    device: torch.device,
+) -> None:
+    inner = FusedAdam([ones(1000, device=device)])
+    scheduler = SCHEDULERS["StepLR"](inner)
+    optimizer = fp16_utils.FP16_Optimizer(inner, 128.0, verbose=False)
+    for _ in range(2):
+        optimizer.backward(pull(*((param, 1.0) for param in optimizer.all_fp16_params)))
+        with passes_over(1000) as names:
+            optimizer.step()
+        scheduler.step()
+    assert names == ["apex_mp::check_", "apex_mp::adam_"]
+
+
+@probes
+def test_a_learning_rate_written_into_the_groups_is_used(probe: Any, device: torch.device) -> None:
+    optimizer = fp16_utils.FP16_Optimizer(
+        probe([ones(2, device=device)], weight_decay=0.0), 128.0, verbose=False
+    )
+    for lr, expected in ((0.5, 0.5), (0.25, 0.25)):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        run_step(optimizer)
+        torch.testing.assert_close(optimizer.fp32_groups_flat[0].cpu(), torch.full((2,), expected))
+
+
+# Hooks.
+
+HOOKS: dict[str, Callable[[Any, Any], list[Any]]] = {
+    "on the wrapper": lambda optimizer, hook: [
+        optimizer.register_step_pre_hook(hook("pre")),
+        optimizer.register_step_post_hook(hook("post")),
+    ],
+    "on the inner": lambda optimizer, hook: [
+        optimizer.optimizer.register_step_pre_hook(hook("pre")),
+        optimizer.optimizer.register_step_post_hook(hook("post")),
+    ],
+    "on all": lambda optimizer, hook: [
+        register_optimizer_step_pre_hook(hook("pre")),
+        register_optimizer_step_post_hook(hook("post")),
+    ],
+}
+
+
+@contextmanager
+def recorded_hooks(where: str, optimizer: Any) -> Iterator[list[str]]:
+    seen: list[str] = []
+
+    def hook(name: str) -> Any:
+        def call(given: Any, args: Any, kwargs: Any) -> None:
+            assert given is (optimizer if where == "on the wrapper" else optimizer.optimizer)
+            seen.append(name)
+
+        return call
+
+    handles = HOOKS[where](optimizer, hook)
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@faces
+@probes
+@pytest.mark.parametrize("where", HOOKS)
+def test_hooks_run_once_for_each_real_step(
+    where: str, probe: Any, face: Any, device: torch.device
+) -> None:
+    optimizer = face(probe([ones(2, device=device)]), 128.0, verbose=False)
+    with recorded_hooks(where, optimizer) as seen:
+        for value, expected in ((1.0, ["pre", "post"]), (INF, []), (1.0, ["pre", "post"])):
+            seen.clear()
+            run_step(optimizer, value)
+            assert seen == expected
+    seen.clear()
+    run_step(optimizer)
+    assert seen == []
+
+
+@faces
+@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_hooks_run_once_for_each_step_with_closures(
+    line_search: str | None, where: str, face: Any, device: torch.device
+) -> None:
+    weight = ones(2, device=device)
+    inner = torch.optim.LBFGS([weight], lr=0.25, max_iter=3, line_search_fn=line_search)
+    optimizer = face(inner, 128.0, verbose=False)
+    with recorded_hooks(where, optimizer) as seen:
+        calls = 0
+
+        def closure() -> Any:
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad()
+            loss = weight.float().square().sum()
+            optimizer.backward(loss)
+            return loss.detach()
+
+        optimizer.step(closure)
+        assert calls >= 2
+        assert seen == ["pre", "post"]
+
+
+@faces
+@probes
+def test_hooks_of_the_wrapper_see_the_model_before_and_after(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    weight = ones(2, device=device)
+    optimizer = face(probe([weight], lr=0.5, weight_decay=0.0), 128.0, verbose=False)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(weight[0].item()))
+    optimizer.register_step_post_hook(lambda *_: seen.append(weight[0].item()))
+    run_step(optimizer)
+    assert seen == [1.0, 0.5]
+
+
+@faces
+@probes
+def test_a_hook_may_edit_gradients(probe: Any, face: Any, device: torch.device) -> None:
+    optimizer = face(
+        probe([ones(2, device=device), ones(2, dtype=F32, device=device)]), 128.0, verbose=False
+    )
+
+    def double(given: Any, args: Any, kwargs: Any) -> None:
+        for param in given.param_groups[0]["params"]:
+            param.grad.mul_(2.0)
+
+    handle = optimizer.register_step_pre_hook(double)
+    params = [*optimizer.all_fp16_params, *optimizer.all_fp32_from_fp32_params]
+    for expected in (6.0, 6.0):
+        optimizer.zero_grad()
+        optimizer.backward(pull(*((param, 3.0) for param in params)))
+        optimizer.step()
+        assert_grads(grads_used(optimizer), expected, expected)
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.backward(pull(*((param, 3.0) for param in params)))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+def test_gradients_are_the_models_own_in_autograd_hooks(probe: Any, device: torch.device) -> None:
+    # DistributedDataParallel and friends reduce the model's gradients, scaled as they are.
+    weight = ones(2, device=device)
+    optimizer = fp16_utils.FP16_Optimizer(probe([weight]), 128.0, verbose=False)
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.tolist()))
+    weight.register_hook(lambda grad: grad * 2)
+    optimizer.backward(pull((weight, 3.0)))
+    assert seen == [[768.0, 768.0]]
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 6.0)
+
+
+# torch.amp.GradScaler.
+
+
+@faces
+@probes
+def test_grad_scaler_is_told_what_is_wrong(probe: Any, face: Any, device: torch.device) -> None:
+    weight = ones(2, device=device)
+    optimizer = face(probe([weight]), verbose=False)
+    scaler = torch.amp.GradScaler(device=device.type)
+    scaler.scale(pull((weight, 1.0))).backward()
+    with pytest.raises(RuntimeError, match=r"FP16_Optimizer was given to torch\.amp\.GradScaler"):
+        scaler.step(optimizer)
+
+
+@faces
+@probes
+def test_grad_scaler_that_is_switched_off_does_no_harm(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    weight = ones(2, device=device)
+    optimizer = face(probe([weight]), 128.0, verbose=False)
+    scaler = torch.amp.GradScaler(device=device.type, enabled=False)
+    optimizer.backward(scaler.scale(pull((weight, 3.0))))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_grads(grads_used(optimizer), 3.0)
+
+
+@probes
+def test_grad_scaler_works_with_an_optimizer_that_is_not_wrapped(
+    probe: Any, device: torch.device
+) -> None:
+    weight = ones(2, dtype=F32, device=device)
+    inner = probe([weight])
+    scaler = torch.amp.GradScaler(device=device.type, init_scale=1024.0)
+    scaler.scale(pull((weight, 3.0))).backward()
+    scaler.step(inner)
+    scaler.update()
+    assert_grads(grads_used(inner), 3.0)
+
+
+@faces
+@probes
+def test_the_inner_optimizer_works_with_grad_scaler(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    # Wrapped, but driven by its own step: masters get their gradients from whoever sets them.
+    weight = ones(2, dtype=F32, device=device)
+    optimizer = face(probe([weight]), verbose=False)
+    scaler = torch.amp.GradScaler(device=device.type, init_scale=1024.0)
+    scaler.scale(pull((weight, 3.0))).backward()
+    scaler.step(optimizer.optimizer)
+    scaler.update()
+    assert_grads(grads_used(optimizer), 3.0)
+
+
+# Copying.
+
+
+@faces
+@probes
+@pytest.mark.parametrize("by", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_serialized_by_state_dict_alone(
+    by: Any, probe: Any, face: Any, device: torch.device
+) -> None:
+    optimizer = face(probe([ones(2, device=device)]), verbose=False)
+    with pytest.raises(RuntimeError) as raised:
+        by(optimizer)
+    assert str(raised.value) == "FP16_Optimizer should be serialized using state_dict()."
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.__setstate__({})
+    assert str(raised.value) == "FP16_Optimizer should be deserialized using load_state_dict()."
+
+
+@faces
+@probes
+def test_the_model_can_be_copied_in_mid_training(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    model = torch.nn.Linear(2, 2, device=device, dtype=F16)
+    optimizer = face(probe(model.parameters()), 128.0, verbose=False)
+    run_step(optimizer)
+    twin = copy.deepcopy(model)
+    before = [param.detach().clone() for param in twin.parameters()]
+    run_step(optimizer)
+    assert all(map(torch.equal, twin.parameters(), before))
+
+
+@probes
+def test_masters_do_not_keep_a_dropped_optimizer_alive(probe: Any, device: torch.device) -> None:
+    inner = probe([ones(2, device=device)])
+    optimizer = fp16_utils.FP16_Optimizer(inner, verbose=False)
+    dropped = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert dropped() is None
+    inner.param_groups[0]["params"][0].grad = torch.ones(2, device=device)
+    inner.step()
+    assert_grads([inner.state[inner.param_groups[0]["params"][0]]["exp_avg"]], 1.0)

@@ -1,0 +1,489 @@
+"""Masters: whose they are, what their `.grad` shows, and that edits of them count."""
+
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    INF,
+    assert_grads,
+    faces,
+    grads_used,
+    master_grads,
+    ones,
+    parameter,
+    passes_over,
+    probes,
+    pull,
+)
+
+from apex_mp import fp16_utils, optimizers
+from apex_mp.optimizers import FusedAdam
+
+SGD = torch.optim.SGD
+
+
+def wrap(inner: Any, face: Any = fp16_utils.FP16_Optimizer, **more: Any) -> Any:
+    return face(inner, **{"static_loss_scale": 128.0, "verbose": False, **more})
+
+
+def masters_of(optimizer: Any) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+# Which parameters have masters.
+
+
+@faces
+@probes
+def test_low_precision_parameters_get_masters_in_place(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    values = [[1.5, -2.25], [3.0], [0.1, 0.2, 0.3], [4.0]]
+    params = [
+        parameter(value, dtype, device)
+        for value, dtype in zip(values, (F16, F32, BF16, F64), strict=True)
+    ]
+    frozen = ones(2, device=device).requires_grad_(False)
+    inner = probe([*params[:2], frozen, *params[2:]])
+    group, listed = inner.param_groups[0], inner.param_groups[0]["params"]
+    optimizer = wrap(inner, face)
+    assert optimizer.optimizer is inner
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.param_groups[0] is group
+    assert group["params"] is listed
+    half, single, still, bfloat, double = listed
+    assert single is params[1]
+    assert still is frozen
+    assert double is params[3]
+    for master, param in ((half, params[0]), (bfloat, params[2])):
+        assert isinstance(master, torch.nn.Parameter)
+        assert master is not param
+        assert master.dtype == F32
+        assert master.requires_grad
+        assert master.device == param.device
+        assert torch.equal(master, param.float())
+    assert optimizer.fp16_groups == [[params[0], params[2]]]
+    assert optimizer.fp32_from_fp16_groups == [[half, bfloat]]
+    assert optimizer.fp32_from_fp32_groups == [[params[1], params[3]]]
+    assert optimizer.all_fp16_params == [params[0], params[2]]
+    assert optimizer.all_fp32_from_fp16_params == [half, bfloat]
+    assert optimizer.all_fp32_from_fp32_params == [params[1], params[3]]
+
+
+@faces
+@probes
+def test_every_dtype_in_one_group_trains(probe: Any, face: Any, device: torch.device) -> None:
+    dtypes = (F16, BF16, F32, F64)
+    params = [ones(3, dtype=dtype, device=device) for dtype in dtypes]
+    optimizer = wrap(probe(params, lr=0.25, weight_decay=0.0), face)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(pull(*((param, 2.0) for param in params)))
+        assert_grads(master_grads(optimizer), 2.0, 2.0, 2.0, 2.0)
+        optimizer.step()
+    for param, dtype in zip(params, dtypes, strict=True):
+        assert param.dtype == dtype
+        torch.testing.assert_close(param.detach(), torch.full_like(param, 0.5))
+    assert [master.dtype for master in masters_of(optimizer)] == [F32, F32, F32, F64]
+
+
+@probes
+def test_a_master_lies_in_memory_as_its_parameter_does(probe: Any, device: torch.device) -> None:
+    dense = ones(2, 3, 4, 5, device=device)
+    nhwc = torch.nn.Parameter(
+        torch.arange(120.0).reshape(2, 3, 4, 5).half().to(device, memory_format=torch.channels_last)
+    )
+    strided = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).half().to(device).t())
+    scalar = parameter(2.0, F16, device)
+    empty = ones(0, device=device)
+    params = [dense, nhwc, strided, scalar, empty]
+    optimizer = wrap(probe(params, lr=0.5, weight_decay=0.0))
+    starts = [param.detach().clone() for param in params]
+    for master, param in zip(masters_of(optimizer), params, strict=True):
+        assert master.shape == param.shape
+        assert torch.equal(master, param.float())
+    grads = [torch.rand_like(param) + 1 for param in params]
+    optimizer.backward(pull(*zip(params, grads, strict=True)))
+    assert_grads(master_grads(optimizer), *(grad.float() for grad in grads))
+    optimizer.step()
+    for param, start in zip(params, starts, strict=True):
+        torch.testing.assert_close(param.detach(), start - 0.5, rtol=1e-3, atol=0.0)
+
+
+def test_what_the_inner_optimizer_knew_moves_to_the_masters(device: torch.device) -> None:
+    weight, own = ones(2, device=device), ones(2, dtype=F32, device=device)
+    inner = SGD([weight, own], lr=2.0**-4, momentum=0.5)
+    pull((weight, 1.0), (own, 1.0)).backward()
+    inner.step()
+    optimizer = wrap(inner)
+    master = masters_of(optimizer)[0]
+    assert weight not in optimizer.state
+    assert optimizer.state[master]["momentum_buffer"].dtype == F32
+    optimizer.zero_grad()
+    optimizer.backward(pull((weight, 1.0), (own, 1.0)))
+    optimizer.step()
+    assert_grads([master, own], 1 - (1 + 1.5) * 2.0**-4, 1 - (1 + 1.5) * 2.0**-4)
+
+
+# Gradients of masters.
+
+
+@faces
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_param_groups_show_unscaled_gradients(
+    update: bool, probe: Any, face: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16)]
+    grads = [torch.tensor([2.0**-20, 3.0]), torch.tensor([2.0**-40, 5.0]), torch.tensor([7.0, 0.0])]
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull(*zip(params, grads, strict=True)), update_master_grads=update)
+    if not update:
+        optimizer.update_master_grads()
+    assert_grads(master_grads(optimizer), *grads)
+    assert_grads(optimizer.inspect_master_grad_data()[0], *grads)
+    assert all(param.grad.dtype == F32 for param in masters_of(optimizer))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), *grads)
+
+
+@faces
+@probes
+@pytest.mark.parametrize("edit", ["in place", "assigned", "data", "to None", "one to None"])
+def test_edits_of_gradients_count(edit: str, probe: Any, face: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16)]
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull(*((param, 3.0) for param in params)))
+    expected: list[Any] = [6.0, 6.0, 6.0]
+    for master in masters_of(optimizer):
+        if edit == "in place":
+            master.grad.mul_(2.0)
+        elif edit == "data":
+            master.grad.data.add_(3.0)
+        elif edit == "assigned":
+            master.grad = torch.full_like(master, 6.0).detach()
+        elif edit == "to None":
+            master.grad = None
+    if edit == "to None":
+        expected = [None, None, None]
+    if edit == "one to None":
+        del masters_of(optimizer)[0].grad
+        expected = [None, 3.0, 3.0]
+    assert_grads(master_grads(optimizer), *expected)
+    assert optimizer.overflow is False
+    optimizer.step()
+    assert_grads(grads_used(optimizer), *expected)
+
+
+@faces
+@probes
+def test_a_gradient_assigned_where_there_was_none_counts(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F16, F32)]
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull((params[0], 3.0)))
+    for master in masters_of(optimizer)[1:]:
+        assert master.grad is None
+        master.grad = torch.full_like(master, 5.0).detach()
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 5.0, 5.0)
+
+
+@faces
+@probes
+def test_the_next_step_starts_from_the_models_gradients_again(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe(params), face)
+    for value in (3.0, 5.0):
+        optimizer.zero_grad()
+        optimizer.backward(pull(*((param, value) for param in params)))
+        for master in masters_of(optimizer):
+            master.grad.mul_(2.0)
+        optimizer.step()
+        assert_grads(grads_used(optimizer), 2 * value, 2 * value)
+    optimizer.zero_grad()
+    optimizer.backward(pull(*((param, 7.0) for param in params)))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 7.0, 7.0)
+
+
+@faces
+@probes
+def test_inspection_shows_every_group_and_none_after_an_overflow(
+    probe: Any, face: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c = (ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16))
+    optimizer = wrap(probe([{"params": [a, b]}, {"params": [c]}]), face, verbose=True)
+    capsys.readouterr()
+    optimizer.backward(pull((a, 1.0), (b, 2.0)), update_master_grads=False)
+    first, second = optimizer.inspect_master_grad_data()
+    assert_grads(first, 1.0, 2.0)
+    assert_grads(second, None)
+    assert capsys.readouterr().out == ""
+    optimizer.zero_grad()
+    optimizer.backward(pull((a, INF)))
+    assert optimizer.inspect_master_grad_data() is None
+    assert capsys.readouterr().out == (
+        "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
+        "Gradients are currently invalid (may be inf, nan, or stale).  Returning None.\n"
+    )
+
+
+@probes
+def test_zero_grad_of_fp16_utils_zeroes(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
+    optimizer = wrap(probe(params))
+    optimizer.backward(pull((params[0], 3.0), (params[1], 3.0)))
+    memory = [param.grad.data_ptr() for param in params[:2]]
+    optimizer.zero_grad()
+    assert [param.grad.data_ptr() for param in params[:2]] == memory
+    assert_grads([param.grad for param in params], 0.0, 0.0, None)
+    assert_grads(master_grads(optimizer), 0.0, 0.0, None)
+
+
+@probes
+def test_zero_grad_of_optimizers_sets_none(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
+    optimizer = wrap(probe(params), optimizers.FP16_Optimizer)
+    optimizer.backward(pull((params[0], 3.0), (params[1], 3.0)))
+    optimizer.zero_grad()
+    assert_grads([param.grad for param in params], None, None, None)
+    assert_grads(master_grads(optimizer), None, None, None)
+
+
+@faces
+@probes
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("by", ["old name", "new name", "position"])
+def test_zero_grad_takes_the_wish_by_either_name(
+    by: str, to_none: bool, probe: Any, face: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe(params), face)
+    optimizer.backward(pull(*((param, 3.0) for param in params)))
+    if by == "position":
+        optimizer.zero_grad(to_none)
+    else:
+        optimizer.zero_grad(**{"set_grads_to_None" if by == "old name" else "set_to_none": to_none})
+    expected = [None, None] if to_none else [0.0, 0.0]
+    assert_grads([param.grad for param in params], *expected)
+    assert_grads(master_grads(optimizer), *expected)
+
+
+# Masters as one vector.
+
+
+@faces
+@probes
+def test_each_group_has_its_masters_in_one_vector(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    a, b = parameter([1.0, 2.0], F16, device), parameter([[3.0], [4.0]], F16, device)
+    own, c = parameter([9.0], F32, device), parameter([5.0], BF16, device)
+    optimizer = wrap(
+        probe([{"params": [a, own, b]}, {"params": [c]}, {"params": [ones(1, dtype=F32)]}]), face
+    )
+    flats = optimizer.fp32_groups_flat
+    assert [flat.tolist() for flat in flats] == [[1.0, 2.0, 3.0, 4.0], [5.0], []]
+    assert all(flat.dtype == F32 and flat.dim() == 1 for flat in flats)
+    assert optimizer.fp32_groups_flat[0] is flats[0]
+    masters = masters_of(optimizer)
+    assert masters[0].data_ptr() == flats[0].data_ptr()
+    assert masters[2].data_ptr() == flats[0][2:].data_ptr()
+    assert [flat.tolist() for flat in optimizer.fp16_groups_flat] == [
+        [1.0, 2.0, 3.0, 4.0],
+        [5.0],
+        [],
+    ]
+
+
+@faces
+@probes
+def test_writes_to_the_vector_are_seen_by_step_and_model(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    a, b = ones(2, device=device), ones(2, 2, device=device)
+    optimizer = wrap(probe([a, b], lr=0.25, weight_decay=0.0), face)
+    for start in (8.0, 16.0):
+        optimizer.fp32_groups_flat[0].fill_(start)
+        assert all(bool((master == start).all()) for master in masters_of(optimizer))
+        optimizer.zero_grad()
+        optimizer.backward(pull((a, 1.0)))  # b has no gradient, but is written too.
+        optimizer.step()
+        torch.testing.assert_close(a.detach(), torch.full_like(a, start - 0.25))
+        assert bool((b == start).all())
+
+
+@probes
+def test_loading_a_model_and_copying_it_to_the_masters_as_old_code_does(
+    probe: Any, device: torch.device
+) -> None:
+    weight = ones(3, device=device)
+    optimizer = wrap(probe([weight], lr=0.25, weight_decay=0.0))
+    weight.data.fill_(4.0)
+    for master, model in zip(
+        optimizer.all_fp32_from_fp16_params, optimizer.all_fp16_params, strict=True
+    ):
+        master.data.copy_(model.data)
+    optimizer.backward(pull((weight, 1.0)))
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 3.75))
+
+
+# Groups and parameters that come later.
+
+
+@faces
+@probes
+def test_a_group_can_be_added_in_mid_training(probe: Any, face: Any, device: torch.device) -> None:
+    first = ones(2, device=device)
+    optimizer = wrap(probe([first], lr=0.25, weight_decay=0.0), face)
+    group = optimizer.param_groups[0]
+    optimizer.backward(pull((first, 1.0)))
+    optimizer.step()
+    low, own = ones(3, device=device), ones(1, dtype=F32, device=device)
+    optimizer.add_param_group({"params": [low, own], "lr": 0.5})
+    assert optimizer.param_groups[0] is group
+    assert len(optimizer.param_groups) == len(optimizer.fp32_groups_flat) == 2
+    assert optimizer.fp16_groups == [[first], [low]]
+    optimizer.zero_grad()
+    optimizer.backward(pull((first, 1.0), (low, 1.0), (own, 1.0)))
+    assert_grads(master_grads(optimizer), 1.0, 1.0, 1.0)
+    optimizer.step()
+    for param, expected in ((first, 0.5), (low, 0.5), (own, 0.5)):
+        torch.testing.assert_close(param.detach(), torch.full_like(param, expected))
+
+
+@faces
+@probes
+def test_a_parameter_cannot_be_added_twice(probe: Any, face: Any, device: torch.device) -> None:
+    low, own = ones(2, device=device), ones(2, dtype=F32, device=device)
+    optimizer = wrap(probe([low, own]), face)
+    for param in (own, low):
+        with pytest.raises(ValueError, match="appear in more than one parameter group"):
+            optimizer.add_param_group({"params": [param]})
+        assert len(optimizer.param_groups) == 1
+
+
+@faces
+@probes
+def test_a_refused_group_changes_nothing(probe: Any, face: Any, device: torch.device) -> None:
+    weight = ones(2, device=device)
+    optimizer = wrap(probe([weight]), face)
+    complex_one = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
+    with pytest.raises(TypeError, match=r"Received torch\.complex64"):
+        optimizer.add_param_group({"params": [ones(1), complex_one]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.backward(pull((weight, 3.0)))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0)
+
+
+@faces
+@probes
+@pytest.mark.parametrize("update", [True, False])
+def test_a_parameter_can_be_unfrozen_in_mid_training(
+    update: bool, probe: Any, face: Any, device: torch.device
+) -> None:
+    trained, frozen = ones(2, device=device), ones(3, device=device).requires_grad_(False)
+    optimizer = wrap(probe([frozen, trained], lr=0.25, weight_decay=0.0), face)
+    listed = optimizer.param_groups[0]["params"]
+    optimizer.backward(pull((trained, 1.0)), update_master_grads=update)
+    optimizer.step()
+    assert listed[0] is frozen
+    assert bool((frozen == 1.0).all())
+    kept = listed[1]
+    frozen.requires_grad_(True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(pull((trained, 1.0), (frozen, 1.0)), update_master_grads=update)
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] is listed
+    assert listed[1] is kept  # Its moments are still its own.
+    assert listed[0].dtype == F32
+    torch.testing.assert_close(trained.detach(), torch.full_like(trained, 0.25))
+    torch.testing.assert_close(frozen.detach(), torch.full_like(frozen, 0.5))
+    assert sum(flat.numel() for flat in optimizer.fp32_groups_flat) == 5
+
+
+@faces
+@probes
+def test_a_parameter_unfrozen_between_two_backward_calls_loses_nothing(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    trained, frozen = ones(2, device=device), ones(2, device=device).requires_grad_(False)
+    optimizer = wrap(probe([frozen, trained]), face)
+    optimizer.backward(pull((trained, 1.0)))
+    frozen.requires_grad_(True)
+    optimizer.backward(pull((trained, 2.0), (frozen, 4.0)))
+    assert_grads(master_grads(optimizer), 4.0, 3.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 4.0, 3.0)
+
+
+@probes
+def test_a_parameter_can_be_frozen_in_mid_training(probe: Any, device: torch.device) -> None:
+    a, b = ones(2, device=device), ones(2, device=device)
+    optimizer = wrap(probe([a, b], lr=0.25, weight_decay=0.5))
+    b.requires_grad_(False)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.backward(pull((a, 1.0)))
+    optimizer.step()
+    assert bool((a < 1.0).all())
+    assert bool((b == 1.0).all())
+
+
+@faces
+@probes
+def test_masters_can_be_exported(
+    probe: Any, face: Any, device: torch.device, tmp_path: Any
+) -> None:
+    optimizer = wrap(probe([parameter([1.5, 2.5], F16, device)]), face)
+    optimizer.backward(pull((optimizer.all_fp16_params[0], 1.0)))
+    torch.save(optimizer.fp32_from_fp16_groups, tmp_path / "masters.pt")
+    ((master,),) = torch.load(tmp_path / "masters.pt", weights_only=False)
+    assert master.tolist() == [1.5, 2.5]
+
+
+# What it costs.
+
+
+def test_masters_gradients_cost_nothing_unlooked_at(device: torch.device) -> None:
+    params = [ones(1000, device=device) for _ in range(3)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}]
+    optimizer = wrap(FusedAdam(groups, max_grad_norm=1.0))
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        loss = pull(*((param, 1.0) for param in params))
+        with passes_over(1000) as names:
+            loss.backward()
+        torch_alone = list(names)
+        optimizer.zero_grad(set_to_none=True)
+        loss = pull(*((param, 1.0) for param in params))
+        with passes_over(1000) as names:
+            optimizer.backward(loss)
+        assert sorted(names) == sorted(torch_alone)
+        step = optimizer.param_groups[0]["params"][0] in optimizer.state
+        with passes_over(1000) as names:
+            optimizer.step()
+        if step:  # The first one makes the state.
+            assert names == ["apex_mp::check_", "apex_mp::adam_", "apex_mp::adam_"]
+
+
+def test_a_look_costs_one_pass(device: torch.device) -> None:
+    params = [ones(1000, device=device) for _ in range(3)]
+    optimizer = wrap(FusedAdam(params))
+    optimizer.backward(pull(*((param, 1.0) for param in params)))
+    with passes_over(1000) as names:
+        for _ in range(3):
+            for master in masters_of(optimizer):
+                assert master.grad is not None
+    assert [name for name in names if not name.startswith("aten::empty")] == ["apex_mp::unscale_"]

@@ -1,0 +1,255 @@
+"""FP16_Optimizer trains as fp32 training would, and its loss scale moves as GradScaler's does."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import BF16, F16, F32, INF, faces, parameter
+from tolerances import TRAJECTORY_TOLERANCES, assert_near
+from torch import Tensor
+
+from apex_mp import fp16_utils, optimizers
+from apex_mp.optimizers import FusedAdam
+
+SCALE = 1024.0
+SHAPES = [(6, 4), (6,), (1, 6)]
+
+
+def start(device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [weight.bfloat16().float().to(device) for weight in weights]  # Exact in float16 too.
+
+
+def batches(count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(8, 4, generator=generator).to(device) for _ in range(count)]
+    return [(x, x.sum(dim=1, keepdim=True).sin()) for x in inputs]
+
+
+def network_loss(weights: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    w1, b1, w2 = weights
+    # Products in float32, as float16 matmuls are slow on a CPU; gradients arrive in each dtype.
+    hidden = torch.tanh(torch.nn.functional.linear(x, w1.float(), b1.float()))
+    return (torch.nn.functional.linear(hidden, w2.float()) - y).square().mean()
+
+
+def train_by_hand(
+    make: Callable[..., Any], dtypes: Sequence[torch.dtype], count: int, device: torch.device
+) -> list[Tensor]:
+    """fp32 training with the gradients of a low-precision copy, without any code of the package."""
+    masters = [torch.nn.Parameter(w) for w in start(device)]
+    optimizer = make(masters)
+    for x, y in batches(count, device):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            model = [
+                m.detach().to(d).requires_grad_() for m, d in zip(masters, dtypes, strict=True)
+            ]
+            loss = network_loss(model, x, y)
+            (loss * SCALE).backward()
+            for master, param in zip(masters, model, strict=True):
+                assert param.grad is not None
+                master.grad = param.grad.float() / SCALE
+            return loss.detach()
+
+        optimizer.step(closure)
+    return [master.detach() for master in masters]
+
+
+def train(
+    make: Callable[..., Any],
+    dtypes: Sequence[torch.dtype],
+    count: int,
+    device: torch.device,
+    *,
+    face: Any,
+    closures: bool = False,
+) -> tuple[Any, list[Tensor]]:
+    model = [parameter(w, d, device) for w, d in zip(start(device), dtypes, strict=True)]
+    optimizer = face(make(model), static_loss_scale=SCALE, verbose=False)
+    for x, y in batches(count, device):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = network_loss(model, x, y)
+            optimizer.backward(loss)
+            return loss.detach()
+
+        if closures:
+            assert optimizer.step(closure) is not None
+        else:
+            closure()
+            assert optimizer.step() is None
+    return optimizer, [param.detach() for param in model]
+
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3),
+    "LBFGS with a line search": lambda params: torch.optim.LBFGS(
+        params, max_iter=3, history_size=3, line_search_fn="strong_wolfe"
+    ),
+}
+MIXES = [(F16, F16, F16), (F16, F32, F16), (BF16, F32, F16)]
+mixes = pytest.mark.parametrize("dtypes", MIXES, ids=["fp16", "fp16+fp32", "bf16+fp32+fp16"])
+
+
+@faces
+@mixes
+@pytest.mark.parametrize("name", PLAIN)
+def test_masters_equal_fp32_training_with_the_models_gradients(
+    name: str, dtypes: tuple[torch.dtype, ...], face: Any, device: torch.device
+) -> None:
+    closures = name.startswith("LBFGS")
+    count = 8 if closures else 40
+    expected = train_by_hand(PLAIN[name], dtypes, count, device)
+    optimizer, model = train(PLAIN[name], dtypes, count, device, face=face, closures=closures)
+    for master, param, wanted in zip(
+        optimizer.param_groups[0]["params"], model, expected, strict=True
+    ):
+        assert torch.equal(master, wanted)
+        assert torch.equal(param, wanted.to(param.dtype))
+
+
+@faces
+@mixes
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "Adam"])
+def test_fused_adam_equals_torch_training_with_the_models_gradients(
+    adam_w_mode: bool, dtypes: tuple[torch.dtype, ...], face: Any, device: torch.device
+) -> None:
+    def fused(params: Any) -> Any:
+        return FusedAdam(params, lr=0.01, weight_decay=0.1, adam_w_mode=adam_w_mode)
+
+    def plain(params: Any) -> Any:
+        cls = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        return cls(params, lr=0.01, weight_decay=0.1)
+
+    # Fed with the same gradients: a weight that rounds the other way changes the next gradient by
+    # an ulp of float16, so the reference gets those of the model that is trained.
+    model = [parameter(w, d, device) for w, d in zip(start(device), dtypes, strict=True)]
+    optimizer = face(fused(model), static_loss_scale=SCALE, verbose=False)
+    masters = [torch.nn.Parameter(w) for w in start(device)]
+    reference = plain(masters)
+    for x, y in batches(100, device):
+        copies = [p.detach().clone().requires_grad_() for p in model]
+        (network_loss(copies, x, y) * SCALE).backward()
+        for master, copy in zip(masters, copies, strict=True):
+            assert copy.grad is not None
+            master.grad = copy.grad.float() / SCALE
+        reference.step()
+        optimizer.zero_grad()
+        optimizer.backward(network_loss(model, x, y))
+        optimizer.step()
+        for ours, param, wanted in zip(
+            optimizer.param_groups[0]["params"], model, masters, strict=True
+        ):
+            assert_near(ours.detach(), wanted.detach(), TRAJECTORY_TOLERANCES[F32])
+            assert torch.equal(param, ours.to(param.dtype))
+
+
+@faces
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_training_lowers_the_loss(name: str, face: Any, device: torch.device) -> None:
+    x, y = batches(1, device)[0]
+    before = float(network_loss([w.half() for w in start(device)], x, y))
+    model = [parameter(w, F16, device) for w in start(device)]
+    optimizer = face(PLAIN[name](model), dynamic_loss_scale=True, verbose=False)
+    for _ in range(60):
+        optimizer.zero_grad()
+        optimizer.backward(network_loss(model, x, y))
+        optimizer.step()
+    with torch.no_grad():
+        assert float(network_loss(model, x, y)) < 0.5 * before
+
+
+# The same trajectory of scales, and the same steps skipped, as torch.amp.GradScaler.
+
+WINDOW = 3
+
+
+def walk_grad_scaler(
+    overflows: Sequence[bool], init_scale: float, device: torch.device
+) -> list[tuple[float, bool]]:
+    """After each step: the scale, and whether the weight has moved."""
+    weight = parameter([1.0, 2.0], F32, device)
+    optimizer = FusedAdam([weight], lr=0.5)
+    scaler = torch.amp.GradScaler(device=device.type, init_scale=init_scale, growth_interval=WINDOW)
+    seen = []
+    for overflow in overflows:
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale((weight * (INF if overflow else 1e-3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), not torch.equal(weight, before)))
+    return seen
+
+
+def walk_fp16_optimizer(
+    overflows: Sequence[bool], init_scale: float, device: torch.device, face: Any, make: Any
+) -> list[tuple[float, bool]]:
+    weight = parameter([1.0, 2.0], F16, device)
+    optimizer = face(
+        make([weight], lr=0.5),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={
+            "init_scale": init_scale,
+            "scale_window": WINDOW,
+            "min_loss_scale": None,
+        },
+        verbose=False,
+    )
+    master = optimizer.param_groups[0]["params"][0]
+    seen = []
+    for overflow in overflows:
+        before = master.detach().clone()
+        optimizer.zero_grad()
+        optimizer.backward((weight.float() * (INF if overflow else 1e-3)).sum())
+        optimizer.step()
+        assert optimizer.overflow == overflow
+        seen.append((optimizer.loss_scale, not torch.equal(master, before)))
+    return seen
+
+
+@pytest.mark.parametrize("make", [FusedAdam, torch.optim.AdamW], ids=["fused", "plain"])
+def test_every_short_overflow_sequence_gives_the_scales_of_grad_scaler(
+    make: Any, device: torch.device
+) -> None:
+    for overflows in itertools.product([False, True], repeat=7):
+        expected = walk_grad_scaler(overflows, 256.0, device)
+        face = optimizers.FP16_Optimizer
+        assert walk_fp16_optimizer(overflows, 256.0, device, face, make) == expected, overflows
+
+
+@faces
+@pytest.mark.filterwarnings("ignore:FP16_Optimizer has skipped")
+def test_a_long_overflow_sequence_gives_the_scales_of_grad_scaler(
+    face: Any, device: torch.device
+) -> None:
+    chance = random.Random(0)
+    overflows = [chance.random() < 0.25 for _ in range(600)]
+    expected = walk_grad_scaler(overflows, 64.0, device)
+    assert walk_fp16_optimizer(overflows, 64.0, device, face, FusedAdam) == expected
+    assert [moved for _, moved in expected] == [not overflow for overflow in overflows]
+    assert len({scale for scale, _ in expected}) > 5
+
+
+def test_the_scale_starts_where_the_old_ones_did(device: torch.device) -> None:
+    def inner() -> Any:
+        return torch.optim.SGD([parameter([1.0], F16, device)], lr=1.0)
+
+    for face, dynamic in (
+        (fp16_utils.FP16_Optimizer, 2.0**32),
+        (optimizers.FP16_Optimizer, 2.0**16),
+    ):
+        assert face(inner(), verbose=False).loss_scale == 1.0
+        assert face(inner(), 128.0, verbose=False).loss_scale == 128.0
+        optimizer = face(inner(), 128.0, True, verbose=False)
+        assert (optimizer.loss_scale, optimizer.scale_factor) == (dynamic, 2.0)
+        assert (optimizer.scale_window, optimizer.last_overflow_iter) == (1000, -1)

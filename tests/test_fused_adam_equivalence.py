@@ -1,0 +1,449 @@
+"""FusedAdam equals torch.optim.Adam and AdamW, and where they have no such option, the formula."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import reference
+import torch
+from fused_adam_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    assert_same_trajectory,
+    copies_of,
+    give_grads,
+    grad_for,
+    make_params,
+    train,
+)
+from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
+from torch import Tensor
+from torch.nn import Parameter
+
+from apex_mp.optimizers import FusedAdam
+
+STEPS = range(300)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "large lr": {"lr": 0.1},
+    "weight decay": {"lr": 1e-2, "weight_decay": 0.1},
+    "fast betas": {"lr": 1e-2, "betas": (0.5, 0.9)},
+    "no momentum": {"lr": 1e-2, "betas": (0.0, 0.99)},
+    "no memory at all": {"lr": 1e-3, "betas": (0.0, 0.0)},
+    "large eps": {"lr": 1e-2, "eps": 1e-2},
+    "maximize": {"lr": 1e-2, "weight_decay": 0.1, "maximize": True},
+}
+each_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+each_mode = pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "Adam"])
+each_wide = pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
+each_narrow = pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
+
+
+def torch_adam(params: Any, adam_w_mode: bool, **options: Any) -> torch.optim.Adam:
+    # AdamW has another default decay than FusedAdam, and than Adam.
+    options = {"weight_decay": 0.0, **options}
+    return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(
+        params, foreach=False, **options
+    )
+
+
+@each_mode
+@each_wide
+@each_options
+def test_300_steps_equal_those_of_torch_in_float64(
+    options: dict[str, Any], dtype: torch.dtype, adam_w_mode: bool, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    expected_params = copies_of(params, F64)
+    optimizer = FusedAdam(params, adam_w_mode=adam_w_mode, **options)
+    expected = torch_adam(expected_params, adam_w_mode, **options)
+    train(optimizer, params, STEPS)
+    train(expected, expected_params, STEPS)
+    assert_same_trajectory(
+        optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[dtype]
+    )
+
+
+@each_mode
+def test_300_steps_equal_those_of_torch_in_float32_in_a_real_training(
+    adam_w_mode: bool, device: torch.device
+) -> None:
+    # The gradients depend on the weights here, but the problem is convex: errors do not grow.
+    inputs, targets = torch.randn(64, 8, device=device), torch.randn(64, 1, device=device)
+    losses = []
+    for make in (FusedAdam, torch_adam):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 1).to(device)
+        optimizer = make(model.parameters(), adam_w_mode=adam_w_mode, lr=0.02, weight_decay=0.01)
+        trace = []
+        for _ in STEPS:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        losses.append(torch.stack(trace))
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    assert_near(losses[0], losses[1], TRAJECTORY_TOLERANCES[F32])
+
+
+@pytest.mark.parametrize("eps_inside_sqrt", [False, True])
+@pytest.mark.parametrize("bias_correction", [False, True])
+@each_mode
+@each_wide
+def test_300_steps_follow_the_formula_with_the_options_that_torch_lacks(
+    dtype: torch.dtype,
+    adam_w_mode: bool,
+    bias_correction: bool,
+    eps_inside_sqrt: bool,
+    device: torch.device,
+) -> None:
+    # eps is large, so that it matters where it stands.
+    options = {
+        "lr": 1e-2,
+        "eps": 1e-3,
+        "weight_decay": 0.05,
+        "adam_w_mode": adam_w_mode,
+        "bias_correction": bias_correction,
+        "eps_inside_sqrt": eps_inside_sqrt,
+    }
+    params = make_params(device, dtype, [(7, 3), (2,)])
+    expected = [reference.Adam(p, torch.zeros_like(p), torch.zeros_like(p)) for p in params]
+    optimizer = FusedAdam(params, betas=(0.9, 0.99), **options)
+    for step in STEPS:
+        give_grads(params, step)
+        for one, param in zip(expected, params, strict=True):
+            one.update(param.grad, inv_scale=1.0, beta1=0.9, beta2=0.99, **options)
+        optimizer.step()
+    for one, param in zip(expected, params, strict=True):
+        assert_near(param.detach(), one.param, TRAJECTORY_TOLERANCES[dtype])
+        assert_near(optimizer.state[param]["exp_avg"], one.exp_avg, TRAJECTORY_TOLERANCES[dtype])
+        assert_near(
+            optimizer.state[param]["exp_avg_sq"], one.exp_avg_sq, TRAJECTORY_TOLERANCES[dtype]
+        )
+
+
+# --- float16 and bfloat16
+
+
+@each_narrow
+def test_low_precision_parameters_without_masters_are_rounded_once_a_step(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype, [(40, 50)])
+    param = params[0]
+    expected = reference.Adam(param, torch.zeros_like(param), torch.zeros_like(param))
+    optimizer = FusedAdam(params, lr=0.01, weight_decay=0.1)
+    for step in STEPS:
+        give_grads(params, step, values=dtype)
+        expected.update(
+            param.grad,
+            lr=0.01,
+            inv_scale=1.0,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.1,
+            adam_w_mode=True,
+            bias_correction=True,
+            eps_inside_sqrt=False,
+        )
+        optimizer.step()
+        assert_near(param.detach(), expected.param)  # half an ulp, that is, rounded once
+        expected.param = param.detach().double()
+    state = optimizer.state[param]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == F32
+    assert_near(state["exp_avg"], expected.exp_avg, TRAJECTORY_TOLERANCES[F32])
+    assert_near(state["exp_avg_sq"], expected.exp_avg_sq, TRAJECTORY_TOLERANCES[F32])
+
+
+@each_mode
+@each_narrow
+def test_training_with_masters_is_float32_training_and_the_parameters_are_its_rounded_copies(
+    dtype: torch.dtype, adam_w_mode: bool, device: torch.device
+) -> None:
+    options = {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    params = make_params(device, dtype)
+    wide_params = copies_of(params, F32)
+    optimizer = FusedAdam(params, master_weights=True, **options)
+    wide = FusedAdam(wide_params, **options)
+    for step in STEPS:
+        give_grads(params, step, values=dtype)
+        give_grads(wide_params, step, values=dtype)
+        optimizer.step()
+        wide.step()
+        for param, expected in zip(params, wide_params, strict=True):
+            assert_same_bits(param.detach(), expected.detach().to(dtype))
+    for param, expected in zip(params, wide_params, strict=True):
+        state = optimizer.state[param]
+        assert_same_bits(state["master_param"], expected.detach())
+        assert_same_bits(state["exp_avg"], wide.state[expected]["exp_avg"])
+        assert_same_bits(state["exp_avg_sq"], wide.state[expected]["exp_avg_sq"])
+
+
+def test_masters_gather_updates_that_are_too_small_for_float16(device: torch.device) -> None:
+    bare, mastered = (Parameter(torch.ones(8, dtype=F16, device=device)) for _ in range(2))
+    for param, masters in ((bare, False), (mastered, True)):
+        optimizer = FusedAdam([param], lr=1e-4, master_weights=masters)
+        for _ in range(100):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    assert bare.tolist() == [1.0] * 8  # half an ulp below 1 is 2.4e-4
+    assert_near(mastered.detach(), torch.full((8,), 0.99))
+
+
+def test_wide_parameters_get_no_master(device: torch.device) -> None:
+    params = [*make_params(device, F32, [(3,)]), *make_params(device, F64, [(3,)])]
+    optimizer = FusedAdam(params, master_weights=True)
+    train(optimizer, params, range(2))
+    assert all("master_param" not in optimizer.state[param] for param in params)
+
+
+def test_parameters_of_all_dtypes_mix_in_one_group(device: torch.device) -> None:
+    dtypes = (F16, BF16, F32, F64)
+    mixed = [make_params(device, dtype, [(6,)])[0] for dtype in dtypes]
+    alone = copies_of(mixed)
+    optimizer = FusedAdam(mixed, lr=0.01, master_weights=True)
+    apart = [FusedAdam([param], lr=0.01, master_weights=True) for param in alone]
+    for step in range(5):
+        for index, pair in enumerate(zip(mixed, alone, strict=True)):
+            for param in pair:
+                param.grad = grad_for(param, step, index, BF16).to(param.dtype)
+        optimizer.step()
+        for one in apart:
+            one.step()
+    for param, expected in zip(mixed, alone, strict=True):
+        assert_same_bits(param.detach(), expected.detach())
+
+
+# --- Which parameters step
+
+
+def some_are_missing(step: int, index: int) -> bool:
+    return step % (index + 1) != 0
+
+
+@each_mode
+@each_wide
+def test_a_parameter_without_gradient_keeps_its_weight_moments_and_step_count(
+    dtype: torch.dtype, adam_w_mode: bool, device: torch.device
+) -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    params = make_params(device, dtype)
+    expected_params = copies_of(params, F64)
+    optimizer = FusedAdam(params, adam_w_mode=adam_w_mode, **options)
+    expected = torch_adam(expected_params, adam_w_mode, **options)
+    train(optimizer, params, range(60), missing=some_are_missing)
+    train(expected, expected_params, range(60), missing=some_are_missing)
+    assert_same_trajectory(
+        optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[dtype]
+    )
+    assert [int(optimizer.state[p]["step"]) for p in params] == [60, 30, 20, 15, 12, 10]
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    train(optimizer, params, range(3), missing=lambda step, index: index == 1)
+    assert [param in optimizer.state for param in params] == [True, False, True, True, True, True]
+    assert len(optimizer.state_dict()["state"]) == len(params) - 1
+
+
+def test_a_step_without_any_gradient_does_nothing(device: torch.device) -> None:
+    params = make_params(device)
+    before = copies_of(params)
+    optimizer = FusedAdam(params, max_grad_norm=1.0, weight_decay=0.1)
+    assert optimizer.step() is None
+    assert not optimizer.state
+    for param, expected in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), expected.detach())
+
+
+# --- Groups
+
+
+def test_each_group_has_its_own_options(device: torch.device) -> None:
+    own = [
+        {"lr": 0.1},
+        {"weight_decay": 0.3, "betas": (0.7, 0.8)},
+        {"eps": 1e-2, "maximize": True, "weight_decay": 0.1},
+    ]
+    params = make_params(device)
+    expected_params = copies_of(params, F64)
+    pairs = [slice(0, 2), slice(2, 4), slice(4, 6)]
+    optimizer = FusedAdam(
+        [{"params": params[s], **o} for s, o in zip(pairs, own, strict=True)], lr=0.01
+    )
+    expected = torch_adam(
+        [{"params": expected_params[s], **o} for s, o in zip(pairs, own, strict=True)],
+        True,
+        lr=0.01,
+    )
+    train(optimizer, params, range(50))
+    train(expected, expected_params, range(50))
+    assert_same_trajectory(optimizer, params, expected, expected_params)
+
+
+def test_decay_mode_bias_correction_and_place_of_eps_belong_to_the_group(
+    device: torch.device,
+) -> None:
+    own = [
+        {"adam_w_mode": False, "weight_decay": 0.5},
+        {"bias_correction": False},
+        {"eps_inside_sqrt": True, "eps": 0.1},
+        {"max_grad_norm": 0.1, "eps": 0.1},
+    ]
+    together = make_params(device, F32, [(9,)] * 4)
+    apart = copies_of(together)
+    optimizer = FusedAdam([{"params": [p], **o} for p, o in zip(together, own, strict=True)])
+    train(optimizer, together, range(5))
+    for index, (param, options) in enumerate(zip(apart, own, strict=True)):
+        alone, plain = FusedAdam([param], **options), copies_of([param])
+        default = FusedAdam(plain)
+        for step in range(5):
+            param.grad = grad_for(param, step, index)
+            plain[0].grad = param.grad.clone()
+            alone.step()
+            default.step()
+        assert_same_bits(together[index].detach(), param.detach())
+        assert not torch.equal(param, plain[0])  # the option does something
+
+
+def test_a_group_added_later_starts_with_step_one(device: torch.device) -> None:
+    params = make_params(device)
+    expected_params = copies_of(params, F64)
+    optimizer = FusedAdam(params[:3], lr=0.01)
+    expected = torch_adam(expected_params[:3], True, lr=0.01)
+    train(optimizer, params[:3], range(10))
+    train(expected, expected_params[:3], range(10))
+    optimizer.add_param_group({"params": params[3:], "lr": 0.05})
+    expected.add_param_group({"params": expected_params[3:], "lr": 0.05})
+    assert optimizer.param_groups[1]["adam_w_mode"] is True
+    train(optimizer, params, range(10, 20))
+    train(expected, expected_params, range(10, 20))
+    assert_same_trajectory(optimizer, params, expected, expected_params)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [20, 20, 20, 10, 10, 10]
+
+
+# --- The learning rate
+
+
+LRS = {
+    "0-dim": lambda lr: torch.tensor(lr),
+    "1-element": lambda lr: torch.tensor([lr]),
+    "float64": lambda lr: torch.tensor(lr, dtype=F64),
+    "bfloat16": lambda lr: torch.tensor(lr, dtype=BF16),
+}
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["on the CPU", "beside the parameters"])
+@pytest.mark.parametrize("make_lr", LRS.values(), ids=LRS)
+def test_a_tensor_lr_is_read_at_every_step(
+    make_lr: Any, on_device: bool, device: torch.device
+) -> None:
+    lr = make_lr(2.0**-7).to(device if on_device else "cpu")
+    params = make_params(device)
+    expected_params = copies_of(params)
+    optimizer, expected = FusedAdam(params, lr=lr), FusedAdam(expected_params, lr=2.0**-7)
+    for step in range(6):
+        train(optimizer, params, [step])
+        train(expected, expected_params, [step])
+        lr.mul_(0.5)  # in place, as schedulers do
+        expected.param_groups[0]["lr"] *= 0.5
+    for param, wanted in zip(params, expected_params, strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+
+
+def test_an_lr_of_zero_changes_no_weight_but_the_moments(device: torch.device) -> None:
+    params = make_params(device)
+    before = copies_of(params)
+    optimizer = FusedAdam(params, lr=0, weight_decay=0.1)
+    train(optimizer, params, range(2))
+    for param, wanted in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+    assert optimizer.state[params[0]]["exp_avg"].abs().min() > 0
+
+
+# --- Layouts
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t.clone(),
+    "channels_last": channels_last,
+    "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+    "gaps": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+}
+EACH_GRAD_LAYOUT = [*itertools.product(("contiguous", "channels_last", "transposed"), LAYOUTS)]
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "fp16 with masters"])
+@pytest.mark.parametrize(("param_layout", "grad_layout"), EACH_GRAD_LAYOUT)
+def test_the_layouts_of_parameter_and_gradient_do_not_matter(
+    param_layout: str, grad_layout: str, masters: bool, device: torch.device
+) -> None:
+    dtype = F16 if masters else F32
+    plain = make_params(device, dtype, [(2, 3, 4, 5)])
+    laid = [Parameter(LAYOUTS[param_layout](plain[0].detach()))]
+    strides = laid[0].stride()
+    one = FusedAdam(laid, master_weights=masters)
+    other = FusedAdam(plain, master_weights=masters)
+    for step in range(3):
+        give_grads(plain, step)
+        # In place, because `.grad =` of another layout is what autograd itself may do.
+        laid[0].grad = LAYOUTS[grad_layout](plain[0].grad)
+        one.step()
+        other.step()
+    assert laid[0].stride() == strides
+    assert_same_bits(laid[0].detach(), plain[0].detach())
+    assert_same_bits(one.state[laid[0]]["exp_avg"], other.state[plain[0]]["exp_avg"])
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_an_expanded_gradient_counts_in_full(max_grad_norm: float, device: torch.device) -> None:
+    params = make_params(device, F32, [(3, 4)])
+    wide = copies_of(params)
+    params[0].grad = torch.tensor(2.0, device=device).expand(3, 4)
+    wide[0].grad = torch.full((3, 4), 2.0, device=device)
+    one = FusedAdam(params, eps=0.1, max_grad_norm=max_grad_norm)
+    other = FusedAdam(wide, eps=0.1, max_grad_norm=max_grad_norm)
+    one.step()
+    other.step()
+    assert_same_bits(params[0].detach(), wide[0].detach())
+
+
+def test_a_model_may_become_channels_last_in_mid_run(device: torch.device) -> None:
+    params = make_params(device, F16, [(2, 3, 4, 5)])
+    plain = copies_of(params)
+    one, other = FusedAdam(params, master_weights=True), FusedAdam(plain, master_weights=True)
+    train(one, params, range(3))
+    train(other, plain, range(3))
+    params[0].data = channels_last(params[0].data)
+    train(one, params, range(3, 6))
+    train(other, plain, range(3, 6))
+    assert_same_bits(params[0].detach(), plain[0].detach())
+    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+        assert one.state[params[0]][key].stride() == params[0].stride()
+        assert_same_bits(one.state[params[0]][key], other.state[plain[0]][key])
+
+
+def test_a_default_device_elsewhere_does_not_matter(device: torch.device) -> None:
+    params = make_params(device)
+    plain = copies_of(params)
+    one, other = FusedAdam(params, max_grad_norm=1.0), FusedAdam(plain, max_grad_norm=1.0)
+    give_grads(params, 0)
+    give_grads(plain, 0)
+    other.step()
+    with torch.device("meta"):
+        one.step()
+    for param, wanted in zip(params, plain, strict=True):
+        assert_same_bits(param.detach(), wanted.detach())

@@ -1,0 +1,231 @@
+"""What FusedAdam refuses, in which words, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import (
+    F16,
+    F32,
+    Unchanged,
+    assert_same_state,
+    copies_of,
+    give_grads,
+    make_params,
+    train,
+)
+from torch.nn import Parameter
+
+from apex_mp.optimizers import FusedAdam
+
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "amsgrad": (
+        {"amsgrad": True},
+        RuntimeError,
+        r"^FusedAdam does not support the AMSGrad variant\.$",
+    ),
+    "lr": ({"lr": -0.1}, ValueError, "lr is -0.1; it must be 0 or more"),
+    "lr NaN": ({"lr": math.nan}, ValueError, "lr is nan; it must be 0 or more"),
+    "lr of two": (
+        {"lr": torch.ones(2)},
+        ValueError,
+        "lr is a tensor of 2 elements; it must have 1",
+    ),
+    "eps": ({"eps": -1e-8}, ValueError, "eps is -1e-08; it must be 0 or more"),
+    "weight_decay": ({"weight_decay": -1}, ValueError, "weight_decay is -1; it must be 0 or more"),
+    "max_grad_norm": (
+        {"max_grad_norm": -1.0},
+        ValueError,
+        "max_grad_norm is -1.0; it must be 0 or more",
+    ),
+    "beta1": (
+        {"betas": (1.0, 0.9)},
+        ValueError,
+        r"betas is \(1.0, 0.9\); it must be two numbers in \[0, 1\)",
+    ),
+    "beta2": ({"betas": (0.9, -0.1)}, ValueError, r"betas is \(0.9, -0.1\)"),
+    "three betas": ({"betas": (0.9, 0.9, 0.9)}, ValueError, "it must be two numbers"),
+}
+each_wrong = pytest.mark.parametrize(
+    ("options", "error", "message"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS
+)
+
+
+@each_wrong
+def test_a_wrong_hyperparameter_is_refused_by_the_constructor(
+    options: dict[str, Any], error: type[Exception], message: str, device: torch.device
+) -> None:
+    with pytest.raises(error, match=message):
+        FusedAdam(make_params(device), **options)
+
+
+@each_wrong
+def test_a_wrong_hyperparameter_of_a_group_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str, device: torch.device
+) -> None:
+    params = make_params(device)
+    with pytest.raises(error, match=message):
+        FusedAdam([{"params": params[:1]}, {"params": params[1:], **options}])
+    optimizer = FusedAdam(params[:1])
+    with Unchanged(optimizer), pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": params[1:], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_bounds_themselves_are_allowed(device: torch.device) -> None:
+    FusedAdam(make_params(device), lr=0, eps=0, weight_decay=0, max_grad_norm=0, betas=(0.0, 0.0))
+
+
+def test_the_old_positions_and_defaults_of_the_arguments_hold(device: torch.device) -> None:
+    params = make_params(device)
+    positional = FusedAdam(params, 0.1, False, (0.8, 0.9), 1e-3, True, 0.2, 0.5, False)
+    group = positional.param_groups[0]
+    assert (group["lr"], group["bias_correction"], group["betas"]) == (0.1, False, (0.8, 0.9))
+    assert (group["eps"], group["weight_decay"], group["max_grad_norm"]) == (1e-3, 0.2, 0.5)
+    assert positional.eps_mode == 0
+    default = FusedAdam(params)
+    group = default.param_groups[0]
+    assert (group["lr"], group["bias_correction"], group["betas"]) == (1e-3, True, (0.9, 0.999))
+    assert (group["eps"], group["weight_decay"], group["max_grad_norm"]) == (1e-8, 0.0, 0.0)
+    assert (group["adam_w_mode"], group["amsgrad"]) == (True, False)
+    assert default.eps_mode == 1
+
+
+@pytest.mark.parametrize("name", ["set_grad_none", "capturable"])
+def test_later_keywords_without_effect_are_accepted(name: str, device: torch.device) -> None:
+    params = make_params(device)
+    expected_params = copies_of(params)
+    optimizer, expected = FusedAdam(params, **{name: True}), FusedAdam(expected_params)
+    train(optimizer, params, range(2))
+    train(expected, expected_params, range(2))
+    assert_same_state(optimizer, expected)
+
+
+def test_a_misspelt_keyword_is_refused(device: torch.device) -> None:
+    with pytest.raises(TypeError, match="weigth_decay"):
+        FusedAdam(make_params(device), weigth_decay=0.1)
+
+
+def test_a_group_that_is_no_dictionary_gets_the_sentence_of_torch(device: torch.device) -> None:
+    optimizer = FusedAdam(make_params(device))
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        optimizer.add_param_group([Parameter(torch.ones(1))])
+
+
+# --- A step that raises leaves everything as it was
+
+
+def sparse(param: Parameter) -> None:
+    param.grad = param.detach().to_sparse()
+
+
+SPARSE = r"^FusedAdam does not support sparse gradients, please consider SparseAdam instead$"
+
+
+def with_gaps(device: torch.device) -> Parameter:
+    return Parameter(torch.ones(3, 4, device=device)[:, ::2])
+
+
+def overlapping(device: torch.device) -> Parameter:
+    return Parameter(torch.ones(3, 1, device=device).expand(3, 2))
+
+
+def complex_one(device: torch.device) -> Parameter:
+    return Parameter(torch.ones(3, 2, device=device, dtype=torch.complex64))
+
+
+def plain(device: torch.device) -> Parameter:
+    return Parameter(torch.ones(3, 2, device=device))
+
+
+REFUSED: dict[str, tuple[Callable[[torch.device], Parameter], Callable[[Parameter], None], str]] = {
+    "sparse": (plain, sparse, SPARSE),
+    "a parameter with gaps": (
+        with_gaps,
+        lambda p: None,
+        r"adam_: params\[\d\] has sizes \[3, 2\] and strides \[4, 2\]; its elements must lie in "
+        r"memory without gaps or overlap, make it contiguous\(\)",
+    ),
+    "a parameter that overlaps itself": (
+        overlapping,
+        lambda p: None,
+        r"adam_: params\[\d\] has sizes \[3, 2\] and strides \[1, 0\]",
+    ),
+    "a complex parameter": (
+        complex_one,
+        lambda p: None,
+        r"adam_: params\[\d\] is of dtype ComplexFloat; it must be Half or",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["only group", "first group", "second group"])
+@pytest.mark.parametrize(("make", "spoil", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_parameter_leaves_every_parameter_and_state_as_it_was(
+    make: Callable[[torch.device], Parameter],
+    spoil: Callable[[Parameter], None],
+    message: str,
+    place: str,
+    device: torch.device,
+) -> None:
+    good, bad = make_params(device), make(device)
+    groups = {
+        "only group": [[*good, bad]],
+        "first group": [[bad], good],
+        "second group": [good, [bad]],
+    }[place]
+    optimizer = FusedAdam([{"params": group} for group in groups], weight_decay=0.1)
+    give_grads([*good, bad], 0)
+    spoil(bad)
+    with Unchanged(optimizer), pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert not optimizer.state
+    bad.grad = None
+    optimizer.step()  # the others go on
+    assert all(int(optimizer.state[param]["step"]) == 1 for param in good)
+
+
+def test_a_refused_parameter_does_not_stop_a_run_in_the_middle(device: torch.device) -> None:
+    # The bad one gets its first gradient when the others have trained for a while.
+    good, bad = make_params(device), with_gaps(device)
+    optimizer = FusedAdam([{"params": good}, {"params": [bad]}])
+    train(optimizer, good, range(3))
+    give_grads([*good, bad], 3)
+    with Unchanged(optimizer), pytest.raises(RuntimeError, match="without gaps or overlap"):
+        optimizer.step()
+
+
+def test_an_lr_of_two_elements_written_into_a_later_group_is_refused(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}])
+    train(optimizer, params, range(2))
+    optimizer.param_groups[1]["lr"] = torch.ones(2)
+    give_grads(params, 2)
+    with Unchanged(optimizer), pytest.raises(ValueError, match="lr is a tensor of 2 elements"):
+        optimizer.step()
+
+
+def test_masters_of_a_parameter_with_gaps_are_not_made(device: torch.device) -> None:
+    good = make_params(device, F16)
+    bad = Parameter(torch.ones(3, 4, device=device, dtype=F16)[:, ::2])
+    optimizer = FusedAdam([{"params": good}, {"params": [bad]}], master_weights=True)
+    give_grads([*good, bad], 0)
+    with Unchanged(optimizer), pytest.raises(RuntimeError, match=r"copies\[0\] has sizes \[3, 2\]"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_a_failing_closure_changes_nothing(device: torch.device) -> None:
+    params = make_params(device, F32)
+    optimizer = FusedAdam(params)
+    train(optimizer, params, range(1))
+
+    def closure() -> None:
+        raise KeyError("no batch")
+
+    with Unchanged(optimizer), pytest.raises(KeyError, match="no batch"):
+        optimizer.step(closure)

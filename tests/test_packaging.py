@@ -1,0 +1,342 @@
+"""setup.py and pyproject.toml: what is built, how, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import setuptools
+import torch
+from torch.torch_version import TorchVersion
+from torch.utils import cpp_extension
+
+import apex_mp
+from apex_mp import _C
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+INSTALL = "pip install --no-build-isolation ."
+
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(sys.platform == "win32", reason="the toolkits here are shell scripts"),
+]
+
+
+def load_setup() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_of_apex_mp", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # setup.py may add to it
+    return load_setup()
+
+
+def run_setup(
+    *arguments: str, python: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *python, "setup.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def make_toolkit(folder: Path, release: str) -> str:
+    """Put a CUDA toolkit that knows nothing but its version into `folder`."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(0o755)
+    (folder / "include").mkdir()
+    (folder / "include" / "cuda.h").touch()
+    return str(folder)
+
+
+# Where nothing can be built
+
+
+def test_without_torch_the_build_fails_at_once_with_the_command_to_use() -> None:
+    # -S hides site-packages, as build isolation does.
+    result = run_setup("egg_info", python=("-I", "-S"))
+    assert result.returncode == 1
+    assert INSTALL in result.stderr
+    assert "No module named 'torch'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["install", "develop"])
+def test_old_commands_give_the_pip_command(command: str) -> None:
+    result = run_setup(command)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"setup.py {command} is not supported")
+    assert INSTALL in result.stderr
+
+
+def test_an_old_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cpu"))
+    with pytest.raises(SystemExit, match=r"needs torch >= 2\.11; this Python has torch 2\.9\.1"):
+        load_setup()
+
+
+def test_a_missing_build_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    with pytest.raises(SystemExit, match=r"pybind11 .*Run:  pip install -U setuptools wheel ninja"):
+        load_setup()
+
+
+def test_setuptools_that_cannot_read_our_metadata_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"setuptools 65\.5\.0 .*Run:  pip install -U setuptools"):
+        load_setup()
+
+
+def test_metadata_can_be_read_where_the_build_cannot_run(tmp_path: Path) -> None:
+    # Refused with a CPU torch because of the torch, with a CUDA torch because of CUDA_HOME.
+    environment = {"FORCE_CUDA": "1", "CUDA_HOME": str(tmp_path)}
+    metadata = run_setup("--name", "--version", **environment)
+    assert metadata.returncode == 0, metadata.stderr
+    assert metadata.stdout.split() == ["apex-mp", apex_mp.__version__]
+    build = run_setup(
+        "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}", **environment
+    )
+    assert build.returncode == 1
+    assert "FORCE_CUDA=0 pip install" in build.stderr
+    assert "Traceback" not in build.stderr
+
+
+# CPU or CUDA
+
+
+@pytest.mark.parametrize(
+    ("force", "torch_cuda", "toolkit", "with_cuda"),
+    [
+        # unset: CUDA if torch has it and there is a toolkit
+        ("", "13.0", "13.0", True),
+        ("", "13.0", None, False),
+        ("", None, "13.0", False),
+        # another minor version is fine
+        ("", "13.0", "13.1", True),
+        ("1", "13.0", "13.0", True),
+        # 0 stands above everything, a mismatch too
+        ("0", "13.0", "13.0", False),
+        ("0", "13.0", "12.4", False),
+    ],
+)
+def test_force_cuda_torch_and_toolkit_decide_what_is_built(
+    force: str,
+    torch_cuda: str | None,
+    toolkit: str | None,
+    with_cuda: bool,
+    setup_py: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    home = make_toolkit(tmp_path, toolkit) if toolkit else None
+    assert setup_py.plan_cuda(force, home) == (with_cuda, "")
+
+
+@pytest.mark.parametrize(
+    ("force", "torch_cuda", "toolkit", "sentence"),
+    [
+        ("yes", None, None, "FORCE_CUDA is 'yes'; it must be 1, 0 or unset"),
+        ("1", None, "13.0", f"torch {torch.__version__} has no CUDA. Install one that has"),
+        ("1", "13.0", None, "CUDA_HOME=None is no CUDA toolkit"),
+        ("", "13.0", "12.4", "nvcc is CUDA 12.4, but torch"),
+        ("", "13.0", "12.4", f"but torch {torch.__version__} was built with CUDA 13.0"),
+        ("", "13.0", "12.4", "install the CUDA 13.0 toolkit and set CUDA_HOME"),
+        ("", "13.0", "12.4", "install a torch that was built with CUDA 12.4"),
+        ("", "13.0", "12.4", "FORCE_CUDA=0 pip install --no-build-isolation ."),
+        ("1", "12.8", "13.0", "nvcc is CUDA 13.0, but torch"),
+    ],
+)
+def test_what_stands_in_the_way_of_cuda_is_said_with_the_ways_out(
+    force: str,
+    torch_cuda: str | None,
+    toolkit: str | None,
+    sentence: str,
+    setup_py: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    home = make_toolkit(tmp_path, toolkit) if toolkit else None
+    with_cuda, obstacle = setup_py.plan_cuda(force, home)
+    assert not with_cuda
+    assert sentence in obstacle
+
+
+def test_an_nvcc_without_its_headers_is_no_toolkit(
+    setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch takes /usr/local for CUDA_HOME where /usr/local/bin/nvcc only calls the real one.
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    home = make_toolkit(tmp_path, "13.0")
+    (tmp_path / "include" / "cuda.h").unlink()
+    assert "lacks bin/nvcc or include/cuda.h" in setup_py.plan_cuda("", home)[1]
+
+
+# Sources and flags
+
+
+@pytest.fixture
+def cuda_extension(
+    setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> cpp_extension.CUDAExtension:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    return setup_py.extension(with_cuda=True)
+
+
+def test_every_source_is_built(cuda_extension: cpp_extension.CUDAExtension) -> None:
+    written = [path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu")]
+    assert sorted(cuda_extension.sources) == sorted(map(str, written))
+
+
+def test_no_two_sources_share_an_object_file(cuda_extension: cpp_extension.CUDAExtension) -> None:
+    # adam.cpp and adam.cu in one folder would both become adam.o.
+    objects = [str(Path(source).with_suffix("")) for source in cuda_extension.sources]
+    assert len(set(objects)) == len(objects)
+
+
+def test_a_cpu_build_has_no_cuda_in_it(
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    extension = setup_py.extension(with_cuda=False)
+    assert extension.sources
+    assert not [source for source in extension.sources if "cuda" in source]
+    assert "APEX_MP_WITH_CUDA" not in dict(extension.define_macros)
+    assert not [library for library in extension.libraries if "cuda" in library]
+
+
+def test_nvcc_never_sees_a_torch_header(cuda_extension: cpp_extension.CUDAExtension) -> None:
+    torch_folder = str(Path(torch.__file__).parent)
+    for_all_compilers = cuda_extension.include_dirs + cuda_extension.extra_compile_args["nvcc"]
+    assert not [word for word in for_all_compilers if torch_folder in word]
+    assert [word for word in cuda_extension.extra_compile_args["cxx"] if torch_folder in word]
+
+
+def test_pybind11_of_pip_stands_before_that_of_torch(
+    cuda_extension: cpp_extension.CUDAExtension,
+) -> None:
+    folders = [w for w in cuda_extension.extra_compile_args["cxx"] if Path(w).is_absolute()]
+    assert "pybind11" in folders[0]
+    assert "torch" not in Path(folders[0]).parts
+
+
+@pytest.mark.parametrize("platform", ["LINUX", "WINDOWS", "MACOS"])
+@pytest.mark.parametrize("debug", [False, True])
+def test_no_flag_lets_the_compiler_change_the_arithmetic(
+    platform: str, debug: bool, setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WINDOWS", "MACOS"):
+        monkeypatch.setattr(setup_py, name, name == platform)
+    monkeypatch.setattr(setup_py, "DEBUG", debug)
+    arguments = setup_py.flags([])["extra_compile_args"]
+    assert not [word for words in arguments.values() for word in words if "fast" in word]
+    assert "--fmad=false" in arguments["nvcc"]
+    assert ("-ffp-contract=off" in arguments["cxx"]) == (platform != "WINDOWS")
+    # torch names the standard: 2.11 wants C++17, 2.13 C++20.
+    assert not [word for words in arguments.values() for word in words if "std" in word]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_turns_assertions_on_and_optimisation_off(
+    debug: bool, setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_py, "DEBUG", debug)
+    wanted = ["-O0", "-g", "-UNDEBUG"] if debug else ["-O3", "-g0", "-DNDEBUG"]
+    assert setup_py.flags([])["extra_compile_args"]["cxx"][:3] == wanted
+
+
+# The package
+
+
+def test_build_isolation_would_not_bring_a_torch() -> None:
+    requires = re.search(r"^requires = (\[.*\])$", PYPROJECT, re.MULTILINE)
+    assert requires is not None
+    names = {re.split(r"\W", requirement)[0] for requirement in ast.literal_eval(requires[1])}
+    assert names == {"setuptools", "wheel", "ninja", "pybind11"}
+
+
+def test_the_least_torch_is_the_same_in_setup_and_metadata() -> None:
+    assert 'dependencies = ["torch>=2.11"]' in PYPROJECT
+    assert "torch.__version__ < (2, 11)" in (ROOT / "setup.py").read_text()
+
+
+def test_a_source_distribution_can_be_built_from(tmp_path: Path) -> None:
+    result = run_setup(
+        "-q", "egg_info", f"--egg-base={tmp_path}", "sdist", f"--dist-dir={tmp_path}"
+    )
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    needed = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "apex_mp").rglob("*.py*")]
+    wanted = {str(path.relative_to(ROOT)) for path in needed if path.suffix != ".pyc"}
+    assert wanted | {"setup.py", "pyproject.toml", "LICENSE", "apex_mp/py.typed"} <= packed
+    assert not [name for name in packed if name.endswith((".so", "_C.json"))]
+
+
+TINY_MODULE = """
+#include <pybind11/pybind11.h>
+#define SPELL_EXPANDED(x) #x
+#define SPELL(x) SPELL_EXPANDED(x)
+PYBIND11_MODULE(_C, module) { module.attr("torch_version") = SPELL(APEX_MP_TORCH_VERSION); }
+"""
+
+
+def test_a_build_leaves_the_version_of_torch_beside_the_extension(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "module.cpp").write_text(TINY_MODULE)
+    (tmp_path / "apex_mp").mkdir()
+    for name in ("setup.py", "apex_mp/_extension.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "apex_mp" / "__init__.py").touch()
+    build = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tmp_path,
+        env={**os.environ, "FORCE_CUDA": "0", "DEBUG": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    record = (tmp_path / "apex_mp" / "_C.json").read_text()
+    assert record == f'{{"torch": "{torch.__version__}"}}\n'
+    load = "from apex_mp._extension import load; print(load().torch_version)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert loaded.stdout.strip() == torch.__version__, loaded.stderr
+
+
+def test_the_extension_tells_what_was_built() -> None:
+    assert _C.torch_version == torch.__version__
+    assert _C.cpu_level() in _C.cpu_levels()
+    assert _C.cpu_levels()[-1] == "baseline"
+    if _C.with_cuda:
+        assert _C.cuda_version == torch.version.cuda
+        assert re.fullmatch(r"\d+\.\d( \d+\.\d)*", _C.cuda_archs)
+    else:
+        assert (_C.cuda_version, _C.cuda_archs) == (None, "")
