@@ -1,5 +1,6 @@
-// Argument checks that all backends share. Each raises a sentence that names the operator, the list,
-// the index, the value and the wish, and an operator makes all of them before it writes anything.
+// Argument checks that all backends share. Each raises a sentence that names the operator, the
+// list, the index, the value and the wish, and an operator makes all of them before it writes
+// anything.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -73,9 +74,9 @@ inline void check_same_layout(const Argument& argument, const at::Tensor& tensor
   for (int64_t dim = 0; same && dim < tensor.dim(); ++dim) {
     same = tensor.size(dim) == 1 || tensor.stride(dim) == other.stride(dim);
   }
-  TORCH_CHECK(same, argument, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(), ", ",
-              other_argument.name, '[', other_argument.index, "] has ", other.sizes(), " and ",
-              other.strides(), "; they must lie in memory in the same order");
+  TORCH_CHECK(same, argument, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+              ", ", other_argument.name, '[', other_argument.index, "] has ", other.sizes(),
+              " and ", other.strides(), "; they must lie in memory in the same order");
 }
 
 // An operator has no derivative, so it must not change a weight behind autograd's back.

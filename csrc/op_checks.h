@@ -20,8 +20,9 @@ inline void check_check(at::TensorList grads, at::IntArrayRef groups, const at::
   check_same_length(op, "grads", grads.size(), "groups", groups.size());
   for (int64_t i = 0; i < static_cast<int64_t>(grads.size()); ++i) {
     check_element({op, "grads", i}, grads[i], device);
-    TORCH_CHECK(0 <= groups[i] && groups[i] < sum_sq.numel(), op, ": groups[", i, "] is ", groups[i],
-                "; it must be an index into sum_sq, which has ", sum_sq.numel(), " elements");
+    TORCH_CHECK(0 <= groups[i] && groups[i] < sum_sq.numel(), op, ": groups[", i, "] is ",
+                groups[i], "; it must be an index into sum_sq, which has ", sum_sq.numel(),
+                " elements");
   }
 }
 
@@ -71,7 +72,8 @@ inline void check_l2_norm(at::TensorList tensors, const at::Tensor& norm,
     check_dtype({op, "norms"}, *norms, {at::kFloat, at::kDouble});
     check_dense({op, "norms"}, *norms);
     TORCH_CHECK(norms->numel() == static_cast<int64_t>(tensors.size()), op, ": norms has ",
-                norms->numel(), " elements, tensors has ", tensors.size(), " tensors; they must match");
+                norms->numel(), " elements, tensors has ", tensors.size(),
+                " tensors; they must match");
   }
   for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
     check_element({op, "tensors", i}, tensors[i], device);
@@ -89,9 +91,9 @@ inline void check_update_scale(const at::Tensor& scale, const at::Tensor& good_s
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
   constexpr int64_t kMaxCount = 2147483647;
   TORCH_CHECK(1 <= growth_interval && growth_interval <= kMaxCount, op, ": growth_interval is ",
-              growth_interval,
+              growth_interval, "; it must be at least 1 and fit an int");
+  TORCH_CHECK(1 <= hysteresis && hysteresis <= kMaxCount, op, ": hysteresis is ", hysteresis,
               "; it must be at least 1 and fit an int");
-  TORCH_CHECK(1 <= hysteresis && hysteresis <= kMaxCount, op, ": hysteresis is ", hysteresis, "; it must be at least 1 and fit an int");
 }
 
 // Moments are of the math type: float64 for a float64 parameter, else float32.

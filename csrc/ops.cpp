@@ -4,12 +4,12 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(apex_mp, m) {
-  // found_inf[0] = 1 if a gradient holds inf or NaN; sum_sq[groups[i]] += sum of squares of grads[i].
+  // found_inf[0] = 1 if a gradient holds inf or NaN; sum_sq[groups[i]] += sum of squares of
+  // grads[i].
   m.def("check_(Tensor[] grads, int[] groups, Tensor(a!) found_inf, Tensor(b!) sum_sq) -> ()");
 
   // dst[i] = src[i] * inv_scale; src and dst may be the same list.
-  m.def(
-      "unscale_(Tensor[] src, Tensor(a!)[] dst, Tensor inv_scale, Tensor(b!) found_inf) -> ()");
+  m.def("unscale_(Tensor[] src, Tensor(a!)[] dst, Tensor inv_scale, Tensor(b!) found_inf) -> ()");
 
   // out[i] = a * x[i] + b * y[i]; `tested` says whose inf and NaN count: -1 both, 0 x, 1 y.
   m.def(
@@ -38,10 +38,11 @@ namespace {
 
 // Says in a sentence what the dispatcher would otherwise say in a page.
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* /*stack*/) {
-  const c10::BackendComponent backend = keys.highestBackendKey() ;
+  const c10::BackendComponent backend = keys.highestBackendKey();
   const char* name = op.schema().name().c_str();
   if (keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr}))) {
-    TORCH_CHECK(false, name, ": an argument is a sparse tensor; all must be dense (strided) tensors");
+    TORCH_CHECK(false, name,
+                ": an argument is a sparse tensor; all must be dense (strided) tensors");
   }
   TORCH_CHECK(false, name, ": an argument is a ", c10::toString(backend),
               " tensor, for which this build of apex_mp has no kernels. To build those for CUDA: "

@@ -107,7 +107,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     # Traced, it would be compiled anew for every value of lr, and never faster. Not by
     # torch.compiler.disable, which imports the whole of Dynamo (a second) with this module.
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(
         self,
         closure: Callable[[], Any] | None = None,

@@ -1,4 +1,5 @@
-// adam_ on the CPU: one pass over parameters, moments and gradients, one parallel region for a list.
+// adam_ on the CPU: one pass over parameters, moments and gradients, one parallel region for a
+// list.
 #include <torch/library.h>
 
 #include "cpu/tensors.h"
@@ -16,8 +17,8 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
   check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
   if (params.empty() || (found_inf.has_value() && number(*found_inf) != 0.0)) return;
 
-  const math::AdamOptions options = {beta1,       beta2,           eps,           weight_decay,
-                                     adam_w_mode, bias_correction, eps_inside_sqrt};
+  const math::AdamOptions options = {
+      beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt};
   std::vector<math::AdamFactors<double>> factors;
   factors.reserve(params.size());
   for (const at::Tensor& step : steps) {

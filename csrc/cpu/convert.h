@@ -28,8 +28,7 @@ APEX_MP_MATH float half_to_float(uint16_t half) {
   const uint32_t rebias = rest >= (0x7c00u << 13) ? 0x70000000u : 0x38000000u;
   const uint32_t normal = rest + rebias;
   // A subnormal half is its mantissa times 2**-24: let the float unit normalise it.
-  const uint32_t subnormal =
-      bits_of(float_of(rest + 0x38800000u) - float_of(0x38800000u));
+  const uint32_t subnormal = bits_of(float_of(rest + 0x38800000u) - float_of(0x38800000u));
   return float_of(sign | (rest < (0x0400u << 13) ? subnormal : normal));
 }
 
@@ -40,7 +39,8 @@ APEX_MP_MATH uint16_t float_to_half(float x) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   // Normal halves: rebias, and round by adding half an ulp (less one, plus the last kept bit).
   const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Subnormal halves: adding 0.5 puts the last bit of the result at 2**-24, and the float unit rounds.
+  // Subnormal halves: adding 0.5 puts the last bit of the result at 2**-24, and the float unit
+  // rounds.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t infinite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;

@@ -1,12 +1,12 @@
 // Which table of CPU kernels this process uses: the best the processor has, unless told otherwise.
 #include "cpu/kernels.h"
 
-#include "cpu/level.h"
-
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+
+#include "cpu/level.h"
 
 namespace apex_mp::cpu {
 

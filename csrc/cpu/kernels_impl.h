@@ -2,8 +2,9 @@
 // and after setting the instruction set; so it must not include anything itself, and must not use
 // templates of the standard library (their code would be shared between levels).
 //
-// A kernel walks its chunk in tiles: convert in, run the formula of math/ over the tile (the compiler
-// vectorises that loop), convert out. What is already of the math type is used where it lies.
+// A kernel walks its chunk in tiles: convert in, run the formula of math/ over the tile (the
+// compiler vectorises that loop), convert out. What is already of the math type is used where it
+// lies.
 
 constexpr int64_t kTile = 512;
 constexpr int64_t kLanes = 32;
@@ -141,8 +142,8 @@ inline int64_t tile_size(int64_t begin, int64_t count) {
   return count - begin < kTile ? count - begin : kTile;
 }
 
-// kLanes independent sums: the compiler may not reorder a float sum by itself, and the same lanes at
-// every level give the same bits.
+// kLanes independent sums: the compiler may not reorder a float sum by itself, and the same lanes
+// at every level give the same bits.
 template <typename opmath_t>
 inline CheckResult check_tile(const opmath_t* grad, int64_t count) {
   opmath_t sums[kLanes] = {};

@@ -6,8 +6,8 @@
 
 namespace apex_mp::cpu {
 
-// "baseline", "avx2" or "avx512": what kernels() uses now. At first the best that the processor has,
-// or the one that the environment variable APEX_MP_CPU_LEVEL names.
+// "baseline", "avx2" or "avx512": what kernels() uses now. At first the best that the processor
+// has, or the one that the environment variable APEX_MP_CPU_LEVEL names.
 const char* level_name();
 
 // Choose a level by name; throws std::invalid_argument if this build or this processor has it not.

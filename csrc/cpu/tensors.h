@@ -63,7 +63,8 @@ void for_each_chunk(const std::vector<Chunk>& chunks, const Body& body) {
   });
 }
 
-// As for_each_chunk, for a body that returns whether it found inf or NaN; sets found_inf if any did.
+// As for_each_chunk, for a body that returns whether it found inf or NaN; sets found_inf if any
+// did.
 template <typename Body>
 void for_each_chunk_testing(const std::vector<Chunk>& chunks, const at::Tensor& found_inf,
                             const Body& body) {

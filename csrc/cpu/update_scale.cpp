@@ -1,7 +1,8 @@
 // update_scale_ on the CPU: one step of the dynamic loss scale.
+#include "math/update_scale.h"
+
 #include <torch/library.h>
 
-#include "math/update_scale.h"
 #include "op_checks.h"
 
 namespace apex_mp::cpu {

@@ -12,9 +12,9 @@ struct AdamOptions {
   double beta2;
   double eps;
   double weight_decay;
-  bool adam_w_mode;       // decay the weight itself; otherwise add weight_decay * param to the gradient
-  bool bias_correction;   // false: both corrections are 1
-  bool eps_inside_sqrt;   // sqrt(v + eps) instead of sqrt(v) + eps
+  bool adam_w_mode;  // decay the weight itself; otherwise add weight_decay * param to the gradient
+  bool bias_correction;  // false: both corrections are 1
+  bool eps_inside_sqrt;  // sqrt(v + eps) instead of sqrt(v) + eps
 };
 
 // What the update needs of options, step count and learning rate; the same for a whole tensor.
@@ -24,15 +24,16 @@ struct AdamFactors {
   opmath_t beta2;
   opmath_t one_minus_beta2;
   opmath_t inv_bias_correction2;
-  opmath_t eps_inside;   // one of the two is zero: the update has no branch
+  opmath_t eps_inside;  // one of the two is zero: the update has no branch
   opmath_t eps_outside;
-  opmath_t step_size;    // lr / bias_correction1
-  opmath_t keep;         // 1 - lr * weight_decay, or 1 for L2 regularisation
-  opmath_t l2;           // weight_decay for L2 regularisation, or 0
+  opmath_t step_size;  // lr / bias_correction1
+  opmath_t keep;       // 1 - lr * weight_decay, or 1 for L2 regularisation
+  opmath_t l2;         // weight_decay for L2 regularisation, or 0
   opmath_t inv_scale;
 };
 
-// Computed in double, because 1 - beta2 in float is off by 1.3e-5 relative. `step` counts this step.
+// Computed in double, because 1 - beta2 in float is off by 1.3e-5 relative. `step` counts this
+// step.
 APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double lr, double step,
                                               double inv_scale) {
   const double correction1 = options.bias_correction ? 1.0 - std::pow(options.beta1, step) : 1.0;
@@ -70,8 +71,8 @@ APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
   const opmath_t grad = scaled_grad * factors.inv_scale + factors.l2 * param;
   exp_avg += factors.one_minus_beta1 * (grad - exp_avg);
   exp_avg_sq = factors.beta2 * exp_avg_sq + factors.one_minus_beta2 * grad * grad;
-  const opmath_t denom =
-      std::sqrt(exp_avg_sq * factors.inv_bias_correction2 + factors.eps_inside) + factors.eps_outside;
+  const opmath_t denom = std::sqrt(exp_avg_sq * factors.inv_bias_correction2 + factors.eps_inside) +
+                         factors.eps_outside;
   param = factors.keep * param - factors.step_size * exp_avg / denom;
 }
 
