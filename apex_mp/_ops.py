@@ -169,7 +169,8 @@ def adam_(
         exp_avgs: First moments, float32 (float64 for float64 parameters); written.
         exp_avg_sqs: Second moments, likewise.
         steps: One float32 element for each parameter: its steps until now; incremented.
-        copies: Where each new parameter is also written, in the copy's own dtype; or None.
+        copies: Where each new parameter is also written, rounded from the math type to the copy's
+            own dtype; or None.
         lr: Learning rate.
         inv_scale: Factor on the gradients: 1 / (loss scale * clip), negative to maximise.
         found_inf: One float32 element; if it is not 0 nothing at all is written.

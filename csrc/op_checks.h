@@ -17,6 +17,8 @@ inline void check_check(at::TensorList grads, at::IntArrayRef groups, const at::
   check_device({op, "sum_sq"}, sum_sq, device);
   check_dtype({op, "sum_sq"}, sum_sq, {at::kDouble});
   check_dense({op, "sum_sq"}, sum_sq);
+  check_writable({op, "found_inf"}, found_inf);
+  check_writable({op, "sum_sq"}, sum_sq);
   check_same_length(op, "grads", grads.size(), "groups", groups.size());
   for (int64_t i = 0; i < static_cast<int64_t>(grads.size()); ++i) {
     check_element({op, "grads", i}, grads[i], device);
@@ -31,6 +33,7 @@ inline void check_unscale(at::TensorList src, at::TensorList dst, const at::Tens
   const char* op = "unscale_";
   const at::Device device = found_inf.device();
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
+  check_writable({op, "found_inf"}, found_inf);
   check_number({op, "inv_scale"}, inv_scale, device);
   check_same_length(op, "dst", dst.size(), "src", src.size());
   for (int64_t i = 0; i < static_cast<int64_t>(src.size()); ++i) {
@@ -46,6 +49,7 @@ inline void check_axpby(at::TensorList x, at::TensorList y, at::TensorList out, 
   const char* op = "axpby_";
   const at::Device device = found_inf.device();
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
+  check_writable({op, "found_inf"}, found_inf);
   check_number({op, "a"}, a, device);
   check_number({op, "b"}, b, device);
   TORCH_CHECK(-1 <= tested && tested <= 1, op, ": tested is ", tested,
@@ -67,10 +71,12 @@ inline void check_l2_norm(at::TensorList tensors, const at::Tensor& norm,
   const char* op = "l2_norm_";
   const at::Device device = norm.device();
   check_one_element({op, "norm"}, norm, device, {at::kFloat, at::kDouble});
+  check_writable({op, "norm"}, norm);
   if (norms.has_value()) {
     check_device({op, "norms"}, *norms, device);
     check_dtype({op, "norms"}, *norms, {at::kFloat, at::kDouble});
     check_dense({op, "norms"}, *norms);
+    check_writable({op, "norms"}, *norms);
     TORCH_CHECK(norms->numel() == static_cast<int64_t>(tensors.size()), op, ": norms has ",
                 norms->numel(), " elements, tensors has ", tensors.size(),
                 " tensors; they must match");
@@ -88,6 +94,7 @@ inline void check_update_scale(const at::Tensor& scale, const at::Tensor& good_s
   check_one_element({op, "scale"}, scale, device, {at::kFloat});
   check_one_element({op, "good_steps"}, good_steps, device, {at::kInt});
   check_one_element({op, "overflows"}, overflows, device, {at::kInt});
+  check_writable({op, "scale"}, scale);  // The others are integers, which have no gradient.
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
   constexpr int64_t kMaxCount = 2147483647;
   TORCH_CHECK(1 <= growth_interval && growth_interval <= kMaxCount, op, ": growth_interval is ",
@@ -129,10 +136,13 @@ inline void check_adam(at::TensorList params, at::TensorList grads, at::TensorLi
     };
     check_peer("grads", grads[i]);
     check_peer("exp_avgs", exp_avgs[i]);
+    check_writable({op, "exp_avgs", i}, exp_avgs[i]);
     check_dtype({op, "exp_avgs", i}, exp_avgs[i], {moment_dtype(params[i])});
     check_peer("exp_avg_sqs", exp_avg_sqs[i]);
+    check_writable({op, "exp_avg_sqs", i}, exp_avg_sqs[i]);
     check_dtype({op, "exp_avg_sqs", i}, exp_avg_sqs[i], {moment_dtype(params[i])});
     check_one_element({op, "steps", i}, steps[i], device, {at::kFloat});
+    check_writable({op, "steps", i}, steps[i]);
     if (copies.has_value()) {
       check_peer("copies", (*copies)[i]);
       check_writable({op, "copies", i}, (*copies)[i]);

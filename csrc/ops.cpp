@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <string>
+
 TORCH_LIBRARY(apex_mp, m) {
   // found_inf[0] = 1 if a gradient holds inf or NaN; sum_sq[groups[i]] += sum of squares of
   // grads[i].
@@ -39,7 +41,8 @@ namespace {
 // Says in a sentence what the dispatcher would otherwise say in a page.
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* /*stack*/) {
   const c10::BackendComponent backend = keys.highestBackendKey();
-  const char* name = op.schema().name().c_str();
+  const std::string& qualified = op.schema().name();
+  const std::string name = qualified.substr(qualified.rfind(':') + 1);
   if (keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr}))) {
     TORCH_CHECK(false, name,
                 ": an argument is a sparse tensor; all must be dense (strided) tensors");

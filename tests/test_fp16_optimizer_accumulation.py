@@ -275,6 +275,23 @@ def test_every_step_may_get_its_gradients_without_our_backward(
         assert_grads(grads_used(optimizer), 3.0, 3.0)
 
 
+@probes
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_gradients_that_came_without_our_backward_have_the_scale_of_now(
+    by: str, probe: Any, device: torch.device
+) -> None:
+    model = torch.nn.Linear(2, 3, device=device)
+    model.weight = ones(3, 2, device=device)
+    optimizer = wrap(probe, list(model.parameters()))
+    optimizer.backward(pull((model.weight, 5.0), (model.bias, 5.0)))
+    optimizer.step()
+    (optimizer if by == "optimizer" else model).zero_grad(set_to_none=True)
+    optimizer.loss_scale = 512.0
+    (pull((model.weight, 3.0), (model.bias, 3.0)) * 512.0).backward()
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
 @faces
 @probes
 def test_the_model_may_clear_the_gradients(probe: Any, face: Any, device: torch.device) -> None:
@@ -344,6 +361,24 @@ def test_an_exception_inside_backward_loses_nothing(
         )
     optimizer.step()
     assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+def test_an_exception_inside_backward_after_a_step_loses_nothing(
+    probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)))
+    optimizer.step()
+    with pytest.raises(BackwardError):
+        optimizer.backward(raise_in_backward(pull(*((p, 16.0) for p in params))))
+    assert_grads(optimizer.inspect_master_grad_data()[0], 3.0, 3.0)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 3.0, 3.0)
+    optimizer.backward(pull(*((p, 4.0) for p in params)))
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 7.0, 7.0)
 
 
 @probes

@@ -17,6 +17,7 @@ from fused_adam_cases import (
     NAMES,
     Unchanged,
     assert_same_state,
+    assert_same_trajectory,
     copies_of,
     give_grads,
     grad_for,
@@ -258,8 +259,7 @@ def test_clipping_follows_the_old_formula_with_the_norm_of_each_group(
                 param.grad /= old_clip(float(norm), SCALE, MAX_NORM)
         optimizer.step(scale=SCALE, grad_norms=norms)
         expected.step()
-    for param, wanted in zip(params, expected_params, strict=True):
-        assert_near(param.detach(), wanted.detach(), TRAJECTORY_TOLERANCES[F32])
+    assert_same_trajectory(optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[F32])
 
 
 def group_norms(params: list[Parameter]) -> list[float]:
@@ -301,8 +301,7 @@ def test_each_group_is_clipped_by_its_own_norm_given_or_not(
         expected.step()
     assert 1.0 in clips  # some groups are clipped and some are not
     assert max(clips) > 4.0
-    for param, wanted in zip(params, expected_params, strict=True):
-        assert_near(param.detach(), wanted.detach(), TRAJECTORY_TOLERANCES[F32])
+    assert_same_trajectory(optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[F32])
 
 
 def test_grad_norms_do_nothing_without_max_grad_norm(device: torch.device) -> None:

@@ -318,7 +318,7 @@ def test_a_sparse_tensor_in_a_list_is_refused(
     call = operator.sample(matrices, DTYPES_OF_SOUND_CALL[operator.name], device)
     call[name][1] = to_sparse(torch.eye(4, dtype=call[name][1].dtype, device=device))
     refusal = r"(an argument is a sparse tensor|copies\[1\] is Sparse(Csr)?); .* dense \(strided\)"
-    assert_refuses(operator, call, rf"^(apex_mp::)?{operator.name}: {refusal}")
+    assert_refuses(operator, call, rf"^{operator.name}: {refusal}")
 
 
 @each_list
@@ -352,7 +352,11 @@ def test_a_list_on_two_devices_is_refused(
 
 @pytest.mark.parametrize(
     ("operator", "name"),
-    [("unscale_", "dst"), ("axpby_", "out"), ("adam_", "params"), ("adam_", "copies")],
+    [
+        ("unscale_", "dst"),
+        ("axpby_", "out"),
+        *(("adam_", name) for name in ("params", "exp_avgs", "exp_avg_sqs", "steps", "copies")),
+    ],
 )
 def test_a_leaf_that_requires_grad_is_refused_in_grad_mode_only(
     operator: str, name: str, device: torch.device
@@ -363,3 +367,23 @@ def test_a_leaf_that_requires_grad_is_refused_in_grad_mode_only(
     assert_refuses(OPERATOR[operator], call, f"^{where} is a leaf that requires grad; call this")
     with torch.no_grad():
         OPERATOR[operator](call)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("check_", "found_inf"),
+        ("check_", "sum_sq"),
+        ("unscale_", "found_inf"),
+        ("axpby_", "found_inf"),
+        ("l2_norm_", "norm"),
+        ("l2_norm_", "norms"),
+        ("update_scale_", "scale"),
+    ],
+)
+def test_a_number_that_requires_grad_is_refused_like_a_list(
+    operator: str, name: str, device: torch.device
+) -> None:
+    call = sound_call(OPERATOR[operator], device)
+    call[name].requires_grad_()
+    assert_refuses(OPERATOR[operator], call, f"^{operator}: {name} is a leaf that requires grad")
