@@ -87,7 +87,7 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
         dst: Where they go, each on the device of its source; may be `src` itself.
         inv_scale: 1 / loss scale.
     """
-    factor = torch.tensor(inv_scale, dtype=torch.float64)
+    factor = torch.tensor(inv_scale, dtype=torch.float64, device="cpu")
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in zip(src, dst, strict=True):
         sources, targets = by_device.setdefault(source.device, ([], []))

@@ -71,6 +71,7 @@ class MasterGrads:
         self._current_scale = current_scale
         self._scale: float | None = None  # of the gradients in the model, once we know
         self._marks: dict[Parameter, _Mark] = {}
+        self._rescaled = False
 
     # Parameters.
 
@@ -114,12 +115,14 @@ class MasterGrads:
 
     def begin_backward(self, scale: float) -> None:
         """Prepare for a backward of a loss times `scale`, whose gradients add to those there."""
-        own = self.own_params()
-        if not self._own_are_scaled():
+        own, scaled = self.own_params(), self.model_params()
+        self._rescaled = not self._own_are_scaled()
+        if not self._rescaled:
+            scaled += own
+        # The scale may have changed since the last backward.
+        _multiply(scaled, scale / self._scale_of_grads())
+        if self._rescaled:
             _multiply(own, scale)
-            own = []
-        if self._scale is not None:
-            _multiply(self.model_params() + own, scale / self._scale)  # The scale may have changed.
         self._scale = scale
 
     def end_backward(self) -> None:
@@ -129,12 +132,15 @@ class MasterGrads:
 
     def abandon_backward(self) -> None:
         """After a backward that raised: gradients are as before, or with what it has added."""
-        if self.stage in (Stage.UNSCALED, Stage.STEPPED):
+        if self._rescaled:
             self._unscale_own()
+            self.accept_edits()
 
-    @property
-    def _inv_scale(self) -> float:
-        return 1.0 / (self._current_scale() if self._scale is None else self._scale)
+    def _scale_of_grads(self) -> float:
+        """The scale of the gradients in the model."""
+        if self._scale is None or (self.stage is Stage.STEPPED and self.came_in()):
+            return self._current_scale()
+        return self._scale
 
     # Unscaling.
 
@@ -145,12 +151,13 @@ class MasterGrads:
             Whether there is inf or NaN in it; None if that is not known yet (lazy masters).
         """
         self._release()
+        self._scale = self._scale_of_grads()
         found = self._own_are_scaled() and self._unscale_own()
         self.stage = Stage.UNSCALED
         if self._lazy:
             return None
         found = self._make_master_grads() or found
-        self._mark([*self.model_of, *self.own_params()])
+        self.accept_edits()
         return found
 
     def hold(self) -> None:
@@ -161,6 +168,13 @@ class MasterGrads:
     def edited(self) -> bool:
         """Whether somebody has changed masters' gradients since `unscale` made them."""
         return self._differ_from_marks([*self.model_of, *self.own_params()])
+
+    def accept_edits(self) -> None:
+        """Take the gradients as they are now for those that `edited` and `came_in` ask about."""
+        stepped = self.stage is Stage.STEPPED
+        params = self._visible_params() if stepped else [*self.model_of, *self.own_params()]
+        pairs = [(param, stored_grad(param)) for param in params]
+        self._marks = {param: _Mark.of(grad) for param, grad in pairs if grad is not None}
 
     def came_in(self) -> bool:
         """Whether there are gradients that neither `unscale` nor a step has seen."""
@@ -180,10 +194,6 @@ class MasterGrads:
         """The parameters that a backward gives gradients to."""
         return self.model_params() + self.own_params()
 
-    def _mark(self, params: list[Parameter]) -> None:
-        pairs = [(param, stored_grad(param)) for param in params]
-        self._marks = {param: _Mark.of(grad) for param, grad in pairs if grad is not None}
-
     def _differ_from_marks(self, params: list[Parameter]) -> bool:
         for param in params:
             grad = stored_grad(param)
@@ -195,14 +205,14 @@ class MasterGrads:
     @torch.no_grad()
     def _unscale_own(self) -> bool:
         grads = [param.grad for param in self.own_params() if param.grad is not None]
-        return _grads.unscale(grads, grads, self._inv_scale)
+        return _grads.unscale(grads, grads, 1.0 / self._scale_of_grads())
 
     @torch.no_grad()
     def _make_master_grads(self) -> bool:
         masters = [master for master, model in self.model_of.items() if model.grad is not None]
         scaled = [_grads.lie_as(_grad(self.model_of[master]), master) for master in masters]
         unscaled = [torch.empty_like(master, requires_grad=False) for master in masters]
-        found = _grads.unscale(scaled, unscaled, self._inv_scale)
+        found = _grads.unscale(scaled, unscaled, 1.0 / self._scale_of_grads())
         for master, grad in zip(masters, unscaled, strict=True):
             store_grad(master, grad)
         self.holding = True
@@ -232,7 +242,7 @@ class MasterGrads:
         if self._lazy:
             self._release()  # A look makes them again; gradients that come in must not be missed.
         self.stage = Stage.STEPPED
-        self._mark(self._visible_params())
+        self.accept_edits()
 
     def grad_of(self, param: Parameter) -> Tensor | None:
         """The gradient to step `param` with: its own, or while masters hold none the model's."""
@@ -249,7 +259,7 @@ class MasterGrads:
         )
         if not pending:
             return lists, 1.0
-        scale = 1.0 / self._inv_scale
+        scale = self._scale_of_grads()
         # The few fp32 parameters of a mixed model are unscaled already.
         if scale != 1.0:
             for grads, group in zip(lists, param_groups, strict=True):

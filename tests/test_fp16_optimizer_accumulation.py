@@ -1,6 +1,7 @@
 """Several backward calls before a step: nothing is lost, nothing is counted or unscaled twice."""
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -245,6 +246,17 @@ def test_gradients_can_be_looked_at_after_the_step(probe: Any, device: torch.dev
 
 
 @probes
+def test_clipping_after_the_step_does_not_unscale_again(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe, params)
+    optimizer.backward(pull(*((p, 3.0) for p in params)))
+    optimizer.step()
+    for _ in range(3):  # As old code logs the norm.
+        assert float(optimizer.clip_master_grads(100.0)) == pytest.approx(6.0)
+    assert_grads(optimizer.inspect_master_grad_data()[0], 3.0, 3.0)
+
+
+@probes
 @pytest.mark.parametrize("update", [True, False])
 def test_scaled_gradients_that_came_without_our_backward_are_unscaled(
     update: bool, probe: Any, device: torch.device
@@ -440,3 +452,75 @@ def test_gradients_beyond_float16_of_an_fp32_parameter_are_no_overflow(
     optimizer.step()
     assert optimizer.overflow is False
     assert own.tolist() == [0.0, 0.0]
+
+
+# All of that in any order, against sums.
+
+
+class Walk:
+    """Random calls; `sums` is what each gradient must be, None where there is none."""
+
+    def __init__(self, probe: Any, seed: int, device: torch.device) -> None:
+        self.chance = random.Random(seed)
+        self.params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16)]
+        self.optimizer = wrap(probe, self.params, static_loss_scale=8.0)
+        self.sums: list[float | None] = [None] * len(self.params)
+
+    def backward(self) -> None:
+        used = [index for index in range(len(self.params)) if self.chance.random() < 0.7] or [0]
+        self.optimizer.backward(
+            pull(*((self.params[index], 1.0) for index in used)),
+            update_master_grads=self.chance.random() < 0.5,
+        )
+        for index in used:
+            self.sums[index] = (self.sums[index] or 0.0) + 1.0
+
+    def failing_backward(self) -> None:
+        with pytest.raises(BackwardError):
+            self.optimizer.backward(raise_in_backward(pull(*((p, 16.0) for p in self.params))))
+
+    def zero_grad(self) -> None:
+        to_none = self.chance.random() < 0.5
+        if self.chance.random() < 0.5:
+            self.optimizer.zero_grad(set_to_none=to_none)
+        else:
+            torch.nn.ParameterList(self.params).zero_grad(set_to_none=to_none)
+            self.optimizer.update_master_grads()
+        self.sums = [None if to_none or total is None else 0.0 for total in self.sums]
+
+    def update(self) -> None:
+        self.optimizer.update_master_grads()
+
+    def change_scale(self) -> None:
+        self.optimizer.loss_scale = self.chance.choice([4.0, 8.0, 16.0, 32.0])
+
+    def clip_nothing(self) -> None:
+        assert self.optimizer.clip_master_grads(1e9) != -1
+
+    def look(self) -> None:
+        assert self.optimizer.overflow is False
+        assert_grads(self.optimizer.inspect_master_grad_data()[0], *self.sums)
+        assert_grads(master_grads(self.optimizer), *self.sums)
+
+    def step(self) -> None:
+        self.optimizer.state.clear()  # So that the moments are those of this step alone.
+        self.optimizer.step()
+        assert_grads(grads_used(self.optimizer), *self.sums)
+
+
+@probes
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_in_any_order_keep_the_sums(seed: int, probe: Any, device: torch.device) -> None:
+    walk = Walk(probe, seed, device)
+    actions = [
+        *[walk.backward] * 3,
+        *[walk.step] * 2,
+        walk.failing_backward,
+        walk.zero_grad,
+        walk.update,
+        walk.change_scale,
+        walk.clip_nothing,
+        walk.look,
+    ]
+    for _ in range(25):
+        walk.chance.choice(actions)()

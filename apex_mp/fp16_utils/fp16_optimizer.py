@@ -261,7 +261,9 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         if self.overflow:
             return -1
         params = [param for group in self.param_groups for param in group["params"]]
-        return self.clip_grad_norm(params, max_norm, norm_type)
+        norm = self.clip_grad_norm(params, max_norm, norm_type)
+        self._grads.accept_edits()
+        return norm
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the unscaled gradients, a list for each group, None where there is none.
