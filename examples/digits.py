@@ -156,7 +156,9 @@ def compare(args: argparse.Namespace) -> list[Run]:
         for name, flags in COMPARED.items()
     ]
     total = sum(sum(1 for _ in batches(len(data[0]), job)) for _, job in jobs)
-    print(f"Training {len(COMPARED)} models from {args.seeds} seeds on {args.device}:", flush=True)
+    print(
+        f"Training {len(COMPARED)} models from {args.seeds} seed(s) on {args.device}:", flush=True
+    )
     runs = []
     with progress(total) as bar:
         for name, job in jobs:

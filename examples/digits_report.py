@@ -88,27 +88,27 @@ def _curve(runs: Sequence[Run]) -> dict[str, Any]:
 # The table: heading, and the text of a cell.
 COLUMNS = (
     ("run", lambda row: row["run"]),
-    ("test accuracy", lambda row: _accuracy(row)),
-    ("forward + backward", lambda row: f"{row['forward_backward_ms']:.2f} ms"),
-    ("optimizer step", lambda row: f"{row['step_ms']:.2f} ms"),
-    ("state", lambda row: f"{row['state_bytes_per_param']:.1f} B/param"),
-    ("held for backward", lambda row: f"{row['activation_bytes_per_image'] / 1024:.1f} KiB/image"),
-    ("skipped", lambda row: f"{row['skipped']} of {row['steps']}"),
+    ("test accuracy, %", lambda row: _accuracy(row)),
+    ("fwd+bwd, ms", lambda row: f"{row['forward_backward_ms']:.2f}"),
+    ("step, ms", lambda row: f"{row['step_ms']:.2f}"),
+    ("state, B/param", lambda row: f"{row['state_bytes_per_param']:.1f}"),
+    ("held, KiB/image", lambda row: f"{row['activation_bytes_per_image'] / 1024:.1f}"),
+    ("skipped", lambda row: f"{row['skipped']}/{row['steps']}"),
     ("final scale", lambda row: _final_scale(row)),
 )
 
 
 def _accuracy(row: dict[str, Any]) -> str:
     each = [100.0 * value for value in row["accuracy"]]
-    spread = f" ({min(each):.1f} to {max(each):.1f})" if len(each) > 1 else ""
-    return f"{statistics.mean(each):.2f} %{spread}"
+    spread = f" ({min(each):.1f}-{max(each):.1f})" if len(each) > 1 else ""
+    return f"{statistics.mean(each):.2f}{spread}"
 
 
 def _final_scale(row: dict[str, Any]) -> str:
     if not row["scaled"]:
         return "none"
     ends = [_power(scale) for scale in (min(row["final_scale"]), max(row["final_scale"]))]
-    return " to ".join(dict.fromkeys(ends))
+    return "-".join(dict.fromkeys(ends))
 
 
 def _power(scale: float) -> str:
@@ -148,9 +148,11 @@ def notes(results: dict[str, Any]) -> str:
     time = half["forward_backward_ms"] / single["forward_backward_ms"]
     lines = [
         finding(results) + ".",
-        f"Test accuracy: mean of {len(single['seeds'])} seeds (lowest to highest). Times: medians.",
+        f"Test accuracy: mean of {len(single['seeds'])} seeds (lowest-highest).",
+        "Times: medians, of forward with backward and of the optimizer's step.",
         "State: weights, gradients, fp32 masters, moments.",
-        f"Held for backward: what autograd keeps after forward; fp16 {memory:.2f} of fp32's.",
+        f"Held: what autograd keeps from forward for backward; fp16 {memory:.2f} of fp32's.",
+        "Skipped: steps of all seeds whose gradients overflowed.",
         f"The dynamic scale doubles after {settings['scale_window']} good steps, not 1000, so that "
         "a run this short shows it.",
     ]

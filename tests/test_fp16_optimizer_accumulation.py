@@ -288,18 +288,31 @@ def test_every_step_may_get_its_gradients_without_our_backward(
 
 
 @probes
-@pytest.mark.parametrize("by", ["optimizer", "model"])
+@pytest.mark.parametrize(
+    ("before", "by"),
+    [
+        ("backward", "optimizer"),
+        ("step", "optimizer"),
+        ("step", "model"),
+        ("look, step", "optimizer"),
+        ("look, step", "model"),
+    ],
+)
 def test_gradients_that_came_without_our_backward_have_the_scale_of_now(
-    by: str, probe: Any, device: torch.device
+    by: str, before: str, probe: Any, device: torch.device
 ) -> None:
     model = torch.nn.Linear(2, 3, device=device)
     model.weight = ones(3, 2, device=device)
     optimizer = wrap(probe, list(model.parameters()))
     optimizer.backward(pull((model.weight, 5.0), (model.bias, 5.0)))
-    optimizer.step()
+    if "look" in before:
+        assert_grads(master_grads(optimizer), 5.0, 5.0)
+    if "step" in before:
+        optimizer.step()
     (optimizer if by == "optimizer" else model).zero_grad(set_to_none=True)
     optimizer.loss_scale = 512.0
     (pull((model.weight, 3.0), (model.bias, 3.0)) * 512.0).backward()
+    optimizer.state.clear()
     optimizer.step()
     assert_grads(grads_used(optimizer), 3.0, 3.0)
 

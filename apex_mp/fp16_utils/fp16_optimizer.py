@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from apex_mp import grads
 from apex_mp.fp16_utils import _checkpoint
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.fp16_utils._inner import inner_of, legacy_arguments
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._skips import (
     SKIPS_BEFORE_WARNING,
@@ -102,7 +102,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
     ) -> None:
         # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own and
         # wrap step(), so that hooks meant for the inner optimizer would run twice.
-        inner = _inner_of(init_optimizer, optimizer)
+        inner = inner_of(init_optimizer, optimizer, FP16_Optimizer)
         if clip not in ("group", "global"):
             raise ValueError(f'FP16_Optimizer: clip is {clip!r}; it must be "group" or "global"')
         self.loss_scaler: LossScaler | DynamicLossScaler = (
@@ -117,7 +117,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self.clip_grad_norm = torch.nn.utils.clip_grad_norm_
         self.overflow_report: list[grads.NonFinite] = []
         self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-        self._legacy_arguments = _legacy_arguments(inner)
+        self._legacy_arguments = legacy_arguments(inner)
         self._grads = MasterGrads(
             lazy=bool(self._legacy_arguments), current_scale=lambda: self.loss_scale
         )
@@ -476,30 +476,6 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             for master, saved in masters:
                 master.copy_(saved)
         self._grads.copy_to_model()
-
-
-def _inner_of(init_optimizer: Any, optimizer: Any) -> Any:
-    if (init_optimizer is None) == (optimizer is None):
-        raise TypeError("FP16_Optimizer: give the optimizer to wrap once, as init_optimizer=")
-    inner = init_optimizer if init_optimizer is not None else optimizer
-    if isinstance(inner, FP16_Optimizer):
-        raise TypeError("FP16_Optimizer: init_optimizer is an FP16_Optimizer; wrap the inner one")
-    # Old code brings optimizers of its own that do not derive from torch's.
-    if not (hasattr(inner, "param_groups") and callable(getattr(inner, "step", None))):
-        raise TypeError(
-            f"FP16_Optimizer: init_optimizer is a {type(inner).__name__}; it must be an optimizer"
-        )
-    return inner
-
-
-def _legacy_arguments(optimizer: Any) -> tuple[str, ...]:
-    """The arguments of the legacy call that an optimizer's step takes, or none of them."""
-    parameters = inspect.signature(optimizer.step).parameters
-    if not {"grads", "output_params", "scale"} <= set(parameters):
-        return ()
-    return tuple(
-        name for name in ("grads", "output_params", "scale", "grad_norms") if name in parameters
-    )
 
 
 def _check(lists: list[list[Tensor | None]]) -> grads.Checked:
