@@ -23,7 +23,11 @@ from apex_mp.master import MasterGroup, rekey_state, store_grad, stored_grad
 
 
 class Stage(enum.Enum):
-    """What the `.grad` of parameters that are their own masters holds."""
+    """What the `.grad` of parameters that are their own masters holds.
+
+    After a step nobody can tell an edit of such a gradient from scaled ones added to it; it is
+    taken for the latter.
+    """
 
     READY = "nothing of ours, so what is there came in scaled"
     SCALED = "scaled gradients: backward came last"

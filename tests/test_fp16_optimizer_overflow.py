@@ -205,6 +205,40 @@ def test_an_edit_that_is_not_finite_does_not_reach_the_weights(
         assert bool((weight == 1.0).all())
 
 
+@faces
+@probes
+def test_a_hook_that_makes_gradients_infinite_does_not_reach_the_weights(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    for dtype in (F16, F32):
+        weight = ones(2, dtype=dtype, device=device)
+        optimizer = face(probe([weight]), 128.0, verbose=False)
+
+        def spoil(optimizer: Any, args: Any, kwargs: Any) -> None:
+            optimizer.param_groups[0]["params"][0].grad.fill_(INF)
+
+        optimizer.register_step_pre_hook(spoil)
+        optimizer.backward(pull((weight, 1.0)))
+        assert optimizer.step() is None
+        assert optimizer.overflow
+        assert bool((weight == 1.0).all())
+
+
+@faces
+@probes
+def test_an_overflow_is_over_once_its_gradients_are_cleared(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    weight = ones(2, device=device)
+    optimizer = face(probe([weight]), **SCALINGS["dynamic"], verbose=False)
+    optimizer.backward(pull((weight, INF)))
+    optimizer.step()
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 64.0)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    assert (optimizer.overflow, optimizer.loss_scale) == (False, 64.0)
+
+
 # What is printed: by the text of 2019, and then where.
 
 

@@ -22,7 +22,7 @@ from apex_mp.fp16_utils._skips import (
 )
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.master import MasterGroup, check_dtypes
-from apex_mp.master_grads import MasterGrads
+from apex_mp.master_grads import MasterGrads, Stage
 
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -295,6 +295,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         """Unscale, if nobody has since the gradients came in by our backward or by another."""
         if self._grads.came_in():
             self.update_master_grads()
+        elif self._grads.stage is Stage.READY:
+            self._overflow = None  # There are no gradients: the last step's overflow is over.
 
     # The step.
 
@@ -322,15 +324,20 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     def _step_plain(self) -> tuple[bool, Any]:
         """Step an inner optimizer that reads `.grad`; return whether it was skipped, its value."""
-        if self._grads.edited():
-            self._overflow = None  # An edit may have brought in inf or NaN.
-        if self.overflow:
+        if self._overflow_with_edits():
             return True, None
         self._call_hooks(self._optimizer_step_pre_hooks)
+        if self._optimizer_step_pre_hooks and self._overflow_with_edits():
+            return True, None
         value = self.optimizer.step()
         self._grads.copy_to_model()
         self._call_hooks(self._optimizer_step_post_hooks)
         return False, value
+
+    def _overflow_with_edits(self) -> bool:
+        if self._grads.edited():
+            self._overflow = None  # An edit may have brought in inf or NaN.
+        return self.overflow
 
     def _step_legacy(self) -> tuple[bool, Any]:
         """Step an inner optimizer that takes scaled gradients; return as _step_plain."""
@@ -342,6 +349,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             self._call_hooks(self._optimizer_step_pre_hooks)
             lists, scale = self._grads.collect(self.param_groups)  # A hook may edit gradients.
             checked = _check(lists)
+            if checked.found_inf:
+                return True, None
         norms = checked.norms
         if self.clip == "global":
             norms = (checked.global_norm,) * len(norms)
