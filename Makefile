@@ -50,7 +50,7 @@ test: $(BUILT)
 lint: $(BUILT)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 types: $(BUILT)
@@ -59,7 +59,7 @@ types: $(BUILT)
 format: $(BUILT)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(VENV)/bin/clang-format -i
 
 # torch stands in every pip command, pinned, so that no other package can bring another one.

@@ -29,8 +29,8 @@ def load() -> ModuleType:
     """Import torch and apex_mp._C, which registers the operators, and return the latter.
 
     Raises:
-        ImportError: torch or the extension is missing, or the extension was built for another
-            torch. The message holds the command that mends it.
+        ImportError: torch or the extension is missing, the extension was built for another torch,
+            or APEX_MP_CPU_LEVEL names no level. The message holds the command that mends it.
     """
     torch = import_torch()
     # In this folder alone: an editable install elsewhere would offer its own.
@@ -51,6 +51,10 @@ def load() -> ModuleType:
             f"loaded with torch {torch.__version__} ({error}); {build_hint()}"
         ) from error
     _check_same_torch(extension.torch_version, torch.__version__)
+    try:
+        extension.cpu_level()
+    except ValueError as error:
+        raise ImportError(f"apex_mp: {error}; run:\n  unset APEX_MP_CPU_LEVEL") from error
     return extension
 
 

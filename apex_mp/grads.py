@@ -69,7 +69,7 @@ def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
 
 
 def norm(lists: Sequence[Sequence[Tensor]]) -> float | Tensor:
-    """Return the l2 norm of all gradients as one vector, without making the host wait.
+    """Return the l2 norm of all gradients as one vector; the host waits only for several devices.
 
     Args:
         lists: One list of gradients for each device.
@@ -102,7 +102,16 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
 
 
 def lie_as(grad: Tensor, param: Tensor) -> Tensor:
-    """Return the gradient with its elements in memory in the parameter's order."""
+    """Return the gradient with its elements in memory in the parameter's order.
+
+    Raises:
+        RuntimeError: The gradient is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"a gradient of shape {[*grad.shape]} is sparse, but apex_mp scales and steps dense "
+            "ones only; make the layer with sparse=False"
+        )
     if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
         return grad
     if grad.shape != param.shape:

@@ -158,7 +158,7 @@ class MasterGroup:
 
     @property
     def flat(self) -> Tensor:
-        """All masters of this group as one vector; writes to it are seen by the step and the model.
+        """All masters of this group as one vector; the next step sees writes, and writes the model.
 
         Raises:
             RuntimeError: The group's parameters lie on several devices.

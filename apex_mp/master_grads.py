@@ -160,25 +160,18 @@ class MasterGrads:
         self.stage = Stage.UNSCALED
         if self._lazy:
             return None
-        found = self._make_master_grads() or found
-        self.accept_edits()
-        return found
+        return self._make_master_grads() or found
 
     def hold(self) -> None:
         """Give every master its unscaled gradient, unless masters hold theirs already."""
         if not self.holding:
             self._make_master_grads()
 
-    def edited(self) -> bool:
-        """Whether somebody has changed masters' gradients since `unscale` made them."""
-        return self._differ_from_marks([*self.model_of, *self.own_params()])
-
     def accept_edits(self) -> None:
-        """Take the gradients as they are now for those that `edited` and `came_in` ask about."""
-        stepped = self.stage is Stage.STEPPED
-        params = self._visible_params() if stepped else [*self.model_of, *self.own_params()]
-        pairs = [(param, stored_grad(param)) for param in params]
-        self._marks = {param: _Mark.of(grad) for param, grad in pairs if grad is not None}
+        """After a step: take the gradients as they are now for those that it used."""
+        if self.stage is Stage.STEPPED:
+            pairs = [(param, stored_grad(param)) for param in self._visible_params()]
+            self._marks = {param: _Mark.of(grad) for param, grad in pairs if grad is not None}
 
     def came_in(self) -> bool:
         """Whether there are gradients that neither `unscale` nor a step has seen."""
@@ -208,7 +201,10 @@ class MasterGrads:
 
     @torch.no_grad()
     def _unscale_own(self) -> bool:
-        grads = [param.grad for param in self.own_params() if param.grad is not None]
+        params = [param for param in self.own_params() if param.grad is not None]
+        grads = [_grads.lie_as(_grad(param), param) for param in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
         return _grads.unscale(grads, grads, 1.0 / self._scale_of_grads())
 
     @torch.no_grad()
@@ -251,7 +247,8 @@ class MasterGrads:
     def grad_of(self, param: Parameter) -> Tensor | None:
         """The gradient to step `param` with: its own, or while masters hold none the model's."""
         model = self.model_of.get(param)
-        return stored_grad(param) if model is None or self.holding else model.grad
+        grad = stored_grad(param) if model is None or self.holding else model.grad
+        return None if grad is None else _grads.lie_as(grad, param)
 
     def collect(
         self, param_groups: list[dict[str, Any]]

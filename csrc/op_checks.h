@@ -6,6 +6,8 @@
 #include <optional>
 
 #include "checks.h"
+#include "math/adam.h"
+#include "math/update_scale.h"
 
 namespace apex_mp {
 
@@ -101,6 +103,32 @@ inline void check_update_scale(const at::Tensor& scale, const at::Tensor& good_s
               growth_interval, "; it must be at least 1 and fit an int");
   TORCH_CHECK(1 <= hysteresis && hysteresis <= kMaxCount, op, ": hysteresis is ", hysteresis,
               "; it must be at least 1 and fit an int");
+}
+
+inline void check_option(const char* op, const char* name, double value, bool fits,
+                         const char* wish) {
+  TORCH_CHECK(fits, op, ": ", name, " is ", value, "; it must be ", wish);
+}
+
+// A comparison with NaN is false, so NaN fits nowhere.
+inline void check_rule(const math::LossScaleRule& rule) {
+  const char* op = "update_scale_";
+  check_option(op, "growth_factor", rule.growth_factor, rule.growth_factor >= 1.0, "at least 1");
+  check_option(op, "backoff_factor", rule.backoff_factor,
+               0.0 < rule.backoff_factor && rule.backoff_factor < 1.0, "between 0 and 1");
+  check_option(op, "min_scale", rule.min_scale, rule.min_scale > 0.0, "more than 0");
+  check_option(op, "max_scale", rule.max_scale, rule.max_scale >= rule.min_scale,
+               "min_scale or more");
+}
+
+inline void check_adam_options(const math::AdamOptions& options) {
+  const char* op = "adam_";
+  check_option(op, "beta1", options.beta1, 0.0 <= options.beta1 && options.beta1 < 1.0,
+               "in [0, 1)");
+  check_option(op, "beta2", options.beta2, 0.0 <= options.beta2 && options.beta2 < 1.0,
+               "in [0, 1)");
+  check_option(op, "eps", options.eps, options.eps >= 0.0, "0 or more");
+  check_option(op, "weight_decay", options.weight_decay, options.weight_decay >= 0.0, "0 or more");
 }
 
 // Moments are of the math type: float64 for a float64 parameter, else float32.

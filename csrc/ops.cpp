@@ -38,16 +38,33 @@ TORCH_LIBRARY(apex_mp, m) {
 
 namespace {
 
-// Says in a sentence what the dispatcher would otherwise say in a page.
-void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* /*stack*/) {
-  const c10::BackendComponent backend = keys.highestBackendKey();
-  const std::string& qualified = op.schema().name();
-  const std::string name = qualified.substr(qualified.rfind(':') + 1);
-  if (keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr}))) {
-    TORCH_CHECK(false, name,
-                ": an argument is a sparse tensor; all must be dense (strided) tensors");
+bool is_sparse(const at::Tensor& tensor) { return tensor.layout() != at::kStrided; }
+
+// The sparse argument of a call, as an error message names it: "grads[3]".
+std::string sparse_argument(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  const size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = stack[stack.size() - count + i];
+    const std::string& name = schema.arguments()[i].name();
+    if (value.isTensor() && is_sparse(value.toTensor())) return name;
+    if (!value.isTensorList()) continue;
+    const c10::List<at::Tensor> list = value.toTensorList();
+    for (size_t index = 0; index < list.size(); ++index) {
+      if (is_sparse(list.get(index))) return name + '[' + std::to_string(index) + ']';
+    }
   }
-  TORCH_CHECK(false, name, ": an argument is a ", c10::toString(backend),
+  return "an argument";
+}
+
+// Says in a sentence what the dispatcher would otherwise say in a page.
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const std::string name = schema.name().substr(schema.name().rfind(':') + 1);
+  TORCH_CHECK(
+      !keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr})),
+      name, ": ", sparse_argument(schema, *stack),
+      " is a sparse tensor; it must be a dense (strided) tensor");
+  TORCH_CHECK(false, name, ": an argument is a ", c10::toString(keys.highestBackendKey()),
               " tensor, for which this build of apex_mp has no kernels. To build those for CUDA: "
               "FORCE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
 }

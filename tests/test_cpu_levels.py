@@ -82,6 +82,7 @@ def test_a_level_that_is_set_is_in_use(cpu_level: str) -> None:
 def test_an_unknown_level_is_refused_and_changes_nothing() -> None:
     before = _C.cpu_level()
     choices = ", ".join(_C.cpu_levels())
-    with pytest.raises(ValueError, match=f"'sse9' is not to be had here; choose one of: {choices}"):
+    sentence = rf"'sse9' \(APEX_MP_CPU_LEVEL\) is not to be had here; it must be one of: {choices}"
+    with pytest.raises(ValueError, match=sentence):
         _C.set_cpu_level("sse9")
     assert _C.cpu_level() == before

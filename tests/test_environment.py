@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -246,3 +247,13 @@ def test_missing_build_tools_are_told_with_the_command(monkeypatch: pytest.Monke
     tools = gpu_facts(monkeypatch, built=None, gpu=None)["build tools"]
     assert tools.value.endswith("; missing: wheel, pybind11")
     assert "pip install wheel pybind11" in tools.mend
+
+
+def test_a_level_that_is_not_to_be_had_is_reported_with_what_mends_it() -> None:
+    environment = {**os.environ, "APEX_MP_CPU_LEVEL": "sse9"}
+    command = [sys.executable, "-m", "apex_mp"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 1
+    assert "CPU level 'sse9' (APEX_MP_CPU_LEVEL)" in run.stdout
+    assert "unset APEX_MP_CPU_LEVEL" in run.stdout
+    assert run.stderr == ""

@@ -431,3 +431,44 @@ def test_norms_are_given_only_to_whom_takes_them(device: torch.device) -> None:
     optimizer.step()
     assert inner.calls[-1]["grad_norms"] == [2.0 * 2.0 * 128.0]  # Of the scaled gradients.
     assert isinstance(inner.calls[-1]["grads"][0][0], Tensor)
+
+
+@faces
+def test_a_global_clip_that_the_inner_optimizer_cannot_do_is_refused(
+    face: Any, device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match='clip is "global", but SGD does not clip'):
+        face(sgd([ones(2, device=device)]), clip="global")
+
+
+@faces
+def test_switching_to_a_dynamic_scale_and_back_keeps_the_arguments(
+    face: Any, device: torch.device
+) -> None:
+    arguments = {"init_scale": 64.0, "scale_window": 7, "hysteresis": 3}
+    optimizer = face(sgd([ones(2, device=device)]), 1.0, True, arguments, verbose=False)
+    optimizer.dynamic_loss_scale = False
+    optimizer.dynamic_loss_scale = True
+    assert (optimizer.loss_scale, optimizer.scale_window) == (64.0, 7)
+    assert optimizer.loss_scaler.hysteresis == 3
+
+
+@faces
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sparse_gradients_are_refused_with_a_sentence(
+    dtype: torch.dtype, face: Any, device: torch.device
+) -> None:
+    layer = torch.nn.Embedding(4, 2, sparse=True, device=device, dtype=dtype)
+    optimizer = face(sgd(layer.parameters()), verbose=False)
+    loss = layer(torch.tensor([1, 2], device=device)).float().sum()
+    with pytest.raises(RuntimeError, match=r"a gradient of shape \[4, 2\] is sparse"):
+        optimizer.backward(loss)
+
+
+@faces
+def test_a_gradient_of_another_layout_is_taken(face: Any, device: torch.device) -> None:
+    weight = ones(4, 6, device=device)
+    optimizer = face(FusedAdam([weight], lr=0.5), 1.0, verbose=False)
+    weight.grad = torch.ones(1, dtype=torch.float16, device=device).expand(4, 6)
+    optimizer.step()
+    assert weight.tolist() == [[0.5] * 6] * 4

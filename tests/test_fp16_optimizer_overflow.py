@@ -190,17 +190,19 @@ def test_overflow_may_be_written(probe: Any, face: Any, device: torch.device) ->
     assert optimizer.overflow is False
 
 
+@pytest.mark.parametrize("by_data", [False, True], ids=["grad", "grad.data"])
 @faces
 @probes
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_an_edit_that_is_not_finite_does_not_reach_the_weights(
-    value: float, probe: Any, face: Any, device: torch.device
+    by_data: bool, value: float, probe: Any, face: Any, device: torch.device
 ) -> None:
     for dtype in (F16, F32):
         weight = ones(2, dtype=dtype, device=device)
         optimizer = face(probe([weight]), 128.0, verbose=False)
         optimizer.backward(pull((weight, 1.0)))
-        optimizer.param_groups[0]["params"][0].grad.mul_(value)
+        grad = optimizer.param_groups[0]["params"][0].grad
+        (grad.data if by_data else grad).mul_(value)
         assert optimizer.step() is None
         assert bool((weight == 1.0).all())
 

@@ -317,8 +317,29 @@ def test_a_sparse_tensor_in_a_list_is_refused(
     matrices = ListCase("two matrices", [(4, 4), (4, 4)])
     call = operator.sample(matrices, DTYPES_OF_SOUND_CALL[operator.name], device)
     call[name][1] = to_sparse(torch.eye(4, dtype=call[name][1].dtype, device=device))
-    refusal = r"(an argument is a sparse tensor|copies\[1\] is Sparse(Csr)?); .* dense \(strided\)"
-    assert_refuses(operator, call, rf"^{operator.name}: {refusal}")
+    refusal = r"is (a sparse tensor|Sparse(Csr)?); it must be a dense \(strided\)"
+    assert_refuses(operator, call, rf"^{operator.name}: {name}\[1\] {refusal}")
+
+
+@pytest.mark.parametrize(
+    ("operator", "option", "value"),
+    [
+        ("adam_", "beta1", 1.0),
+        ("adam_", "beta2", -0.1),
+        ("adam_", "eps", -1e-8),
+        ("adam_", "weight_decay", float("nan")),
+        ("update_scale_", "growth_factor", 0.5),
+        ("update_scale_", "backoff_factor", 1.0),
+        ("update_scale_", "min_scale", 0.0),
+        ("update_scale_", "max_scale", float("nan")),
+    ],
+)
+def test_an_option_out_of_range_is_refused(
+    operator: str, option: str, value: float, device: torch.device
+) -> None:
+    call = sound_call(OPERATOR[operator], device)
+    call[option] = value
+    assert_refuses(OPERATOR[operator], call, f"^{operator}: {option} is .*; it must be ")
 
 
 @each_list

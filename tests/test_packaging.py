@@ -303,7 +303,10 @@ TINY_MODULE = """
 #include <pybind11/pybind11.h>
 #define SPELL_EXPANDED(x) #x
 #define SPELL(x) SPELL_EXPANDED(x)
-PYBIND11_MODULE(_C, module) { module.attr("torch_version") = SPELL(APEX_MP_TORCH_VERSION); }
+PYBIND11_MODULE(_C, module) {
+  module.attr("torch_version") = SPELL(APEX_MP_TORCH_VERSION);
+  module.def("cpu_level", [] { return "baseline"; });
+}
 """
 
 

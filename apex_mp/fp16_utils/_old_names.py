@@ -21,6 +21,7 @@ class OldNames:
     loss_scaler: LossScaler | DynamicLossScaler
     _grads: MasterGrads
     _iteration: int
+    _dynamic_args: dict[str, Any]
 
     @property
     def loss_scale(self) -> float:
@@ -46,7 +47,7 @@ class OldNames:
     def _new_loss_scaler(self, dynamic: bool, scale: float) -> LossScaler | DynamicLossScaler:
         if not dynamic:
             return LossScaler(scale)
-        return DynamicLossScaler(**{**self._DYNAMIC_DEFAULTS, "init_scale": scale})
+        return DynamicLossScaler(**{**self._dynamic_args, "init_scale": scale})
 
     @property
     def cur_iter(self) -> int:
@@ -124,7 +125,7 @@ class OldNames:
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
-        """Each group's masters as one vector; in-place writes are seen by step and model."""
+        """Each group's masters as one vector; the next step sees writes, and writes the model."""
         return [group.flat for group in self._grads.groups]
 
     @property

@@ -82,7 +82,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
     Raises:
         TypeError: `init_optimizer` is not an optimizer, is wrapped already, or holds a parameter of
             a dtype that is not floating.
-        ValueError: `clip` or a loss scale is out of range.
+        ValueError: `clip` or a loss scale is out of range, or the inner optimizer cannot clip by a
+            global norm.
     """
 
     # Old defaults of this module; apex_mp.optimizers.FP16_Optimizer has others.
@@ -105,8 +106,16 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         inner = inner_of(init_optimizer, optimizer, FP16_Optimizer)
         if clip not in ("group", "global"):
             raise ValueError(f'FP16_Optimizer: clip is {clip!r}; it must be "group" or "global"')
+        self._legacy_arguments = legacy_arguments(inner)
+        if clip == "global" and "grad_norms" not in self._legacy_arguments:
+            raise ValueError(
+                f'FP16_Optimizer: clip is "global", but {type(inner).__name__} does not clip by '
+                "norms that it is given, as FusedAdam does by its max_grad_norm; "
+                "use clip_master_grads"
+            )
+        self._dynamic_args = {**self._DYNAMIC_DEFAULTS, **(dynamic_loss_args or {})}
         self.loss_scaler: LossScaler | DynamicLossScaler = (
-            DynamicLossScaler(**{**self._DYNAMIC_DEFAULTS, **(dynamic_loss_args or {})})
+            DynamicLossScaler(**self._dynamic_args)
             if dynamic_loss_scale
             else LossScaler(static_loss_scale)
         )
@@ -117,7 +126,6 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self.clip_grad_norm = torch.nn.utils.clip_grad_norm_
         self.overflow_report: list[grads.NonFinite] = []
         self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-        self._legacy_arguments = legacy_arguments(inner)
         self._grads = MasterGrads(
             lazy=bool(self._legacy_arguments), current_scale=lambda: self.loss_scale
         )
@@ -306,37 +314,38 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         Args:
             closure: Clears the gradients, computes the loss, calls `self.backward` and returns the
                 loss; for optimizers such as LBFGS. While it overflows the loss scale backs off
-                and it is called again.
+                and it is called again; with an inner optimizer of the legacy call, which needs it
+                once, the step is skipped.
 
         Returns:
             What the inner optimizer's step returned; None if the step was skipped.
         """
         loss = None
-        if closure is not None:
-            if not self._legacy_arguments:
-                return self._step_with_closure(closure)
+        if closure is not None and self._legacy_arguments:
             with torch.enable_grad():
-                loss = closure()
-        self._unscale_what_came_in()
-        skipped, value = self._step_legacy() if self._legacy_arguments else self._step_plain()
+                loss, closure = closure(), None
+        if closure is not None:
+            skipped, value = self._step_with_closure(closure)
+        else:
+            self._unscale_what_came_in()
+            skipped, value = self._step_legacy() if self._legacy_arguments else self._step_plain()
         self._end_step(skipped=skipped)
         return loss if value is None and not skipped else value
 
     def _step_plain(self) -> tuple[bool, Any]:
         """Step an inner optimizer that reads `.grad`; return whether it was skipped, its value."""
-        if self._overflow_with_edits():
+        if self._overflow_now():
             return True, None
         self._call_hooks(self._optimizer_step_pre_hooks)
-        if self._optimizer_step_pre_hooks and self._overflow_with_edits():
+        if self._optimizer_step_pre_hooks and self._overflow_now():
             return True, None
         value = self.optimizer.step()
         self._grads.copy_to_model()
         self._call_hooks(self._optimizer_step_post_hooks)
         return False, value
 
-    def _overflow_with_edits(self) -> bool:
-        if self._grads.edited():
-            self._overflow = None  # An edit may have brought in inf or NaN.
+    def _overflow_now(self) -> bool:
+        self._overflow = None  # An edit, by way of .data too, may have brought in inf or NaN.
         return self.overflow
 
     def _step_legacy(self) -> tuple[bool, Any]:
@@ -407,7 +416,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"
         return message + (f", reducing to {self.loss_scale}" if self.dynamic_loss_scale else "")
 
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+    def _step_with_closure(self, closure: Callable[[], Any]) -> tuple[bool, Any]:
+        """Step an inner optimizer that calls a closure as often as it likes; as _step_plain."""
         params = [param for group in self.param_groups for param in group["params"]]
         before = Snapshot(params, self.state)
         self.first_closure_call_this_step = True
@@ -417,12 +427,10 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         except StepAbandonedError:
             before.restore(self.state)
             self._grads.copy_to_model()
-            self._end_step(skipped=True)
-            return None
+            return True, None
         self._grads.copy_to_model()
         self._call_hooks(self._optimizer_step_post_hooks)
-        self._end_step(skipped=False)
-        return value
+        return False, value
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if not self.first_closure_call_this_step:
@@ -452,12 +460,13 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         """Return everything a resumed run needs, as tensors and plain values.
 
         `torch.load(..., weights_only=True)` reads it. Masters are copied. Keys: `loss_scaler`,
-        `dynamic_loss_scale`, `overflow`, `first_closure_call_this_step`, `optimizer_state_dict`,
-        `fp32_from_fp16` (masters, a list for each group).
+        `dynamic_loss_scale`, `cur_iter`, `overflow`, `first_closure_call_this_step`,
+        `optimizer_state_dict`, `fp32_from_fp16` (masters, a list for each group).
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
+            "cur_iter": self.cur_iter,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
@@ -472,7 +481,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         Raises:
             ValueError: A key is missing, or masters do not fit; nothing is changed then.
         """
-        scaler = _checkpoint.read_loss_scaler(state_dict, self.loss_scaler, self._DYNAMIC_DEFAULTS)
+        scaler = _checkpoint.read_loss_scaler(state_dict, self.loss_scaler, self._dynamic_args)
         masters = _checkpoint.read_masters(state_dict, self._grads.groups)
         self.optimizer.load_state_dict(_checkpoint.read_inner_state(state_dict, self._grads.groups))
         self.loss_scaler = scaler

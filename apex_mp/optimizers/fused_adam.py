@@ -1,4 +1,4 @@
-"""FusedAdam: Adam and AdamW as one operator call per parameter group."""
+"""FusedAdam: Adam and AdamW, one operator call for all tensors of a group on a device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
         capturable: No effect: the CUDA kernels read step counts on the device anyway [False].
         master_weights: Keep a float32 master of each float16 and bfloat16 parameter in
-            `state[p]["master_param"]`, step it, and write the parameter in the same pass [False].
+            `state[p]["master_param"]`, step it, and write the parameter in the same pass. Whoever
+            loads other weights into the model must drop the masters too [False].
         maximize: Maximise the objective instead of minimising it [False].
 
     Raises:
@@ -168,10 +169,9 @@ class FusedAdam(torch.optim.Optimizer):
                 for call in group_calls:
                     call.options = _adam_call.options(group, inv_scale, call.device)
                 calls += group_calls
-            if new or grads is not None or output_params is not None:
-                # What the operator refuses must not be found with other calls already done.
-                for call in calls[1:]:
-                    call.check()
+            # What the operator refuses must not be found with other calls already done.
+            for call in calls[1:]:
+                call.check()
             for call in calls:
                 call.run(found_inf)
             for param, state in new.items():

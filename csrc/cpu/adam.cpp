@@ -15,10 +15,11 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
            double beta2, double eps, double weight_decay, bool adam_w_mode, bool bias_correction,
            bool eps_inside_sqrt) {
   check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
-  if (params.empty() || (found_inf.has_value() && number(*found_inf) != 0.0)) return;
-
   const math::AdamOptions options = {
       beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt};
+  check_adam_options(options);
+  if (params.empty() || (found_inf.has_value() && number(*found_inf) != 0.0)) return;
+
   std::vector<math::AdamFactors<double>> factors;
   factors.reserve(params.size());
   for (const at::Tensor& step : steps) {

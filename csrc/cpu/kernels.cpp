@@ -47,8 +47,9 @@ const Kernels* find(const std::string& name) {
     if (name == table->level) return table;
     names += std::string(names.empty() ? "" : ", ") + table->level;
   }
-  throw std::invalid_argument("CPU level '" + name +
-                              "' is not to be had here; choose one of: " + names);
+  throw std::invalid_argument(
+      "CPU level '" + name +
+      "' (APEX_MP_CPU_LEVEL) is not to be had here; it must be one of: " + names);
 }
 
 std::atomic<const Kernels*>& current() {

@@ -35,7 +35,7 @@ struct AdamChunk {
 struct Kernels {
   const char* level;
   CheckResult (*check)(In grad, int64_t count);
-  // The last two return 1 if something they tested was not finite, else 0.
+  // These two return 1 if something they tested was not finite, else 0.
   int32_t (*unscale)(In src, Out dst, int64_t count, double inv_scale);
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
   void (*adam)(const AdamChunk& chunk, const math::AdamFactors<double>& factors);

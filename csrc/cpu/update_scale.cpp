@@ -19,6 +19,7 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& good_steps,
                                     max_scale,
                                     static_cast<int>(growth_interval),
                                     static_cast<int>(hysteresis)};
+  check_rule(rule);
   const math::LossScaleState before = {*scale.const_data_ptr<float>(),
                                        *good_steps.const_data_ptr<int>(),
                                        *overflows.const_data_ptr<int>()};

@@ -110,8 +110,14 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& good_steps,
                    double max_scale, int64_t hysteresis) {
   check_update_scale(scale, good_steps, overflows, found_inf, growth_interval, hysteresis);
   const c10::cuda::CUDAGuard guard(scale.device());
-  update_scale({growth_factor, backoff_factor, min_scale, max_scale,
-                static_cast<int>(growth_interval), static_cast<int>(hysteresis)},
+  const math::LossScaleRule rule = {growth_factor,
+                                    backoff_factor,
+                                    min_scale,
+                                    max_scale,
+                                    static_cast<int>(growth_interval),
+                                    static_cast<int>(hysteresis)};
+  check_rule(rule);
+  update_scale(rule,
                {scale.mutable_data_ptr<float>(), good_steps.mutable_data_ptr<int>(),
                 overflows.mutable_data_ptr<int>(), found_inf.const_data_ptr<float>()},
                stream());
@@ -127,6 +133,9 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
            double beta2, double eps, double weight_decay, bool adam_w_mode, bool bias_correction,
            bool eps_inside_sqrt) {
   check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
+  const math::AdamOptions options = {
+      beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt};
+  check_adam_options(options);
   if (params.empty()) return;
   const c10::cuda::CUDAGuard guard(params[0].device());
   std::vector<Row<5>> rows;
@@ -143,9 +152,7 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
   const at::Tensor factors =
       scratch(params.size() * sizeof(math::AdamFactors<double>), params[0].device());
   adam(rows, counts,
-       {{beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt},
-        number_of(lr),
-        number_of(inv_scale),
+       {options, number_of(lr), number_of(inv_scale),
         found_inf.has_value() ? found_inf->const_data_ptr<float>() : nullptr,
         static_cast<math::AdamFactors<double>*>(factors.mutable_data_ptr())},
        stream());
