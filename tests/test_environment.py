@@ -252,7 +252,7 @@ def test_missing_build_tools_are_told_with_the_command(monkeypatch: pytest.Monke
 def test_a_level_that_is_not_to_be_had_is_reported_with_what_mends_it() -> None:
     environment = {**os.environ, "APEX_MP_CPU_LEVEL": "sse9"}
     command = [sys.executable, "-m", "apex_mp"]
-    # Where this apex_mp lies: the source tree may be the current folder without being the one tested.
+    # Where this apex_mp lies: the current folder may be a source tree that is not under test.
     folder = Path(apex_mp.__file__).parents[1]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     assert run.returncode == 1
