@@ -9,6 +9,6 @@ except ImportError:
     if not _extension.is_environment_report():
         raise
 else:
-    from apex_mp import fp16_utils, optimizers
+    from apex_mp import amp, fp16_utils, optimizers
 
-__all__ = ["__version__", "fp16_utils", "optimizers"]
+__all__ = ["__version__", "amp", "fp16_utils", "optimizers"]

@@ -88,15 +88,28 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
         inv_scale: 1 / loss scale.
     """
     factor = torch.tensor(inv_scale, dtype=torch.float64, device="cpu")
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in zip(src, dst, strict=True):
-        sources, targets = by_device.setdefault(source.device, ([], []))
-        sources.append(source)
-        targets.append(target)
     found = []
-    for device, (sources, targets) in by_device.items():
+    for device, (sources, targets) in _by_device(src, dst).items():
         found_inf = torch.zeros(1, device=device)
         _ops.unscale_(sources, targets, factor, found_inf)
+        found.append(found_inf)
+    return any(flag.item() != 0.0 for flag in found)
+
+
+def add_unscaled(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> bool:
+    """Add `src[i] * inv_scale` to `dst[i]` and return whether `src` holds inf or NaN.
+
+    Args:
+        src: Scaled gradients on any devices.
+        dst: Unscaled gradients, each on the device of its source; written.
+        inv_scale: 1 / loss scale.
+    """
+    factor = torch.tensor(inv_scale, dtype=torch.float64, device="cpu")
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    found = []
+    for device, (sources, targets) in _by_device(src, dst).items():
+        found_inf = torch.zeros(1, device=device)
+        _ops.axpby_(sources, targets, targets, factor, one, found_inf, tested=0)
         found.append(found_inf)
     return any(flag.item() != 0.0 for flag in found)
 
@@ -129,3 +142,15 @@ def locate_nonfinite(grads: Iterable[tuple[str, Tensor]]) -> list[NonFinite]:
         if inf or nan:
             found.append(NonFinite(name, tuple(grad.shape), inf, nan))
     return sorted(found, key=lambda one: one.inf + one.nan, reverse=True)
+
+
+def _by_device(
+    src: Sequence[Tensor], dst: Sequence[Tensor]
+) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
+    """Both lists, cut by the devices of the first."""
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(src, dst, strict=True):
+        sources, targets = by_device.setdefault(source.device, ([], []))
+        sources.append(source)
+        targets.append(target)
+    return by_device

@@ -1,0 +1,102 @@
+"""amp.init(): mixed precision for a script that knows nothing of it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from apex_mp.amp.handle import AmpHandle, NoOpHandle
+from apex_mp.amp.registry import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+_LOG = logging.getLogger("apex_mp.amp")
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str | bool = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    dtype: torch.dtype = torch.float16,
+    device_type: str | None = None,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> AmpHandle | NoOpHandle:
+    """Switch casts on in the whole process, and return a handle that scales losses.
+
+    Convolutions, matrix products and recurrent layers then run in low precision, functions that
+    need range or add many numbers up in float32, and arithmetic in the widest dtype among its
+    arguments: `docs/casts.md` has the lists. A second call replaces the first.
+
+    The order of arguments of early 2019, `init(enabled, enable_caching, verbose, allow_banned)`, is
+    known by a second argument that is True or False.
+
+    Args:
+        enabled: With False nothing happens at all, and the handle does nothing [True].
+        loss_scale: "dynamic", or a number ["dynamic"].
+        enable_caching: Cast each weight once for a call of the outermost module [True].
+        verbose: Print a line for each tensor that a listed function casts [False].
+        allow_banned: Cast to float32 what is refused otherwise: binary_cross_entropy [False].
+        dtype: torch.float16 or torch.bfloat16 [torch.float16].
+        device_type: "cuda" or "cpu"; tensors elsewhere are never cast [None: "cuda" if there is a
+            GPU].
+        min_loss_scale: A dynamic scale does not back off below it [None: no floor].
+        max_loss_scale: A dynamic scale does not grow above it [2**24].
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument is out of range.
+    """
+    if isinstance(loss_scale, str) and loss_scale != "dynamic":
+        # There, any string that is not empty stood for True.
+        _LOG.warning(
+            "amp.init: the second argument is %r; it is taken for enable_caching=True of the API "
+            'before March 2019. A loss scale is a number or "dynamic".',
+            loss_scale,
+        )
+        loss_scale = True
+    if isinstance(loss_scale, bool):  # The order of early 2019.
+        enable_caching, verbose, allow_banned = loss_scale, enable_caching, verbose
+        loss_scale = "dynamic"
+    if not enabled:
+        return NoOpHandle()
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"amp.init: dtype is {dtype!r}; it must be torch.float16 or torch.bfloat16"
+        )
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f'amp.init: device_type is {device_type!r}; it must be "cpu" or "cuda"')
+    handle = AmpHandle(
+        loss_scale,
+        bool(enable_caching),
+        bool(verbose),
+        allow_banned=bool(allow_banned),
+        dtype=dtype,
+        device_type=device_type,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+    )
+    handle._activate()
+    return handle

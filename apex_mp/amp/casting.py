@@ -1,0 +1,247 @@
+"""The rule: which tensors among the arguments of a call are cast, and to what.
+
+Whether casts are on, and to which dtype, is asked of torch.autocast at each call, never of a
+handle: so a user's own autocast region, and a checkpoint that computes again, have their way.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+_SHORT_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
+
+
+class Caster:
+    """Casts arguments on one device, and makes wrappers that do so before a call.
+
+    Args:
+        device_type: "cpu" or "cuda"; tensors elsewhere are never cast.
+        enable_caching: Keep the cast of a parameter for the rest of the outermost module call.
+        verbose: Print a line for each tensor that is cast.
+
+    Attributes:
+        active: False once the wrappers are to do nothing, wherever somebody may have kept them.
+        cache: The low-precision casts of parameters, by parameter.
+    """
+
+    def __init__(self, device_type: str, *, enable_caching: bool, verbose: bool) -> None:
+        self.device_type = device_type
+        self.enable_caching = enable_caching
+        self.verbose = verbose
+        self.active = True
+        self.cache = CastCache()
+
+    def is_on(self) -> bool:
+        """Whether functions called now have their arguments cast."""
+        return self.active and torch.is_autocast_enabled(self.device_type)
+
+    # The three casts. Each takes and returns the arguments of a call.
+
+    def to_low(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast float32 tensors to the precision of autocast."""
+        dtype = torch.get_autocast_dtype(self.device_type)
+        return self._cast(name, args, kwargs, torch.float32, dtype)
+
+    def to_float(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast tensors in the precision of autocast to float32."""
+        dtype = torch.get_autocast_dtype(self.device_type)
+        return self._cast(name, args, kwargs, dtype, torch.float32)
+
+    def promote(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """If there are both, cast tensors in the precision of autocast to float32."""
+        dtypes = {tensor.dtype for tensor in self._tensors((args, kwargs))}
+        return self.to_float(name, args, kwargs) if torch.float32 in dtypes else (args, kwargs)
+
+    def match_first(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast the other tensors to the dtype of the first argument, which is written."""
+        low = torch.get_autocast_dtype(self.device_type)
+        target = args[0].dtype
+        if target not in (low, torch.float32):
+            return args, kwargs
+        source = torch.float32 if target is low else low
+        others, kwargs = self._cast(name, args[1:], kwargs, source, target)
+        return (args[0], *others), kwargs
+
+    def has_low(self, args: Any, kwargs: Any) -> bool:
+        """Whether a tensor is in the precision of autocast."""
+        low = torch.get_autocast_dtype(self.device_type)
+        return any(tensor.dtype is low for tensor in self._tensors((args, kwargs)))
+
+    def _tensors(self, value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            if value.device.type == self.device_type:
+                yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from self._tensors(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from self._tensors(item)
+
+    def _cast(
+        self, name: str, args: Any, kwargs: Any, source: torch.dtype, target: torch.dtype
+    ) -> tuple[Any, Any]:
+        silent = not self.verbose or torch.compiler.is_compiling()
+        lines: list[tuple[bool, str]] = []
+
+        def cast(tensor: Tensor) -> Tensor:
+            if tensor.dtype is not source or tensor.device.type != self.device_type:
+                return tensor
+            keep = self.enable_caching and target is not torch.float32 and self.cache.takes(tensor)
+            done = self.cache.get_cast(tensor, target) if keep else None
+            if done is not None:
+                return done
+            if not silent:
+                lines.append((tensor.is_leaf and tensor.requires_grad, _line(name, tensor, target)))
+            done = tensor.to(target)
+            if keep:
+                self.cache.keep(tensor, done)
+            return done
+
+        args = map_tensors(cast, args)
+        if kwargs:
+            # A result goes into the tensor that was given, not into a cast of it.
+            out = {"out": kwargs["out"]} if "out" in kwargs else {}
+            kwargs = {**map_tensors(cast, kwargs), **out}
+        for of_weight in (True, False):  # Weights first, as it always was.
+            for is_weight, line in lines:
+                if is_weight is of_weight:
+                    print(line)
+        return args, kwargs
+
+    # Wrappers.
+
+    def wrap(self, function: Function, name: str, cast: str, *, casts_inside: bool) -> Function:
+        """Return `function` with its arguments cast before the call.
+
+        Args:
+            function: What to call.
+            name: What a line of verbose output calls it.
+            cast: "to_low", "to_float", "promote" or "match_first".
+            casts_inside: Whether what the function calls is cast again.
+        """
+        cast_arguments = getattr(self, cast)
+        is_on = self.is_on
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not is_on():
+                return function(*args, **kwargs)
+            args, kwargs = cast_arguments(name, args, kwargs)
+            if casts_inside:
+                return function(*args, **kwargs)
+            return self.call_uncast(function, args, kwargs)
+
+        return wrapper
+
+    def call_uncast(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function with casts off."""
+        device_type = self.device_type
+        if torch.compiler.is_compiling():  # The way that Dynamo knows.
+            with torch.autocast(device_type, enabled=False):
+                return function(*args, **kwargs)
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    def refuse_low(self, function: Function, error: str) -> Function:
+        """Return `function` with a NotImplementedError for arguments in low precision."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on():
+                return function(*args, **kwargs)
+            if self.has_low(args, kwargs):
+                raise NotImplementedError(error)
+            return self.call_uncast(function, args, kwargs)
+
+        return wrapper
+
+    def refuse_low_first(self, function: Function, name: str, error: str) -> Function:
+        """Return an in-place method that refuses a low-precision tensor, and casts the others."""
+        matching = self.wrap(function, name, "match_first", casts_inside=False)
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self.is_on() and self.has_low(args[:1], {}):
+                raise NotImplementedError(error)
+            return matching(*args, **kwargs)
+
+        return wrapper
+
+
+class CastCache(dict[Tensor, Tensor]):
+    """Casts of parameters; what changes a parameter or the recording of gradients outdates them.
+
+    Edits through `.data` change nothing that could be seen, so `open` is True only while a module
+    is called, and the cache is cleared after.
+    """
+
+    open = False
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether casts of a tensor are kept: parameters are long-lived, and there are few."""
+        return (
+            self.open
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+            and not torch.compiler.is_compiling()
+        )
+
+    def get_cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the cast that is kept, if it still is what a new one would be."""
+        done = self.get(tensor)
+        if done is None or done.dtype is not dtype:
+            return None
+        if done.requires_grad is not torch.is_grad_enabled():
+            return None
+        return done if getattr(done, "_version_of_source", None) == tensor._version else None
+
+    def keep(self, tensor: Tensor, done: Tensor) -> None:
+        """Keep a cast."""
+        done._version_of_source = tensor._version  # type: ignore[attr-defined]
+        self[tensor] = done
+
+
+def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return `value` with every tensor in it replaced; unchanged containers stay themselves."""
+    if isinstance(value, Tensor):
+        return cast(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(cast, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_make"):  # A namedtuple, PackedSequence for one.
+            return value._make(items)
+        return type(value)(items)
+    if isinstance(value, dict):
+        values = {key: map_tensors(cast, item) for key, item in value.items()}
+        if all(values[key] is item for key, item in value.items()):
+            return value
+        new = value.copy()
+        new.update(values)
+        return new
+    return value
+
+
+def is_plain_python(function: Any) -> bool:
+    """Whether a function is the user's own Python, which calls others that are to be cast."""
+    function = getattr(function, "__func__", function)
+    module = getattr(function, "__module__", None) or ""
+    return isinstance(function, types.FunctionType) and module.split(".")[0] != "torch"
+
+
+def _line(name: str, tensor: Tensor, target: torch.dtype) -> str:
+    return f"{_SHORT_NAMES[tensor.dtype]}->{_SHORT_NAMES[target]} ({name})"

@@ -1,0 +1,261 @@
+"""What `amp.init()` returns: casts that are on in the whole process, and a scaled loss."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.amp import _current, registry
+from apex_mp.amp.casting import CastCache, Caster
+from apex_mp.amp.opt import OptimWrapper
+from apex_mp.amp.patching import Patches
+from apex_mp.amp.policy import Rule, rules
+from apex_mp.amp.registry import Registration
+from apex_mp.amp.scaler import LossScaler
+from apex_mp.amp.scaling import scaled_backward
+from apex_mp.amp.scopes import Scopes
+from apex_mp.amp.step_guard import remove_guard
+
+
+class AmpHandle:
+    """Casts that are on, until another `init()` or `_deactivate()`; `amp.init` makes one.
+
+    Args:
+        loss_scale: "dynamic", or a number ["dynamic"].
+        enable_caching: Cast each weight once for a call of the outermost module [True].
+        verbose: Print a line for each tensor that a listed function casts [False].
+        allow_banned: Cast to float32 what is refused otherwise: binary_cross_entropy [False].
+        dtype: The low precision [torch.float16].
+        device_type: Where tensors are cast: "cpu" or "cuda" ["cpu"].
+        min_loss_scale: A dynamic scale does not back off below it [None].
+        max_loss_scale: A dynamic scale does not grow above it [2**24].
+
+    Raises:
+        TypeError, ValueError: An argument is out of range; nothing is changed.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+        *,
+        allow_banned: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device_type: str = "cpu",
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self._scaler_arguments = {
+            "loss_scale": loss_scale,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+        }
+        self._default_scaler: LossScaler | None = self._new_scaler()
+        self._all_wrappers: list[weakref.ref[OptimWrapper]] = []
+        self._caster = Caster(device_type, enable_caching=enable_caching, verbose=verbose)
+        self._scopes = Scopes(self._caster, dtype, self._deactivate)
+        self._patches = Patches()
+        self._rules = [*rules(allow_banned=allow_banned)]
+        self._switched_off = threading.local()
+        self._guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    # Switching on and off.
+
+    def _activate(self) -> None:
+        """Replace the handle that is there, and switch casts on."""
+        if _current.handle is not None:
+            _current.handle._deactivate()
+        # What users registered comes first: a listed function of theirs is theirs.
+        for registration in registry.registrations.values():
+            self._install(registration)
+        for rule in self._rules:
+            if self._is_left_to_us(rule):
+                self._patches.install(
+                    rule.owner, rule.name, functools.partial(rule.wrap, caster=self._caster)
+                )
+        self._scopes.open(self._patches)
+        _current.handle = self
+
+    def _is_left_to_us(self, rule: Rule) -> bool:
+        if (rule.owner, rule.name) in self._patches or not hasattr(rule.owner, rule.name):
+            return False
+        # Who is to be told of each cast must have it made by us.
+        return self._caster.verbose or not rule.is_done_by_torch(self._caster.device_type)
+
+    def _install(self, registration: Registration) -> None:
+        self._patches.install(
+            registration.owner,
+            registration.name,
+            functools.partial(registration.wrap, caster=self._caster),
+        )
+
+    def _deactivate(self) -> None:
+        """Switch casts off, and leave torch exactly as it was before `init()`."""
+        if _current.handle is not self:
+            return
+        _current.handle = None
+        self._caster.active = False
+        self._patches.remove_all()
+        self._scopes.close()
+        for optimizer in [*self._guarded]:
+            remove_guard(optimizer)
+
+    def is_active(self) -> bool:
+        """Whether casts and loss scaling are on here."""
+        return _current.handle is self and not getattr(self._switched_off, "depth", 0)
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        """Switch casts off in this thread for a `with` block, loss scaling too."""
+        depth = getattr(self._switched_off, "depth", 0)
+        self._switched_off.depth = depth + 1
+        try:
+            with self._scopes.casts_off():
+                yield
+        finally:
+            self._switched_off.depth = depth
+
+    # Losses.
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any | Sequence[Any]) -> Iterator[Tensor]:
+        """Yield the loss times its scale; the gradients are unscaled when the block ends.
+
+            with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+        If a gradient is inf or NaN then, the next step of the optimizer is skipped. Several blocks
+        before a step add their gradients.
+
+        Args:
+            loss: A floating tensor.
+            optimizer: The one that has the parameters, or a list of several.
+
+        Raises:
+            RuntimeError: There are wrapped optimizers, which scale by their own method.
+        """
+        if not self.is_active():
+            yield loss
+            return
+        if self._default_scaler is None:
+            raise RuntimeError(
+                "After calling `handle.wrap_optimizer()`, you must explicitly use "
+                "`optimizer.scale_loss(loss)`."
+            )
+        optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self._guarded.update(optimizers)
+        with scaled_backward(
+            loss, optimizers, self._default_scaler, names=self._parameter_names
+        ) as scaled_loss:
+            yield scaled_loss
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return the optimizer with a `scale_loss` of its own, for several losses.
+
+        Args:
+            optimizer: A torch optimizer.
+            num_loss: Losses before each step, each of which gets its own scale [1].
+        """
+        wrapper = OptimWrapper(optimizer, self, num_loss)
+        self._default_scaler = None
+        return wrapper
+
+    def _new_scaler(self) -> LossScaler:
+        return LossScaler(**self._scaler_arguments)  # type: ignore[arg-type]
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Names of the parameters of all modules that have been called, by id()."""
+        return self._scopes.parameter_names()
+
+    # Casts of weights that are kept.
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether casts of weights are kept for the rest of the outermost module's call."""
+        return self._caster.enable_caching
+
+    @property
+    def cache(self) -> CastCache:
+        """The casts that are kept now, by parameter; those that torch keeps are not among them."""
+        return self._caster.cache
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forget the casts of a parameter."""
+        self._clear_cache()
+
+    def _clear_cache(self) -> None:
+        """Forget all casts of weights. It happens after each call of a model anyway."""
+        self._scopes.clear_cache()
+
+    @property
+    def verbose(self) -> bool:
+        """Whether casts are printed."""
+        return self._caster.verbose
+
+    def __reduce__(self) -> Any:
+        # There is one in a process: a copy of what refers to it refers to the one that is there.
+        return _current_or_noop, ()
+
+
+class NoOpHandle:
+    """What `amp.init(enabled=False)` returns: it does nothing and costs nothing."""
+
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield the loss as it is."""
+        yield loss
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return a wrapper that hands everything to the optimizer."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether casts are kept: there are none."""
+        return False
+
+    @property
+    def cache(self) -> CastCache:
+        """An empty cache."""
+        return CastCache()
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Do nothing."""
+
+    def _clear_cache(self) -> None:
+        pass
+
+    @property
+    def verbose(self) -> bool:
+        """Whether casts are printed: there are none."""
+        return False
+
+    def _deactivate(self) -> None:
+        pass
+
+    def _new_scaler(self) -> LossScaler:
+        return LossScaler()
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {}
+
+
+def _current_or_noop() -> AmpHandle | NoOpHandle:
+    return _current.handle if _current.handle is not None else NoOpHandle()

@@ -1,0 +1,208 @@
+"""OptimWrapper: an optimizer with several losses, each of which has a scale of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.amp.scaling import scaled_backward
+from apex_mp.amp.step_guard import Skips
+
+_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class OptimWrapper(torch.optim.Optimizer):
+    """What `amp_handle.wrap_optimizer(optimizer, num_loss)` returns.
+
+    Between two steps each loss is scaled once, always in the same order:
+
+        with optimizer.scale_loss(loss1) as scaled_loss:
+            scaled_loss.backward()
+        with optimizer.scale_loss(loss2) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    To everyone else it is the optimizer inside: schedulers take either.
+
+    Args:
+        optimizer: A torch optimizer.
+        amp_handle: Says whether casts and scaling are on.
+        num_loss: Number of losses, at least 1.
+
+    Raises:
+        TypeError: `optimizer` is not an optimizer, or `num_loss` is not an int.
+        ValueError: `num_loss` is less than 1.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own.
+        if isinstance(optimizer, OptimWrapper) or not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"wrap_optimizer: optimizer is a {type(optimizer).__name__}; it must be an "
+                "optimizer that is not wrapped yet"
+            )
+        if isinstance(num_loss, bool) or not isinstance(num_loss, int):
+            raise TypeError(f"wrap_optimizer: num_loss is {num_loss!r}; it must be an int")
+        if num_loss < 1:
+            raise ValueError(f"wrap_optimizer: num_loss is {num_loss}; it must be at least 1")
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._loss_scaler = [amp_handle._new_scaler() for _ in range(num_loss)]
+        self._skips = Skips()
+        self._make_hooks()
+
+    def _make_hooks(self) -> None:
+        # Hooks of a step run where it is taken, in the inner optimizer; so do those of its state.
+        self._optimizer_step_pre_hooks = self._optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self._optimizer._optimizer_step_post_hooks
+        for name in _STATE_HOOKS:
+            setattr(self, name, getattr(self._optimizer, name, OrderedDict()))
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the loss times its scale; the gradients are unscaled when the block ends.
+
+        Args:
+            loss: The next of the `num_loss` losses.
+
+        Raises:
+            RuntimeError: All losses have been scaled since the last step.
+        """
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx >= self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called {self._loss_idx + 1} times since the last step, but "
+                f"num_loss is {self._num_loss}; give wrap_optimizer the number of losses"
+            )
+        scaler = self._loss_scaler[self._loss_idx]
+        self._loss_idx += 1
+        with scaled_backward(
+            loss,
+            [self._optimizer],
+            scaler,
+            skips=[self._skips],
+            names=self._amp_handle._parameter_names,
+        ) as scaled_loss:
+            yield scaled_loss
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, unless a loss overflowed since the last step.
+
+        Returns:
+            What the optimizer's step returned; None if it was skipped.
+
+        Raises:
+            NotImplementedError: There is a closure; use `amp_handle.scale_loss` with those.
+        """
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure=closure)
+        self._loss_idx = 0
+        if closure is not None:
+            raise NotImplementedError(
+                "The `closure` argument is unsupported by the amp optimizer wrapper."
+            )
+        if self._skips.take_skip():
+            self._opt_called = self._optimizer._opt_called = True
+            return None
+        return self._optimizer.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, for an overflow."""
+        return self._skips.step_was_skipped
+
+    # What torch.optim.Optimizer has, handed to the inner optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state."""
+        return self._optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The optimizer's defaults."""
+        defaults: dict[str, Any] = self._optimizer.defaults
+        return defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # Not there yet: a copy is being made.
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: set them to None, or to zero."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer."""
+        self._optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state_dict, and the state of the scales as "loss_scalers"."""
+        scalers = [scaler.state_dict() for scaler in self._loss_scaler]
+        return {**self._optimizer.state_dict(), "loss_scalers": scalers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; without "loss_scalers" the scales stay as they are.
+
+        Raises:
+            ValueError: There is another number of scales, or the optimizer refuses its part.
+        """
+        inner = dict(state_dict)
+        states = inner.pop("loss_scalers", None)
+        if states is not None and len(states) != self._num_loss:
+            raise ValueError(
+                f"load_state_dict: there are {len(states)} loss_scalers and num_loss is "
+                f"{self._num_loss}; they must match"
+            )
+        scalers = [self._amp_handle._new_scaler() for _ in self._loss_scaler]
+        for scaler, state in zip(scalers, states or [], strict=False):
+            scaler.load_state_dict(state)
+        self._optimizer.load_state_dict(inner)
+        if states is not None:
+            self._loss_scaler = scalers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "_optimizer": self._optimizer,
+            "_amp_handle": self._amp_handle,
+            "_num_loss": self._num_loss,
+            "_loss_scaler": self._loss_scaler,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._loss_idx = 0
+        self._skips = Skips()
+        self._make_hooks()

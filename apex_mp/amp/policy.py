@@ -1,0 +1,143 @@
+"""What the lists ask for, and which of it is left to do when torch.autocast has done its part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from apex_mp.amp.casting import Caster, Function
+from apex_mp.amp.lists import (
+    functional_overrides,
+    recurrent_overrides,
+    tensor_overrides,
+    torch_overrides,
+)
+from apex_mp.amp.recurrent import wrap_recurrent
+
+LIBRARIES = {
+    "torch.nn.functional": functional_overrides,
+    "torch": torch_overrides,
+    "torch.Tensor": tensor_overrides,
+    "recurrent": recurrent_overrides,
+}
+
+# What a rule does with a function's arguments.
+LOW = "low precision"
+FLOAT = "float32"
+PROMOTE = "widest"
+MATCH = "as the tensor that is written"
+REFUSE_FIRST = "refused for a low-precision tensor that is written"
+REFUSE = "refused for low precision"
+
+_CASTS = {LOW: "to_low", FLOAT: "to_float", PROMOTE: "promote", MATCH: "match_first"}
+
+# torch has an autocast rule for an operator of that name, but its function does not always reach
+# it: norm computes vector_norm, and with dim= torch.std and the like have no rule.
+_NOT_LEFT_TO_AUTOCAST = {"norm", "cpu"}
+_ALIASES = {"truediv": "div", "rtruediv": "div"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What happens to one function of one library.
+
+    Attributes:
+        library: A key of LIBRARIES.
+        owner: Module or class that holds the function.
+        name: The function's name there.
+        kind: LOW, FLOAT, PROMOTE, MATCH, REFUSE_FIRST or REFUSE.
+        message: For the last two, the error.
+    """
+
+    library: str
+    owner: Any
+    name: str
+    kind: str
+    message: str = ""
+
+    def wrap(self, function: Function, caster: Caster) -> Function:
+        """Return the function as it is to be called."""
+        if self.library == "recurrent":
+            return wrap_recurrent(function, self.name, caster)
+        if self.kind == REFUSE:
+            return caster.refuse_low(function, self.message)
+        if self.kind == REFUSE_FIRST:
+            return caster.refuse_low_first(function, self.name, self.message)
+        return caster.wrap(function, self.name, _CASTS[self.kind], casts_inside=False)
+
+    def is_done_by_torch(self, device_type: str) -> bool:
+        """Whether torch, with autocast on for the device, does the same by itself."""
+        if self.name in _NOT_LEFT_TO_AUTOCAST:
+            return False
+        if self.library == "recurrent":
+            return device_type != "cpu"
+        overloads = _overloads(self.name)
+        if self.kind in (PROMOTE, MATCH) and any(_is_pointwise(each) for each in overloads):
+            return True  # Type promotion is part of torch's arithmetic.
+        if self.kind in (LOW, FLOAT, PROMOTE):
+            return any(_has_autocast_rule(each, device_type) for each in overloads)
+        return False
+
+
+def rules(*, allow_banned: bool) -> Iterator[Rule]:
+    """Yield the whole policy.
+
+    Args:
+        allow_banned: Cast to float32 what would be refused for its numbers.
+    """
+    for library, lists in LIBRARIES.items():
+        for attribute, kind in (
+            ("FP16_FUNCS", LOW),
+            ("FP32_FUNCS", FLOAT),
+            ("CASTS", PROMOTE),
+            ("SEQUENCE_CASTS", PROMOTE),
+        ):
+            for name in getattr(lists, attribute, []):
+                yield Rule(library, lists.MODULE, name, kind)
+    for name, message in functional_overrides.BANNED_FUNCS:
+        kind = FLOAT if allow_banned else REFUSE
+        yield Rule(
+            "torch.nn.functional", torch.nn.functional, name, kind, "" if allow_banned else message
+        )
+    yield from _in_place_rules()
+
+
+def _in_place_rules() -> Iterator[Rule]:
+    """Rules for the forms that write to their first argument, which keeps its dtype."""
+    for name in torch_overrides.FP32_FUNCS:
+        if hasattr(torch, f"{name}_"):
+            message = f"Cannot call in-place function {name}_ with fp16 arguments."
+            yield Rule("torch", torch, f"{name}_", REFUSE, message)
+        if hasattr(torch.Tensor, f"{name}_"):
+            message = f"Cannot call in-place method {name}_ on fp16 Tensors."
+            yield Rule("torch.Tensor", torch.Tensor, f"{name}_", REFUSE_FIRST, message)
+    for name in [*torch_overrides.FP16_FUNCS, *torch_overrides.CASTS]:
+        if hasattr(torch.Tensor, f"{name}_"):
+            yield Rule("torch.Tensor", torch.Tensor, f"{name}_", MATCH)
+
+
+def _overloads(name: str) -> list[Any]:
+    """The torch operators behind a name: behind `__radd__` and `add_` it is add."""
+    plain = name.strip("_")
+    plain = _ALIASES.get(plain, plain)
+    for prefix in ("", "r"):
+        packet = getattr(torch.ops.aten, plain.removeprefix(prefix), None)
+        if packet is not None:
+            return [getattr(packet, overload) for overload in packet.overloads()]
+    return []
+
+
+def _is_pointwise(overload: Any) -> bool:
+    return torch.Tag.pointwise in overload.tags
+
+
+def _has_autocast_rule(overload: Any, device_type: str) -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(
+            overload.name(), f"Autocast{device_type.upper()}"
+        )
+    except RuntimeError:  # TorchScript's own overloads, for numbers.
+        return False

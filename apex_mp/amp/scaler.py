@@ -1,0 +1,155 @@
+"""The loss scaler of amp, with the names and numbers of 2019 around the one rule of loss_scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from apex_mp import grads as _grads
+from apex_mp.loss_scale import (
+    AMP_PRESET,
+    FLOAT32_SMALLEST_NORMAL,
+    DynamicLossScale,
+    StaticLossScale,
+)
+
+
+class LossScaler:
+    """The scale of one loss, and whether its gradients overflowed.
+
+    Args:
+        loss_scale: "dynamic", or a number that stays ["dynamic"].
+        init_scale: Where a dynamic scale starts [2**16].
+        scale_factor: Growth and backing off, more than 1 [2].
+        scale_window: Good steps before the scale grows [2000].
+        min_loss_scale: A dynamic scale does not back off below it [None: no floor].
+        max_loss_scale: A dynamic scale does not grow above it, nor start there [2**24].
+
+    Attributes:
+        value: The scale and its state, a frozen value of apex_mp.loss_scale.
+        dynamic: Whether it adjusts.
+
+    Raises:
+        TypeError: An argument is not a number; `loss_scale` may be "dynamic".
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        init_scale: float = AMP_PRESET.scale,
+        scale_factor: float = AMP_PRESET.growth_factor,
+        scale_window: int = AMP_PRESET.growth_interval,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = AMP_PRESET.max_scale,
+    ) -> None:
+        self.value: DynamicLossScale | StaticLossScale
+        if loss_scale == "dynamic":
+            self.value = DynamicLossScale(
+                min(init_scale, max_loss_scale),
+                growth_factor=scale_factor,
+                backoff_factor=1.0 / scale_factor,
+                growth_interval=scale_window,
+                min_scale=min_loss_scale or FLOAT32_SMALLEST_NORMAL,
+                max_scale=max_loss_scale,
+            )
+        elif isinstance(loss_scale, str):
+            raise ValueError(f'loss_scale is {loss_scale!r}; it must be a number or "dynamic"')
+        else:
+            self.value = StaticLossScale(loss_scale)
+        self._has_overflow = False
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adjusts."""
+        return isinstance(self.value, DynamicLossScale)
+
+    def loss_scale(self) -> float:
+        """The factor on the loss."""
+        return self.value.scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.value.scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        self.value = dataclasses.replace(self.value, scale=scale)
+
+    @property
+    def _unskipped(self) -> int:
+        return self.value.good_steps if isinstance(self.value, DynamicLossScale) else 0
+
+    @_unskipped.setter
+    def _unskipped(self, count: int) -> None:
+        if isinstance(self.value, DynamicLossScale):
+            self.value = dataclasses.replace(self.value, good_steps=count)
+
+    def clear_overflow_state(self) -> None:
+        """Forget that gradients overflowed."""
+        self._has_overflow = False
+
+    def unscale(
+        self, scaled: Sequence[Tensor], unscaled: Sequence[Tensor], inv_scale: float | None = None
+    ) -> None:
+        """Write unscaled gradients, and remember an overflow.
+
+        Args:
+            scaled: Gradients as they came.
+            unscaled: Where they go; may be `scaled` itself.
+            inv_scale: Factor on them [1 / the present scale].
+        """
+        factor = self.value.inv_scale if inv_scale is None else inv_scale
+        if _grads.unscale(scaled, unscaled, factor):
+            self._has_overflow = True
+
+    def unscale_with_stashed(
+        self, scaled: Sequence[Tensor], stashed: Sequence[Tensor], inv_scale: float | None = None
+    ) -> None:
+        """Add unscaled gradients to those of earlier losses, and remember an overflow.
+
+        Args:
+            scaled: Gradients as they came.
+            stashed: Unscaled gradients that they are added to.
+            inv_scale: Factor on the former [1 / the present scale].
+        """
+        factor = self.value.inv_scale if inv_scale is None else inv_scale
+        if _grads.add_unscaled(scaled, stashed, factor):
+            self._has_overflow = True
+
+    def update_scale(self) -> bool:
+        """Adjust the scale to what `unscale` found since; return whether to skip the step."""
+        should_skip = self._has_overflow
+        self.value = self.value.update(should_skip)
+        self._has_overflow = False
+        return should_skip
+
+    # Checkpoints: the two numbers of 2019, and the state that has come since.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values: the scale, and good steps and overflows since it changed."""
+        state = {"loss_scale": self.value.scale, "unskipped": self._unskipped}
+        if isinstance(self.value, DynamicLossScale):
+            state["overflows"] = self.value.overflows
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, here or in 2019.
+
+        Raises:
+            KeyError: An entry is missing.
+            TypeError: One is not a number.
+            ValueError: One is out of range.
+        """
+        if isinstance(self.value, DynamicLossScale):
+            self.value = dataclasses.replace(
+                self.value,
+                scale=state["loss_scale"],
+                good_steps=state["unskipped"],
+                overflows=state.get("overflows", 0),
+            )
+        else:
+            self.value = StaticLossScale(state["loss_scale"])
