@@ -1,6 +1,15 @@
 """Automatic mixed precision: casts for a whole process, and scaled losses."""
 
+from apex_mp.amp._amp_state import _amp_state, master_params
 from apex_mp.amp.amp import init
+from apex_mp.amp.compute import fp16_compute
+from apex_mp.amp.frontend import (
+    disable_casts,
+    initialize,
+    load_state_dict,
+    scale_loss,
+    state_dict,
+)
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.registry import (
@@ -16,11 +25,19 @@ __all__ = [
     "AmpHandle",
     "NoOpHandle",
     "OptimWrapper",
+    "_amp_state",
+    "disable_casts",
     "float_function",
+    "fp16_compute",
     "half_function",
     "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
     "promote_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "scale_loss",
+    "state_dict",
 ]

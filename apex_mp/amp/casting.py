@@ -236,6 +236,11 @@ def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of low precision."""
+    return dtype in (torch.float16, torch.bfloat16)
+
+
 def is_plain_python(function: Any) -> bool:
     """Whether a function is the user's own Python, which calls others that are to be cast."""
     function = getattr(function, "__func__", function)

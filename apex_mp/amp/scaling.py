@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import grads as _grads
+from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import Skips, guard_of
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -42,6 +43,27 @@ class Route:
         return self.source is not self.target
 
 
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """What there is to say about gradients that hold inf or NaN.
+
+    Attributes:
+        report: Which gradients hold how many.
+        scale_before: The loss scale that they had.
+        scale_after: The next one.
+    """
+
+    report: list[_grads.NonFinite]
+    scale_before: float
+    scale_after: float
+
+    def lines(self) -> list[str]:
+        """Return a line for each of the worst parameters, and one for the number of the others."""
+        lines = [f"  {found}" for found in self.report[:_PARAMETERS_NAMED]]
+        others = len(self.report) - _PARAMETERS_NAMED
+        return lines + ([f"  and {others} more parameters"] if others > 0 else [])
+
+
 @contextlib.contextmanager
 def scaled_backward(
     loss: Tensor,
@@ -50,9 +72,10 @@ def scaled_backward(
     *,
     skips: Sequence[Skips] | None = None,
     names: Callable[[], Mapping[int, str]] = dict,
-    announce: Callable[[str], None] = _LOG.warning,
+    announce: Callable[[Overflow], None] | None = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
+    expect_float32: bool = True,
 ) -> Iterator[Tensor]:
     """Yield `loss` times the scale; when the block ends, unscale the gradients it has added.
 
@@ -66,9 +89,10 @@ def scaled_backward(
         scaler: The scale of this loss; updated.
         skips: What to tell of an overflow, one for each optimizer [guards before their steps].
         names: Returns names of parameters by id(), for messages.
-        announce: Takes the message of an overflow.
+        announce: Is told of an overflow [a warning in the log].
         delay_unscale: Leave the gradients scaled: more losses with this scaler are to come.
         delay_overflow_check: Leave the verdict to the next block with this scaler.
+        expect_float32: Warn, once, of gradients in low precision that no master is for.
 
     Raises:
         TypeError: The loss is not a tensor of a floating dtype.
@@ -90,11 +114,13 @@ def scaled_backward(
         each.scaled_by = scale if delay_unscale else None
     if delay_unscale:
         return
+    if expect_float32:
+        _warn_of_low_precision(routes)
     _unscale(routes, scaler)
     if delay_overflow_check or not scaler.update_scale():
         return
     report = _grads.locate_nonfinite(_named_grads(optimizers, names()))
-    announce(_message(report, scaler, scale))
+    (announce or _warn)(Overflow(report, scale, scaler.loss_scale()))
     for each in skips:
         each.overflowed(report, can_back_off=lambda: scaler.loss_scale() < scale)
 
@@ -158,7 +184,6 @@ def _unscale(routes: list[Route], scaler: LossScaler) -> None:
         if grad is None:
             route.source.grad, route.target.grad = route.seen, before
             continue
-        _warn_of_low_precision(grad, route)
         if grad.layout is not torch.strided or (before is not None and before.is_sparse):
             sparse.append((route, _coalesced(grad)))
         elif before is not None:
@@ -188,15 +213,15 @@ def _coalesced(grad: Tensor) -> Tensor:
     return grad.coalesce() if grad.is_sparse else grad
 
 
-def _warn_of_low_precision(grad: Tensor, route: Route) -> None:
+def _warn_of_low_precision(routes: list[Route]) -> None:
     global _warned_of_low_precision
-    if grad.dtype in (torch.float16, torch.bfloat16) and not route.has_master:
-        if not _warned_of_low_precision:
-            _LOG.warning(
-                "Incoming grads are not fp32 (not master grads). Downscaling non-fp32 grads may "
-                "indicate an error. When using Amp, you don't need to call .half() on your model."
-            )
+    grads = [route.source.grad for route in routes if not route.has_master]
+    if not _warned_of_low_precision and any(g is not None and is_low(g.dtype) for g in grads):
         _warned_of_low_precision = True
+        _LOG.warning(
+            "Incoming grads are not fp32 (not master grads). Downscaling non-fp32 grads may "
+            "indicate an error. When using Amp, you don't need to call .half() on your model."
+        )
 
 
 def _named_grads(
@@ -214,13 +239,8 @@ def _named_grads(
                     yield name or f"group {number}, parameter {index}", _coalesced(param.grad)
 
 
-def _message(report: Sequence[_grads.NonFinite], scaler: LossScaler, scale: float) -> str:
-    lines = ["Gradient overflow, skipping update"]
-    if scaler.loss_scale() < scale:
-        lines[0] += f"; the loss scale goes from {scale} to {scaler.loss_scale()}"
-    else:
-        lines[0] += f"; the loss scale stays {scale}"
-    lines += [f"  {found}" for found in report[:_PARAMETERS_NAMED]]
-    if len(report) > _PARAMETERS_NAMED:
-        lines.append(f"  and {len(report) - _PARAMETERS_NAMED} more parameters")
-    return "\n".join(lines)
+def _warn(overflow: Overflow) -> None:
+    before, after = overflow.scale_before, overflow.scale_after
+    change = f"goes from {before} to {after}" if after < before else f"stays {before}"
+    first = f"Gradient overflow, skipping update; the loss scale {change}"
+    _LOG.warning("%s", "\n".join([first, *overflow.lines()]))

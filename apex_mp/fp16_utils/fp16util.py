@@ -64,7 +64,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
     versions, whose keys start with "1.", are loaded too.
     """
     wrapped = nn.Sequential(tofp16(), BN_convert_float(network.half()))
-    _hide_prefix(wrapped, "1.")
+    hide_prefix(wrapped, "1.")
     return wrapped
 
 
@@ -81,7 +81,7 @@ class FP16Model(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = convert_network(network, dtype=torch.half)
-        _hide_prefix(self, "network.")
+        hide_prefix(self, "network.")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the network with floating tensors in float16, in lists, tuples and dicts too."""
@@ -205,7 +205,7 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _hide_prefix(wrapper: nn.Module, hidden: str) -> None:
+def hide_prefix(wrapper: nn.Module, hidden: str) -> None:
     """Let a wrapper's state_dict have the keys of the module in it, and load both kinds."""
 
     def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

@@ -1,0 +1,92 @@
+"""What `amp.initialize` has set up in this process, and how much it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.amp.handle import AmpHandle, NoOpHandle
+from apex_mp.amp.scaler import LossScaler
+
+
+@dataclasses.dataclass
+class OptLevel:
+    """The options of an optimization level, after what the user said.
+
+    Attributes:
+        opt_level: "O0" to "O3".
+        cast_model_type: dtype of the model's parameters, or None: as they are.
+        patch_torch_functions: Cast around functions, as `amp.init()` does.
+        keep_batchnorm_fp32: Leave affine batch norms in float32.
+        master_weights: Step float32 masters of low-precision parameters.
+        loss_scale: "dynamic" or a number.
+        enabled: Whether anything happens at all.
+        cast_model_outputs: dtype of the model's outputs, or None: float32 if the model is cast.
+    """
+
+    opt_level: str
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+    enabled: bool = True
+    cast_model_outputs: torch.dtype | None = None
+
+
+class AmpState:
+    """The process's one state.
+
+    Attributes:
+        opt_properties: The options, once `initialize` was called.
+        loss_scalers: One for each loss.
+        handle: The casts of O1.
+        models: The models that went through `initialize`.
+        verbosity: 0 prints nothing, 1 what is set up and skipped steps, 2 casts too.
+        hard_override: Print what would be an error about dtypes, and go on.
+        allow_incoming_model_not_fp32: Take models that are in low precision already.
+    """
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.opt_properties: OptLevel | None = None
+        self.loss_scalers: list[LossScaler] = []
+        self.handle: AmpHandle | NoOpHandle | None = None
+        self.models: list[torch.nn.Module] = []
+
+
+_amp_state = AmpState()
+
+
+def maybe_print(message: str) -> None:
+    """Print on the first process of a group, unless verbosity is 0."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if _amp_state.verbosity > 0 and (not distributed or torch.distributed.get_rank() == 0):
+        print(message)
+
+
+def warn_or_err(message: str) -> None:
+    """Raise a RuntimeError, or print it if `_amp_state.hard_override` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(message)
+    maybe_print(f"Warning:  {message}")
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Yield what an optimizer steps: float32 masters where there are any, else the parameters.
+
+    Their gradients are unscaled when a `scale_loss` block has ended, so that they can be clipped:
+
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)
+
+    Args:
+        optimizer: Any optimizer, one that `initialize` returned or an FP16_Optimizer.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
