@@ -3,8 +3,8 @@
 #   make demo, make test      set up .venv if need be, then run
 #   make help                 the other targets
 #
-# Variables: PYTHON, TORCH, CUDA_TORCH, CUDA_HOME, PYTEST_ARGS; and those of setup.py, in the
-# environment: FORCE_CUDA, TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG ("make clean" before changing them).
+# Variables: those below; and those of setup.py, in the environment: FORCE_CUDA,
+# TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG ("make clean" before changing them).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -12,6 +12,13 @@ CUDA_TORCH ?= torch==2.14.1
 CUDA_HOME ?= /usr/local/cuda
 CUDA_ARCHS ?= 8.0;9.0
 PYTEST_ARGS ?=
+# For gpu: which stages, empty for all; where JSON and logs go; for how long; the commit, where git
+# cannot tell it.
+GPU_STAGES ?=
+RESULTS ?= benchmarks/results
+GPU_LOGS ?= build/gpu-check
+GPU_SECONDS ?= inf
+GPU_COMMIT ?=
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -25,20 +32,22 @@ CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
 BUILT := $(VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
 CUDA_TESTED := $(CUDA_VENV)/.done-test
+COVERAGE := build/coverage
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types cuda-link gpu format clean
+.PHONY: help demo test lint types coverage cuda-link gpu format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16 and bf16; a table and a picture'
 	@echo 'make test       run the tests'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
+	@echo 'make coverage   which lines and branches of csrc/ the operator tests run; all lines, or it fails'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
-	@echo 'make gpu        on a machine with a GPU: build for it into $$(PYTHON), run the tests on it'
+	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
 	@echo 'make clean      remove what the other targets made'
 
 demo: $(BUILT)
@@ -55,6 +64,24 @@ lint: $(BUILT)
 
 types: $(BUILT)
 	$(VENV)/bin/mypy
+
+# An extension of its own, not optimised: each line, level and template is counted by itself. What
+# is returned is moved, or gcov takes the line of a return for one that only an exception reaches.
+coverage: export DEBUG := 1
+coverage: export FORCE_CUDA := 0
+coverage: export CFLAGS := --coverage -fprofile-update=atomic -fno-elide-constructors
+coverage: export LDFLAGS := --coverage
+coverage: $(BUILT)
+	rm -rf $(COVERAGE)/lib
+	mkdir -p $(COVERAGE)
+	find $(COVERAGE) -name '*.gcda' -delete
+	$(VENV)/bin/python setup.py -q build_py --build-lib $(COVERAGE)/lib \
+	  build_ext --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/objects > $(COVERAGE)/build.log \
+	  || { cat $(COVERAGE)/build.log; exit 1; }
+	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q \
+	  tests/test_operator*.py tests/test_cpu_levels.py
+	$(VENV)/bin/gcovr --txt-metric line --txt-metric branch $(COVERAGE)
+	$(VENV)/bin/gcovr --txt-metric line --fail-under-line 100 $(COVERAGE)
 
 format: $(BUILT)
 	$(VENV)/bin/ruff check --fix .
@@ -106,12 +133,11 @@ $(CUDA_TESTED): $(CUDA_BUILT)
 cuda-link: $(CUDA_TESTED)
 	@echo 'The CUDA extension compiles, links and imports, and passes the CPU tests ($(CUDA_TORCH)).'
 
+# Installs and fetches nothing: PYTHON is one that has torch, pytest and the build tools.
 gpu:
-	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' \
-	  || { echo 'make gpu: the torch of "$(PYTHON)" sees no GPU'; exit 1; }
-	FORCE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
-	$(PYTHON) -m apex_mp
-	$(PYTHON) -m pytest --device cuda $(PYTEST_ARGS)
+	$(PYTHON) -m benchmarks.gpu_check --python "$(PYTHON)" --stages "$(GPU_STAGES)" \
+	  --results "$(RESULTS)" --logs "$(GPU_LOGS)" --seconds "$(GPU_SECONDS)" \
+	  --commit "$(GPU_COMMIT)" --pytest-args="$(PYTEST_ARGS)"
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so

@@ -83,7 +83,7 @@ def assert_grads(actual: Iterable[Tensor | None], *expected: Any) -> None:
         if wanted is None or ours is None:
             assert ours is wanted, f"gradient {index} is {ours}, expected {wanted}"
             continue
-        wanted = torch.as_tensor(wanted, dtype=ours.dtype).expand_as(ours)
+        wanted = torch.as_tensor(wanted, dtype=ours.dtype).cpu().expand_as(ours)
         assert torch.equal(ours.cpu(), wanted), f"gradient {index} is {ours}, expected {wanted}"
 
 

@@ -1,5 +1,6 @@
 """Masters: whose they are, what their `.grad` shows, and that edits of them count."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,6 +114,51 @@ def test_a_master_lies_in_memory_as_its_parameter_does(probe: Any, device: torch
     optimizer.step()
     for param, start in zip(params, starts, strict=True):
         torch.testing.assert_close(param.detach(), start - 0.5, rtol=1e-3, atol=0.0)
+
+
+@faces
+@probes
+def test_a_group_may_be_empty(probe: Any, face: Any, device: torch.device) -> None:
+    weight = ones(2, device=device)
+    groups = [{"params": []}, {"params": [weight]}, {"params": []}]
+    optimizer = wrap(probe(groups, lr=0.25, weight_decay=0.0), face)
+    for expected in (0.75, 0.5):
+        optimizer.zero_grad()
+        optimizer.backward(pull((weight, 2.0)))
+        assert [len(grads) for grads in optimizer.inspect_master_grad_data()] == [0, 1, 0]
+        assert float(optimizer.clip_master_grads(100.0)) == pytest.approx(8.0**0.5)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.full_like(weight, expected))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [flat.numel() for flat in optimizer.fp32_groups_flat] == [0, 2, 0]
+    assert [flat.numel() for flat in optimizer.fp16_groups_flat] == [0, 2, 0]
+
+
+CASTS: dict[str, Callable[[torch.nn.Module], object]] = {
+    "half": lambda model: model.half(),
+    "float and half": lambda model: model.float().half(),
+    "other memory": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
+    "bfloat16": lambda model: model.bfloat16(),
+}
+
+
+@faces
+@probes
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_model_that_is_moved_or_cast_after_wrapping_is_still_trained(
+    cast: Any, probe: Any, face: Any, device: torch.device
+) -> None:
+    model = torch.nn.Linear(2, 1, bias=False, device=device).half()
+    optimizer = wrap(probe(model.parameters(), lr=0.25, weight_decay=0.0), face)
+    (master,) = masters_of(optimizer)
+    start = master.detach().clone()
+    for count in (1, 2):
+        cast(model)
+        optimizer.zero_grad()
+        optimizer.backward(pull((model.weight, 1.0)))
+        optimizer.step()
+        torch.testing.assert_close(master.detach(), start - 0.25 * count)
+        assert torch.equal(model.weight, master.to(model.weight.dtype))
 
 
 def test_what_the_inner_optimizer_knew_moves_to_the_masters(device: torch.device) -> None:
@@ -288,9 +334,8 @@ def test_each_group_has_its_masters_in_one_vector(
 ) -> None:
     a, b = parameter([1.0, 2.0], F16, device), parameter([[3.0], [4.0]], F16, device)
     own, c = parameter([9.0], F32, device), parameter([5.0], BF16, device)
-    optimizer = wrap(
-        probe([{"params": [a, own, b]}, {"params": [c]}, {"params": [ones(1, dtype=F32)]}]), face
-    )
+    alone = ones(1, dtype=F32, device=device)
+    optimizer = wrap(probe([{"params": [a, own, b]}, {"params": [c]}, {"params": [alone]}]), face)
     flats = optimizer.fp32_groups_flat
     assert [flat.tolist() for flat in flats] == [[1.0, 2.0, 3.0, 4.0], [5.0], []]
     assert all(flat.dtype == F32 and flat.dim() == 1 for flat in flats)
@@ -380,7 +425,7 @@ def test_a_refused_group_changes_nothing(probe: Any, face: Any, device: torch.de
     optimizer = wrap(probe([weight]), face)
     complex_one = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
     with pytest.raises(TypeError, match=r"Received torch\.complex64"):
-        optimizer.add_param_group({"params": [ones(1), complex_one]})
+        optimizer.add_param_group({"params": [ones(1, device=device), complex_one]})
     assert len(optimizer.param_groups) == 1
     optimizer.backward(pull((weight, 3.0)))
     optimizer.step()

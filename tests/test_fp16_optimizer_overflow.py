@@ -18,6 +18,7 @@ from fp16_cases import (
     everything,
     faces,
     grads_used,
+    master_grads,
     ones,
     parameter,
     passes_over,
@@ -91,6 +92,42 @@ def test_an_overflow_changes_nothing_but_the_scale(
         optimizer.step()
         assert optimizer.overflow is False
         assert differ(everything(optimizer, *params), before)
+
+
+@faces
+@probes
+@scalings
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=["fp16", "bf16", "fp32"])
+def test_finite_gradients_whose_sum_is_infinite_are_no_overflow(
+    dtype: torch.dtype, scaling: dict[str, Any], probe: Any, face: Any, device: torch.device
+) -> None:
+    largest = torch.finfo(dtype).max
+    weight = ones(64, dtype=dtype, device=device)
+    optimizer = face(probe([weight], lr=0.25, weight_decay=0.0), verbose=False, **scaling)
+    weight.grad = torch.full_like(weight, largest)  # As if our backward had made it, scaled.
+    assert not bool(weight.grad.sum().isfinite())
+    optimizer.update_master_grads()
+    assert optimizer.overflow is False
+    optimizer.step()
+    assert optimizer.overflow is False
+    assert optimizer.loss_scale == 128.0
+    assert_grads(grads_used(optimizer), largest / 128.0)
+
+
+@faces
+@probes
+@pytest.mark.parametrize("where", range(len(MIX)), ids=["in fp16", "in fp32", "in bf16"])
+def test_an_overflow_leaves_every_other_gradient_unscaled(
+    where: int, probe: Any, face: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in MIX]
+    optimizer = face(probe(params), 128.0, verbose=False)
+    others = [index for index in range(len(MIX)) if index != where]
+    for count in (1, 2):  # The second backward adds to what the first has left.
+        optimizer.backward(pull(*((p, INF if i == where else 3.0) for i, p in enumerate(params))))
+        assert optimizer.overflow is True
+        shown = master_grads(optimizer)
+        assert_grads([shown[index] for index in others], 3.0 * count, 3.0 * count)
 
 
 @faces
@@ -369,7 +406,7 @@ def test_the_name_in_the_model_wins_and_others_fall_back_on_their_place(
     probe: Any, device: torch.device
 ) -> None:
     model, stranger = Model().to(device), ones(7, device=device)
-    groups = [{"params": list(model.parameters())}, {"params": [ones(1), stranger]}]
+    groups = [{"params": list(model.parameters())}, {"params": [ones(1, device=device), stranger]}]
     optimizer = UTILS(probe(groups), 128.0, verbose=False, model=model)
     run_one(optimizer, pull((model.first.weight, INF), (stranger, INF)))
     assert [(found.name, found.shape, found.inf) for found in optimizer.overflow_report] == [

@@ -58,8 +58,8 @@ def dtypes_of(network: nn.Module) -> dict[str, torch.dtype]:
     ],
     ids=["network_to_half", "convert_network", "FP16Model"],
 )
-def test_affine_batch_norms_stay_in_float32_and_the_rest_becomes_half(convert) -> None:
-    net = Net()
+def test_affine_batch_norms_stay_in_float32_and_the_rest_becomes_half(convert, device) -> None:
+    net = Net().to(device)
     assert convert(net) is net
     assert dtypes_of(net) == {
         "counts": torch.int64,
@@ -76,10 +76,11 @@ def test_affine_batch_norms_stay_in_float32_and_the_rest_becomes_half(convert) -
     }
 
 
-def test_convert_module_casts_gradients_and_leaves_children_alone() -> None:
+def test_convert_module_casts_gradients_and_leaves_children_alone(device) -> None:
     outer = nn.Sequential(nn.Linear(2, 2))
     outer.register_parameter("scale", nn.Parameter(torch.ones(3)))
-    outer.scale.grad = torch.full((3,), 2.0)
+    outer.to(device)
+    outer.scale.grad = torch.full((3,), 2.0, device=device)
     fp16_utils.convert_module(outer, torch.half)
     assert outer.scale.dtype == outer.scale.grad.dtype == torch.float16
     assert outer.scale.grad.tolist() == [2.0] * 3
@@ -88,30 +89,36 @@ def test_convert_module_casts_gradients_and_leaves_children_alone() -> None:
 
 @pytest.mark.parametrize("wrap", [fp16_utils.network_to_half, fp16_utils.FP16Model])
 @pytest.mark.parametrize("old_prefix", [False, True], ids=["own keys", "old keys"])
-def test_a_wrapped_network_saves_its_own_keys_and_loads_old_ones_too(wrap, old_prefix) -> None:
-    saved = wrap(Net())
+def test_a_wrapped_network_saves_its_own_keys_and_loads_old_ones_too(
+    wrap, old_prefix, device
+) -> None:
+    saved = wrap(Net().to(device))
     state = saved.state_dict()
     assert list(state) == list(Net().state_dict())
     if old_prefix:
         prefix = "network." if wrap is fp16_utils.FP16Model else "1."
         state = {prefix + key: value for key, value in state.items()}
-    loaded = wrap(Net())
+    loaded = wrap(Net().to(device))
     holder = nn.ModuleDict({"inside": loaded})
     holder.load_state_dict({"inside." + key: value for key, value in state.items()}, strict=True)
     for name, value in saved.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_fp16model_casts_floating_inputs_only_wherever_they_are() -> None:
+def test_fp16model_casts_floating_inputs_only_wherever_they_are(device) -> None:
     Pair = collections.namedtuple("Pair", ["left", "right"])
 
     class Echo(nn.Module):
         def forward(self, *args, **kwargs):
             return args, kwargs
 
-    single = torch.ones(2)
+    single = torch.ones(2, device=device)
     args, kwargs = fp16_utils.FP16Model(Echo())(
-        single, torch.arange(2), [single, "text"], Pair(single, None), more={"x": single}
+        single,
+        torch.arange(2, device=device),
+        [single, "text"],
+        Pair(single, None),
+        more={"x": single},
     )
     assert args[0].dtype == args[2][0].dtype == args[3].left.dtype == torch.float16
     assert kwargs["more"]["x"].dtype == torch.float16
@@ -119,37 +126,38 @@ def test_fp16model_casts_floating_inputs_only_wherever_they_are() -> None:
     assert (args[2][1], args[3].right, type(args[3])) == ("text", None, Pair)
 
 
-def test_tofp16_leaves_integers_alone() -> None:
+def test_tofp16_leaves_integers_alone(device) -> None:
     cast = fp16_utils.tofp16()
-    assert cast(torch.ones(1)).dtype == torch.float16
-    assert cast(torch.ones(1, dtype=torch.int64)).dtype == torch.int64
+    assert cast(torch.ones(1, device=device)).dtype == torch.float16
+    assert cast(torch.ones(1, dtype=torch.int64, device=device)).dtype == torch.int64
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["lists", "flat"])
-def test_masters_trained_by_hand_equal_training_in_float32(flat) -> None:
+def test_masters_trained_by_hand_equal_training_in_float32(flat, device) -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).half()
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).to(device, torch.half)
     model[0].bias.requires_grad_(False)
     model_params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
     assert len(masters) == (1 if flat else len(model_params) == 3 and 3)
-    reference = [param.detach().float().clone() for param in model_params]
-    optimizer = torch.optim.SGD(masters, lr=0.1)
+    reference = [nn.Parameter(param.detach().float()) for param in model_params]
+    optimizer, plain = torch.optim.SGD(masters, lr=0.1), torch.optim.SGD(reference, lr=0.1)
     for _ in range(5):
         model.zero_grad()
-        model(torch.randn(4, 3).half()).float().square().mean().backward()
+        model(torch.randn(4, 3).to(device, torch.half)).float().square().mean().backward()
         fp16_utils.model_grads_to_master_grads(model_params, masters, flat_master=flat)
         optimizer.step()
         fp16_utils.master_params_to_model_params(model_params, masters, flat_master=flat)
-        for index, param in enumerate(model_params):
-            reference[index] = reference[index].sub(param.grad.float(), alpha=0.1)
+        for param, expected in zip(model_params, reference, strict=True):
+            expected.grad = param.grad.float()
+        plain.step()
     for param, expected in zip(model_params, reference, strict=True):
         assert torch.equal(param, expected.half())
 
 
-def test_gradients_are_copied_and_not_added_and_none_stays_none() -> None:
-    model = nn.Linear(2, 2).half()
+def test_gradients_are_copied_and_not_added_and_none_stays_none(device) -> None:
+    model = nn.Linear(2, 2).to(device, torch.half)
     model_params, masters = fp16_utils.prep_param_lists(model)
-    model.weight.grad = torch.full((2, 2), 3.0).half()
+    model.weight.grad = torch.full_like(model.weight, 3.0)
     for _ in range(2):
         fp16_utils.model_grads_to_master_grads(model_params, masters)
         assert masters[0].grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
@@ -159,11 +167,11 @@ def test_gradients_are_copied_and_not_added_and_none_stays_none() -> None:
     assert masters[0].grad is None
 
 
-def test_a_missing_gradient_is_zero_in_a_flat_master() -> None:
-    model = nn.Linear(2, 2).half()
+def test_a_missing_gradient_is_zero_in_a_flat_master(device) -> None:
+    model = nn.Linear(2, 2).to(device, torch.half)
     model_params, (flat,) = fp16_utils.prep_param_lists(model, flat_master=True)
     flat.grad.fill_(7.0)
-    model.weight.grad = torch.ones(2, 2).half()
+    model.weight.grad = torch.ones_like(model.weight)
     fp16_utils.model_grads_to_master_grads(model_params, [flat], flat_master=True)
     assert flat.grad.tolist() == [1.0] * 4 + [0.0] * 2
 
@@ -174,8 +182,8 @@ def test_a_flat_master_of_mixed_dtypes_is_refused_with_the_old_sentence() -> Non
         fp16_utils.prep_param_lists(model, flat_master=True)
 
 
-def test_lists_of_different_lengths_are_refused_before_anything_is_copied() -> None:
-    model = nn.Linear(2, 2).half()
+def test_lists_of_different_lengths_are_refused_before_anything_is_copied(device) -> None:
+    model = nn.Linear(2, 2).to(device, torch.half)
     model_params, masters = fp16_utils.prep_param_lists(model)
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
@@ -185,8 +193,8 @@ def test_lists_of_different_lengths_are_refused_before_anything_is_copied() -> N
     assert torch.equal(model.weight, before["weight"])
 
 
-def test_to_python_float_takes_a_tensor_or_a_sequence() -> None:
-    assert fp16_utils.to_python_float(torch.tensor(2.5)) == 2.5
+def test_to_python_float_takes_a_tensor_or_a_sequence(device) -> None:
+    assert fp16_utils.to_python_float(torch.tensor(2.5, device=device)) == 2.5
     assert fp16_utils.to_python_float([2.5]) == 2.5
 
 

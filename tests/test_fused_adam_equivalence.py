@@ -195,7 +195,7 @@ def test_masters_gather_updates_that_are_too_small_for_float16(device: torch.dev
             param.grad = torch.ones_like(param)
             optimizer.step()
     assert bare.tolist() == [1.0] * 8  # half an ulp below 1 is 2.4e-4
-    assert_near(mastered.detach(), torch.full((8,), 0.99))
+    assert_near(mastered.detach(), torch.full((8,), 0.99, device=device))
 
 
 def test_wide_parameters_get_no_master(device: torch.device) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 import apex_mp
 
+pytestmark = pytest.mark.cpu_only
+
 PACKAGE = Path(apex_mp.__file__).parent
 # A room imports from lower rows only. A new room is a name in the row where it belongs.
 ROWS = [

@@ -29,6 +29,8 @@ from apex_mp.loss_scale import (
     to_dict,
 )
 
+pytestmark = pytest.mark.cpu_only
+
 SMALLEST_NORMAL = 2.0**-126
 CSRC = Path(__file__).parent.parent / "csrc"
 

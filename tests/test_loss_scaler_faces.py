@@ -12,8 +12,6 @@ import torch
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import FP16_UTILS_PRESET, DynamicLossScale, StaticLossScale
 
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-
 
 def param_with_grad(grad: torch.Tensor) -> torch.nn.Parameter:
     param = torch.nn.Parameter(torch.zeros_like(grad, layout=torch.strided))
@@ -181,13 +179,13 @@ def test_the_frozen_value_follows_the_attributes() -> None:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", [0, 8, 16])
 def test_has_overflow_finds_one_bad_element(
-    device: str, dtype: torch.dtype, bad: float, where: int
+    dtype: torch.dtype, bad: float, where: int, device: torch.device
 ) -> None:
+    # On CUDA the others are on the CPU: gradients may lie on several devices.
     grad = torch.zeros(17, dtype=dtype, device=device)
     params = [torch.nn.Parameter(torch.zeros(2)), param_with_grad(grad)]
     params.insert(where % 3, param_with_grad(torch.ones(3, dtype=torch.float16)))
@@ -199,34 +197,42 @@ def test_has_overflow_finds_one_bad_element(
     assert DynamicLossScaler._has_inf_or_nan(grad) is True
 
 
-def test_has_overflow_is_not_fooled_by_finite_gradients_whose_sum_is_infinite() -> None:
-    grad = torch.full((8,), torch.finfo(torch.float32).max)
+def test_has_overflow_is_not_fooled_by_finite_gradients_whose_sum_is_infinite(
+    device: torch.device,
+) -> None:
+    grad = torch.full((8,), torch.finfo(torch.float32).max, device=device)
     assert not math.isfinite(float(grad.sum()))
     assert DynamicLossScaler().has_overflow([param_with_grad(grad)]) is False
     assert DynamicLossScaler._has_inf_or_nan(grad) is False
 
 
-def test_has_overflow_finds_inf_and_minus_inf_of_two_parameters() -> None:
-    params = [param_with_grad(torch.tensor([math.inf])), param_with_grad(torch.tensor([-math.inf]))]
+def test_has_overflow_finds_inf_and_minus_inf_of_two_parameters(device: torch.device) -> None:
+    grads = [torch.tensor([value], device=device) for value in (math.inf, -math.inf)]
+    params = [param_with_grad(grad) for grad in grads]
     assert DynamicLossScaler().has_overflow(params) is True
 
 
-def test_has_overflow_passes_over_missing_and_empty_gradients() -> None:
-    params = [torch.nn.Parameter(torch.zeros(2)), param_with_grad(torch.zeros(0))]
+def test_has_overflow_passes_over_missing_and_empty_gradients(device: torch.device) -> None:
+    zeros = [torch.zeros(size, device=device) for size in (2, 0)]
+    params = [torch.nn.Parameter(zeros[0]), param_with_grad(zeros[1])]
     assert DynamicLossScaler().has_overflow(params) is False
     assert DynamicLossScaler().has_overflow([]) is False
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1.0, False), (math.nan, True)])
-def test_has_overflow_reads_sparse_gradients(value: float, expected: bool) -> None:
+def test_has_overflow_reads_sparse_gradients(
+    value: float, expected: bool, device: torch.device
+) -> None:
     indices, values = torch.tensor([[1, 1]]), torch.tensor([value, 2.0])
-    grad = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
+    grad = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True).to(device)
     assert DynamicLossScaler().has_overflow([param_with_grad(grad)]) is expected
 
 
 @pytest.mark.parametrize("scaler", [LossScaler(8.0), DynamicLossScaler(8.0)])
-def test_backward_scales_the_gradients(scaler: LossScaler | DynamicLossScaler) -> None:
-    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+def test_backward_scales_the_gradients(
+    scaler: LossScaler | DynamicLossScaler, device: torch.device
+) -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True, device=device)
     loss = (weight * weight).sum()
     scaler.backward(loss, retain_graph=True)
     assert weight.grad is not None
@@ -290,6 +296,51 @@ def test_a_state_dict_that_is_refused_changes_nothing(
     with pytest.raises(ValueError, match=message):
         scaler.load_state_dict(state)
     assert vars(scaler) == before
+
+
+WRONG_VALUES = {
+    "cur_scale": [0.0, -2.0, math.nan, math.inf, "8", None, True, [8.0], torch.ones(2)],
+    "cur_iter": ["7", None, 7.5],
+    "last_overflow_iter": ["7", None, 7.5],
+    "scale_factor": [1.0, 0.0, math.nan, "2", None],
+    "scale_window": [0, -3, 2.5, "2", None],
+    "min_loss_scale": [-1.0, math.nan, "1"],
+    "max_loss_scale": [0.5, math.nan, "1"],
+    "hysteresis": [0, 1.5, "1", None],
+    "overflows": [-1, 1.5, "1", None],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values]
+)
+def test_one_wrong_value_in_a_state_dict_changes_nothing(key: str, value: object) -> None:
+    scaler = DynamicLossScaler(2.0**8, 4.0, 5, max_loss_scale=2.0**12, hysteresis=2)
+    scaler.update_scale(True)
+    before = dict(vars(scaler))
+    state = {**DynamicLossScaler(2.0**6, 3.0, 7, max_loss_scale=2.0**9).state_dict()}
+    state[key] = value
+    with pytest.raises((TypeError, ValueError)):
+        scaler.load_state_dict(state)
+    assert vars(scaler) == before
+
+
+@pytest.mark.parametrize("state", [None, 3.0, [], ["cur_scale"], {}, {"cur_iter": 3}])
+@pytest.mark.parametrize("make", [LossScaler, DynamicLossScaler])
+def test_something_that_is_no_state_dict_changes_nothing(make: type, state: object) -> None:
+    scaler = make(2.0**8)
+    before = dict(vars(scaler))
+    with pytest.raises((TypeError, ValueError)):
+        scaler.load_state_dict(state)
+    assert vars(scaler) == before
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES["cur_scale"], ids=str)
+def test_a_static_scaler_refuses_what_is_no_scale_and_keeps_its_own(value: object) -> None:
+    scaler = LossScaler(128.0)
+    with pytest.raises((TypeError, ValueError)):
+        scaler.load_state_dict({"cur_scale": value})
+    assert scaler.loss_scale == 128.0
 
 
 def test_copies_and_pickles_go_on_alike() -> None:

@@ -1,0 +1,1 @@
+"""Checks and measurements of apex_mp; no part of the package."""
