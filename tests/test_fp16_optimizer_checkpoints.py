@@ -259,6 +259,27 @@ def change(key: str, edit: Any) -> Any:
     return damage
 
 
+def last_master(edit: Any) -> Any:
+    """Faults are in the last of all tensors, so that half a load would show."""
+    return change("fp32_from_fp16", lambda x: [*x[:-1], [*x[-1][:-1], edit(x[-1][-1])]])
+
+
+def last_vector(edit: Any) -> Any:
+    return change("fp32_groups_flat", lambda x: [*x[:-1], edit(x[-1])])
+
+
+def last_state(edit: Any) -> Any:
+    def damage(state: Any) -> None:
+        states = state["optimizer_state_dict"]["state"]
+        edit(states[max(states)])
+
+    return damage
+
+
+def last_group(**options: Any) -> Any:
+    return lambda state: state["optimizer_state_dict"]["param_groups"][-1].update(options)
+
+
 DAMAGES: dict[str, tuple[Any, Any, str]] = {
     "no dynamic_loss_scale": (UTILS, drop("dynamic_loss_scale"), "'dynamic_loss_scale' is missing"),
     "no inner state": (UTILS, drop("optimizer_state_dict"), "'optimizer_state_dict' is missing"),
@@ -283,12 +304,37 @@ DAMAGES: dict[str, tuple[Any, Any, str]] = {
     ),
     "a scale of 0": (FUSED, change("cur_scale", lambda _: 0.0), "scale is 0"),
     "a negative window": (FUSED, change("scale_window", lambda _: -3), "scale_window is -3"),
+    "an iteration that is a word": (UTILS, change("cur_iter", lambda _: "7"), "cur_iter is '7'"),
+    "half an iteration": (UTILS, change("cur_iter", lambda _: 1.5), "cur_iter is 1.5; it must be"),
+    "no number of iterations": (FUSED, change("cur_iter", lambda _: None), "NoneType"),
+    "no scaler": (UTILS, change("loss_scaler", lambda _: None), "NoneType"),
+    "a scaler of the other kind": (UTILS, change("dynamic_loss_scale", lambda _: False), "unknown"),
+    "a scale that is a word": (FUSED, change("cur_scale", lambda _: "big"), "scale is 'big'"),
+    "no lists of masters": (UTILS, change("fp32_from_fp16", lambda _: None), "NoneType"),
+    "a master that is None": (UTILS, last_master(lambda _: None), "fp32_from_fp16[1][1] is a None"),
+    "a master that is a list": (UTILS, last_master(lambda x: x.tolist()), "[1][1] is a list"),
+    "a master of integers": (UTILS, last_master(lambda x: x.long()), "tensor of torch.int64"),
+    "a complex master": (UTILS, last_master(lambda x: x.cfloat()), "tensor of torch.complex64"),
+    "a sparse master": (UTILS, last_master(lambda x: x.to_sparse()), "torch.sparse_coo"),
+    "a master without data": (UTILS, last_master(lambda x: x.to("meta")), "on meta"),
+    "a sparse vector": (FUSED, last_vector(lambda x: x.to_sparse()), "fp32_groups_flat[1] is a"),
+    "a vector of integers": (FUSED, last_vector(lambda x: x.long()), "tensor of torch.int64"),
+    "an inner state that is None": (UTILS, change("optimizer_state_dict", lambda _: None), "None"),
     "an inner group too few": (
         UTILS,
         change("optimizer_state_dict", lambda x: {**x, "param_groups": x["param_groups"][:1]}),
         "parameter groups",
     ),
 }
+
+
+def numbers_of(optimizer: Any) -> Any:
+    """Return copies of all that is no tensor: options, loss scale, counts."""
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    counts = (optimizer.cur_iter, optimizer.overflow, optimizer.first_closure_call_this_step)
+    return copy.deepcopy(
+        (options, type(optimizer.loss_scaler), vars(optimizer.loss_scaler), counts)
+    )
 
 
 @pytest.mark.parametrize("case", DAMAGES)
@@ -305,13 +351,55 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
         model, optimizer = build(device, inner, face, **SCALINGS[scaling])
         train(model, optimizer, SECOND)
         before = everything(optimizer, *model.parameters())
-        scale, kind = optimizer.loss_scale, optimizer.dynamic_loss_scale
-        with pytest.raises(ValueError, match=r".") as raised:
+        numbers = numbers_of(optimizer)
+        with pytest.raises((TypeError, ValueError)) as raised:
             optimizer.load_state_dict(state)
         assert words in str(raised.value)
         assert_same(everything(optimizer, *model.parameters()), before)
-        assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (scale, kind)
+        assert numbers_of(optimizer) == numbers
         assert optimizer.cur_iter == len(SECOND)
+
+
+INNER_DAMAGES: dict[str, tuple[str, Any, str]] = {
+    "a moment of another shape": (
+        "fused",
+        last_state(lambda x: x.update(exp_avg_sq=torch.ones(4))),
+        "state[3]['exp_avg_sq'] has shape [4]",
+    ),
+    "a step that is a word, in FusedAdam": (
+        "fused",
+        last_state(lambda x: x.update(step="many")),
+        "state[3]['step'] is 'many'",
+    ),
+    "a learning rate below 0": ("fused", last_group(lr=-1.0), "lr is -1.0; it must be 0 or more"),
+    # torch looks at the steps when it has put the rest in place.
+    "a step that is a word, in AdamW": (
+        "AdamW",
+        last_state(lambda x: x.update(step="many")),
+        "could not convert",
+    ),
+}
+
+
+@faces
+@pytest.mark.parametrize("case", INNER_DAMAGES)
+def test_what_the_inner_optimizer_refuses_changes_nothing(
+    case: str, face: Any, device: torch.device
+) -> None:
+    inner, damage, words = INNER_DAMAGES[case]
+    model, optimizer = build(device, INNERS[inner], face, **SCALINGS["dynamic"])
+    train(model, optimizer, FIRST)
+    state = copy.deepcopy(optimizer.state_dict())
+    damage(state)
+    model, optimizer = build(device, INNERS[inner], face, **SCALINGS["dynamic"])
+    train(model, optimizer, SECOND)
+    before, numbers = everything(optimizer, *model.parameters()), numbers_of(optimizer)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        optimizer.load_state_dict(state)
+    assert words in str(raised.value)
+    assert_same(everything(optimizer, *model.parameters()), before)
+    assert numbers_of(optimizer) == numbers
+    train(model, optimizer, SECOND)
 
 
 @savers

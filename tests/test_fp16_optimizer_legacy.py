@@ -126,6 +126,7 @@ def test_the_dynamic_state_may_be_read_and_written(face: Any, device: torch.devi
     optimizer.cur_iter = 10
     optimizer.last_overflow_iter = 8
     assert step(2.0**-9) == (2048.0, 11, 8)
+    assert step(INF) == (256.0, 12, 11)
 
 
 @faces
@@ -384,6 +385,36 @@ def test_a_refused_optimizer_is_left_as_it_was(make: Any, face: Any, device: tor
     with pytest.raises(TypeError, match=r"Received torch\.complex64"):
         face(wrapped, verbose=False)
     assert wrapped.param_groups[0]["params"][0] is weight
+
+
+WRONG_OPTIONS: dict[str, dict[str, Any]] = {
+    "scale 0": {"static_loss_scale": 0.0},
+    "scale a word": {"static_loss_scale": "big"},
+    "window 0": {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 0}},
+    "misspelt": {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_windwo": 9}},
+    "arguments a number": {"dynamic_loss_args": 9},
+    "clip": {"clip": "none"},
+    "model a word": {"model": "bert"},
+}
+
+
+@faces
+@probes
+@pytest.mark.parametrize("case", WRONG_OPTIONS)
+def test_wrong_arguments_leave_the_optimizer_as_it_was(
+    case: str, probe: Any, face: Any, device: torch.device
+) -> None:
+    first, last = ones(2, device=device), ones(3, dtype=F32, device=device)
+    inner = probe([{"params": [first]}, {"params": [last]}])
+    pull((first, 1.0), (last, 1.0)).backward()
+    inner.step()
+    state = copy.deepcopy(inner.state_dict())
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        face(inner, verbose=False, **WRONG_OPTIONS[case])
+    assert inner.param_groups[0]["params"][0] is first
+    assert inner.param_groups[1]["params"][0] is last
+    assert str(inner.state_dict()) == str(state)
+    face(inner, verbose=False)
 
 
 @faces

@@ -332,6 +332,29 @@ def other_groups_state(params: list[Parameter]) -> dict[str, Any]:
     return in_two_groups(FusedAdam, copies_of(params)).state_dict()
 
 
+def damaged(**last: Any) -> Callable[[list[Parameter]], dict[str, Any]]:
+    """A state whose last parameter has something else in place of what it should have."""
+
+    def make_state(params: list[Parameter]) -> dict[str, Any]:
+        others = copies_of(params)
+        source = FusedAdam(others, lr=0.1)
+        train(source, others, range(2))
+        saved = source.state_dict()
+        saved["state"][len(params) - 1].update(last)
+        return saved
+
+    return make_state
+
+
+def with_options(**options: Any) -> Callable[[list[Parameter]], dict[str, Any]]:
+    def make_state(params: list[Parameter]) -> dict[str, Any]:
+        saved = damaged()(params)
+        saved["param_groups"][-1].update(options)
+        return saved
+
+    return make_state
+
+
 REFUSED: dict[str, tuple[Callable[[list[Parameter]], dict[str, Any]], str]] = {
     "amsgrad": (amsgrad_state, "FusedAdam does not support the AMSGrad variant."),
     "amsgrad in the second group": (second_group_amsgrad, "does not support the AMSGrad variant"),
@@ -344,6 +367,32 @@ REFUSED: dict[str, tuple[Callable[[list[Parameter]], dict[str, Any]], str]] = {
         other_shape_state,
         r"state\[1\]\['exp_avg'\] has shape \[12\], its parameter \[4, 3\]; they must match",
     ),
+    "a moment that is None": (damaged(exp_avg_sq=None), r"\['exp_avg_sq'\] is of type NoneType"),
+    "a moment that is a list": (
+        damaged(exp_avg=[1.0] * 667),
+        r"state\[5\]\['exp_avg'\] is of type",
+    ),
+    "a moment of integers": (
+        damaged(exp_avg=torch.ones(23, 29, dtype=torch.int64)),
+        r"is of type torch.int64; it must be a floating tensor",
+    ),
+    "a complex moment": (
+        damaged(exp_avg_sq=torch.ones(23, 29, dtype=torch.complex64)),
+        "is of type torch.complex64",
+    ),
+    "a sparse moment": (damaged(exp_avg_sq=torch.ones(23, 29).to_sparse()), "sparse"),
+    "a step that is None": (
+        damaged(step=None),
+        r"state\[5\]\['step'\] is None; it must be a number",
+    ),
+    "a step that is a word": (damaged(step="ten"), r"state\[5\]\['step'\] is 'ten'"),
+    "two steps": (damaged(step=torch.ones(2)), r"\['step'\] is tensor\(\[1., 1.\]\)"),
+    "a step below 0": (damaged(step=-1), r"\['step'\] is -1; it must be a number of steps"),
+    "a step that is NaN": (damaged(step=float("nan")), r"\['step'\] is nan"),
+    "lr below 0": (with_options(lr=-0.1), "lr is -0.1; it must be 0 or more"),
+    "lr that is a word": (with_options(lr="low"), "'>=' not supported"),
+    "one beta": (with_options(betas=(0.9,)), r"betas is \(0.9,\); it must be two numbers"),
+    "eps NaN": (with_options(eps=float("nan")), "eps is nan; it must be 0 or more"),
     "fewer parameters": (other_size_state, "doesn't match the size of optimizer's group"),
     "more groups": (other_groups_state, "different number of parameter groups"),
 }
@@ -357,7 +406,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(
     optimizer = FusedAdam(params, lr=0.3)
     train(optimizer, params, range(3))
     saved = make_state(params)
-    with Unchanged(optimizer), pytest.raises((RuntimeError, ValueError), match=message):
+    with Unchanged(optimizer), pytest.raises((RuntimeError, TypeError, ValueError), match=message):
         optimizer.load_state_dict(saved)
     train(optimizer, params, range(3, 4))  # and goes on
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,17 @@ def read_loss_scaler(
     return scaler
 
 
+def read_iteration(state_dict: Mapping[str, Any], present: int) -> int:
+    """Return the number of steps until now; checkpoints of 2019 lack it with a static scale."""
+    iteration = state_dict.get("cur_iter", present)
+    try:
+        return operator.index(iteration)
+    except TypeError:
+        raise TypeError(
+            f"FP16_Optimizer.load_state_dict: cur_iter is {iteration!r}; it must be an int"
+        ) from None
+
+
 def read_masters(
     state_dict: Mapping[str, Any], groups: Sequence[MasterGroup]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -73,6 +85,9 @@ def read_masters(
     else:
         key, mine = "fp32_groups_flat", [[group.flat] for group in groups]
         saved = [[one] for one in required(state_dict, key)]
+    for number, one in enumerate(saved):
+        for index, tensor in enumerate(one):
+            _check_master(f"{key}[{number}]" + f"[{index}]" * (key == "fp32_from_fp16"), tensor)
     expected = [[tuple(tensor.shape) for tensor in one] for one in mine]
     given = [[tuple(tensor.shape) for tensor in one] for one in saved]
     if given != expected:
@@ -108,6 +123,19 @@ def read_inner_state(
         state.update(enumerate(_cut(whole, group.master_params), first))
         param_groups.append({**saved, "params": [*range(first, len(state))]})
     return {"state": state, "param_groups": param_groups}
+
+
+def _check_master(name: str, saved: Any) -> None:
+    """Raise a TypeError if copying it to a master would fail, or lose what it says."""
+    if not torch.is_tensor(saved):
+        kind = type(saved).__name__
+    elif saved.layout is not torch.strided or saved.is_meta or not saved.is_floating_point():
+        kind = f"tensor of {saved.dtype}, {saved.layout}, on {saved.device}"
+    else:
+        return
+    raise TypeError(
+        f"FP16_Optimizer.load_state_dict: {name} is a {kind}; it must be a dense floating tensor"
+    )
 
 
 def _cut(whole: Mapping[str, Any], masters: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,18 +37,20 @@ def named_grads(
             yield name, grad
 
 
-def lines(report: list[NonFinite]) -> list[str]:
+def lines(report: Sequence[NonFinite]) -> list[str]:
     """Return a line for each of the worst parameters, and one for the number of the others."""
     shown = [f"  {found}" for found in report[:_PARAMETERS_NAMED]]
     others = len(report) - _PARAMETERS_NAMED
     return shown + ([f"  and {others} more parameters"] if others > 0 else [])
 
 
-def warn_of_endless_skips(report: list[NonFinite], scale: float) -> None:
+def warn_of_endless_skips(
+    report: Sequence[NonFinite], scale: float, *, who: str = "FP16_Optimizer"
+) -> None:
     """Warn that lowering the scale does not help."""
     worst = f" The worst: {report[0]}." if report else ""
     warnings.warn(
-        f"FP16_Optimizer has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is now "
+        f"{who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is now "
         f"{scale}. Gradients hold inf or NaN at every scale tried.{worst}",
         RuntimeWarning,
         stacklevel=5,

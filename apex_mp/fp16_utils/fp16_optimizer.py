@@ -479,13 +479,21 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         Also takes the `fp32_groups_flat` and `cur_scale` of `apex_mp.optimizers.FP16_Optimizer`.
 
         Raises:
-            ValueError: A key is missing, or masters do not fit; nothing is changed then.
+            TypeError, ValueError: A key is missing, or masters or numbers do not fit; nothing is
+                changed then.
         """
         scaler = _checkpoint.read_loss_scaler(state_dict, self.loss_scaler, self._dynamic_args)
         masters = _checkpoint.read_masters(state_dict, self._grads.groups)
-        self.optimizer.load_state_dict(_checkpoint.read_inner_state(state_dict, self._grads.groups))
+        iteration = _checkpoint.read_iteration(state_dict, self._iteration)
+        inner = _checkpoint.read_inner_state(state_dict, self._grads.groups)
+        before = self.state, self.param_groups
+        try:
+            self.optimizer.load_state_dict(inner)
+        except BaseException:
+            self.state, self.param_groups = before  # torch sets both, and then looks at the steps.
+            raise
         self.loss_scaler = scaler
-        self._iteration = int(state_dict.get("cur_iter", self._iteration))
+        self._iteration = iteration
         self._overflow = bool(state_dict.get("overflow", False))
         self.first_closure_call_this_step = bool(
             state_dict.get("first_closure_call_this_step", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def adapt(
 
     Raises:
         RuntimeError: It was saved with amsgrad.
-        ValueError: A parameter's state is not that of Adam, or of another shape.
+        TypeError, ValueError: A parameter's state is not that of Adam, or of another shape.
     """
     saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
     for saved_group in saved_groups:
@@ -114,6 +115,12 @@ def _adapt_state(
         if key not in adapted:
             continue
         value = adapted[key]
+        if not (torch.is_tensor(value) and value.is_floating_point()):
+            kind = value.dtype if torch.is_tensor(value) else type(value).__name__
+            raise TypeError(
+                f"FusedAdam.load_state_dict: state[{index}]['{key}'] is of type {kind}; "
+                "it must be a floating tensor"
+            )
         if value.shape != param.shape:
             raise ValueError(
                 f"FusedAdam.load_state_dict: state[{index}]['{key}'] has shape "
@@ -121,9 +128,22 @@ def _adapt_state(
             )
         like_param = torch.empty_like(param, dtype=_dtype(key, param), requires_grad=False)
         adapted[key] = _Kept(like_param.copy_(value))
-    step = torch.zeros((), dtype=torch.float32, device=param.device)
-    adapted["step"] = _Kept(step.copy_(torch.as_tensor(adapted["step"]).reshape(())))
+    step = _count(index, adapted["step"])
+    adapted["step"] = _Kept(torch.tensor(step, dtype=torch.float32, device=param.device))
     return adapted
+
+
+def _count(index: Any, step: Any) -> float:
+    try:
+        count = float(step)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements.
+        count = math.nan
+    if not 0.0 <= count < math.inf:
+        raise ValueError(
+            f"FusedAdam.load_state_dict: state[{index}]['step'] is {step!r}; "
+            "it must be a number of steps"
+        )
+    return count
 
 
 def _dtype(key: str, param: Tensor) -> torch.dtype:

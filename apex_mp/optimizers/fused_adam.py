@@ -240,11 +240,15 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: The state was saved with amsgrad.
-            ValueError: Groups do not fit, or a parameter's state is not that of Adam.
+            TypeError, ValueError: Groups do not fit, a hyperparameter is out of range, or a
+                parameter's state is not that of Adam.
         """
 
         def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            return _adam_state.adapt(saved, self.param_groups, [*self.defaults])
+            adapted = _adam_state.adapt(saved, self.param_groups, [*self.defaults])
+            for group in adapted["param_groups"]:
+                _check_hyperparameters({**self.defaults, **group})
+            return adapted
 
         # As a hook it sees what the user's hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(adapt)
