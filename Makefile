@@ -59,7 +59,7 @@ test: $(BUILT)
 lint: $(BUILT)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
+	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 types: $(BUILT)
@@ -67,26 +67,29 @@ types: $(BUILT)
 
 # An extension of its own, not optimised: each line, level and template is counted by itself. What
 # is returned is moved, or gcov takes the line of a return for one that only an exception reaches.
-coverage: export DEBUG := 1
-coverage: export FORCE_CUDA := 0
-coverage: export CFLAGS := --coverage -fprofile-update=atomic -fno-elide-constructors
-coverage: export LDFLAGS := --coverage
 coverage: $(BUILT)
 	rm -rf $(COVERAGE)/lib
 	mkdir -p $(COVERAGE)
 	find $(COVERAGE) -name '*.gcda' -delete
-	$(VENV)/bin/python setup.py -q build_py --build-lib $(COVERAGE)/lib \
-	  build_ext --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/objects > $(COVERAGE)/build.log \
+	DEBUG=1 FORCE_CUDA=0 LDFLAGS=--coverage \
+	  CFLAGS='--coverage -fprofile-update=atomic -fno-elide-constructors' \
+	  $(VENV)/bin/python setup.py -q build_py --build-lib $(COVERAGE)/lib build_ext \
+	  --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/cpu > $(COVERAGE)/build.log \
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q \
 	  tests/test_operator*.py tests/test_cpu_levels.py
+	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
+	@for level in $$($(VENV)/bin/python -c \
+	  'from apex_mp import _C; print(*{"avx2", "avx512"} - {*_C.cpu_levels()})'); do \
+	  echo "Left out: this processor has no $$level"; \
+	  rm -f $(COVERAGE)/cpu/csrc/cpu/kernels_$$level.gc*; done
 	$(VENV)/bin/gcovr --txt-metric line --txt-metric branch $(COVERAGE)
 	$(VENV)/bin/gcovr --txt-metric line --fail-under-line 100 $(COVERAGE)
 
 format: $(BUILT)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
+	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(VENV)/bin/clang-format -i
 
 # torch stands in every pip command, pinned, so that no other package can bring another one.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from apex_mp import _C
+from apex_mp.amp import _amp_state, _current, registry
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,3 +63,13 @@ def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def amp_off() -> Iterator[None]:
+    """Leave nothing of amp behind: no casts, no registrations, no state of `initialize`."""
+    yield
+    if _current.handle is not None:
+        _current.handle._deactivate()
+    registry.registrations.clear()
+    vars(_amp_state).update(vars(type(_amp_state)()))

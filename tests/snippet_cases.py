@@ -8,13 +8,17 @@ else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+
+from apex_mp.amp import _current, registry
 
 FOLDER = Path(__file__).parent / "published_snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -145,6 +149,18 @@ def images() -> list[tuple[Tensor, Tensor]]:
 WORLDS = {TinyBert: sentences, TinyConvNet: images}
 
 
+@contextlib.contextmanager
+def _amp_for_the_run(device: torch.device) -> Iterator[None]:
+    """Let `amp.init()` find the device of the tests, and switch off what a script leaves on."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=device.type == "cuda"):
+        try:
+            yield
+        finally:
+            if _current.handle is not None:
+                _current.handle._deactivate()
+            registry.registrations.clear()
+
+
 class Run:
     """A snippet that has run: the model as it began and as it is, and what the script left.
 
@@ -181,7 +197,8 @@ class Run:
             "train_loader": self.batches,
         }
         code = compile(text_of(snippet, kind), str(FOLDER / f"{snippet}.py"), "exec")
-        exec(code, self.names)
+        with _amp_for_the_run(device):
+            exec(code, self.names)
         self.watch.look(self.model)
         self.optimizer: Any = self.names["optimizer"]
         self.stepped: list[Tensor] = [

@@ -102,6 +102,29 @@ ROWS = {
     "GradScaler clipping": Row(
         "grad_scaler", {"clip": 0.5, "lr": 0.01, "epochs": 2}, dtype=F32, bad=(5, 30)
     ),
+    "amp": Row(
+        "amp_one_optimizer",
+        {"fp16": True, "clip": 0.5, "lr": 0.02, "epochs": 3},
+        TinyConvNet,
+        dtype=F32,
+        bad=(30, 41),
+    ),
+    "amp switched off": Row(
+        "amp_one_optimizer",
+        {"fp16": False, "clip": 0.5, "lr": 0.02, "epochs": 3},
+        TinyConvNet,
+        dtype=F32,
+        near=FP32_TRAINING,
+    ),
+    "amp with two losses": Row(
+        "amp_two_losses", {"lr": 0.02, "epochs": 4}, dtype=F32, bad=(20, 31, 42, 43), every=2
+    ),
+    "amp with decorators": Row(
+        "amp_custom_function", {"factor": 2.0, "lr": 0.05, "epochs": 3}, dtype=F32, bad=(30, 41)
+    ),
+    "amp with registrations": Row(
+        "amp_registered_function", {"lr": 0.1, "epochs": 3}, dtype=F32, bad=(30, 41)
+    ),
     "masters by hand": Row(
         "master_params_static",
         {
@@ -154,8 +177,8 @@ def test_nothing_but_the_import_and_cuda_is_replaced(snippet: str) -> None:
     imports = [(old, new) for old, new in changed if ".cuda()" not in old]
     assert len(imports) == 1
     ((old, new),) = imports
-    assert old.startswith("from apex.")
-    assert new == old.replace("from apex.", "from apex_mp.")
+    assert old.startswith(("from apex.", "from apex import "))
+    assert new == old.replace("from apex", "from apex_mp", 1)
     assert "apex_mp" not in text_of(snippet)
 
 
@@ -229,6 +252,27 @@ def test_a_dynamic_scale_comes_down_from_where_it_started(device: torch.device) 
     assert run_of("BERT static", device).optimizer.cur_scale == 128.0
     bert = run_of("BERT dynamic", device)
     assert bert.optimizer.cur_scale == 2.0 ** (16 - bert.watch.finite.count(False))
+
+
+def test_under_amp_functions_run_in_the_precision_that_they_are_given(
+    device: torch.device,
+) -> None:
+    assert run_of("amp", device).names["output"].dtype == F16
+    assert run_of("amp switched off", device).names["output"].dtype == F32
+    decorated = run_of("amp with decorators", device).names
+    assert (decorated["logits"].dtype, decorated["loss"].dtype) == (F16, F32)
+    registered = run_of("amp with registrations", device).names
+    assert (registered["logits"].dtype, registered["probabilities"].dtype) == (F16, F32)
+
+
+def test_amp_halves_the_scale_of_the_loss_that_overflowed(device: torch.device) -> None:
+    for name in ("amp", "amp with decorators", "amp with registrations"):
+        run = run_of(name, device)
+        scaler = run.names["amp_handle"]._default_scaler
+        assert scaler._loss_scale == 2.0 ** (16 - run.watch.finite.count(False))
+    run = run_of("amp with two losses", device)
+    for loss, scaler in enumerate(run.optimizer._loss_scaler):
+        assert scaler._loss_scale == 2.0 ** (16 - run.watch.finite[loss::2].count(False))
 
 
 def test_a_run_that_was_interrupted_ends_bit_for_bit_as_the_whole_one(

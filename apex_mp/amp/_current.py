@@ -1,4 +1,4 @@
-"""The handle whose casts are on in this process, and what users have registered."""
+"""The handle whose casts are on in this process."""
 
 from __future__ import annotations
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import inspect
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _INHERITED = object()
@@ -15,6 +18,15 @@ class _Patch:
     name: str
     before: Any  # what stood in the owner's own dict, if anything did
     ours: Any
+
+    def is_there(self) -> bool:
+        return vars(self.owner).get(self.name) is self.ours
+
+    def put_back(self) -> None:
+        if self.before is _INHERITED:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
 
 
 class Patches:
@@ -30,25 +42,55 @@ class Patches:
     def install(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         """Set `owner.name` to `make(original)`; a replacement of ours that is there goes first.
 
-        A static method stays one.
+        What is bound to an object or a class, or to nothing, stays so.
+
+        Raises:
+            AttributeError, TypeError: The owner does not have it, or lets nobody replace it.
         """
         self.remove(owner, name)
+        original = getattr(owner, name)  # First: some modules put it into their dict only now.
         before = vars(owner).get(name, _INHERITED)
-        ours: Any = make(getattr(owner, name))
-        setattr(owner, name, staticmethod(ours) if isinstance(before, staticmethod) else ours)
+        setattr(owner, name, _replacement(owner, name, original, make))
         self._patches[id(owner), name] = _Patch(owner, name, before, vars(owner)[name])
 
     def remove(self, owner: Any, name: str) -> None:
         """Put back what was there, unless somebody else has replaced ours since."""
         patch = self._patches.pop((id(owner), name), None)
-        if patch is None or vars(owner).get(name) is not patch.ours:
-            return
-        if patch.before is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, patch.before)
+        if patch is not None and patch.is_there():
+            patch.put_back()
 
     def remove_all(self) -> None:
         """Put everything back, the last replacement first."""
         for patch in [*self._patches.values()][::-1]:
             self.remove(patch.owner, patch.name)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Put everything back for a `with` block."""
+        there = [patch for patch in self._patches.values() if patch.is_there()]
+        for patch in there:
+            patch.put_back()
+        try:
+            yield
+        finally:
+            for patch in there:
+                setattr(patch.owner, patch.name, patch.ours)
+
+
+def _replacement(
+    owner: Any, name: str, original: Any, make: Callable[[Any], Callable[..., Any]]
+) -> Any:
+    """Return `make(original)` as something that `owner` binds as it binds the original."""
+    if not isinstance(owner, type):
+        if isinstance(original, types.MethodType) and original.__self__ is owner:
+            # A copy of the object then has a method of its own, not one of this object.
+            return types.MethodType(make(original.__func__), owner)
+        return make(original)
+    found = inspect.getattr_static(owner, name, None)
+    if isinstance(found, classmethod):
+        return classmethod(make(found.__func__))
+    if hasattr(type(found), "__get__") and not isinstance(
+        found, (staticmethod, types.ClassMethodDescriptorType)
+    ):
+        return make(original)
+    return staticmethod(make(original))  # A class does not bind C functions, for one.

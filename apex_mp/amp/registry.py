@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from apex_mp.amp import _current
-from apex_mp.amp.casting import Caster, Function, is_plain_python
+from apex_mp.amp.casting import Caster, Function
+from apex_mp.amp.patching import Patches
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,8 +45,11 @@ def half_function(fn: F) -> F:
 
     Args:
         fn: A function or method, a static or class method, or a C function; tensors in nested
-            lists, tuples and dicts among its arguments are cast too. What a Python function
-            calls is cast as ever; a C function is called as it is.
+            lists, tuples and dicts among its arguments are cast too. What a Python function or
+            a module calls is cast as ever; C functions and torch's own are called as they are.
+
+    Raises:
+        TypeError: It is no function.
     """
     return _decorate(fn, "to_low")
 
@@ -56,6 +61,9 @@ def float_function(fn: F) -> F:
 
     Args:
         fn: As for `half_function`.
+
+    Raises:
+        TypeError: It is no function.
     """
     return _decorate(fn, "to_float")
 
@@ -65,6 +73,9 @@ def promote_function(fn: F) -> F:
 
     Args:
         fn: As for `half_function`.
+
+    Raises:
+        TypeError: It is no function.
     """
     return _decorate(fn, "promote")
 
@@ -79,7 +90,7 @@ def register_half_function(module: Any, name: str) -> None:
         name: The function's name there.
 
     Raises:
-        ValueError: There is no such function.
+        ValueError: There is no such function, or nothing can take its place.
     """
     _register(module, name, "to_low")
 
@@ -92,7 +103,7 @@ def register_float_function(module: Any, name: str) -> None:
         name: The function's name there.
 
     Raises:
-        ValueError: There is no such function.
+        ValueError: There is no such function, or nothing can take its place.
     """
     _register(module, name, "to_float")
 
@@ -105,24 +116,41 @@ def register_promote_function(module: Any, name: str) -> None:
         name: The function's name there.
 
     Raises:
-        ValueError: There is no such function.
+        ValueError: There is no such function, or nothing can take its place.
     """
     _register(module, name, "promote")
 
 
 def _register(module: Any, name: str, cast: str) -> None:
-    if not callable(getattr(module, name, None)):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise ValueError(f"No function named {name} in module {module}.")
+    if isinstance(function, type):  # isinstance() and subclasses need it as it is.
+        raise ValueError(
+            f"No function named {name} in module {module}. It is a class; register its methods."
+        )
     registration = Registration(module, name, cast)
+    handle = _current.handle
+    try:
+        if handle is not None:
+            handle._install(registration)
+        else:  # Try it now: the line to blame is this one, not a later init().
+            trial = Patches()
+            trial.install(module, name, functools.partial(_decorate, cast=cast))
+            trial.remove_all()
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"The function named {name} in module {module} cannot be replaced: {error}"
+        ) from error
     registrations.pop((id(module), name), None)
     registrations[id(module), name] = registration
-    if _current.handle is not None:
-        _current.handle._install(registration)
 
 
 def _decorate(fn: F, cast: str) -> F:
     if isinstance(fn, (staticmethod, classmethod)):
         return type(fn)(_decorate(fn.__func__, cast))
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"{fn!r} is not a function or method; only those are given a precision")
     name = getattr(fn, "__name__", type(fn).__name__)
     casts_inside = _casts_inside(fn, cast)
 
@@ -140,5 +168,21 @@ def _decorate(fn: F, cast: str) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def _casts_inside(fn: Any, cast: str) -> bool:
-    return cast != "to_float" and is_plain_python(fn)
+def _casts_inside(function: Any, cast: str) -> bool:
+    """Whether what a function calls is cast: it is, if the function leaves the work to others.
+
+    C functions do it themselves, and so do torch's in Python, of which a user has said how. Python
+    of the user's calls functions of the lists, and torch's modules bring weights of their own.
+    """
+    if cast == "to_float":
+        return False
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
+        function = type(function).__call__
+    module = (getattr(function, "__module__", None) or "") + "."
+    return isinstance(function, types.FunctionType) and (
+        not module.startswith("torch.")
+        or module.startswith(("torch.nn.modules.", "torch.autograd."))
+    )
