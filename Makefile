@@ -37,7 +37,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types coverage cuda-link gpu format clean
+.PHONY: help demo test lint types coverage cuda-on-cpu cuda-link gpu format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16 and bf16; a table and a picture'
@@ -45,6 +45,7 @@ help:
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the operator tests run; all lines, or it fails'
+	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
 	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
@@ -85,6 +86,9 @@ coverage: $(BUILT)
 	  rm -f $(COVERAGE)/cpu/csrc/cpu/kernels_$$level.gc*; done
 	$(VENV)/bin/gcovr --txt-metric line --txt-metric branch $(COVERAGE)
 	$(VENV)/bin/gcovr --txt-metric line --fail-under-line 100 $(COVERAGE)
+
+cuda-on-cpu: $(BUILT)
+	$(VENV)/bin/python -m pytest tests/cuda_on_cpu $(PYTEST_ARGS)
 
 format: $(BUILT)
 	$(VENV)/bin/ruff check --fix .

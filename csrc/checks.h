@@ -79,10 +79,33 @@ inline void check_same_layout(const Argument& argument, const at::Tensor& tensor
               " and ", other.strides(), "; they must lie in memory in the same order");
 }
 
-// An operator has no derivative, so it must not change a weight behind autograd's back.
+// A fake tensor, a wrapper or a lazy negation has a way of its own through dispatch, which does not
+// look into an optional list. A kernel would take the memory, or nullptr, as it is.
+inline void check_has_memory(const Argument& argument, const at::Tensor& tensor) {
+  const bool empty = tensor.numel() == 0;
+  TORCH_CHECK(
+      !tensor.is_neg() && (empty || (tensor.has_storage() && tensor.storage().data() != nullptr)),
+      argument, " is a tensor whose numbers do not lie in its memory; clone() it");
+}
+
+// What is written may be what is read, element by element. Memory that overlaps otherwise would
+// change before it is read, or not, as threads and vectors happen to go.
+inline void check_same_or_apart(const Argument& argument, const at::Tensor& written,
+                                const Argument& other_argument, const at::Tensor& read) {
+  const auto begin = reinterpret_cast<uintptr_t>(written.const_data_ptr());
+  const auto other_begin = reinterpret_cast<uintptr_t>(read.const_data_ptr());
+  const bool same = begin == other_begin && written.element_size() == read.element_size();
+  const bool apart = written.numel() == 0 || begin + written.nbytes() <= other_begin ||
+                     other_begin + read.nbytes() <= begin;
+  TORCH_CHECK(same || apart, argument, " overlaps ", other_argument.name, '[', other_argument.index,
+              "]; they must be the same memory or lie apart");
+}
+
+// An operator has no derivative, so it must not change a weight, or what was computed from one,
+// behind autograd's back.
 inline void check_writable(const Argument& argument, const at::Tensor& tensor) {
-  TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad() && tensor.is_leaf()), argument,
-              " is a leaf that requires grad; call this operator under torch.no_grad()");
+  TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad()), argument,
+              " requires grad; call this operator under torch.no_grad()");
 }
 
 // One element of lists: floating, dense, on the device of the call.

@@ -42,6 +42,7 @@ inline void check_unscale(at::TensorList src, at::TensorList dst, const at::Tens
     check_element({op, "src", i}, src[i], device);
     check_element({op, "dst", i}, dst[i], device);
     check_same_layout({op, "dst", i}, dst[i], {op, "src", i}, src[i]);
+    check_same_or_apart({op, "dst", i}, dst[i], {op, "src", i}, src[i]);
     check_writable({op, "dst", i}, dst[i]);
   }
 }
@@ -64,6 +65,8 @@ inline void check_axpby(at::TensorList x, at::TensorList y, at::TensorList out, 
     check_element({op, "out", i}, out[i], device);
     check_same_layout({op, "y", i}, y[i], {op, "x", i}, x[i]);
     check_same_layout({op, "out", i}, out[i], {op, "x", i}, x[i]);
+    check_same_or_apart({op, "out", i}, out[i], {op, "x", i}, x[i]);
+    check_same_or_apart({op, "out", i}, out[i], {op, "y", i}, y[i]);
     check_writable({op, "out", i}, out[i]);
   }
 }
@@ -173,6 +176,7 @@ inline void check_adam(at::TensorList params, at::TensorList grads, at::TensorLi
     check_writable({op, "steps", i}, steps[i]);
     if (copies.has_value()) {
       check_peer("copies", (*copies)[i]);
+      check_has_memory({op, "copies", i}, (*copies)[i]);
       check_writable({op, "copies", i}, (*copies)[i]);
     }
   }

@@ -64,7 +64,7 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
       !keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr})),
       name, ": ", sparse_argument(schema, *stack),
       " is a sparse tensor; it must be a dense (strided) tensor");
-  TORCH_CHECK(false, name, ": an argument is a ", c10::toString(keys.highestBackendKey()),
+  TORCH_CHECK(false, name, ": an argument is a ", c10::toString(keys.highestPriorityTypeId()),
               " tensor, for which this build of apex_mp has no kernels. To build those for CUDA: "
               "FORCE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
 }

@@ -65,20 +65,48 @@ def test_an_optional_list_and_an_optional_tensor_may_be_absent(device: torch.dev
     OPERATOR["l2_norm_"](sample(OPERATOR["l2_norm_"], device) | {"norms": None})
 
 
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [("unscale_", "dst"), ("axpby_", "out"), ("adam_", "params"), ("adam_", "copies")],
-)
-def test_backward_through_a_weight_that_an_operator_changed_raises(
-    operator: str, name: str, device: torch.device
+FLOATS_WRITTEN = [
+    (operator, name)
+    for operator in OPERATORS
+    for name in operator.written
+    if name not in ("good_steps", "overflows")  # Integers, which no graph goes through.
+]
+
+
+@pytest.mark.parametrize(("operator", "name"), FLOATS_WRITTEN)
+def test_backward_through_what_an_operator_has_written_raises(
+    operator: Operator, name: str, device: torch.device
 ) -> None:
-    call = sample(OPERATOR[operator], device, A_FEW)
-    weight = call[name][1].requires_grad_()
+    call = sample(operator, device, A_FEW)
+    weight = tensors_of(call[name])[-1].requires_grad_()
     loss = (weight * weight).sum()
+    loss.backward(retain_graph=True)
     with torch.no_grad():
-        OPERATOR[operator](call)
+        operator(call)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@each_operator
+def test_backward_through_what_an_operator_only_reads_goes_on(
+    operator: Operator, device: torch.device
+) -> None:
+    call = sample(operator, device, A_FEW)
+    read = [t for name in call.keys() - set(operator.written) for t in tensors_of(call[name])]
+    assert read
+    losses = [(tensor.requires_grad_() ** 2).sum() for tensor in read]
+    with torch.no_grad():
+        operator(call)
+    for loss in losses:
+        loss.backward()
+
+
+def test_a_refused_call_leaves_graphs_intact(device: torch.device) -> None:
+    call = sample(OPERATOR["adam_"], device, A_FEW)
+    loss = (call["params"][1].requires_grad_() ** 2).sum()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="beta1 is 2"):
+        OPERATOR["adam_"](call | {"beta1": 2.0})
+    loss.backward()
 
 
 def test_a_view_shares_the_new_version_of_its_base(device: torch.device) -> None:
@@ -156,6 +184,23 @@ def test_compiles_into_one_graph_with_equal_results(
         compiled(**call)
     torch._dynamo.reset()
     assert_same_call(call, expected)
+
+
+def test_the_default_backend_compiles_all_operators_into_one_graph(device: torch.device) -> None:
+    calls = [sample(operator, device) for operator in OPERATORS]
+    expected = [copy_of(call) for call in calls]
+    overloads = [operator.overload for operator in OPERATORS]
+
+    def step(calls: list[Arguments]) -> None:
+        for overload, call in zip(overloads, calls, strict=True):
+            overload(**call)
+
+    with torch.no_grad():
+        step(expected)
+        torch.compile(step, fullgraph=True)(calls)
+    torch._dynamo.reset()
+    for ours, wanted in zip(calls, expected, strict=True):
+        assert_same_call(ours, wanted)
 
 
 def test_a_compiled_training_step_may_hold_the_operators(device: torch.device) -> None:

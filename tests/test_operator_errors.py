@@ -24,6 +24,9 @@ from op_cases import (
 )
 from tolerances import assert_same_bits
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 # The call that each row breaks in one place. 4-dimensional, so that memory orders can differ.
 SOUND = ListCase("sound", [(2, 3, 2, 2), (2, 3, 2, 2), (2, 3, 2, 2)])
@@ -99,6 +102,10 @@ def one_tensor_less(tensors: list[Tensor]) -> list[Tensor]:
     return tensors[:-1]
 
 
+def one_tensor_more(tensors: list[Tensor]) -> list[Tensor]:
+    return [*tensors, tensors[0].clone()]
+
+
 def set_to(value: Any) -> Callable[[Any], Any]:
     return lambda old: value
 
@@ -130,6 +137,13 @@ def faults_of_list(operator: str, name: str, *, paired_with: str | None) -> list
             "too short",
             one_tensor_less,
             f"has 2 tensors, {paired_with} has 3; they must match",
+        ),
+        Fault(
+            operator,
+            name,
+            "too long",
+            one_tensor_more,
+            f"has 4 tensors, {paired_with} has 3; they must match",
         ),
         Fault(
             operator,
@@ -189,6 +203,7 @@ FAULTS = [
     Fault("check_", "groups[0]", "negative", set_to(-1), "is -1; it must be an index into sum_sq"),
     Fault("check_", "sum_sq", "fp32", cast(F32), "is of dtype Float; it must be Double"),
     Fault("check_", "sum_sq", "with gaps", with_gaps, DENSE),
+    Fault("check_", "sum_sq", "expanded", expanded, DENSE),
     *faults_of_list("unscale_", "src", paired_with=None),
     *faults_of_list("unscale_", "dst", paired_with="src"),
     *faults_of_number("unscale_", "inv_scale"),
@@ -204,8 +219,10 @@ FAULTS = [
     *faults_of_list("l2_norm_", "tensors", paired_with=None),
     Fault("l2_norm_", "norm", "fp16", cast(F16), "is of dtype Half; it must be Float or Double"),
     Fault("l2_norm_", "norm", "of two", two_elements, "has 2 elements; it must have 1"),
+    Fault("l2_norm_", "norm", "empty", no_elements, "has 0 elements; it must have 1"),
     Fault("l2_norm_", "norms", "int32", cast(torch.int32), "is of dtype Int; it must be Float or"),
     Fault("l2_norm_", "norms", "with gaps", with_gaps, DENSE),
+    Fault("l2_norm_", "norms", "expanded", expanded, DENSE),
     Fault(
         "l2_norm_",
         "norms",
@@ -245,6 +262,7 @@ FAULTS = [
         one_tensor_less,
         "has 2 tensors, params has 3; they must match",
     ),
+    *faults_of_one_element("adam_", "steps[0]", "Float"),
     *faults_of_one_element("adam_", "steps[2]", "Float"),
     *faults_of_number("adam_", "lr"),
     *faults_of_number("adam_", "inv_scale"),
@@ -281,6 +299,80 @@ def test_a_fault_is_named_and_nothing_is_written(fault: Fault, device: torch.dev
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 def test_the_call_that_the_faults_spoil_is_sound(operator: Operator, device: torch.device) -> None:
     operator(sound_call(operator, device))
+
+
+def test_moments_of_a_float64_parameter_must_be_float64(device: torch.device) -> None:
+    call = sound_call(OPERATOR["adam_"], device)
+    call["params"][1] = call["params"][1].double()
+    message = r"^adam_: exp_avgs\[1\] is of dtype Float; it must be Double"
+    assert_refuses(OPERATOR["adam_"], call, message)
+    call["exp_avgs"][1] = call["exp_avgs"][1].double()
+    assert_refuses(OPERATOR["adam_"], call, message.replace("exp_avgs", "exp_avg_sqs"))
+
+
+# --- Memory: what is written may be what is read, and must not overlap it otherwise.
+
+
+OVERLAPS = [("unscale_", "dst", "src"), ("axpby_", "out", "x"), ("axpby_", "out", "y")]
+overlaps = pytest.mark.parametrize(("operator", "written", "read"), OVERLAPS)
+
+
+def call_on_one_buffer(
+    operator: str, written: str, read: str, device: torch.device, *, begin: int, written_dtype: Any
+) -> Arguments:
+    """Return a call whose last `written` tensor begins `begin` elements after the last `read`."""
+    call = sound_call(OPERATOR[operator], device)
+    buffer = torch.randn(24 * 8, device=device)
+    call[read][2] = buffer[64:88].view(SHAPE)
+    elements = buffer.view(written_dtype)
+    first = 64 * 4 // elements.element_size() + begin
+    call[written][2] = elements[first : first + 24].view(SHAPE)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("begin", "written_dtype"),
+    [(1, F32), (-1, F32), (23, F32), (-23, F32), (0, F16), (47, F16), (-23, F16), (0, F64)],
+    ids=str,
+)
+@overlaps
+def test_memory_that_overlaps_what_is_read_is_refused(
+    operator: str, written: str, read: str, begin: int, written_dtype: Any, device: torch.device
+) -> None:
+    call = call_on_one_buffer(
+        operator, written, read, device, begin=begin, written_dtype=written_dtype
+    )
+    message = rf"^{operator}: {written}\[2\] overlaps {read}\[2\]; they must be the same memory or"
+    assert_refuses(OPERATOR[operator], call, message)
+
+
+@pytest.mark.parametrize(
+    ("begin", "written_dtype"),
+    [(0, F32), (24, F32), (-24, F32), (48, F16), (-24, F16), (12, F64), (-24, F64)],
+    ids=str,
+)
+@overlaps
+def test_the_same_memory_and_neighbours_are_taken(
+    operator: str, written: str, read: str, begin: int, written_dtype: Any, device: torch.device
+) -> None:
+    call = call_on_one_buffer(
+        operator, written, read, device, begin=begin, written_dtype=written_dtype
+    )
+    apart = copy_of(call)
+    OPERATOR[operator](call)
+    OPERATOR[operator](apart)
+    for ours, expected in zip(call[written], apart[written], strict=True):
+        assert_same_bits(ours, expected)
+
+
+def test_two_half_dtypes_may_share_memory(device: torch.device) -> None:
+    src = torch.randn(24, device=device).half()
+    expected = (src.float() * 0.5).bfloat16()
+    dst = src.view(BF16)
+    OPERATOR["unscale_"].overload(
+        [src], [dst], torch.tensor(0.5, device=device), torch.zeros(1, device=device)
+    )
+    assert_same_bits(dst, expected)
 
 
 # --- Every list, and every single tensor, of every operator: what dispatch or autograd refuses.
@@ -321,17 +413,34 @@ def test_a_sparse_tensor_in_a_list_is_refused(
     assert_refuses(operator, call, rf"^{operator.name}: {name}\[1\] {refusal}")
 
 
+OPTIONS = {
+    ("adam_", "beta1"): [1.0, -0.1],
+    ("adam_", "beta2"): [1.0, -0.1],
+    ("adam_", "eps"): [-1e-8],
+    ("adam_", "weight_decay"): [-0.1],
+    ("update_scale_", "growth_factor"): [0.5],
+    ("update_scale_", "backoff_factor"): [1.0, 0.0],
+    ("update_scale_", "min_scale"): [0.0],
+    ("update_scale_", "max_scale"): [0.5],  # Less than min_scale, which is 1.
+}
+
+
+@each_tensor
+def test_a_single_sparse_tensor_is_refused(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    call[name] = call[name].to_sparse()
+    refusal = r"is (a sparse tensor|Sparse); it must be a dense \(strided\)"
+    assert_refuses(operator, call, rf"^{operator.name}: {name} {refusal}")
+
+
 @pytest.mark.parametrize(
     ("operator", "option", "value"),
     [
-        ("adam_", "beta1", 1.0),
-        ("adam_", "beta2", -0.1),
-        ("adam_", "eps", -1e-8),
-        ("adam_", "weight_decay", float("nan")),
-        ("update_scale_", "growth_factor", 0.5),
-        ("update_scale_", "backoff_factor", 1.0),
-        ("update_scale_", "min_scale", 0.0),
-        ("update_scale_", "max_scale", float("nan")),
+        (*where, value)
+        for where, values in OPTIONS.items()
+        for value in (*values, float("-inf"), float("nan"))
     ],
 )
 def test_an_option_out_of_range_is_refused(
@@ -371,6 +480,169 @@ def test_a_list_on_two_devices_is_refused(
     assert_refuses(operator, call, f"^{where} is on cpu; all tensors of this call must be on cuda")
 
 
+@pytest.mark.cuda_only
+@each_tensor
+def test_a_single_tensor_on_another_device_is_refused_unless_it_is_a_number(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    call[name] = call[name].cpu()
+    if name in ("inv_scale", "lr", "a", "b"):
+        operator(call)
+    else:
+        assert_refuses(operator, call, rf"^{operator.name}: .* is on .*; all tensors of this call")
+
+
+# --- Kinds of tensors that other parts of torch have, in every list.
+
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "None": set_to(None),
+    "a number": set_to(1.0),
+    "a list": Tensor.tolist,
+    "of MKL-DNN": lambda tensor: tensor.cpu().float().flatten().to_mkldnn(),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor.flatten()], layout=torch.jagged),
+    "of zeros without memory": lambda tensor: torch._efficientzerotensor(
+        tensor.shape, dtype=tensor.dtype, device=tensor.device
+    ),
+    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@each_list
+def test_another_kind_of_tensor_in_a_list_raises_and_nothing_is_written(
+    operator: Operator, name: str, kind: Callable[[Tensor], Any], device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    before = copy_of(call)
+    spoilt = call | {name: [*call[name][:-1], kind(call[name][-1])]}
+    with pytest.raises((RuntimeError, TypeError, AssertionError)):
+        operator(spoilt)
+    for old, new in zip(snapshot(before), snapshot(call), strict=True):
+        assert_same_bits(new, old)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_under_vmap_an_operator_raises_and_writes_nothing(
+    operator: Operator, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    name = next(iter(call))
+    before = copy_of(call)
+
+    def under_vmap(one: Tensor) -> Tensor:
+        operator(call | {name: [one] if isinstance(call[name], list) else one})
+        return one
+
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(under_vmap)(torch.ones(2, *SHAPE, device=device))
+    for old, new in zip(snapshot(before), snapshot(call), strict=True):
+        assert_same_bits(new, old)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [(op, name) for op in OPERATORS for name in op.lists if name != "steps"]
+)
+def test_a_negation_that_torch_puts_off_is_read_and_never_written(
+    operator: Operator, name: str, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    call[name][1] = call[name][1].neg()
+    expected = copy_of(call)
+    memory = -call[name][1]
+    before = memory.clone()
+    call[name][1] = torch._neg_view(memory)
+    if name in operator.written:
+        refusal = (
+            r"mutable TensorLists with negation|copies\[1\] is a tensor whose numbers do not lie"
+        )
+        with pytest.raises(RuntimeError, match=refusal):
+            operator(call)
+        assert_same_bits(memory, before)
+        return
+    operator(call)
+    operator(expected)
+    for each in operator.written:
+        for ours, wanted in zip(tensors_of(call[each]), tensors_of(expected[each]), strict=True):
+            assert_same_bits(ours, wanted)
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda each: each.as_subclass(Subclass)])
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_subclass_of_tensor_is_taken_for_a_tensor(
+    operator: Operator, kind: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    expected = copy_of(call)
+    for name in operator.lists:
+        call[name] = [kind(each) for each in call[name]]
+    with torch.no_grad():
+        operator(call)
+    operator(expected)
+    for ours, wanted in zip(snapshot(call), snapshot(expected), strict=True):
+        assert_same_bits(ours.as_subclass(Tensor), wanted)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_fake_tensors_compute_nothing_and_raise_nothing(
+    operator: Operator, device: torch.device
+) -> None:
+    call = sound_call(operator, device)
+    before = copy_of(call)
+    with FakeTensorMode() as mode:
+        operator(tree_map_only(Tensor, mode.from_tensor, call))
+    for old, new in zip(snapshot(before), snapshot(call), strict=True):
+        assert_same_bits(new, old)
+
+
+# --- What dispatch sends to no kernel.
+
+
+@pytest.mark.parametrize("key", ["XPU", "MPS", "SparseCPU", "SparseCsrCPU"])
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_backend_without_kernels_is_refused_in_a_sentence(
+    operator: Operator, key: str, device: torch.device
+) -> None:
+    # No such device is here: dispatch is told that one is.
+    call = sound_call(operator, device)
+    keys = DispatchKeySet(getattr(DispatchKey, key)), DispatchKeySet(DispatchKey.Undefined)
+    refusal = f"a {key} tensor, for which this build of apex_mp has no kernels. To build those for"
+    if key.startswith("Sparse"):
+        refusal = "a sparse tensor; it must be a dense"
+    before = copy_of(call)
+    with (
+        pytest.raises(RuntimeError, match=f"^{operator.name}: an argument is {refusal}"),
+        torch._C._ForceDispatchKeyGuard(*keys),
+    ):
+        operator(call)
+    for old, new in zip(snapshot(before), snapshot(call), strict=True):
+        assert_same_bits(new, old)
+
+
+# --- Autograd.
+
+
+def the_leaf(leaf: Tensor) -> Tensor:
+    return leaf
+
+
+def a_view_of_it(leaf: Tensor) -> Tensor:
+    return leaf.view(leaf.shape)
+
+
+def computed_from_it(leaf: Tensor) -> Tensor:
+    return leaf.clone()
+
+
+GRAPH_KINDS = [the_leaf, a_view_of_it, computed_from_it]
+
+
 @pytest.mark.parametrize(
     ("operator", "name"),
     [
@@ -379,15 +651,17 @@ def test_a_list_on_two_devices_is_refused(
         *(("adam_", name) for name in ("params", "exp_avgs", "exp_avg_sqs", "steps", "copies")),
     ],
 )
-def test_a_leaf_that_requires_grad_is_refused_in_grad_mode_only(
+def test_a_tensor_that_requires_grad_is_refused_in_grad_mode_only(
     operator: str, name: str, device: torch.device
 ) -> None:
-    call = sound_call(OPERATOR[operator], device)
-    call[name][2].requires_grad_()
-    where = re.escape(f"{operator}: {name}[2]")
-    assert_refuses(OPERATOR[operator], call, f"^{where} is a leaf that requires grad; call this")
-    with torch.no_grad():
-        OPERATOR[operator](call)
+    for kind in GRAPH_KINDS:
+        call = sound_call(OPERATOR[operator], device)
+        call[name][2] = kind(call[name][2].requires_grad_())
+        where = re.escape(f"{operator}: {name}[2]")
+        message = f"^{where} requires grad; call this operator under torch.no_grad"
+        assert_refuses(OPERATOR[operator], call, message)
+        with torch.no_grad():
+            OPERATOR[operator](call)
 
 
 @pytest.mark.parametrize(
@@ -407,4 +681,4 @@ def test_a_number_that_requires_grad_is_refused_like_a_list(
 ) -> None:
     call = sound_call(OPERATOR[operator], device)
     call[name].requires_grad_()
-    assert_refuses(OPERATOR[operator], call, f"^{operator}: {name} is a leaf that requires grad")
+    assert_refuses(OPERATOR[operator], call, f"^{operator}: {name} requires grad; call this")

@@ -60,6 +60,7 @@ def each_dtypes(rows: list[Any]) -> pytest.MarkDecorator:
 
 
 each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=NAMES.get)
+each_cpu_level = pytest.mark.usefixtures("cpu_level")
 
 
 def assert_only_wrote(operator: str, case: ListCase, before: Arguments, after: Arguments) -> None:
@@ -115,6 +116,7 @@ def test_check_sums_group_by_group(device: torch.device) -> None:
     assert sum_sq.tolist() == [4.0, 0.0, 1.0 + 9.0, 16.0]
 
 
+@each_cpu_level
 @pytest.mark.parametrize("value", [1e30, -3e38, 2e19])
 def test_check_squares_large_finite_numbers_without_overflow(
     value: float, device: torch.device
@@ -126,6 +128,7 @@ def test_check_squares_large_finite_numbers_without_overflow(
     assert sum_sq.item() == pytest.approx((TILE + 1) * grads[0][0].double().item() ** 2, rel=1e-12)
 
 
+@each_cpu_level
 @pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
 def test_check_does_not_take_an_overflowing_sum_for_an_overflowing_gradient(
     dtype: torch.dtype, device: torch.device
@@ -148,35 +151,56 @@ PLACES = {
     "in the last tensor": (-1, 0),
 }
 each_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-each_bad_number = pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-LONG_LIST = ListCase("long", [(2 * CHUNK + 7,), (0,), (700,), (1,)])
+BAD_NUMBERS = [float("inf"), float("-inf"), float("nan")]
+each_bad_number = pytest.mark.parametrize("bad", BAD_NUMBERS)
+LONG_SHAPES = [(CHUNK + 7,), (0,), (700,), (1,)]
+each_long_list = pytest.mark.parametrize(
+    "long_list",
+    [ListCase("aligned", LONG_SHAPES), ListCase("misaligned", LONG_SHAPES, "uneven offset")],
+    ids=str,
+)
 LONG_LIST_PLACES_MIDDLE = 2
 
 
-def plant(tensors: list[Tensor], place: tuple[int, int], bad: float) -> None:
+def plant(tensors: list[Tensor], place: tuple[int, int], bad: float) -> int:
+    """Put a bad number into one of the tensors and return which one."""
     index, element = place
-    tensors[LONG_LIST_PLACES_MIDDLE if index == 1 else index][element] = bad
+    index = {1: LONG_LIST_PLACES_MIDDLE, -1: len(tensors) - 1}.get(index, index)
+    tensors[index][element] = bad
+    return index
 
 
 @each_bad_number
 @each_place
+@each_long_list
 @each_dtype
 def test_check_finds_inf_and_nan(
-    dtype: torch.dtype, place: tuple[int, int], bad: float, device: torch.device
+    dtype: torch.dtype,
+    long_list: ListCase,
+    place: tuple[int, int],
+    bad: float,
+    device: torch.device,
 ) -> None:
-    call = OPERATOR["check_"].sample(LONG_LIST, [(dtype,)], device)
-    plant(call["grads"], place, bad)
+    call = OPERATOR["check_"].sample(long_list, [(dtype,)], device)
+    where = plant(call["grads"], place, bad)
     _ops.check_(**call)
     assert call["found_inf"].item() == 1
+    spoilt = [group == call["groups"][where] for group in range(3)]
+    assert (~call["sum_sq"].isfinite()).tolist() == spoilt
 
 
 @each_bad_number
 @each_place
+@each_long_list
 @each_dtype
 def test_unscale_finds_inf_and_nan_and_passes_them_on(
-    dtype: torch.dtype, place: tuple[int, int], bad: float, device: torch.device
+    dtype: torch.dtype,
+    long_list: ListCase,
+    place: tuple[int, int],
+    bad: float,
+    device: torch.device,
 ) -> None:
-    call = OPERATOR["unscale_"].sample(LONG_LIST, [(dtype,), (F32,)], device)
+    call = OPERATOR["unscale_"].sample(long_list, [(dtype,), (F32,)], device)
     plant(call["src"], place, bad)
     _ops.unscale_(**call)
     assert call["found_inf"].item() == 1
@@ -186,22 +210,66 @@ def test_unscale_finds_inf_and_nan_and_passes_them_on(
 
 @each_bad_number
 @each_place
-@pytest.mark.parametrize("dtype", [F16, F32], ids=NAMES.get)
+@each_long_list
+@each_dtype
 @pytest.mark.parametrize("where", ["x", "y"])
-@pytest.mark.parametrize("tested", [-1, 0, 1])
 def test_axpby_finds_inf_and_nan_in_what_it_was_told_to_test(
-    tested: int,
     where: str,
     dtype: torch.dtype,
+    long_list: ListCase,
     place: tuple[int, int],
     bad: float,
     device: torch.device,
 ) -> None:
-    call = OPERATOR["axpby_"].sample(LONG_LIST, [(dtype,), (dtype,), (F32,)], device)
+    call = OPERATOR["axpby_"].sample(long_list, [(dtype,), (dtype,), (F32,)], device)
     plant(call[where], place, bad)
-    _ops.axpby_(**(call | {"tested": tested}))
-    counts = tested == -1 or "xy"[tested] == where
-    assert call["found_inf"].item() == (1 if counts else 0)
+    for tested in (-1, 0, 1):
+        call["found_inf"].zero_()
+        _ops.axpby_(**(call | {"tested": tested}))
+        counts = tested == -1 or "xy"[tested] == where
+        assert call["found_inf"].item() == (1 if counts else 0)
+    a, b = call["a"].item(), call["b"].item()
+    for x, y, out in zip(call["x"], call["y"], call["out"], strict=True):
+        assert_same_bits(out, reference.axpby(x, y, a, b, out))
+
+
+@each_bad_number
+@each_place
+@each_long_list
+@each_dtype
+def test_inf_and_nan_spoil_the_norm_of_their_tensor_and_no_other(
+    dtype: torch.dtype,
+    long_list: ListCase,
+    place: tuple[int, int],
+    bad: float,
+    device: torch.device,
+) -> None:
+    tensors = make_list(long_list, (dtype,), device)
+    where = plant(tensors, place, bad)
+    norm, norms = _ops.l2_norms(tensors)
+    assert not norm.isfinite()
+    assert (~norms.isfinite()).tolist() == [index == where for index in range(len(tensors))]
+
+
+@each_place
+@each_long_list
+@each_dtype
+def test_inf_and_nan_spoil_the_weight_of_their_gradient_and_no_other(
+    dtype: torch.dtype, long_list: ListCase, place: tuple[int, int], device: torch.device
+) -> None:
+    call = OPERATOR["adam_"].sample(long_list, [(F32,), (dtype,), (F16,)], device)
+    call["found_inf"] = None  # Whoever asks for a step although there is inf gets one.
+    expected = copy_of(call)
+    _ops.adam_(**expected)
+    for bad in BAD_NUMBERS:
+        spoilt = copy_of(call)
+        where = plant(spoilt["grads"], place, bad)
+        _ops.adam_(**spoilt)
+        for name in ("params", "exp_avgs", "exp_avg_sqs", "copies"):
+            assert not spoilt[name][where][place[1]].isfinite()
+            spoilt[name][where][place[1]] = expected[name][where][place[1]]
+            for ours, wanted in zip(spoilt[name], expected[name], strict=True):
+                assert_same_bits(ours, wanted)
 
 
 @pytest.mark.parametrize("operator", ["check_", "unscale_", "axpby_"])
@@ -213,10 +281,17 @@ def test_found_inf_is_never_cleared(operator: str, case: ListCase, device: torch
     assert call["found_inf"].item() == 1
 
 
-def test_unscale_tests_the_sources_and_not_the_results(device: torch.device) -> None:
-    src, dst = torch.full((5,), 1e6, device=device), torch.zeros(5, dtype=F16, device=device)
+@pytest.mark.parametrize(
+    ("value", "factor", "dtype"),
+    [(1e6, 1.0, F16), (1e30, 1e10, F32)],
+    ids=["rounded to inf", "multiplied to inf"],
+)
+def test_unscale_tests_the_sources_and_not_the_results(
+    value: float, factor: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    src, dst = torch.full((5,), value, device=device), torch.zeros(5, dtype=dtype, device=device)
     found_inf = torch.zeros((), device=device)
-    _ops.unscale_([src], [dst], number(1.0, device), found_inf)
+    _ops.unscale_([src], [dst], number(factor, device), found_inf)
     assert dst.isinf().all()
     assert found_inf.item() == 0
 
@@ -280,6 +355,7 @@ def test_axpby_adds_two_rounded_products(
     assert_only_wrote("axpby_", case, before, call)
 
 
+@each_cpu_level
 @each_dtypes(ALL_TRIPLES)
 def test_axpby_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["axpby_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)
@@ -305,6 +381,52 @@ def test_axpby_may_write_to_one_of_its_operands(
     a, b = call["a"].item(), call["b"].item()
     for x, y, out in zip(before["x"], before["y"], call[target], strict=True):
         assert_same_bits(out, reference.axpby(x, y, a, b, out))
+
+
+# --- Memory
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, strides, device=device).normal_()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "other_strides"),
+    [
+        ((3, 1), (1, 1), (1, 77)),
+        ((1, 3, 1), (3, 1, 1), (9, 1, 9)),
+        ((2, 3, 1), (1, 2, 6), (1, 2, 77)),  # Not contiguous, either of them.
+        ((4, 0, 3), (3, 3, 1), (5, 7, 9)),  # No element is anywhere.
+        ((1, 1), (1, 1), (5, 7)),
+    ],
+)
+def test_strides_that_no_element_needs_mean_nothing(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    other_strides: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    src, dst = strided(shape, strides, device), strided(shape, other_strides, device)
+    _ops.unscale_([src], [dst], number(0.5, device), torch.zeros(1, device=device))
+    assert_same_bits(dst, src * 0.5)
+    assert dst.stride() == other_strides
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_every_dense_order_of_memory_is_taken_as_it_lies(
+    order: tuple[int, ...], device: torch.device
+) -> None:
+    shape = (3, 4, 50)
+    call = OPERATOR["adam_"].sample(ListCase("one", [shape]), [(F32,), (F16,), (BF16,)], device)
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "copies"):
+        # dim order[0] is the outermost in memory, order[2] the innermost.
+        laid_out = call[name][0].permute(order).contiguous()
+        call[name] = [laid_out.permute([order.index(dim) for dim in range(3)])]
+        assert call[name][0].shape == shape
+        assert call[name][0].stride(order[-1]) == 1
+    before = copy_of(call)
+    _ops.adam_(**call)
+    assert_is_adam_step(before, call)
 
 
 # --- l2_norm
@@ -341,15 +463,6 @@ def test_l2_norm_is_float64_if_a_tensor_is(
 def test_l2_norm_of_large_finite_numbers_is_finite(device: torch.device) -> None:
     norm = _ops.l2_norm([torch.full((4,), 1e30, device=device)])
     assert norm.item() == pytest.approx(2e30, rel=1e-6)
-
-
-@each_bad_number
-def test_l2_norm_of_inf_and_nan_is_not_finite(bad: float, device: torch.device) -> None:
-    norm, norms = _ops.l2_norms(
-        [torch.ones(40, device=device), torch.tensor([1.0, bad], device=device)]
-    )
-    assert not norm.isfinite()
-    assert norms.isfinite().tolist() == [True, False]
 
 
 # --- update_scale_
@@ -492,6 +605,7 @@ def test_adam_takes_one_step(case: ListCase, dtypes: list[Dtypes], device: torch
     assert_only_wrote("adam_", case, before, call)
 
 
+@each_cpu_level
 @each_dtypes(ALL_ADAM)
 def test_adam_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["adam_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)

@@ -1,0 +1,29 @@
+"""Run the operator tests on csrc/cuda, compiled for the host with gcov's counters (make coverage).
+
+python tests/cuda_coverage.py FOLDER builds into FOLDER and leaves the counters there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).with_name("cuda_on_cpu")))
+
+from builder import build
+from nets import NETS, run
+
+# Each line is counted by itself; what is returned is moved, as in the Makefile.
+COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
+
+
+def main(out: Path) -> int:
+    library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
+    status, output = run(library, NETS["wide grid, forward"], ["-q"])
+    if status:
+        print(output)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
