@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from apex_mp import amp
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
@@ -62,7 +65,34 @@ def test_the_loop_of_2019_runs_and_learns_after_its_import_is_replaced(loss_scal
 
 @pytest.mark.cpu_only
 def test_the_loop_with_grad_scaler_runs_and_learns():
-    (code,) = blocks("python")
+    code, _, _ = blocks("python")
     there = names(torch.float32)
     exec(code.replace("lr=1e-3", "lr=0.1"), there)
     assert is_learnt(there)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("amp_off")
+def test_the_amp_loop_runs_as_pasted_and_trains_float32_weights_in_float16():
+    _, code, _ = blocks("python")
+    torch.manual_seed(0)
+    there: dict[str, Any] = {}
+    exec(code, there)
+    assert there["amp_handle"].is_active()
+    assert there["model"](there["inputs"]).dtype == torch.float16
+    (steps,) = {state["step"].item() for state in there["optimizer"].state.values()}
+    assert steps == 20  # None was skipped.
+    assert {param.dtype for param in there["model"].parameters()} == {torch.float32}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("amp_off")
+def test_the_registered_functions_run_in_the_precision_they_ask_for():
+    _, _, code = blocks("python")
+    there: dict[str, Any] = {"amp": amp, "torch": torch}
+    exec(textwrap.dedent(code), there)
+    amp.init(device_type="cpu")
+    half, full = torch.ones(4).half(), torch.ones(4, 4)
+    assert there["normalise"](half).dtype == torch.float32
+    assert torch.sigmoid(half).dtype == torch.float32
+    assert torch.einsum("ij,jk->ik", full, full).dtype == torch.float16

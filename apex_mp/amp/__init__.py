@@ -20,6 +20,7 @@ from apex_mp.amp.registry import (
     register_half_function,
     register_promote_function,
 )
+from apex_mp.amp.step_guard import step_was_skipped
 
 __all__ = [
     "AmpHandle",
@@ -40,4 +41,5 @@ __all__ = [
     "register_promote_function",
     "scale_loss",
     "state_dict",
+    "step_was_skipped",
 ]

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from apex_mp.amp._options import Options
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.scaler import LossScaler
-
-
-@dataclasses.dataclass
-class OptLevel:
-    """The options of an optimization level, after what the user said.
-
-    Attributes:
-        opt_level: "O0" to "O3".
-        cast_model_type: dtype of the model's parameters, or None: as they are.
-        patch_torch_functions: Cast around functions, as `amp.init()` does.
-        keep_batchnorm_fp32: Leave affine batch norms in float32.
-        master_weights: Step float32 masters of low-precision parameters.
-        loss_scale: "dynamic" or a number.
-        enabled: Whether anything happens at all.
-        cast_model_outputs: dtype of the model's outputs, or None: float32 if the model is cast.
-    """
-
-    opt_level: str
-    cast_model_type: torch.dtype | None
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: float | str
-    enabled: bool = True
-    cast_model_outputs: torch.dtype | None = None
 
 
 class AmpState:
@@ -45,7 +22,7 @@ class AmpState:
         opt_properties: The options, once `initialize` was called.
         loss_scalers: One for each loss.
         handle: The casts of O1.
-        models: The models that went through `initialize`.
+        models: References to the models that went through `initialize`.
         verbosity: 0 prints nothing, 1 what is set up and skipped steps, 2 casts too.
         hard_override: Print what would be an error about dtypes, and go on.
         allow_incoming_model_not_fp32: Take models that are in low precision already.
@@ -55,10 +32,29 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
-        self.opt_properties: OptLevel | None = None
+        self.opt_properties: Options | None = None
         self.loss_scalers: list[LossScaler] = []
         self.handle: AmpHandle | NoOpHandle | None = None
-        self.models: list[torch.nn.Module] = []
+        self.models: list[weakref.ref[torch.nn.Module]] = []
+
+    @contextlib.contextmanager
+    def printing(self, verbosity: int) -> Iterator[None]:
+        """Print as much from now on, unless the `with` block raises."""
+        before, self.verbosity = self.verbosity, verbosity
+        try:
+            yield
+        except BaseException:
+            self.verbosity = before
+            raise
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return names of the parameters of all models, by id()."""
+        models = [model for reference in self.models if (model := reference()) is not None]
+        return {
+            id(param): f"model {number}: {name}" if len(models) > 1 else name
+            for number, model in enumerate(models)
+            for name, param in model.named_parameters()
+        }
 
 
 _amp_state = AmpState()

@@ -3,68 +3,112 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex_mp.amp import amp
-from apex_mp.amp._amp_state import OptLevel, _amp_state, warn_or_err
-from apex_mp.amp._masters import MasterState, OptimizerMasters
+from apex_mp.amp._amp_state import _amp_state, warn_or_err
+from apex_mp.amp._masters import Masters, OptimizerMasters, share_masters
+from apex_mp.amp._options import Options
 from apex_mp.amp.casting import is_low, map_tensors
+from apex_mp.amp.opt import OptimWrapper
+from apex_mp.amp.step_guard import guard_of
 from apex_mp.fp16_utils import FP16_Optimizer, convert_network
 
 
-def prepare(
-    models: Any,
-    optimizers: Any,
-    options: OptLevel,
-    *,
-    dtype: torch.dtype,
-    device_type: str | None,
-    verbosity: int,
-) -> Any:
-    """Prepare models and optimizers; return what `initialize` returns."""
-    model_list = _listed(models, "models", "model", torch.nn.Module)
-    optimizer_list = (
-        [] if optimizers is None else _listed(optimizers, "optimizers", "optimizer", None)
-    )
-    device_type = device_type or _device_type_of(model_list)
-    _check_models(model_list)
-    _check_optimizers(optimizer_list)
-    if device_type == "cuda" and not torch.backends.cudnn.enabled:
-        raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()  # of another level, before
-    if options.patch_torch_functions:
-        _amp_state.handle = amp.init(
-            loss_scale=options.loss_scale,
-            verbose=verbosity == 2,
-            dtype=dtype,
-            device_type=device_type,
-        )
-    originals = _cast_models(model_list, options)
-    masters = []
-    for optimizer in optimizer_list:
-        optimizer._amp_initialized = True
-        if options.master_weights:
-            masters.append(OptimizerMasters(optimizer, originals))
-    if masters:
-        for model in model_list:
-            MasterState(masters).attach(model)
-    _amp_state.models = model_list
-    if optimizers is None:
-        return models
-    return models, optimizers
+class Setup:
+    """What is to be set up; made, it is checked, and nothing is changed yet.
+
+    Args:
+        models: A module or a list of modules.
+        optimizers: An optimizer, a list of them, or None.
+        options: What to do with them.
+        dtype: The low precision of casts around functions.
+        device_type: Where functions are cast; None: where the models are.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: As `amp.initialize` says.
+    """
+
+    def __init__(
+        self,
+        models: Any,
+        optimizers: Any,
+        options: Options,
+        *,
+        dtype: torch.dtype,
+        device_type: str | None,
+    ) -> None:
+        self._models: list[torch.nn.Module] = _listed(models, "model", _is_module)
+        self._optimizers: list[Any] = []
+        if optimizers is not None:
+            self._optimizers = _listed(optimizers, "optimizer", _is_optimizer)
+        self._options = options
+        self._dtype = dtype
+        self._device_type = device_type or _device_type_of(self._models)
+        if self._device_type not in ("cpu", "cuda"):
+            raise ValueError(
+                f'amp.initialize: device_type is {device_type!r}; it must be "cpu" or "cuda"'
+            )
+        if self._device_type == "cuda" and not torch.backends.cudnn.enabled:
+            raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
+        _check_models(self._models)
+        _check_optimizers(self._optimizers, need_hooks=bool(options.master_weights))
+
+    def apply(self, *, verbose: bool) -> None:
+        """Do it all.
+
+        Args:
+            verbose: Print casts around functions.
+        """
+        stop_casts()
+        if self._options.patch_torch_functions:
+            _amp_state.handle = amp.init(
+                loss_scale=self._options.loss_scale,
+                verbose=verbose,
+                dtype=self._dtype,
+                device_type=self._device_type,
+            )
+        originals = _cast_models(self._models, self._options)
+        masters: Masters = {}
+        for optimizer in self._optimizers:
+            optimizer._amp_initialized = True
+            if not self._options.is_plain_float32:
+                guard_of(optimizer)  # The first scale_loss may come in the closure of a step.
+            if self._options.master_weights:
+                OptimizerMasters(optimizer, originals, masters)
+            elif self._options.cast_model_type is not None:
+                _cast_state(optimizer)
+        if self._options.master_weights or self._options.opt_level == "O2":
+            for model in self._models:
+                share_masters(model, masters)
+        _amp_state.models = [weakref.ref(model) for model in self._models]
 
 
-def _listed(value: Any, name: str, kind: str, cls: type | None) -> list[Any]:
+def stop_casts() -> None:
+    """End the casts around functions that an earlier `initialize` has begun."""
+    handle, _amp_state.handle = _amp_state.handle, None
+    if handle is not None:
+        handle._deactivate()
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return hasattr(value, "param_groups") and hasattr(value, "step")
+
+
+def _listed(value: Any, kind: str, fits: Any) -> list[Any]:
     items = [*value] if isinstance(value, (list, tuple)) else [value]
     for item in items:
-        fits = isinstance(item, cls) if cls is not None else hasattr(item, "param_groups")
-        if not fits:
+        if not fits(item):
             raise TypeError(
-                f"{name} must be either a single {kind} or a list of {kind}s. There is a "
+                f"{kind}s must be either a single {kind} or a list of {kind}s. There is a "
                 f"{type(item).__name__}."
             )
     return items
@@ -88,52 +132,62 @@ def _check_models(models: list[torch.nn.Module]) -> None:
             )
         if _amp_state.allow_incoming_model_not_fp32:
             continue
-        for kind, named in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
+        for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 if is_low(tensor.dtype):
                     warn_or_err(
-                        f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32. "
-                        "Do not call .half() on a model before amp.initialize."
+                        f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32.\n"
+                        "When using amp.initialize, you do not need to call .half() on your "
+                        "model\nbefore passing it, no matter what optimization level you choose."
                     )
 
 
-def _check_optimizers(optimizers: list[Any]) -> None:
+def _check_optimizers(optimizers: list[Any], *, need_hooks: bool) -> None:
+    once = "A given optimizer should only be passed through amp.initialize once."
     for optimizer in optimizers:
-        if isinstance(optimizer, FP16_Optimizer):
+        if isinstance(optimizer, (FP16_Optimizer, OptimWrapper)):
             raise RuntimeError(
-                "amp.initialize was given an FP16_Optimizer, which scales and keeps masters by "
-                "itself; pass the optimizer inside"
+                f"An incoming optimizer is an instance of {type(optimizer)}, which scales losses "
+                "by itself. The optimizer(s) passed to amp.initialize must be bare; pass the one "
+                "inside."
             )
         if hasattr(optimizer, "_amp_initialized"):
-            raise RuntimeError(
-                "A given optimizer should only be passed through amp.initialize once."
+            raise RuntimeError(once)
+        if need_hooks and not hasattr(optimizer, "register_step_post_hook"):
+            raise TypeError(
+                f"amp.initialize: an optimizer is a {type(optimizer).__name__}; for float32 "
+                "masters it must be a torch.optim.Optimizer, whose steps have hooks"
             )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        raise RuntimeError(once)
 
 
-def _cast_models(models: list[torch.nn.Module], options: OptLevel) -> dict[Tensor, Tensor]:
-    """Cast parameters, inputs and outputs; return the float32 values that masters start from."""
+def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor, Tensor]:
+    """Cast parameters, inputs and outputs; return what parameters held before, by parameter."""
     originals: dict[Tensor, Tensor] = {}
-    target = options.cast_model_type
+    target, outputs = options.cast_model_type, options.output_dtype
     for model in models:
         if target is not None:
-            if options.master_weights:
-                for param in model.parameters():
-                    if param.dtype is torch.float32 and is_low(target):
-                        originals[param] = param.detach().clone()
+            for param in model.parameters():
+                # Casts give a parameter new memory, so this view keeps the old one as it was.
+                originals.setdefault(param, param.detach())
             if options.keep_batchnorm_fp32:
                 convert_network(model, target)
             else:
                 model.to(target)
-            model.register_forward_pre_hook(CastInputs(target), with_kwargs=True, prepend=True)
-        outputs = options.cast_model_outputs or (torch.float32 if target is not None else None)
+            model.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
         if outputs is not None:
-            model.register_forward_hook(CastOutputs(outputs))
+            # Before hooks of the user's, for which the model is what it was.
+            model.register_forward_hook(CastOutputs(outputs), prepend=True)
     return originals
+
+
+def _cast_state(optimizer: Any) -> None:
+    """Let the optimizer have the state that it knows already in the dtypes of its parameters."""
+    if getattr(optimizer, "state", None):
+        groups = optimizer.param_groups
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups = groups  # The very dicts that the user may hold.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.amp.casting import is_low
-from apex_mp.master import MasterGroup, rekey_state
+from apex_mp.master import check_dtypes, rekey_state
+
+# By parameter of the model. Optimizers with a parameter in common have one master of it.
+Masters: TypeAlias = dict[Parameter, Parameter]
 
 
 class OptimizerMasters:
@@ -19,19 +22,26 @@ class OptimizerMasters:
 
     Args:
         optimizer: A torch optimizer; its groups and state are changed.
-        originals: The float32 values of parameters before the model was cast: masters start there,
-            so nothing is lost by the cast.
+        originals: The float32 values of parameters before the model was cast: they become the
+            masters, so nothing is lost by the cast.
+        masters: All masters of the models; those of this optimizer are added.
 
     Attributes:
         model_of: The model's parameter of each master.
     """
 
-    def __init__(self, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
+    def __init__(
+        self, optimizer: Any, originals: Mapping[Tensor, Tensor], masters: Masters
+    ) -> None:
         self.model_of: dict[Parameter, Parameter] = {}
-        self._groups: list[MasterGroup] = []
         self._optimizer = optimizer
+        self._masters = masters
+        self._grads_are_stale = False
         for group in optimizer.param_groups:
-            self._adopt(group, originals)
+            check_dtypes(group["params"])
+        for group in optimizer.param_groups:
+            self._adopt(group["params"], originals)
+        optimizer._amp_masters = self
         optimizer._amp_model_of = self.model_of
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -40,20 +50,45 @@ class OptimizerMasters:
             self._add_param_group, optimizer.add_param_group
         )
 
-    def _adopt(self, param_group: dict[str, Any], originals: Mapping[Tensor, Tensor]) -> None:
-        group = MasterGroup(None)
-        new = group.adopt(param_group["params"])
+    def _adopt(self, params: list[Parameter], originals: Mapping[Tensor, Tensor]) -> None:
+        """Put masters into `params`, the very list, because optimizers such as LBFGS keep it."""
+        new: Masters = {}
+        for index, param in enumerate(params):
+            if not is_low(param.dtype) or not param.requires_grad:
+                continue
+            if param not in self._masters:
+                self._masters[param] = Parameter(originals.get(param, param).detach().float())
+            params[index] = new[param] = self._masters[param]
         rekey_state(self._optimizer.state, new)
-        for model, master in new.items():
-            self.model_of[master] = model
-            if model in originals:
-                master.data.copy_(originals[model])
-        self._groups.append(group)
+        self.model_of.update({master: model for model, master in new.items()})
 
     def copy_to_model(self) -> None:
         """Write each master, rounded, to the model."""
-        for group in self._groups:
-            group.copy_to_model()
+        if self.model_of:
+            with torch.no_grad():
+                torch._foreach_copy_([*self.model_of.values()], [*self.model_of])
+
+    # Gradients of masters are made when a block of scale_loss ends.
+
+    def before_backward(self) -> None:
+        """Make ready for gradients: those of a step that is over go, whoever cleared the model's.
+
+        Parameters that require grad only now get masters.
+        """
+        for group in self._optimizer.param_groups:
+            self._adopt(group["params"], {})
+        if self._grads_are_stale:
+            self._grads_are_stale = False
+            for master in self.model_of:
+                master.grad = None
+
+    def _zero_grad(self, zero_grad: Any, set_to_none: bool = True) -> None:
+        zero_grad(set_to_none=set_to_none)
+        for model in self.model_of.values():
+            if model.grad is not None:
+                model.grad = None if set_to_none else model.grad.detach().zero_()
+
+    # Steps.
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if len(args) > 1 and callable(args[1]):
@@ -72,67 +107,63 @@ class OptimizerMasters:
 
     def _after_step(self, *_: Any) -> None:
         self.copy_to_model()
-
-    def _zero_grad(self, zero_grad: Any, set_to_none: bool = True) -> None:
-        zero_grad(set_to_none=set_to_none)
-        for model in self.model_of.values():
-            if model.grad is not None:
-                model.grad = None if set_to_none else model.grad.detach().zero_()
+        self._grads_are_stale = True
 
     def _add_param_group(self, add_param_group: Any, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
-        params = [given] if torch.is_tensor(given) else list(given)
-        known = {id(model) for model in self.model_of.values()}
-        plain = [param[1] if isinstance(param, tuple) else param for param in params]
-        if not known.isdisjoint(map(id, plain)):
+        if not isinstance(given, (Tensor, set)):  # torch refuses sets.
+            given = param_group["params"] = [*given]
+            plain = [param[1] if isinstance(param, tuple) else param for param in given]
+        else:
+            plain = [*given] if isinstance(given, set) else [given]
+        if any(param is model for param in plain for model in self.model_of.values()):
             raise ValueError("some parameters appear in more than one parameter group")
-        add_param_group({**param_group, "params": params})
-        self._adopt(self._optimizer.param_groups[-1], {})
+        add_param_group(param_group)
+        self._adopt(self._optimizer.param_groups[-1]["params"], {})
+
+
+def share_masters(model: torch.nn.Module, masters: Masters) -> None:
+    """Let a model and each part of it save its masters' values, and load them back."""
+    share = MasterState(masters)
+    for module in model.modules():
+        # torch writes an attribute to a hook, which a method has no room for.
+        save, load = functools.partial(share.save), functools.partial(share.load)
+        module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
 
 
 class MasterState:
-    """Lets a model save its masters' values instead of rounded ones, and load them back.
-
-    A copy of the model is not what the optimizers step, so its own values are all it has.
+    """What modules in low precision do about their masters when they save and load.
 
     Args:
-        masters: The masters of all optimizers of its parameters.
+        masters: By parameter of the model. None: of a copy of the model, which is not what the
+            optimizers step; its own values are all it has.
     """
 
-    def __init__(self, masters: list[OptimizerMasters]) -> None:
+    def __init__(self, masters: Masters | None) -> None:
         self._masters = masters
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Be called when the model saves or loads."""
-        # torch writes an attribute to a hook, which a method has no room for.
-        save, load = functools.partial(self._save), functools.partial(self._load)
-        model.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
-
     def __reduce__(self) -> Any:
-        return MasterState, ([],)
+        return MasterState, (None,)
 
-    def _master_of(self) -> dict[int, Parameter]:
-        pairs = (pair for masters in self._masters for pair in masters.model_of.items())
-        return {id(model): master for master, model in pairs}
+    def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Put float32 values in place of a module's own in low precision."""
+        if self._masters is None:
+            return
+        tensors = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is not None and is_low(tensor.dtype) and prefix + name in state:
+                master = self._masters.get(tensor)  # type: ignore[call-overload]
+                state[prefix + name] = tensor.float() if master is None else master.detach()
 
-    def _save(self, model: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        master_of = self._master_of()
-        params = dict(model.named_parameters(remove_duplicate=False))
-        for key in [key for key in state if key.startswith(prefix)]:
-            value = state[key]
-            if not torch.is_tensor(value) or not is_low(value.dtype):
-                continue
-            master = master_of.get(id(params.get(key[len(prefix) :])))
-            state[key] = value.float() if master is None else master.detach()
-
-    def _load(self, model: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        master_of = self._master_of()
-        with torch.no_grad():
-            for name, param in model.named_parameters(remove_duplicate=False):
-                value, master = state.get(prefix + name), master_of.get(id(param))
-                fits = torch.is_tensor(value) and master is not None and value.shape == master.shape
-                if fits:  # What does not fit is for load_state_dict to say.
-                    assert master is not None
-                    assert value is not None
+    def load(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Write what a module is about to load to its masters, before it is rounded."""
+        if self._masters is None:
+            return
+        for name, param in module._parameters.items():
+            master = None if param is None else self._masters.get(param)
+            value = state.get(prefix + name)
+            # What does not fit is for load_state_dict to refuse.
+            if master is not None and torch.is_tensor(value) and value.shape == master.shape:
+                with torch.no_grad():
                     master.copy_(value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+from apex_mp.amp import _current
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.registry import (
     float_function,
@@ -26,13 +30,37 @@ __all__ = [
     "register_promote_function",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _LOG = logging.getLogger("apex_mp.amp")
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
+def _knows_the_early_order(init: F) -> F:
+    """Take `(enabled, enable_caching, verbose, allow_banned)` too, known by its second argument."""
+
+    @functools.wraps(init)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        second = args[1] if len(args) > 1 else "dynamic"
+        if isinstance(second, str) and second != "dynamic":
+            # There, any string that is not empty stood for True.
+            _LOG.warning(
+                "amp.init: the second argument is %r; it is taken for enable_caching=True of the "
+                'API before March 2019. A loss scale is a number or "dynamic".',
+                second,
+            )
+            second = True
+        if isinstance(second, bool):
+            args = (args[0], kwargs.pop("loss_scale", "dynamic"), second, *args[2:])
+        return init(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+@_knows_the_early_order
 def init(
     enabled: bool = True,
-    loss_scale: float | str | bool = "dynamic",
+    loss_scale: float | str = "dynamic",
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
@@ -52,7 +80,7 @@ def init(
     known by a second argument that is True or False.
 
     Args:
-        enabled: With False nothing happens at all, and the handle does nothing [True].
+        enabled: With False torch is left as it is, and the handle does nothing [True].
         loss_scale: "dynamic", or a number ["dynamic"].
         enable_caching: Cast each weight once for a call of the outermost module [True].
         verbose: Print a line for each tensor that a listed function casts [False].
@@ -67,18 +95,9 @@ def init(
         TypeError: An argument is of a wrong type.
         ValueError: An argument is out of range.
     """
-    if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        # There, any string that is not empty stood for True.
-        _LOG.warning(
-            "amp.init: the second argument is %r; it is taken for enable_caching=True of the API "
-            'before March 2019. A loss scale is a number or "dynamic".',
-            loss_scale,
-        )
-        loss_scale = True
-    if isinstance(loss_scale, bool):  # The order of early 2019.
-        enable_caching, verbose, allow_banned = loss_scale, enable_caching, verbose
-        loss_scale = "dynamic"
     if not enabled:
+        if _current.handle is not None:
+            _current.handle._deactivate()
         return NoOpHandle()
     if dtype not in _DTYPES:
         raise ValueError(

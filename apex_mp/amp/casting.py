@@ -7,12 +7,13 @@ handle: so a user's own autocast region, and a checkpoint that computes again, h
 from __future__ import annotations
 
 import functools
-import types
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 Function = Callable[..., Any]
 
@@ -38,15 +39,19 @@ class Caster:
         self.verbose = verbose
         self.active = True
         self.cache = CastCache()
+        self._is_here = f"is_{device_type}"  # A tensor's flag: five times as fast as its device.
 
     def is_on(self) -> bool:
         """Whether functions called now have their arguments cast."""
         return self.active and torch.is_autocast_enabled(self.device_type)
 
-    # The three casts. Each takes and returns the arguments of a call.
+    # The four casts. Each takes and returns the arguments of a call.
 
     def to_low(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast float32 tensors to the precision of autocast."""
+        """Cast float32 tensors to the precision of autocast, unless the result is to be float32."""
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and out.dtype is torch.float32:
+            return args, kwargs
         dtype = torch.get_autocast_dtype(self.device_type)
         return self._cast(name, args, kwargs, torch.float32, dtype)
 
@@ -77,7 +82,7 @@ class Caster:
 
     def _tensors(self, value: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
-            if value.device.type == self.device_type:
+            if getattr(value, self._is_here):
                 yield value
         elif isinstance(value, (list, tuple)):
             for item in value:
@@ -89,22 +94,20 @@ class Caster:
     def _cast(
         self, name: str, args: Any, kwargs: Any, source: torch.dtype, target: torch.dtype
     ) -> tuple[Any, Any]:
-        silent = not self.verbose or torch.compiler.is_compiling()
         lines: list[tuple[bool, str]] = []
+        verbose = self.verbose and not torch.compiler.is_compiling()
 
         def cast(tensor: Tensor) -> Tensor:
-            if tensor.dtype is not source or tensor.device.type != self.device_type:
+            if tensor.dtype is not source or not getattr(tensor, self._is_here):
                 return tensor
-            keep = self.enable_caching and target is not torch.float32 and self.cache.takes(tensor)
+            keep = source is torch.float32 and self.cache.takes(tensor)
             done = self.cache.get_cast(tensor, target) if keep else None
             if done is not None:
                 return done
-            if not silent:
-                lines.append((tensor.is_leaf and tensor.requires_grad, _line(name, tensor, target)))
-            done = tensor.to(target)
-            if keep:
-                self.cache.keep(tensor, done)
-            return done
+            if verbose:
+                line = f"{_SHORT_NAMES[source]}->{_SHORT_NAMES[target]} ({name})"
+                lines.append((isinstance(tensor, Parameter), line))
+            return self.cache.keep(tensor, target) if keep else tensor.to(target)
 
         args = map_tensors(cast, args)
         if kwargs:
@@ -129,21 +132,31 @@ class Caster:
             casts_inside: Whether what the function calls is cast again.
         """
         cast_arguments = getattr(self, cast)
-        is_on = self.is_on
+        call = _call if casts_inside else self.call_uncast
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not is_on():
+            if not self.is_on():
                 return function(*args, **kwargs)
             args, kwargs = cast_arguments(name, args, kwargs)
-            if casts_inside:
-                return function(*args, **kwargs)
-            return self.call_uncast(function, args, kwargs)
+            return call(function, args, kwargs)
+
+        return wrapper
+
+    def tell(self, function: Function, name: str, cast: str) -> Function:
+        """Return `function` with a line printed for each argument that torch casts in it."""
+        cast_arguments = getattr(self, cast)
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self.is_on() and not torch.compiler.is_compiling():
+                cast_arguments(name, args, kwargs)  # For its lines alone.
+            return function(*args, **kwargs)
 
         return wrapper
 
     def call_uncast(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function with casts off."""
+        """Call a function with casts, which are on, off."""
         device_type = self.device_type
         if torch.compiler.is_compiling():  # The way that Dynamo knows.
             with torch.autocast(device_type, enabled=False):
@@ -180,23 +193,21 @@ class Caster:
         return wrapper
 
 
+def _call(function: Function, args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 class CastCache(dict[Tensor, Tensor]):
-    """Casts of parameters; what changes a parameter or the recording of gradients outdates them.
-
-    Edits through `.data` change nothing that could be seen, so `open` is True only while a module
-    is called, and the cache is cleared after.
-    """
-
-    open = False
+    """Casts of parameters, for as long as torch's own cache of them is on: a call of a module."""
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether casts of a tensor are kept: parameters are long-lived, and there are few."""
         return (
-            self.open
+            torch.is_autocast_cache_enabled()
             and tensor.requires_grad
             and tensor.is_leaf
             and not tensor._is_view()
-            and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
             and not torch.compiler.is_compiling()
         )
 
@@ -205,14 +216,15 @@ class CastCache(dict[Tensor, Tensor]):
         done = self.get(tensor)
         if done is None or done.dtype is not dtype:
             return None
-        if done.requires_grad is not torch.is_grad_enabled():
-            return None
         return done if getattr(done, "_version_of_source", None) == tensor._version else None
 
-    def keep(self, tensor: Tensor, done: Tensor) -> None:
-        """Keep a cast."""
+    def keep(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a cast, and keep it; with a graph, as it may be used where gradients are."""
+        with torch.enable_grad():
+            done = tensor.to(dtype)
         done._version_of_source = tensor._version  # type: ignore[attr-defined]
         self[tensor] = done
+        return done
 
 
 def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -221,14 +233,14 @@ def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
         return cast(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(cast, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, items, value)):
             return value
         if hasattr(value, "_make"):  # A namedtuple, PackedSequence for one.
             return value._make(items)
         return type(value)(items)
     if isinstance(value, dict):
         values = {key: map_tensors(cast, item) for key, item in value.items()}
-        if all(values[key] is item for key, item in value.items()):
+        if all(map(operator.is_, values.values(), value.values())):
             return value
         new = value.copy()
         new.update(values)
@@ -239,14 +251,3 @@ def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
 def is_low(dtype: torch.dtype) -> bool:
     """Whether a dtype is one of low precision."""
     return dtype in (torch.float16, torch.bfloat16)
-
-
-def is_plain_python(function: Any) -> bool:
-    """Whether a function is the user's own Python, which calls others that are to be cast."""
-    function = getattr(function, "__func__", function)
-    module = getattr(function, "__module__", None) or ""
-    return isinstance(function, types.FunctionType) and module.split(".")[0] != "torch"
-
-
-def _line(name: str, tensor: Tensor, target: torch.dtype) -> str:
-    return f"{_SHORT_NAMES[tensor.dtype]}->{_SHORT_NAMES[target]} ({name})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,10 @@ from apex_mp.fp16_utils.fp16util import hide_prefix
 
 
 class LowPrecisionCompute(nn.Module):
-    """Calls a module with casts of its parameters and inputs; see `fp16_compute`."""
+    """Calls a module with casts of its parameters, buffers and inputs; see `fp16_compute`.
+
+    What the module has, this has too: `compute.weight` is `compute.module.weight`.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -23,22 +28,68 @@ class LowPrecisionCompute(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; what it returns is in low precision."""
-        stay = {
-            f"{path}.{name}" if path else name
-            for path, module in self.module.named_modules()
-            if isinstance(module, _BatchNorm)
-            for name, _ in module.named_parameters(recurse=False)
-        }
-        casts = {
-            name: self._cast(param)
-            for name, param in self.module.named_parameters()
-            if name not in stay
+        originals = _tensors_to_cast(self.module)
+        casts = {name: self._cast(tensor) for name, tensor in originals.items()}
+        buffers = {
+            name: (casts[name], casts[name]._version)
+            for name, tensor in originals.items()
+            if not isinstance(tensor, nn.Parameter)
         }
         args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
-        return torch.func.functional_call(self.module, casts, args, kwargs)
+        with _flat_weights_kept(self.module):
+            result = torch.func.functional_call(self.module, casts, args, kwargs)
+        for name, (cast, version) in buffers.items():
+            _write_back(originals[name], cast, version, casts[name])
+        return result
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # Not there yet: a copy is being made.
+                raise
+            return getattr(self.module, name)
+
+
+def _tensors_to_cast(module: nn.Module) -> dict[str, Tensor]:
+    """Return floating parameters and buffers, but those of batch norms and of nested casts."""
+
+    def named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(module, (_BatchNorm, LowPrecisionCompute)):
+            return
+        for own in (module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            yield from ((prefix + name, tensor) for name, tensor in own)
+        for name, child in module.named_children():
+            yield from named(child, f"{prefix}{name}.")
+
+    # One name is enough for a weight that several modules share.
+    names = {tensor: name for name, tensor in named(module, "") if tensor.is_floating_point()}
+    return {name: tensor for tensor, name in names.items()}
+
+
+@torch.no_grad()
+def _write_back(buffer: Tensor, cast: Tensor, version: int, after: Tensor) -> None:
+    """Write to a buffer what a forward has written to its cast, or put in its place."""
+    # Compiled code knows no versions.
+    if after is cast and cast._version == version and not torch.compiler.is_compiling():
+        return
+    if after is not buffer:
+        buffer.copy_(torch.where(after == buffer.to(after.dtype), buffer, after))
+
+
+@contextlib.contextmanager
+def _flat_weights_kept(module: nn.Module) -> Iterator[None]:
+    """Let recurrent layers have their list of weights back, which are casts in the meantime."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    before = [(layer._flat_weights, layer._flat_weight_refs) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, (weights, references) in zip(layers, before, strict=True):
+            layer._flat_weights, layer._flat_weight_refs = weights, references
 
 
 def fp16_compute(module: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Module:
@@ -52,8 +103,11 @@ def fp16_compute(module: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Mo
         dtype: torch.float16 or torch.bfloat16 [torch.float16].
 
     Raises:
+        TypeError: `module` is not a module.
         ValueError: `dtype` is another one.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fp16_compute: module is a {type(module).__name__}; it must be a Module")
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"fp16_compute: dtype is {dtype}; it must be torch.float16 or torch.bfloat16"

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from apex_mp.amp import _current, registry
 from apex_mp.amp.casting import CastCache, Caster
+from apex_mp.amp.device_scaler import settle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.patching import Patches
 from apex_mp.amp.policy import Rule, rules
 from apex_mp.amp.registry import Registration
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import scaled_backward
-from apex_mp.amp.scopes import Scopes
-from apex_mp.amp.step_guard import remove_guard
+from apex_mp.amp.scopes import Scopes, show_torch_to_dynamo
+from apex_mp.amp.step_guard import guard_first_closure, remove_guards
 
 
 class AmpHandle:
@@ -59,13 +60,11 @@ class AmpHandle:
             "max_loss_scale": max_loss_scale,
         }
         self._default_scaler: LossScaler | None = self._new_scaler()
-        self._all_wrappers: list[weakref.ref[OptimWrapper]] = []
         self._caster = Caster(device_type, enable_caching=enable_caching, verbose=verbose)
         self._scopes = Scopes(self._caster, dtype, self._deactivate)
         self._patches = Patches()
         self._rules = [*rules(allow_banned=allow_banned)]
         self._switched_off = threading.local()
-        self._guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # Switching on and off.
 
@@ -73,21 +72,28 @@ class AmpHandle:
         """Replace the handle that is there, and switch casts on."""
         if _current.handle is not None:
             _current.handle._deactivate()
-        # What users registered comes first: a listed function of theirs is theirs.
-        for registration in registry.registrations.values():
-            self._install(registration)
-        for rule in self._rules:
-            if self._is_left_to_us(rule):
-                self._patches.install(
-                    rule.owner, rule.name, functools.partial(rule.wrap, caster=self._caster)
-                )
-        self._scopes.open(self._patches)
+        show_torch_to_dynamo()
         _current.handle = self
+        # Before the hook of the scopes, so that what it raises is raised where casts are on.
+        self._hook = register_optimizer_step_pre_hook(guard_first_closure)
+        try:
+            # What users registered comes first: a listed function of theirs is theirs.
+            for registration in registry.registrations.values():
+                self._install(registration)
+            for rule in self._rules:
+                if self._is_left_to_us(rule):
+                    self._patches.install(
+                        rule.owner, rule.name, functools.partial(rule.wrap, caster=self._caster)
+                    )
+            self._scopes.open(self._patches)
+        except BaseException:
+            self._deactivate()
+            raise
 
     def _is_left_to_us(self, rule: Rule) -> bool:
         if (rule.owner, rule.name) in self._patches or not hasattr(rule.owner, rule.name):
             return False
-        # Who is to be told of each cast must have it made by us.
+        # Whoever wants to be told of each cast is told by us.
         return self._caster.verbose or not rule.is_done_by_torch(self._caster.device_type)
 
     def _install(self, registration: Registration) -> None:
@@ -105,8 +111,9 @@ class AmpHandle:
         self._caster.active = False
         self._patches.remove_all()
         self._scopes.close()
-        for optimizer in [*self._guarded]:
-            remove_guard(optimizer)
+        self._hook.remove()
+        settle(wait=True)
+        remove_guards()
 
     def is_active(self) -> bool:
         """Whether casts and loss scaling are on here."""
@@ -152,7 +159,6 @@ class AmpHandle:
                 "`optimizer.scale_loss(loss)`."
             )
         optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self._guarded.update(optimizers)
         with scaled_backward(
             loss, optimizers, self._default_scaler, names=self._parameter_names
         ) as scaled_loss:
@@ -168,6 +174,28 @@ class AmpHandle:
         wrapper = OptimWrapper(optimizer, self, num_loss)
         self._default_scaler = None
         return wrapper
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale as plain values; {} if wrappers have scales instead.
+
+        `load_state_dict` takes it. The state of a wrapper's scales is in the wrapper's own.
+        """
+        scaler = self._default_scaler
+        return {} if scaler is None else {"loss_scaler0": scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict`, or `amp.state_dict` for one loss, returned.
+
+        Raises:
+            ValueError: There is the state of another number of scales; nothing is changed.
+        """
+        expected = self.state_dict()
+        if state_dict and state_dict.keys() != expected.keys():
+            raise ValueError(
+                f"load_state_dict: the keys are {[*state_dict]}; they must be {[*expected]}"
+            )
+        if state_dict and self._default_scaler is not None:
+            self._default_scaler.load_state_dict(state_dict["loss_scaler0"])
 
     def _new_scaler(self) -> LossScaler:
         return LossScaler(**self._scaler_arguments)  # type: ignore[arg-type]
@@ -225,6 +253,13 @@ class NoOpHandle:
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return a wrapper that hands everything to the optimizer."""
         return OptimWrapper(optimizer, self, num_loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {}."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
     @property
     def has_cache(self) -> bool:

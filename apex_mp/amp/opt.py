@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp.scaling import scaled_backward
-from apex_mp.amp.step_guard import Skips
-
-_STATE_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+from apex_mp.amp.step_guard import step_was_skipped
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -60,15 +52,6 @@ class OptimWrapper(torch.optim.Optimizer):
         self._num_loss = num_loss
         self._loss_idx = 0
         self._loss_scaler = [amp_handle._new_scaler() for _ in range(num_loss)]
-        self._skips = Skips()
-        self._make_hooks()
-
-    def _make_hooks(self) -> None:
-        # Hooks of a step run where it is taken, in the inner optimizer; so do those of its state.
-        self._optimizer_step_pre_hooks = self._optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = self._optimizer._optimizer_step_post_hooks
-        for name in _STATE_HOOKS:
-            setattr(self, name, getattr(self._optimizer, name, OrderedDict()))
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
@@ -88,16 +71,19 @@ class OptimWrapper(torch.optim.Optimizer):
                 f"scale_loss was called {self._loss_idx + 1} times since the last step, but "
                 f"num_loss is {self._num_loss}; give wrap_optimizer the number of losses"
             )
-        scaler = self._loss_scaler[self._loss_idx]
+        index = self._loss_idx
         self._loss_idx += 1
-        with scaled_backward(
-            loss,
-            [self._optimizer],
-            scaler,
-            skips=[self._skips],
-            names=self._amp_handle._parameter_names,
-        ) as scaled_loss:
-            yield scaled_loss
+        try:
+            with scaled_backward(
+                loss,
+                [self._optimizer],
+                self._loss_scaler[index],
+                names=self._amp_handle._parameter_names,
+            ) as scaled_loss:
+                yield scaled_loss
+        except BaseException:
+            self._loss_idx = index
+            raise
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless a loss overflowed since the last step.
@@ -108,24 +94,31 @@ class OptimWrapper(torch.optim.Optimizer):
         Raises:
             NotImplementedError: There is a closure; use `amp_handle.scale_loss` with those.
         """
-        if not self._amp_handle.is_active():
-            return self._optimizer.step(closure=closure)
         self._loss_idx = 0
+        if not self._amp_handle.is_active():
+            return self._optimizer.step() if closure is None else self._optimizer.step(closure)
         if closure is not None:
             raise NotImplementedError(
                 "The `closure` argument is unsupported by the amp optimizer wrapper."
             )
-        if self._skips.take_skip():
-            self._opt_called = self._optimizer._opt_called = True
-            return None
         return self._optimizer.step()
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, for an overflow."""
-        return self._skips.step_was_skipped
+        return step_was_skipped(self._optimizer)
 
-    # What torch.optim.Optimizer has, handed to the inner optimizer.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        if not self._amp_handle.is_active():
+            return False
+        raise RuntimeError(
+            "An OptimWrapper was given to torch.amp.GradScaler, but scales losses itself; use "
+            "optimizer.scale_loss(loss) and optimizer.step() without GradScaler"
+        )
+
+    # What torch.optim.Optimizer has, handed to the inner optimizer. Whatever is not here goes
+    # through __getattr__: hooks too, which run where the step is taken.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -204,5 +197,3 @@ class OptimWrapper(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._loss_idx = 0
-        self._skips = Skips()
-        self._make_hooks()

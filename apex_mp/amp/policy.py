@@ -34,9 +34,14 @@ REFUSE = "refused for low precision"
 
 _CASTS = {LOW: "to_low", FLOAT: "to_float", PROMOTE: "promote", MATCH: "match_first"}
 
-# torch has an autocast rule for an operator of that name, but its function does not always reach
-# it: norm computes vector_norm, and with dim= torch.std and the like have no rule.
-_NOT_LEFT_TO_AUTOCAST = {"norm", "cpu"}
+# torch has rules for these names, but does not do what the lists say.
+_NOT_LEFT_TO_TORCH = {
+    "__rdiv__",  # computes a reciprocal, which is float32 by the lists
+    "__rtruediv__",  # the same
+    "__rpow__",  # calls torch.pow, which is listed too: a cast would be told of twice
+    "norm",  # computes vector_norm
+    "binary_cross_entropy",  # the rule for CUDA is an error
+}
 _ALIASES = {"truediv": "div", "rtruediv": "div"}
 
 
@@ -60,6 +65,8 @@ class Rule:
 
     def wrap(self, function: Function, caster: Caster) -> Function:
         """Return the function as it is to be called."""
+        if self.is_done_by_torch(caster.device_type):
+            return caster.tell(function, self.name, _CASTS[self.kind])
         if self.library == "recurrent":
             return wrap_recurrent(function, self.name, caster)
         if self.kind == REFUSE:
@@ -70,7 +77,7 @@ class Rule:
 
     def is_done_by_torch(self, device_type: str) -> bool:
         """Whether torch, with autocast on for the device, does the same by itself."""
-        if self.name in _NOT_LEFT_TO_AUTOCAST:
+        if self.name in _NOT_LEFT_TO_TORCH:
             return False
         if self.library == "recurrent":
             return device_type != "cpu"

@@ -17,7 +17,7 @@ from apex_mp.amp.casting import Caster, Function, map_tensors
 
 
 def wrap_recurrent(function: Function, name: str, caster: Caster) -> Function:
-    """Return a function of torch._VF that takes arguments and gives results in low precision."""
+    """Return a function of torch._VF that takes and gives low precision on the CPU."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ def wrap_recurrent(function: Function, name: str, caster: Caster) -> Function:
             return function(*args, **kwargs)
         dtype = torch.get_autocast_dtype(caster.device_type)
         args, kwargs = caster.to_low(name, args, kwargs)
-        if caster.device_type != "cpu" or dtype is not torch.float16:
+        if dtype is not torch.float16:
             return caster.call_uncast(function, args, kwargs)
         args, kwargs = _to(torch.float32, args, dtype), _to(torch.float32, kwargs, dtype)
         return _to(dtype, caster.call_uncast(function, args, kwargs), torch.float32)
@@ -35,6 +35,6 @@ def wrap_recurrent(function: Function, name: str, caster: Caster) -> Function:
 
 def _to(target: torch.dtype, value: Any, source: torch.dtype) -> Any:
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(target) if tensor.dtype is source else tensor
+        return tensor.to(target) if tensor.dtype is source and tensor.is_cpu else tensor
 
     return map_tensors(cast, value)

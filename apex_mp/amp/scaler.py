@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from apex_mp import grads as _grads
+from apex_mp.amp.device_scaler import DeviceScale
 from apex_mp.loss_scale import (
     AMP_PRESET,
     FLOAT32_SMALLEST_NORMAL,
@@ -28,10 +27,6 @@ class LossScaler:
         min_loss_scale: A dynamic scale does not back off below it [None: no floor].
         max_loss_scale: A dynamic scale does not grow above it, nor start there [2**24].
 
-    Attributes:
-        value: The scale and its state, a frozen value of apex_mp.loss_scale.
-        dynamic: Whether it adjusts.
-
     Raises:
         TypeError: An argument is not a number; `loss_scale` may be "dynamic".
         ValueError: An argument is out of range.
@@ -46,7 +41,8 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = AMP_PRESET.max_scale,
     ) -> None:
-        self.value: DynamicLossScale | StaticLossScale
+        self._has_overflow = False
+        self._device_scale: DeviceScale | None = None  # holds the scale, if it is not None
         if loss_scale == "dynamic":
             self.value = DynamicLossScale(
                 min(init_scale, max_loss_scale),
@@ -60,12 +56,30 @@ class LossScaler:
             raise ValueError(f'loss_scale is {loss_scale!r}; it must be a number or "dynamic"')
         else:
             self.value = StaticLossScale(loss_scale)
-        self._has_overflow = False
+
+    @property
+    def value(self) -> DynamicLossScale | StaticLossScale:
+        """The scale and its state, a frozen value of apex_mp.loss_scale."""
+        return self._value if self._device_scale is None else self._device_scale.read()
+
+    @value.setter
+    def value(self, value: DynamicLossScale | StaticLossScale) -> None:
+        self._value = value
+        self._device_scale = None
+
+    def on(self, device: torch.device) -> DeviceScale:
+        """Return the scale on a device, where it lives until somebody sets it on the host."""
+        if self._device_scale is None or self._device_scale.device != device:
+            self._device_scale = DeviceScale(self.value, device)
+        return self._device_scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_value": self.value, "_device_scale": None}
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale adjusts."""
-        return isinstance(self.value, DynamicLossScale)
+        return isinstance(self._value, DynamicLossScale)
 
     def loss_scale(self) -> float:
         """The factor on the loss."""
@@ -92,36 +106,12 @@ class LossScaler:
         """Forget that gradients overflowed."""
         self._has_overflow = False
 
-    def unscale(
-        self, scaled: Sequence[Tensor], unscaled: Sequence[Tensor], inv_scale: float | None = None
-    ) -> None:
-        """Write unscaled gradients, and remember an overflow.
-
-        Args:
-            scaled: Gradients as they came.
-            unscaled: Where they go; may be `scaled` itself.
-            inv_scale: Factor on them [1 / the present scale].
-        """
-        factor = self.value.inv_scale if inv_scale is None else inv_scale
-        if _grads.unscale(scaled, unscaled, factor):
-            self._has_overflow = True
-
-    def unscale_with_stashed(
-        self, scaled: Sequence[Tensor], stashed: Sequence[Tensor], inv_scale: float | None = None
-    ) -> None:
-        """Add unscaled gradients to those of earlier losses, and remember an overflow.
-
-        Args:
-            scaled: Gradients as they came.
-            stashed: Unscaled gradients that they are added to.
-            inv_scale: Factor on the former [1 / the present scale].
-        """
-        factor = self.value.inv_scale if inv_scale is None else inv_scale
-        if _grads.add_unscaled(scaled, stashed, factor):
-            self._has_overflow = True
+    def note_overflow(self, found_inf: bool) -> None:
+        """Remember whether gradients held inf or NaN, for `update_scale`."""
+        self._has_overflow = self._has_overflow or found_inf
 
     def update_scale(self) -> bool:
-        """Adjust the scale to what `unscale` found since; return whether to skip the step."""
+        """Adjust the scale to overflows since the last time; return whether to skip the step."""
         should_skip = self._has_overflow
         self.value = self.value.update(should_skip)
         self._has_overflow = False

@@ -12,56 +12,19 @@ import torch
 from torch import Tensor
 
 from apex_mp import grads as _grads
+from apex_mp.amp import _routes, device_scaler
+from apex_mp.amp._overflow import Overflow
+from apex_mp.amp._unscalers import DeviceUnscaler, HostUnscaler
 from apex_mp.amp.casting import is_low
+from apex_mp.amp.device_scaler import send, settle
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.amp.step_guard import Skips, guard_of
+from apex_mp.amp.step_guard import StepGuard, guard_of
 from apex_mp.fp16_utils import FP16_Optimizer
 
+__all__ = ["Overflow", "scaled_backward"]
+
 _LOG = logging.getLogger("apex_mp.amp")
-_PARAMETERS_NAMED = 3
 _warned_of_low_precision = False
-
-
-@dataclasses.dataclass(slots=True)
-class Route:
-    """How a gradient gets to the optimizer.
-
-    Attributes:
-        source: The parameter that backward gives a gradient to.
-        target: The parameter that the optimizer steps: the source itself, or its master.
-        before: The unscaled gradient that the target had before the block.
-        seen: The gradient that the source had: a master's was made from it.
-    """
-
-    source: Tensor
-    target: Tensor
-    before: Tensor | None = None
-    seen: Tensor | None = None
-
-    @property
-    def has_master(self) -> bool:
-        return self.source is not self.target
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-    """What there is to say about gradients that hold inf or NaN.
-
-    Attributes:
-        report: Which gradients hold how many.
-        scale_before: The loss scale that they had.
-        scale_after: The next one.
-    """
-
-    report: list[_grads.NonFinite]
-    scale_before: float
-    scale_after: float
-
-    def lines(self) -> list[str]:
-        """Return a line for each of the worst parameters, and one for the number of the others."""
-        lines = [f"  {found}" for found in self.report[:_PARAMETERS_NAMED]]
-        others = len(self.report) - _PARAMETERS_NAMED
-        return lines + ([f"  and {others} more parameters"] if others > 0 else [])
 
 
 @contextlib.contextmanager
@@ -70,7 +33,6 @@ def scaled_backward(
     optimizers: Sequence[Any],
     scaler: LossScaler,
     *,
-    skips: Sequence[Skips] | None = None,
     names: Callable[[], Mapping[int, str]] = dict,
     announce: Callable[[Overflow], None] | None = None,
     delay_unscale: bool = False,
@@ -87,42 +49,124 @@ def scaled_backward(
         loss: Of any shape and floating dtype; it may be NaN or inf: only gradients decide.
         optimizers: Those whose parameters get gradients; an overflow skips the next step of each.
         scaler: The scale of this loss; updated.
-        skips: What to tell of an overflow, one for each optimizer [guards before their steps].
         names: Returns names of parameters by id(), for messages.
         announce: Is told of an overflow [a warning in the log].
         delay_unscale: Leave the gradients scaled: more losses with this scaler are to come.
-        delay_overflow_check: Leave the verdict to the next block with this scaler.
+        delay_overflow_check: Leave the scale to the next block with this scaler. An overflow skips
+            the next step all the same.
         expect_float32: Warn, once, of gradients in low precision that no master is for.
 
     Raises:
-        TypeError: The loss is not a tensor of a floating dtype.
-        RuntimeError: An optimizer scales by itself.
+        TypeError: The loss is not a tensor of a floating dtype, or an optimizer is none.
+        RuntimeError: An optimizer scales by itself, or is in a block already.
     """
     _check(loss, optimizers)
-    skips = [guard_of(optimizer) for optimizer in optimizers] if skips is None else skips
-    scale = scaler.loss_scale()
-    routes = [route for optimizer in optimizers for route in _routes(optimizer)]
-    scaled_by = next((each.scaled_by for each in skips if each.scaled_by is not None), None)
-    _set_aside(routes, scaled_by, scale)
-    try:
-        yield (loss if loss.dtype == torch.float64 else loss.float()) * scale
-    except BaseException:
-        if scaled_by is None:
-            _put_back(routes)
-        raise
-    for each in skips:
-        each.scaled_by = scale if delay_unscale else None
-    if delay_unscale:
-        return
-    if expect_float32:
-        _warn_of_low_precision(routes)
-    _unscale(routes, scaler)
-    if delay_overflow_check or not scaler.update_scale():
-        return
-    report = _grads.locate_nonfinite(_named_grads(optimizers, names()))
-    (announce or _warn)(Overflow(report, scale, scaler.loss_scale()))
-    for each in skips:
-        each.overflowed(report, can_back_off=lambda: scaler.loss_scale() < scale)
+    settle(wait=False)
+    with _open_blocks(optimizers) as guards:
+        routes = _all_routes(optimizers, guards)
+        if delay_unscale:
+            scale = scaler.loss_scale()
+            _leave_scaled(routes, guards, scale)
+            yield _wide(loss) * scale
+            return
+        device = None if delay_overflow_check else _common_device(optimizers, routes)
+        unscaler: HostUnscaler | DeviceUnscaler
+        if device is None:
+            unscaler = HostUnscaler(scaler.loss_scale())
+            left = [guard for guard in guards if guard.scaled_by is not None]
+            _leave_scaled([route for route in routes if route.is_scaled], left, unscaler.scale)
+        else:
+            unscaler = DeviceUnscaler(scaler.on(device).scale.clone())
+        _routes.set_aside(routes)
+        try:
+            # Nobody may have cleared what the last step was skipped for.
+            if device is not None or any(guard.step_was_skipped for guard in guards):
+                _routes.check_before(routes, unscaler)
+            yield _wide(loss) * unscaler.scale
+            if expect_float32:
+                _warn_of_low_precision(routes)
+            _routes.unscale(routes, unscaler)
+        except BaseException:
+            _routes.put_back(routes)
+            raise
+        for guard in guards:
+            guard.scaled_by = None
+    verdict = _Verdict(optimizers, guards, scaler, names, announce or _warn)
+    if isinstance(unscaler, DeviceUnscaler):
+        verdict.give_later(unscaler)
+    else:
+        verdict.give(unscaler, update_scale=not delay_overflow_check)
+
+
+def _leave_scaled(
+    routes: Sequence[_routes.Route], guards: Sequence[StepGuard], scale: float
+) -> None:
+    _routes.scale_by(routes, scale)
+    for guard in guards:
+        guard.scaled_by = scale
+
+
+def _common_device(
+    optimizers: Sequence[Any], routes: Sequence[_routes.Route]
+) -> torch.device | None:
+    """The device on which an overflow may stay unknown to the host, if there is one."""
+    if not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers):
+        return None
+    if not routes or any(route.is_scaled for route in routes):
+        return None
+    device = routes[0].source.device
+    if device.type not in device_scaler.DEVICE_TYPES:
+        return None
+    is_common = all(each.source.device == each.target.device == device for each in routes)
+    return device if is_common else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """Says after a block how the scale goes on, and whether steps are to be skipped."""
+
+    optimizers: Sequence[Any]
+    guards: Sequence[StepGuard]
+    scaler: LossScaler
+    names: Callable[[], Mapping[int, str]]
+    announce: Callable[[Overflow], None]
+
+    def give(self, found: HostUnscaler, *, update_scale: bool) -> None:
+        self.scaler.note_overflow(found.found_inf)
+        backs_off = update_scale and self.scaler.update_scale()
+        if not (found.found_inf or found.found_in_sum or backs_off):
+            return
+        overflow = self._overflow(found.scale, self.scaler.loss_scale())
+        if found.found_inf or found.found_in_sum:
+            for guard in self.guards:
+                guard.overflowed(overflow)
+        if backs_off or found.found_in_sum:
+            self.announce(overflow)
+
+    def give_later(self, found: DeviceUnscaler) -> None:
+        on_device = self.scaler.on(found.scale.device)
+        on_device.update(found.found_inf)
+        either = torch.maximum(found.found_inf, found.found_in_sum)
+        for guard in self.guards:
+            guard.may_have_overflowed(either)
+        send([either, found.scale, on_device.scale], self._tell)
+
+    def _tell(self, numbers: list[float]) -> None:
+        found, before, after = numbers
+        if found:
+            # Gradients that were cleared in the meantime are in nobody's report.
+            overflow = self._overflow(before, after)
+            for guard in self.guards:
+                guard.last_overflow = overflow
+            self.announce(overflow)
+
+    def _overflow(self, before: float, after: float) -> Overflow:
+        named = _routes.named_grads(self.optimizers, self.names())
+        return Overflow(_grads.locate_nonfinite(named), before, after)
+
+
+def _wide(loss: Tensor) -> Tensor:
+    return loss if loss.dtype is torch.float64 else loss.float()
 
 
 def _check(loss: Any, optimizers: Sequence[Any]) -> None:
@@ -141,79 +185,35 @@ def _check(loss: Any, optimizers: Sequence[Any]) -> None:
             )
 
 
-def _routes(optimizer: Any) -> list[Route]:
-    models: Mapping[Tensor, Tensor] = getattr(optimizer, "_amp_model_of", {})
-    return [
-        Route(models.get(param, param), param)
-        for group in optimizer.param_groups
-        for param in group["params"]
+@contextlib.contextmanager
+def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
+    """Mark optimizers as in a block: two open ones would unscale each other's gradients."""
+    guards = [guard_of(optimizer) for optimizer in optimizers]
+    if any(guard.in_block for guard in guards):
+        raise RuntimeError(
+            "scale_loss was called inside a scale_loss block of the same optimizer; end the first "
+            "block before the second, or add the losses up"
+        )
+    for guard in guards:
+        guard.in_block = True
+    try:
+        yield guards
+    finally:
+        for guard in guards:
+            guard.in_block = False
+
+
+def _all_routes(optimizers: Sequence[Any], guards: Sequence[StepGuard]) -> list[_routes.Route]:
+    """The routes to all optimizers, one for a parameter that several of them have."""
+    routes = [
+        route
+        for optimizer, guard in zip(optimizers, guards, strict=True)
+        for route in _routes.routes_of(optimizer, guard.scaled_by)
     ]
+    return [*{id(route.target): route for route in routes}.values()]
 
 
-def _set_aside(routes: list[Route], scaled_by: float | None, scale: float) -> None:
-    """Take away the gradients that are there and unscaled; let scaled ones have our scale."""
-    scaled = [route.source.grad for route in routes if route.source.grad is not None]
-    if scaled_by is not None and scaled_by != scale and scaled:
-        torch._foreach_mul_(scaled, scale / scaled_by)
-    for route in routes:
-        if route.has_master:
-            # Whoever clears the gradients of the model clears those of its masters.
-            if route.source.grad is None:
-                route.target.grad = None
-            route.before, route.target.grad = route.target.grad, None
-        if scaled_by is None:
-            route.seen, route.source.grad = route.source.grad, None
-            if not route.has_master:
-                route.before = route.seen
-
-
-def _put_back(routes: list[Route]) -> None:
-    for route in routes:
-        route.source.grad = route.seen
-        route.target.grad = route.before
-
-
-@torch.no_grad()
-def _unscale(routes: list[Route], scaler: LossScaler) -> None:
-    """Give every target its unscaled gradient, with the one that it had before."""
-    fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-    added: tuple[list[Tensor], list[Tensor]] = ([], [])
-    sparse: list[tuple[Route, Tensor]] = []
-    for route in routes:
-        grad, before = route.source.grad, route.before
-        if grad is None:
-            route.source.grad, route.target.grad = route.seen, before
-            continue
-        if grad.layout is not torch.strided or (before is not None and before.is_sparse):
-            sparse.append((route, _coalesced(grad)))
-        elif before is not None:
-            added[0].append(_grads.lie_as(grad, before))
-            added[1].append(before)
-            route.target.grad = before
-        elif route.has_master:
-            route.target.grad = torch.empty_like(grad, dtype=route.target.dtype)
-            fresh[0].append(grad)
-            fresh[1].append(route.target.grad)
-        else:
-            fresh[0].append(grad)
-            fresh[1].append(grad)
-    for _, grad in sparse:
-        values = grad._values() if grad.is_sparse else grad
-        fresh[0].append(values)
-        fresh[1].append(values)
-    if fresh[0]:
-        scaler.unscale(*fresh)
-    if added[0]:
-        scaler.unscale_with_stashed(*added)
-    for route, grad in sparse:
-        route.target.grad = grad if route.before is None else route.before + grad
-
-
-def _coalesced(grad: Tensor) -> Tensor:
-    return grad.coalesce() if grad.is_sparse else grad
-
-
-def _warn_of_low_precision(routes: list[Route]) -> None:
+def _warn_of_low_precision(routes: Sequence[_routes.Route]) -> None:
     global _warned_of_low_precision
     grads = [route.source.grad for route in routes if not route.has_master]
     if not _warned_of_low_precision and any(g is not None and is_low(g.dtype) for g in grads):
@@ -222,21 +222,6 @@ def _warn_of_low_precision(routes: list[Route]) -> None:
             "Incoming grads are not fp32 (not master grads). Downscaling non-fp32 grads may "
             "indicate an error. When using Amp, you don't need to call .half() on your model."
         )
-
-
-def _named_grads(
-    optimizers: Sequence[Any], names: Mapping[int, str]
-) -> Iterator[tuple[str, Tensor]]:
-    for optimizer in optimizers:
-        models = getattr(optimizer, "_amp_model_of", {})
-        for number, group in enumerate(optimizer.param_groups):
-            own_names = group.get("param_names")
-            for index, param in enumerate(group["params"]):
-                if param.grad is not None:
-                    name = names.get(id(models.get(param, param)))
-                    if name is None and own_names:
-                        name = own_names[index]
-                    yield name or f"group {number}, parameter {index}", _coalesced(param.grad)
 
 
 def _warn(overflow: Overflow) -> None:

@@ -5,114 +5,217 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
-from apex_mp.grads import NonFinite
+import torch
+from torch import Tensor
+
+from apex_mp.amp._overflow import FiniteClosure, Overflow
+from apex_mp.amp._routes import routes_of
+from apex_mp.amp.device_scaler import send, settle
+from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
+from apex_mp.fp16_utils._skips import SKIPS_BEFORE_WARNING, warn_of_endless_skips
 
 
-class Skips:
-    """What is known of the next step of an optimizer, and of its last one.
-
-    Attributes:
-        skip_next: Whether the gradients that are there overflowed.
-        step_was_skipped: Whether the last step was skipped.
-        scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
-        report: For the last skipped step, which gradients held how many inf and NaN.
-    """
-
-    def __init__(self) -> None:
-        self.skip_next = False
-        self.step_was_skipped = False
-        self.scaled_by: float | None = None
-        self.report: list[NonFinite] = []
-        self._can_back_off: Callable[[], bool] = lambda: False
-
-    def overflowed(self, report: Sequence[NonFinite], can_back_off: Callable[[], bool]) -> None:
-        """Skip the next step; however many losses overflow, it is one."""
-        self.report = [*self.report, *report] if self.skip_next else [*report]
-        self.skip_next = True
-        self._can_back_off = can_back_off
-
-    def take_skip(self) -> bool:
-        """Return whether this step is to be skipped; the next one then is not."""
-        skip, self.skip_next = self.skip_next, False
-        self.step_was_skipped = skip
-        return skip
-
-    def refuse_scaled_gradients(self, optimizer: Any) -> None:
-        """Raise a RuntimeError if a step would use gradients that are still scaled."""
-        if self.scaled_by is None:
-            return
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(param.grad is not None for param in params):
-            raise RuntimeError(
-                f"step() was called with gradients that are still scaled by {self.scaled_by}: the "
-                "last scale_loss had delay_unscale=True; before a step the last one must not"
-            )
-        self.scaled_by = None
-
-
-class StepGuard(Skips):
+class StepGuard:
     """Stands before the `step` of one optimizer, from its first `scale_loss` on.
 
     It is put there once, as a method of the object, so that schedulers made before and after find
     what they look for, and does nothing until an overflow.
 
     Args:
-        optimizer: A torch optimizer.
+        optimizer: An optimizer of any class.
+
+    Attributes:
+        last_overflow: What was said of the last overflow.
+        scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
+        in_block: Whether a block of `scale_loss` is open.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        super().__init__()
+        self.last_overflow: Overflow | None = None
+        self.scaled_by: float | None = None
+        self.in_block = False
+        # Of the gradients that are there: what the host knows, and what it does not know yet.
+        self._overflow: Overflow | None = None
+        self._found_inf: Tensor | None = None
+        self._step_was_skipped = False
+        self._skips_in_a_row = 0
+        self._is_leaving = False
         self._optimizer = weakref.ref(optimizer)
         self._had_own_step = "step" in vars(optimizer)
         self._before = optimizer.step
-        optimizer.step = types.MethodType(self._guarded(_function_of(optimizer.step)), optimizer)
-        self._ours = optimizer.step
+        self._step = _function_of(optimizer)
+        self._ours = optimizer.step = types.MethodType(self._guarded_step(), optimizer)
+        _guards.add(self)
 
-    def remove(self) -> None:
-        """Put back the `step` that was there, unless somebody has put another one on ours."""
-        self.skip_next, self.scaled_by = False, None
+    def __reduce__(self) -> Any:
+        return type(None), ()  # A copy of the optimizer gets a guard of its own.
+
+    def overflowed(self, overflow: Overflow) -> None:
+        """Skip the next step; however many losses overflow, it is one."""
+        self._overflow = self.last_overflow = overflow
+
+    def may_have_overflowed(self, found_inf: Tensor) -> None:
+        """Skip the next step if `found_inf` is 1; nobody waits for it."""
+        before = self._found_inf
+        self._found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped; the host waits until it knows."""
+        settle(wait=True)
+        return self._step_was_skipped
+
+    # Coming and going.
+
+    def stay(self) -> None:
+        """Take back a `leave` that has not happened yet."""
+        self._is_leaving = False
+
+    def leave(self) -> None:
+        """Put back the `step` that was there, but not before one to be skipped or refused."""
+        self._is_leaving = True
+        if self._overflow is None and self._found_inf is None and self.scaled_by is None:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        _guards.discard(self)
         optimizer = self._optimizer()
-        if optimizer is None or vars(optimizer).get("step") is not self._ours:
+        if optimizer is None:
             return
+        del optimizer._amp_step_guard
+        if vars(optimizer).get("step") is not self._ours:
+            return  # Somebody has put another one on ours, which does nothing from now on.
         if self._had_own_step:
             optimizer.step = self._before
         else:
             del optimizer.step
 
-    def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
+    # The step.
+
+    def _guarded_step(self) -> Callable[..., Any]:
+        @functools.wraps(self._step)
         def guarded_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self.refuse_scaled_gradients(optimizer)
-            if self.take_skip():
-                optimizer._opt_called = True  # Else schedulers warn of a step that never came.
-                return None
-            closure = args[0] if args else kwargs.pop("closure", None)
-            if closure is None:
-                return step(optimizer, *args, **kwargs)
-            return self._step_with_closure(step, optimizer, closure, *args[1:], **kwargs)
+            if vars(optimizer).get("_amp_step_guard") is not self:  # A copy, or we have left.
+                return self._step(optimizer, *args, **kwargs)
+            return self._take_step(optimizer, args, kwargs)
 
         return guarded_step
 
-    def _step_with_closure(
-        self, step: Callable[..., Any], optimizer: Any, closure: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Step with a closure in which `scale_loss` may find an overflow."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        before = Snapshot(params, optimizer.state)
+    def _take_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_scaled_gradients(optimizer)
+        if self._is_leaving:
+            self._take_off()
+        if self._found_inf is not None and self._overflow is None and not (args or kwargs):
+            return self._step_on_device(optimizer)
+        overflow = self._take_overflow()
+        if overflow is not None:
+            _tell_schedulers(optimizer)
+            for route in routes_of(optimizer):
+                if route.has_master:  # Whoever clears gradients may know only the model's.
+                    route.target.grad = None
+            self._end_step(overflow)
+            return None
+        if args and callable(args[0]):
+            return self._step_with_closure(
+                args[0], lambda closure: self._step(optimizer, closure, *args[1:], **kwargs)
+            )
+        if callable(kwargs.get("closure")):
+            return self._step_with_closure(
+                kwargs["closure"],
+                lambda closure: self._step(optimizer, *args, **{**kwargs, "closure": closure}),
+            )
+        value = self._step(optimizer, *args, **kwargs)
+        self._end_step(None)
+        return value
 
-        def finite_closure() -> Any:
-            return evaluate(closure, self.take_skip, lambda: self._can_back_off())
+    def _refuse_scaled_gradients(self, optimizer: Any) -> None:
+        if self.scaled_by is None:
+            return
+        if any(route.source.grad is not None for route in routes_of(optimizer)):
+            raise RuntimeError(
+                f"step() was called with gradients that are still scaled by {self.scaled_by}: the "
+                "last scale_loss had delay_unscale=True; before a step the last one must not"
+            )
+        self.scaled_by = None
 
+    def _take_overflow(self) -> Overflow | None:
+        found_inf, self._found_inf = self._found_inf, None
+        settle(wait=True)  # How earlier steps ended is told before how this one does.
+        if found_inf is not None and found_inf.item():
+            self._overflow = self.last_overflow
+        overflow, self._overflow = self._overflow, None
+        return overflow
+
+    def _step_on_device(self, optimizer: Any) -> Any:
+        """Let an optimizer look at found_inf itself, as torch.amp.GradScaler does."""
+        found_inf, self._found_inf = self._found_inf, None
+        assert found_inf is not None
+        optimizer.found_inf = found_inf
         try:
-            return step(optimizer, finite_closure, *args, **kwargs)
+            value = self._step(optimizer)
+        finally:
+            del optimizer.found_inf
+        send([found_inf], lambda found: self._end_step(self.last_overflow if found[0] else None))
+        settle(wait=False)
+        return value
+
+    def _end_step(self, overflow: Overflow | None) -> None:
+        self._step_was_skipped = overflow is not None
+        self._skips_in_a_row = self._skips_in_a_row + 1 if overflow is not None else 0
+        if overflow is not None and self._skips_in_a_row == SKIPS_BEFORE_WARNING:
+            warn_of_endless_skips(
+                overflow.report,
+                overflow.scale_after,
+                who=f"amp: {type(self._optimizer()).__name__}",
+            )
+
+    def _step_with_closure(self, closure: Any, step: Callable[[Callable[[], Any]], Any]) -> Any:
+        optimizer = self._optimizer()
+        state = getattr(optimizer, "state", {})
+        before = Snapshot(_written_by(optimizer), state)
+        finite = FiniteClosure(closure, self._take_overflow)
+        try:
+            value = step(finite)
+        except StepAbandonedError:
+            before.restore(state)
+            value = None
+        self._end_step(finite.overflow)
+        return value
+
+
+def guard_first_closure(
+    optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Guard an optimizer that scales its first loss in a closure; a hook before every step."""
+    has_guard = isinstance(vars(optimizer).get("_amp_step_guard"), StepGuard)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if has_guard or not callable(closure):
+        return None
+    before = Snapshot(_written_by(optimizer), optimizer.state)
+    finite = FiniteClosure(closure, guard_of(optimizer)._take_overflow)
+
+    @functools.wraps(closure)
+    def first_closure() -> Any:
+        try:
+            return finite()
         except StepAbandonedError:
             before.restore(optimizer.state)
-            self.step_was_skipped = True
-            return None
+            raise RuntimeError(  # The guard, which could end the step, is not around this one yet.
+                "the gradients of a closure hold inf or NaN, and the loss scale cannot be lowered; "
+                "the step was undone"
+            ) from None
+
+    if len(args) > 1:
+        return (args[0], first_closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": first_closure}
+
+
+# Those that stand before a step now.
+_guards: weakref.WeakSet[StepGuard] = weakref.WeakSet()
 
 
 def guard_of(optimizer: Any) -> StepGuard:
@@ -120,24 +223,58 @@ def guard_of(optimizer: Any) -> StepGuard:
     guard = vars(optimizer).get("_amp_step_guard")
     if not isinstance(guard, StepGuard):
         guard = optimizer._amp_step_guard = StepGuard(optimizer)
+    guard.stay()
     return guard
 
 
-def remove_guard(optimizer: Any) -> None:
-    """Take the guard of an optimizer away."""
-    guard = vars(optimizer).pop("_amp_step_guard", None)
-    if guard is not None:
-        guard.remove()
+def remove_guards() -> None:
+    """Take the guards of all optimizers away, those with a step to skip after that step."""
+    for guard in [*_guards]:
+        guard.leave()
 
 
-def _function_of(step: Any) -> Callable[..., Any]:
-    """`step` as a function of the optimizer: schedulers replace the method by a plain function."""
-    function = getattr(step, "__func__", None)
-    if function is not None:
-        return function  # type: ignore[no-any-return]
+def step_was_skipped(optimizer: Any) -> bool:
+    """Whether an optimizer's last step was skipped, because gradients held inf or NaN.
 
+    Args:
+        optimizer: Any optimizer, one that `wrap_optimizer` returned or an FP16_Optimizer; False
+            for one whose loss was never scaled.
+
+    Raises:
+        TypeError: It is not an optimizer.
+    """
+    if isinstance(optimizer, FP16_Optimizer):
+        return optimizer._skips_in_a_row > 0
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"step_was_skipped: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
+        )
+    guard = getattr(optimizer, "_amp_step_guard", None)  # A wrapper has that of the one inside.
+    return isinstance(guard, StepGuard) and guard.step_was_skipped
+
+
+def _function_of(optimizer: Any) -> Callable[..., Any]:
+    """`optimizer.step` as a function of the optimizer."""
+    step = optimizer.step
+    if getattr(step, "__self__", None) is optimizer:
+        return step.__func__  # type: ignore[no-any-return]
+
+    # Schedulers replace the method by a plain function.
     @functools.wraps(step)
     def ignoring_self(_: Any, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
     return ignoring_self
+
+
+def _written_by(optimizer: Any) -> list[torch.Tensor]:
+    """What a step writes: parameters, and where there are masters those of the model too."""
+    params = [each for route in routes_of(optimizer) for each in (route.target, route.source)]
+    return [*{id(param): param for param in params}.values()]
+
+
+def _tell_schedulers(optimizer: Any) -> None:
+    """Say that step was called to schedulers that watch it, or that of an optimizer inside."""
+    for each in (optimizer, *vars(optimizer).values()):
+        if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
+            each._opt_called = True  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -207,17 +208,20 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def hide_prefix(wrapper: nn.Module, hidden: str) -> None:
     """Let a wrapper's state_dict have the keys of the module in it, and load both kinds."""
-
-    def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for key in [key for key in state if key.startswith(prefix + hidden)]:
-            state[prefix + key[len(prefix + hidden) :]] = state.pop(key)
-
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        inner = module.get_submodule(hidden.rstrip("."))
-        own: Mapping[str, Any] = inner.state_dict()
-        # Not whatever lacks the prefix: the wrapped module may have a child of that very name.
-        for key in [key for key in state if key.startswith(prefix) and key[len(prefix) :] in own]:
-            state[prefix + hidden + key[len(prefix) :]] = state.pop(key)
-
+    # Not functions made here: those could not be pickled with the wrapper.
+    save, load = functools.partial(_hide, hidden), functools.partial(_unhide, hidden)
     wrapper.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
     wrapper.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
+
+
+def _hide(hidden: str, _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix + hidden)]:
+        state[prefix + key[len(prefix + hidden) :]] = state.pop(key)
+
+
+def _unhide(hidden: str, wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    inner = wrapper.get_submodule(hidden.rstrip("."))
+    own: Mapping[str, Any] = inner.state_dict()
+    # Not whatever lacks the prefix: the wrapped module may have a child of that very name.
+    for key in [key for key in state if key.startswith(prefix) and key[len(prefix) :] in own]:
+        state[prefix + hidden + key[len(prefix) :]] = state.pop(key)

@@ -63,6 +63,7 @@ CASTS = [
     "atan2",
     "cross",
     "dot",
+    "vdot",
     # Arithmetic
     "add",
     "div",

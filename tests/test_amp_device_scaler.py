@@ -1,0 +1,319 @@
+"""Scales that live on the device: the host waits for nothing, and everything else is the same."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F16, F32, INF, NAN, assert_grads, parameter, pull
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex_mp import amp
+from apex_mp.amp import device_scaler
+from apex_mp.amp.device_scaler import DeviceScale, Transfer
+from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = pytest.mark.usefixtures("amp_off")
+
+SCALE = 65536.0
+# Whose step takes found_inf from the device.
+OPTIMIZERS = {
+    "FusedAdam": functools.partial(FusedAdam, lr=0.5),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.5, fused=True),
+}
+optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep scales on the device, whichever that is; nothing arrives before somebody waits."""
+    monkeypatch.setattr(device_scaler, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(Transfer, "has_arrived", lambda self: False)
+    yield
+    device_scaler._in_flight.clear()
+
+
+@pytest.fixture
+def handle(device: torch.device) -> Any:
+    return amp.init(device_type=device.type)
+
+
+@pytest.fixture
+def weight(device: torch.device) -> nn.Parameter:
+    return parameter([1.0, 2.0], F32, device)
+
+
+def backward(handle: Any, loss: Any, optimizer: Any) -> None:
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+# What stays on the device.
+
+
+@optimizers
+def test_the_host_waits_for_nothing_in_a_training_loop(
+    make: Any, handle: Any, device: torch.device, weight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = parameter([3.0], F32, device)
+    optimizer = make([weight, other])
+    backward(handle, pull((weight, 1.0), (other, 1.0)), optimizer)
+    optimizer.step()  # torch's own makes its state now.
+    values = torch.tensor([1.0, INF, 1.0, NAN, 1.0], device=device)
+    finished = []
+    monkeypatch.setattr(Transfer, "finish", lambda self: finished.append(self))
+    with Waits() as waits:
+        for value in values:
+            optimizer.zero_grad()
+            for loss in ((weight * value).sum(), (weight + other).sum()):
+                backward(handle, loss, optimizer)
+            optimizer.step()
+    assert waits.count == 0
+    assert finished == []
+    assert len(device_scaler._in_flight) == 17  # Of 11 blocks and 6 steps.
+
+
+@pytest.mark.cuda_only
+def test_cuda_is_never_waited_for(handle: Any, weight: Any, monkeypatch: Any) -> None:
+    monkeypatch.undo()
+    optimizer = FusedAdam([weight])
+    backward(handle, (weight * 1.0).sum(), optimizer)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(handle, (weight * 1.0).sum(), optimizer)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.SGD, lambda params: [FusedAdam(params), torch.optim.SGD(params)]],
+    ids=["SGD", "FusedAdam and SGD"],
+)
+def test_with_another_optimizer_the_host_decides(make: Any, handle: Any, weight: Any) -> None:
+    backward(handle, pull((weight, INF)), make([weight]))
+    assert len(device_scaler._in_flight) == 0
+    assert handle._default_scaler._device_scale is None
+
+
+# The same numbers as on the host.
+
+
+def run(seed: int, handle: Any, device: torch.device, make: Any, scaler: Any) -> list[Any]:
+    """A random program of blocks and steps; what it ends with."""
+    rng = random.Random(seed)
+    params = [
+        parameter([1.0, 2.0], F32, device),
+        parameter([[3.0]], rng.choice([F32, F16]), device),
+    ]
+    optimizer = make(params)
+    handle._default_scaler = scaler
+    trace: list[Any] = []
+    for _ in range(12):
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            values = [rng.choice([1.0, -0.5, 3e4, 1e36, INF, NAN] + [0.25] * 12) for _ in params]
+            some = [*zip(params, values, strict=True)][: rng.choice([1, 2, 2])]
+            backward(handle, pull(*some), optimizer)
+            if rng.random() < 0.1:
+                trace.append(scaler.loss_scale())
+            if rng.random() < 0.1:
+                optimizer.zero_grad()
+        result = optimizer.step(lambda: 7.0) if rng.random() < 0.15 else optimizer.step()
+        trace.append(result)
+        if rng.random() < 0.3:
+            trace.append(amp.step_was_skipped(optimizer))
+        if rng.random() < 0.1:
+            scaler._loss_scale = 64.0
+        if rng.random() < 0.9:
+            optimizer.zero_grad(set_to_none=rng.random() < 0.5)
+    trace += [amp.step_was_skipped(optimizer), scaler.value, params]
+    return trace + [
+        {key: optimizer.state[param][key] for key in sorted(optimizer.state[param])}
+        for param in params
+    ]
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_programs_end_with_the_same_bits_as_on_the_host(
+    block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle: Any = amp.init(device_type=device.type)
+    for seed in range(block * 10, block * 10 + 10):
+        scaler = amp.scaler.LossScaler("dynamic" if seed % 3 else 128.0, 1024.0, scale_window=2)
+        monkeypatch.setattr(device_scaler, "DEVICE_TYPES", {device.type})
+        ours = run(seed, handle, device, OPTIMIZERS["FusedAdam"], copy.deepcopy(scaler))
+        monkeypatch.setattr(device_scaler, "DEVICE_TYPES", set())
+        host = run(seed, handle, device, OPTIMIZERS["FusedAdam"], copy.deepcopy(scaler))
+        assert str(ours) == str(host), seed
+
+
+def test_the_scale_on_the_device_follows_the_rule(device: torch.device) -> None:
+    for overflows in itertools.product([0.0, 1.0], repeat=5):
+        value = DynamicLossScale(8.0, growth_interval=2, max_scale=16.0, min_scale=2.0)
+        scale = DeviceScale(value, device)
+        for found_inf in overflows:
+            value = value.update(bool(found_inf))
+            scale.update(torch.tensor(found_inf, device=device))
+            assert scale.scale.item() == value.scale
+        assert scale.read() == value
+    fixed = DeviceScale(StaticLossScale(128.0), device)
+    fixed.update(torch.ones((), device=device))
+    assert fixed.read() == StaticLossScale(128.0)
+    assert fixed.scale.item() == 128.0
+
+
+# What the host gets to know, and when.
+
+
+@optimizers
+def test_whoever_asks_is_told(make: Any, handle: Any, weight: Any) -> None:
+    optimizer = make([weight])
+    for value, scale in ((1.0, SCALE), (INF, SCALE / 2), (1.0, SCALE / 2)):
+        optimizer.zero_grad()
+        backward(handle, pull((weight, value)), optimizer)
+        before = weight.detach().clone()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) is (value == INF)
+        assert torch.equal(weight, before) is (value == INF)
+        assert handle._default_scaler._loss_scale == scale
+    assert handle.state_dict()["loss_scaler0"]["unskipped"] == 1
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_written_scale_goes_to_the_device(handle: Any, weight: Any) -> None:
+    optimizer = FusedAdam([weight])
+    backward(handle, pull((weight, 1.0)), optimizer)
+    handle._default_scaler._loss_scale = 4.0
+    with handle.scale_loss(pull((weight, 1.0)), optimizer) as scaled_loss:
+        assert scaled_loss.item() == 4.0 * 3.0
+        scaled_loss.backward()
+    assert_grads([weight.grad], 2.0)
+
+
+def test_the_message_comes_later_and_names_what_is_still_there(
+    handle: Any, weight: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = FusedAdam([weight])
+    backward(handle, pull((weight, INF)), optimizer)
+    optimizer.step()
+    assert caplog.messages == []
+    assert amp.step_was_skipped(optimizer) is True
+    first = "Gradient overflow, skipping update; the loss scale goes from {} to {}"
+    assert [caplog.messages[0]] == [
+        first.format(65536.0, 32768.0) + "\n  group 0, parameter 0 [2]: 2 inf, 0 NaN"
+    ]
+    backward(handle, pull((weight, INF)), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(Transfer, "has_arrived", lambda self: True)
+    backward(handle, pull((weight, 1.0)), optimizer)  # The next block looks what has arrived.
+    assert caplog.messages[1:] == [first.format(32768.0, 16384.0)]
+
+
+def test_fifty_skipped_steps_in_a_row_warn(handle: Any, weight: Any) -> None:
+    optimizer = FusedAdam([weight])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            optimizer.zero_grad()
+            backward(handle, pull((weight, INF)), optimizer)
+            optimizer.step()
+        assert caught == []
+        assert amp.step_was_skipped(optimizer)
+    assert len(caught) == 1
+    assert "amp: FusedAdam has skipped 50 steps in a row" in str(caught[0].message)
+    assert handle._default_scaler.loss_scale() == SCALE * 0.5**60
+
+
+def test_switching_off_tells_everything_and_still_skips(
+    handle: Any, weight: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = FusedAdam([weight])
+    backward(handle, pull((weight, INF)), optimizer)
+    handle._deactivate()
+    assert len(caplog.messages) == 1
+    optimizer.step()
+    assert weight.tolist() == [1.0, 2.0]
+    assert "step" not in vars(optimizer)
+
+
+# Together with the rest.
+
+
+def test_several_losses_have_scales_of_their_own(handle: Any, weight: Any) -> None:
+    wrapped = handle.wrap_optimizer(FusedAdam([weight], lr=0.5), num_loss=2)
+    for value in (1.0, INF):
+        wrapped.zero_grad()
+        for each in (value, 1.0):
+            with wrapped.scale_loss(pull((weight, each))) as scaled_loss:
+                scaled_loss.backward()
+        wrapped.step()
+    assert wrapped.step_was_skipped is True
+    assert [scaler.loss_scale() for scaler in wrapped._loss_scaler] == [SCALE / 2, SCALE]
+    assert weight.tolist() == [0.5, 1.5]
+    other = pickle.loads(pickle.dumps(wrapped))
+    assert [scaler.loss_scale() for scaler in other._loss_scaler] == [SCALE / 2, SCALE]
+    assert copy.deepcopy(wrapped)._loss_scaler[0]._unskipped == 0
+
+
+def test_a_closure_that_overflows_is_called_again(handle: Any, weight: Any) -> None:
+    optimizer = FusedAdam([weight], lr=0.5)
+    handle._default_scaler._loss_scale = 2.0**18
+    calls = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(handle, pull((weight, 2.0**112)), optimizer)
+        calls.append(None)
+        return 7.0
+
+    for count in (4, 5):
+        assert optimizer.step(closure) == 7.0
+        assert len(calls) == count
+    assert handle._default_scaler.loss_scale() == 2.0**15
+    assert amp.step_was_skipped(optimizer) is False
+
+
+def test_a_legacy_call_is_skipped_by_the_host(handle: Any, weight: Any) -> None:
+    optimizer = FusedAdam([weight], lr=0.5)
+    for value, after in ((INF, [1.0, 2.0]), (1.0, [1.5, 2.5])):
+        optimizer.zero_grad()
+        backward(handle, pull((weight, value)), optimizer)
+        optimizer.step(grads=[-weight.grad])
+        assert weight.tolist() == after
+        assert amp.step_was_skipped(optimizer) is (value == INF)
+
+
+def test_a_step_that_raises_leaves_no_found_inf(handle: Any, weight: Any) -> None:
+    optimizer = FusedAdam([weight])
+    backward(handle, pull((weight, 1.0)), optimizer)
+    weight.grad = torch.ones(2, device=weight.device).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert not hasattr(optimizer, "found_inf")

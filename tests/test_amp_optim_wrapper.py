@@ -1,0 +1,490 @@
+"""OptimWrapper: several losses for one optimizer, each with a scale of its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F16, F32, INF, assert_grads, parameter, pull
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from apex_mp import amp
+from apex_mp.amp import OptimWrapper
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = pytest.mark.usefixtures("amp_off")
+
+SCALE = 65536.0
+
+sgd = functools.partial(torch.optim.SGD, lr=0.5)
+inners = pytest.mark.parametrize(
+    "make", [sgd, torch.optim.Adam, FusedAdam], ids=["SGD", "Adam", "FusedAdam"]
+)
+
+
+@pytest.fixture
+def handle(device: torch.device) -> Any:
+    return amp.init(device_type=device.type)
+
+
+@pytest.fixture
+def weight(device: torch.device) -> nn.Parameter:
+    return parameter([1.0], F32, device)
+
+
+@pytest.fixture
+def other(device: torch.device) -> nn.Parameter:
+    return parameter([1.0, 2.0], F32, device)
+
+
+def backward(optimizer: Any, loss: Tensor) -> None:
+    with optimizer.scale_loss(loss) as scaled_loss:
+        scaled_loss.backward()
+
+
+def scales(wrapped: Any) -> list[float]:
+    return [scaler.loss_scale() for scaler in wrapped._loss_scaler]
+
+
+# Losses.
+
+
+@inners
+def test_each_loss_has_a_scale_of_its_own(make: Any, handle: Any, weight: Any, other: Any) -> None:
+    wrapped = handle.wrap_optimizer(make([weight, other]), num_loss=3)
+    for second in (1.0, INF, INF, 1.0):
+        for value in (1.0, second, 1.0):
+            backward(wrapped, pull((weight, value)))
+        wrapped.step()
+        assert wrapped.step_was_skipped is (second == INF)
+        wrapped.zero_grad()
+    assert scales(wrapped) == [SCALE, SCALE / 4, SCALE]
+    assert [scaler._unskipped for scaler in wrapped._loss_scaler] == [4, 1, 4]
+    wrapped._loss_scaler[1]._loss_scale = 2.0
+    for scale in (SCALE, 2.0, SCALE):
+        with wrapped.scale_loss(pull((weight, 1.0))) as scaled_loss:
+            assert scaled_loss.item() == scale * weight.item()
+            scaled_loss.backward()
+    assert_grads([weight.grad], 3.0)
+
+
+def test_gradients_of_several_losses_add_up(handle: Any, weight: Any, other: Any) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight, other]), num_loss=3)
+    backward(wrapped, pull((weight, 1.0)))
+    backward(wrapped, pull((weight, 10.0), (other, 5.0)))
+    assert_grads([weight.grad, other.grad], 11.0, 5.0)
+    backward(wrapped, pull((weight, 100.0)))
+    assert_grads([weight.grad, other.grad], 111.0, 5.0)
+    wrapped.step()
+    assert weight.tolist() == [1.0 - 55.5]
+
+
+@pytest.mark.parametrize("value", [1.0, INF])
+def test_gradients_that_a_loss_does_not_touch_keep_their_bits(
+    value: float, handle: Any, weight: Any, other: Any
+) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight, other]), num_loss=2)
+    backward(wrapped, pull((other, 1.0 / 3.0)))
+    kept, bits = other.grad, other.grad.clone()
+    backward(wrapped, pull((weight, value)))
+    assert other.grad is kept
+    assert torch.equal(other.grad, bits)
+
+
+@pytest.mark.parametrize("overflowing", [[0], [1], [2], [0, 2], [0, 1, 2]])
+def test_one_step_is_skipped_however_many_losses_overflow(
+    overflowing: list[int], handle: Any, weight: Any
+) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]), num_loss=3)
+    for index in range(3):
+        backward(wrapped, pull((weight, INF if index in overflowing else 1.0)))
+    assert wrapped.step() is None
+    assert wrapped.step_was_skipped is True
+    assert amp.step_was_skipped(wrapped) is True
+    assert weight.tolist() == [1.0]
+    assert wrapped._loss_idx == 0
+    assert scales(wrapped) == [SCALE / 2 if index in overflowing else SCALE for index in range(3)]
+    wrapped.zero_grad()
+    backward(wrapped, pull((weight, 1.0)))  # Fewer losses than num_loss are fine.
+    wrapped.step()
+    assert weight.tolist() == [0.5]
+    assert wrapped.step_was_skipped is False
+
+
+@pytest.mark.parametrize("num_loss", [1, 2])
+def test_more_losses_than_num_loss_are_refused(num_loss: int, handle: Any, weight: Any) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]), num_loss)
+    for _ in range(num_loss):
+        backward(wrapped, pull((weight, 1.0)))
+    with pytest.raises(
+        RuntimeError,
+        match=f"called {num_loss + 1} times since the last step, but num_loss is {num_loss}",
+    ):
+        backward(wrapped, pull((weight, 1.0)))
+    wrapped.step()
+    backward(wrapped, pull((weight, 1.0)))
+
+
+def test_a_block_that_raises_does_not_count(handle: Any, weight: Any) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    with (  # noqa: PT012
+        pytest.raises(KeyError),
+        wrapped.scale_loss(pull((weight, 1.0))) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        raise KeyError
+    backward(wrapped, pull((weight, 3.0)))
+    assert_grads([weight.grad], 3.0)
+
+
+def test_a_message_names_parameters(handle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1).to(handle._caster.device_type)
+    model(torch.ones(1, 1, device=model.weight.device))
+    wrapped = handle.wrap_optimizer(sgd(model.parameters()), num_loss=2)
+    backward(wrapped, pull((model.weight, 1.0)))
+    backward(wrapped, pull((model.bias, INF)))
+    assert caplog.messages == [
+        "Gradient overflow, skipping update; the loss scale goes from 65536.0 to 32768.0\n"
+        "  bias [1]: 1 inf, 0 NaN"
+    ]
+
+
+def test_the_optimizer_inside_does_not_step_with_an_overflow_either(
+    handle: Any, weight: Any
+) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    backward(wrapped, pull((weight, INF)))
+    wrapped._optimizer.step()
+    assert weight.tolist() == [1.0]
+
+
+def test_two_wrapped_optimizers_know_nothing_of_each_other(
+    handle: Any, weight: Any, other: Any
+) -> None:
+    first = handle.wrap_optimizer(sgd([weight]), num_loss=1)
+    second = handle.wrap_optimizer(sgd([other]), num_loss=2)
+    backward(second, pull((other, 1.0)))
+    with (
+        second.scale_loss(pull((other, 1.0))) as scaled,
+        first.scale_loss(pull((weight, INF))) as s,
+    ):
+        s.backward()
+        scaled.backward()
+    first.step()
+    second.step()
+    assert_grads([weight, other], 1.0, [0.0, 1.0])
+    assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
+    assert (scales(first), scales(second)) == ([SCALE / 2], [SCALE, SCALE])
+
+
+# Old rules.
+
+
+def test_a_closure_is_refused_in_the_old_words(handle: Any, weight: Any) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^The `closure` argument is unsupported by the amp optimizer wrapper\.$",
+    ):
+        wrapped.step(lambda: 1.0)
+
+
+def test_after_wrapping_the_handle_scales_no_losses(handle: Any, weight: Any) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    assert handle._default_scaler is None
+    assert handle.state_dict() == {}
+    for optimizer in (wrapped, wrapped._optimizer):
+        with (
+            pytest.raises(
+                RuntimeError,
+                match=r"^After calling `handle\.wrap_optimizer\(\)`, you must explicitly use "
+                r"`optimizer\.scale_loss\(loss\)`\.$",
+            ),
+            handle.scale_loss(pull((weight, 1.0)), optimizer),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_loss", "error", "sentence"),
+    [
+        (None, 1, TypeError, "optimizer is a NoneType"),
+        ("wrapped", 1, TypeError, "not wrapped yet"),
+        ("plain", 0, ValueError, "num_loss is 0; it must be at least 1"),
+        ("plain", 1.0, TypeError, "num_loss is 1.0; it must be an int"),
+        ("plain", True, TypeError, "num_loss is True; it must be an int"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    optimizer: Any, num_loss: Any, error: type[Exception], sentence: str, handle: Any, weight: Any
+) -> None:
+    made = {"plain": sgd([weight]), "wrapped": handle.wrap_optimizer(sgd([weight]))}
+    with pytest.raises(error, match=sentence):
+        handle.wrap_optimizer(made.get(optimizer), num_loss)
+
+
+# Without casts.
+
+
+@pytest.mark.parametrize("how", ["NoOpHandle", "deactivated", "disabled"])
+def test_an_inactive_handle_hands_everything_on(
+    how: str, device: torch.device, weight: Any
+) -> None:
+    handle: Any = amp.init(enabled=how != "NoOpHandle", device_type=device.type)
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    if how == "deactivated":
+        handle._deactivate()
+    with handle._disable_casts():
+        loss = pull((weight, 1.0))
+        for _ in range(3):  # Nobody counts.
+            with wrapped.scale_loss(loss) as scaled_loss:
+                assert scaled_loss is loss
+        loss.backward()
+        assert wrapped.step(lambda: 5.0) == 5.0
+        assert weight.tolist() == [0.5]
+        assert wrapped.step() is None
+        assert weight.tolist() == [0.0]
+
+
+@inners
+def test_grad_scaler_takes_a_wrapper_only_without_casts(
+    make: Any, handle: Any, device: torch.device, weight: Any
+) -> None:
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    wrapped = handle.wrap_optimizer(make([weight], lr=0.5))
+    scaler.scale(pull((weight, 1.0))).backward()
+    with pytest.raises(RuntimeError, match="scales losses itself"):
+        scaler.step(wrapped)
+    disabled: Any = amp.init(enabled=False)
+    wrapped = disabled.wrap_optimizer(make([weight], lr=0.5))
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    for value, after in ((INF, 1.0), (1.0, 0.5)):
+        wrapped.zero_grad()
+        scaler.scale(pull((weight, value))).backward()
+        scaler.step(wrapped)
+        scaler.update()
+        assert weight.item() == pytest.approx(after)
+
+
+# A torch optimizer to everyone else.
+
+
+def test_a_wrapper_is_an_optimizer_with_the_attributes_of_the_one_inside(
+    handle: Any, weight: Any
+) -> None:
+    inner = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+    inner.note = "mine"
+    wrapped = handle.wrap_optimizer(inner, num_loss=2)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    assert isinstance(wrapped, OptimWrapper)
+    assert wrapped._optimizer is inner
+    for name in ("param_groups", "state", "defaults", "note"):
+        assert getattr(wrapped, name) is getattr(inner, name)
+    assert repr(wrapped) == repr(inner)
+    wrapped.param_groups[0]["lr"] = 0.25
+    assert inner.param_groups[0]["lr"] == 0.25
+    assert [*inspect.signature(wrapped.step).parameters] == ["closure"]
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = wrapped.nonsense
+
+
+def test_groups_are_added_and_cleared_through_the_wrapper(
+    handle: Any, weight: Any, other: Any
+) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    backward(wrapped, pull((weight, 1.0)))
+    wrapped.add_param_group({"params": [other], "lr": 0.25})
+    assert len(wrapped._optimizer.param_groups) == 2
+    wrapped.step()
+    wrapped.zero_grad(set_to_none=False)
+    assert weight.grad.tolist() == [0.0]
+    backward(wrapped, pull((weight, 1.0), (other, 4.0)))
+    wrapped.step()
+    assert_grads([weight, other], 0.0, [0.0, 1.0])
+    wrapped.zero_grad()
+    assert (weight.grad, other.grad) == (None, None)
+
+
+def test_hooks_run_once_for_each_real_step(handle: Any, weight: Any) -> None:
+    wrapped = handle.wrap_optimizer(sgd([weight]))
+    calls: list[str] = []
+    wrapped.register_step_pre_hook(lambda *_: calls.append("pre"))
+    wrapped.register_step_post_hook(lambda *_: calls.append("post"))
+    wrapped.register_state_dict_post_hook(lambda *_: calls.append("state"))
+    backward(wrapped, pull((weight, INF)))
+    wrapped.step()
+    assert calls == []
+    wrapped.zero_grad()
+    backward(wrapped, pull((weight, 1.0)))
+    wrapped.step()
+    assert calls == ["pre", "post"]
+    wrapped.state_dict()
+    assert calls == ["pre", "post", "state"]
+
+
+@pytest.mark.parametrize("on", ["wrapper", "inner before", "inner after", "both"])
+@pytest.mark.parametrize("first", [INF, 1.0])
+def test_schedulers_step_without_a_warning(first: float, on: str, handle: Any, weight: Any) -> None:
+    inner = sgd([weight])
+    make = functools.partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    schedulers = [make(inner)] if on == "inner before" else []
+    wrapped = handle.wrap_optimizer(inner)
+    if on in ("wrapper", "both"):
+        schedulers.append(make(wrapped))
+    for step, value in enumerate((first, 1.0, INF, 1.0)):
+        wrapped.zero_grad()
+        backward(wrapped, pull((weight, value)))
+        if step == 0 and on in ("inner after", "both"):
+            schedulers.append(make(inner))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrapped.step()
+            for scheduler in schedulers:
+                scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.5 * 0.5 ** (4 * len(schedulers))
+
+
+# Checkpoints.
+
+
+def saved(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def trained(handle: Any, weight: Any, *values: float, num_loss: int = 2) -> Any:
+    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight]), num_loss)
+    for value in values:
+        wrapped.zero_grad()
+        backward(wrapped, pull((weight, 1.0)))
+        if num_loss > 1:
+            backward(wrapped, pull((weight, value)))
+        wrapped.step()
+    return wrapped
+
+
+def test_a_checkpoint_resumes_optimizer_and_scales(handle: Any, weight: Any, device: Any) -> None:
+    wrapped = trained(handle, weight, 1.0, INF, 1.0)
+    copy_of_weight = parameter(weight.detach(), F32, device)
+    resumed = handle.wrap_optimizer(torch.optim.Adam([copy_of_weight]), 2)
+    resumed.load_state_dict(saved(wrapped.state_dict()))
+    assert scales(resumed) == [SCALE, SCALE / 2]
+    assert [scaler._unskipped for scaler in resumed._loss_scaler] == [3, 1]
+    assert [s.value for s in resumed._loss_scaler] == [s.value for s in wrapped._loss_scaler]
+    for each, param in ((wrapped, weight), (resumed, copy_of_weight)):
+        each.zero_grad()
+        backward(each, pull((param, 0.5)))
+        each.step()
+    assert torch.equal(weight, copy_of_weight)
+
+
+def test_a_file_from_before_the_scales_were_saved_loads(handle: Any, weight: Any) -> None:
+    wrapped = trained(handle, weight, INF)
+    old = torch.optim.Adam([weight])
+    weight.grad = torch.ones_like(weight)
+    old.step()
+    wrapped.load_state_dict(saved(old.state_dict()))
+    assert scales(wrapped) == [SCALE, SCALE / 2]  # As they were.
+    assert wrapped.state[weight]["step"].item() == 1.0
+    old.load_state_dict(wrapped.state_dict())  # And the other way round.
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (lambda s: s.pop(), ValueError, "there are 1 loss_scalers and num_loss is 2"),
+        (lambda s: s.append(s[0]), ValueError, "there are 3 loss_scalers"),
+        (lambda s: s[1].update(loss_scale=-1.0), ValueError, "scale is -1"),
+        (lambda s: s[1].pop("unskipped"), KeyError, "unskipped"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    change: Any, error: type[Exception], sentence: str, handle: Any, weight: Any
+) -> None:
+    state = copy.deepcopy(trained(handle, weight, INF, INF).state_dict())
+    change(state["loss_scalers"])
+    wrapped = trained(handle, weight, 1.0)
+    before = str(wrapped.state_dict())
+    with pytest.raises(error, match=sentence):
+        wrapped.load_state_dict(state)
+    assert str(wrapped.state_dict()) == before
+
+
+def test_a_checkpoint_that_the_optimizer_refuses_changes_no_scale(
+    handle: Any, weight: Any, other: Any
+) -> None:
+    state = trained(handle, weight, INF).state_dict()
+    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight, other]), 2)
+    with pytest.raises(ValueError, match="doesn't match"):
+        wrapped.load_state_dict(state)
+    assert scales(wrapped) == [SCALE, SCALE]
+
+
+def test_scales_go_into_a_file_without_casts_too(handle: Any, weight: Any) -> None:
+    state = trained(handle, weight, INF).state_dict()
+    disabled: Any = amp.init(enabled=False)
+    wrapped = disabled.wrap_optimizer(torch.optim.Adam([weight]), 2)
+    wrapped.load_state_dict(state)
+    assert wrapped.state_dict()["loss_scalers"] == state["loss_scalers"]
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@inners
+def test_a_copy_made_during_training_goes_on_alone(
+    make: Any, way: str, handle: Any, weight: Any
+) -> None:
+    wrapped = handle.wrap_optimizer(make([weight]), num_loss=2)
+    lr_scheduler.StepLR(wrapped, step_size=1)
+    backward(wrapped, pull((weight, INF)))  # In the midst of an iteration.
+    other = copy.deepcopy(wrapped) if way == "deepcopy" else pickle.loads(pickle.dumps(wrapped))
+    assert scales(other) == [SCALE / 2, SCALE]
+    its = other.param_groups[0]["params"][0]
+    assert its is not weight
+    assert other._amp_handle is handle
+    other.zero_grad()
+    for _ in range(2):
+        backward(other, pull((its, 1.0)))
+    other.step()
+    assert its.item() != 1.0
+    assert other.step_was_skipped is False
+    backward(wrapped, pull((weight, 1.0)))
+    wrapped.step()
+    assert wrapped.step_was_skipped is True
+    assert weight.tolist() == [1.0]
+    assert scales(wrapped) == [SCALE / 2, SCALE]
+
+
+def test_a_copy_that_outlives_the_handle_does_nothing_more(handle: Any, weight: Any) -> None:
+    data = pickle.dumps(handle.wrap_optimizer(sgd([weight])))
+    handle._deactivate()
+    wrapped = pickle.loads(data)
+    loss = pull((weight, 1.0))
+    with wrapped.scale_loss(loss) as scaled_loss:
+        assert scaled_loss is loss
+
+
+# A model in low precision.
+
+
+def test_gradients_of_a_half_model_are_unscaled(handle: Any, device: torch.device) -> None:
+    weight = parameter([1.0], F16, device)
+    wrapped = handle.wrap_optimizer(sgd([weight]), num_loss=2)
+    for scaler in wrapped._loss_scaler:
+        scaler._loss_scale = 8.0
+    backward(wrapped, pull((weight, 0.5)))
+    backward(wrapped, pull((weight, 0.25)))
+    assert weight.grad.dtype is F16
+    assert_grads([weight.grad], 0.75)
