@@ -2,6 +2,7 @@
 
     python examples/digits.py --fp16                       dynamic loss scale
     python examples/digits.py --fp16 --loss_scale 128      static loss scale
+    python examples/digits.py --amp                        amp.init() around the float32 script
     python examples/digits.py --compare                    every precision; a table and a picture
 
 The 1,797 scans of 8 x 8 pixels come with scikit-learn. `build_optimizer` and the body of `train`
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import digits_picture as picture
 import digits_report as report
@@ -27,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from apex_mp import _C
+from apex_mp import _C, amp
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 
 MAX_GRAD_NORM = 1.0
@@ -37,6 +39,7 @@ COMPARED = {
     "fp32": {"fp16": False, "bf16": False},
     "fp16 static": {"fp16": True, "bf16": False, "loss_scale": 128.0},
     "fp16 dynamic": {"fp16": True, "bf16": False, "loss_scale": 0.0},
+    "fp16 amp": {"fp16": False, "bf16": False, "amp": True},
     "bf16": {"fp16": False, "bf16": True},
 }
 
@@ -108,8 +111,10 @@ def train(name: str, args: argparse.Namespace, data: Data, bar: tqdm) -> Run:
     train_x, test_x = train_x.to(dtype), test_x.to(dtype)
     optimizer = build_optimizer(model, args)
     wrapped = isinstance(optimizer, FP16_Optimizer)
+    # These two lines are all that amp takes in a float32 script: this, and scale_loss below.
+    amp_handle = amp.init(enabled=args.amp, device_type=torch.device(args.device).type)
 
-    run = Run(name, args.seed, scaled=args.fp16)
+    run = Run(name, args.seed, scaled=args.fp16 or args.amp)
     probe = train_x[: args.batch_size]
     run.activation_bytes_per_image = bytes_held_for_backward(model, probe) / len(probe)
     watch = Stopwatch(args.device)
@@ -121,19 +126,20 @@ def train(name: str, args: argparse.Namespace, data: Data, bar: tqdm) -> Run:
         if wrapped:
             optimizer.backward(loss)
         else:
-            loss.backward()
+            with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
         run.forward_backward_ms.append(watch.lap())
         lr_this_step = args.learning_rate * warmup_linear(global_step / len(steps), args.warmup)
         for param_group in optimizer.param_groups:
             param_group["lr"] = lr_this_step
-        run.scales.append(optimizer.loss_scale if wrapped else 1.0)
+        run.scales.append(loss_scale_of(optimizer, amp_handle))
         watch.start()
         if args.optimizer != "fused_adam":
             clip(optimizer, model)
         optimizer.step()
         run.step_ms.append(watch.lap())
-        if wrapped and optimizer.overflow:
-            run.note_skip(global_step, optimizer.overflow_report)
+        if amp.step_was_skipped(optimizer):
+            run.note_skip(global_step, getattr(optimizer, "overflow_report", []))
         if global_step + 1 == len(steps):
             run.state_bytes_per_param = bytes_of_state(model, optimizer)
         optimizer.zero_grad()
@@ -141,10 +147,17 @@ def train(name: str, args: argparse.Namespace, data: Data, bar: tqdm) -> Run:
         bar.set_postfix_str(f"loss {run.losses[-1]:.3f}", refresh=False)
         bar.update()
 
-    run.final_scale = optimizer.loss_scale if wrapped else 1.0
+    run.final_scale = loss_scale_of(optimizer, amp_handle)
     with torch.no_grad():
         run.accuracy = (model(test_x).argmax(1) == test_y).double().mean().item()
+    amp_handle._deactivate()  # For the next run; a script of one run leaves it on.
     return run
+
+
+def loss_scale_of(optimizer: torch.optim.Optimizer, amp_handle: Any) -> float:
+    if isinstance(optimizer, FP16_Optimizer):
+        return optimizer.loss_scale
+    return amp_handle._default_scaler.loss_scale() if amp_handle.is_active() else 1.0
 
 
 def compare(args: argparse.Namespace) -> list[Run]:
@@ -186,6 +199,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--fp16", action="store_true", help="half the model, scale the loss")
+    precision.add_argument("--amp", action="store_true", help="fp32 model, amp.init() in fp16")
     precision.add_argument("--bf16", action="store_true", help="bfloat16 model, fp32 masters")
     precision.add_argument("--compare", action="store_true", help="all precisions, several seeds")
     add("--loss_scale", type=float, default=0.0, help="with --fp16: 0 is dynamic, else static")
@@ -224,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         picture.draw(results, written[0])
         print("Written:", *map(os.path.relpath, written))
         return
-    name = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
+    name = "fp16 amp" if args.amp else "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
     data = load_data(args.device)
     with progress(sum(1 for _ in batches(len(data[0]), args))) as bar:
         run = train(name, args, data, bar)

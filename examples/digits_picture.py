@@ -19,6 +19,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#b8b8b8", "linewidth": 6.0, "solid_capstyle": "round"},
     "fp16 static": {"color": "#e69f00", "linewidth": 2.0, "linestyle": (0, (6, 2))},
     "fp16 dynamic": {"color": "#0072b2", "linewidth": 1.6},
+    "fp16 amp": {"color": "#cc79a7", "linewidth": 1.6, "linestyle": (0, (4, 1, 1, 1))},
     "bf16": {"color": "#009e73", "linewidth": 2.0, "linestyle": (0, (1, 1.5))},
 }
 SKIPPED = "#d55e00"

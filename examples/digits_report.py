@@ -154,7 +154,7 @@ def notes(results: dict[str, Any]) -> str:
         f"Held: what autograd keeps from forward for backward; fp16 {memory:.2f} of fp32's.",
         "Skipped: steps of all seeds whose gradients overflowed.",
         f"The dynamic scale doubles after {settings['scale_window']} good steps, not 1000, so that "
-        "a run this short shows it.",
+        "a run this short shows it; that of amp after 2000.",
     ]
     if results["environment"]["device"] == "cpu" and time > 1.2:
         lines += [

@@ -69,9 +69,11 @@ def results() -> dict[str, Any]:
         "",
         "--fp16",
         "--fp16 --loss_scale 128",
+        "--amp",
         "--bf16",
         "--optimizer adamw",
         "--optimizer adamw --fp16",
+        "--optimizer adamw --amp",
         "--optimizer sgd --fp16 --loss_scale 128",
     ],
 )
@@ -137,10 +139,10 @@ def test_compare_writes_table_picture_and_figures(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("fp32", "fp16 static", "fp16 dynamic", "bf16"):
+    for name in ("fp32", "fp16 static", "fp16 dynamic", "fp16 amp", "bf16"):
         assert f"\n| {name} " in done.stdout
     assert figures.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert [row["steps"] for row in json.loads(figures.read_text())["rows"]] == [3] * 4
+    assert [row["steps"] for row in json.loads(figures.read_text())["rows"]] == [3] * 5
 
 
 def test_the_finding_is_computed_from_the_accuracies(report, results):
@@ -155,6 +157,7 @@ def test_in_the_published_figures_fp16_comes_within_a_point_of_fp32(results):
     assert len(results["rows"][0]["seeds"]) >= 5
     assert mean["fp16 static"] > mean["fp32"] - 0.01
     assert mean["fp16 dynamic"] > mean["fp32"] - 0.01
+    assert mean["fp16 amp"] > mean["fp32"] - 0.01
 
 
 def test_readme_shows_the_published_table_and_notes(report, results):
