@@ -66,6 +66,12 @@ def restore_threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread(restore_threads: None) -> None:
+    """Compute on one thread: for a second the tensors of a test are too small."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def amp_off() -> Iterator[None]:
     """Leave nothing of amp behind: no casts, no registrations, no state of `initialize`."""
     yield

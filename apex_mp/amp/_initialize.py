@@ -197,7 +197,8 @@ class CastInputs:
     dtype: torch.dtype
 
     def __call__(self, _: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+        args = tuple(_cast(value, self.dtype) for value in args)
+        return args, {name: _cast(value, self.dtype) for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,4 +212,6 @@ class CastOutputs:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if hasattr(value, "to") and not isinstance(value, (Tensor, tuple, torch.nn.Module)):
+        return value.to(dtype)  # A batch of the user's own class knows what of it to cast.
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)

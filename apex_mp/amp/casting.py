@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 Function = Callable[..., Any]
 
@@ -94,19 +93,17 @@ class Caster:
     def _cast(
         self, name: str, args: Any, kwargs: Any, source: torch.dtype, target: torch.dtype
     ) -> tuple[Any, Any]:
-        lines: list[tuple[bool, str]] = []
         verbose = self.verbose and not torch.compiler.is_compiling()
 
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype is not source or not getattr(tensor, self._is_here):
                 return tensor
             keep = source is torch.float32 and self.cache.takes(tensor)
-            done = self.cache.get_cast(tensor, target) if keep else None
+            done = self.cache.get_cast(tensor) if keep else None
             if done is not None:
                 return done
             if verbose:
-                line = f"{_SHORT_NAMES[source]}->{_SHORT_NAMES[target]} ({name})"
-                lines.append((isinstance(tensor, Parameter), line))
+                print(f"{_SHORT_NAMES[source]}->{_SHORT_NAMES[target]} ({name})")
             return self.cache.keep(tensor, target) if keep else tensor.to(target)
 
         args = map_tensors(cast, args)
@@ -114,10 +111,6 @@ class Caster:
             # A result goes into the tensor that was given, not into a cast of it.
             out = {"out": kwargs["out"]} if "out" in kwargs else {}
             kwargs = {**map_tensors(cast, kwargs), **out}
-        for of_weight in (True, False):  # Weights first, as it always was.
-            for is_weight, line in lines:
-                if is_weight is of_weight:
-                    print(line)
         return args, kwargs
 
     # Wrappers.
@@ -211,11 +204,9 @@ class CastCache(dict[Tensor, Tensor]):
             and not torch.compiler.is_compiling()
         )
 
-    def get_cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast that is kept, if it still is what a new one would be."""
+    def get_cast(self, tensor: Tensor) -> Tensor | None:
+        """Return the cast that is kept, unless the parameter was changed since."""
         done = self.get(tensor)
-        if done is None or done.dtype is not dtype:
-            return None
         return done if getattr(done, "_version_of_source", None) == tensor._version else None
 
     def keep(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,7 +234,8 @@ def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
         if all(map(operator.is_, values.values(), value.values())):
             return value
         new = value.copy()
-        new.update(values)
+        for key, item in values.items():  # Some subclasses refuse update().
+            new[key] = item
         return new
     return value
 

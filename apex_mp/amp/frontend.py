@@ -76,8 +76,9 @@ def initialize(
     Raises:
         RuntimeError: The level is unknown, an option does not go with it, a model is not in
             float32 or is wrapped for parallel training, or an optimizer was here before.
-        TypeError: `models` or `optimizers` is of a wrong type.
-        ValueError: A loss scale or `num_losses` is out of range. Nothing is changed by an error.
+        TypeError: `models`, `optimizers` or an option is of a wrong type.
+        ValueError: `loss_scale`, one of its bounds, `num_losses`, `dtype` or `device_type` is out
+            of range. Nothing is changed by an error.
     """
     if not enabled:
         stop_casts()
@@ -133,8 +134,8 @@ def scale_loss(
         model: Not used; there for its place in the signature [None].
         delay_unscale: Leave the gradients scaled, for another block with this scale that adds to
             them and unscales them; spares a pass when gradients are accumulated [False].
-        delay_overflow_check: Leave it to the next block with this scale to skip a step for an
-            overflow in this one [False].
+        delay_overflow_check: Leave it to the next block with this scale to adjust it. An overflow
+            skips the next step all the same [False].
 
     Raises:
         RuntimeError: `amp.initialize` has not been called.

@@ -34,12 +34,12 @@ REFUSE = "refused for low precision"
 
 _CASTS = {LOW: "to_low", FLOAT: "to_float", PROMOTE: "promote", MATCH: "match_first"}
 
-# torch has rules for these names, but does not do what the lists say.
+# Names that torch has rules for, and why they are not left to it.
 _NOT_LEFT_TO_TORCH = {
     "__rdiv__",  # computes a reciprocal, which is float32 by the lists
     "__rtruediv__",  # the same
-    "__rpow__",  # calls torch.pow, which is listed too: a cast would be told of twice
-    "norm",  # computes vector_norm
+    "__rpow__",  # calls torch.pow, which is listed too: verbose output would tell of it twice
+    "norm",  # torch.Tensor's calls torch's
     "binary_cross_entropy",  # the rule for CUDA is an error
 }
 _ALIASES = {"truediv": "div", "rtruediv": "div"}

@@ -99,7 +99,7 @@ class Scopes:
             (torch_optimizer.register_optimizer_step_pre_hook, self._before_optimizer_step),
             (torch_optimizer.register_optimizer_step_post_hook, self._after_optimizer_step),
         ):
-            self._hooks.append(register(hook))  # type: ignore[operator]
+            self._hooks.append(register(hook))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Switch casts off; what was patched is the caller's to restore."""

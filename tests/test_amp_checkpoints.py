@@ -1,0 +1,340 @@
+"""amp.initialize: checkpoints that go on bit for bit, and that others can read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from amp_level_cases import (
+    BF16,
+    F16,
+    F32,
+    OPTIMIZERS,
+    Net,
+    backward,
+    batches,
+    dtypes,
+    initialize,
+    levels,
+    train,
+    train_plain,
+    twins,
+)
+from fp16_cases import pull
+from tolerances import assert_same_bits
+from torch import nn
+
+from apex_mp import amp
+from apex_mp.amp import _amp_state
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_thread")]
+
+makes = pytest.mark.parametrize(
+    "make",
+    [OPTIMIZERS["SGD"], OPTIMIZERS["Adam"], OPTIMIZERS["FusedAdam"]],
+    ids=["SGD", "Adam", "FusedAdam"],
+)
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def checkpoint(model: Any, optimizer: Any) -> Any:
+    return saved_and_loaded(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+        }
+    )
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """All numbers that training depends on: model, masters, state, scales."""
+    tensors = [*model.parameters(), *model.buffers(), *amp.master_params(optimizer)]
+    for param in amp.master_params(optimizer):
+        state = optimizer.state[param]
+        tensors += [torch.as_tensor(state[key]) for key in sorted(state) if state[key] is not None]
+    scales = [[s.loss_scale(), s._unskipped] for s in _amp_state.loss_scalers]
+    return [*(tensor.detach().clone() for tensor in tensors), torch.tensor(scales)]
+
+
+def start(level: str, dtype: torch.dtype, model: nn.Module, optimizer: Any) -> None:
+    """Initialize with a scale that overflows at first and grows again within the steps."""
+    loss_scale = None if level == "O0" else "dynamic"
+    initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale=loss_scale)
+    for scaler in _amp_state.loss_scalers:
+        if scaler.dynamic:
+            scaler.value = dataclasses.replace(scaler.value, scale=2.0**20, growth_interval=4)
+
+
+@dtypes
+@levels
+@makes
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(
+    make: Any, level: str, dtype: torch.dtype
+) -> None:
+    model = Net()
+    optimizer = make(model.parameters())
+    start(level, dtype, model, optimizer)
+    train(model, optimizer, 10)
+    saved = checkpoint(model, optimizer)
+    train(model, optimizer, 10, start=10)
+    expected = everything(model, optimizer)
+
+    for load_first in (True, False):
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = make(model.parameters())
+        if not load_first:
+            start(level, dtype, model, optimizer)
+        model.load_state_dict(saved["model"])
+        # torch's optimizers go on writing to the tensors they are given.
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        if load_first:
+            start(level, dtype, model, optimizer)
+        amp.load_state_dict(saved["amp"])
+        train(model, optimizer, 10, start=10)
+        for ours, theirs in zip(everything(model, optimizer), expected, strict=True):
+            assert_same_bits(ours, theirs)
+
+
+@dtypes
+def test_a_checkpoint_may_be_loaded_into_a_training_under_way(dtype: torch.dtype) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    start("O2", dtype, model, optimizer)
+    train(model, optimizer, 3)
+    saved = checkpoint(model, optimizer)
+    train(model, optimizer, 3, start=3)
+    expected = everything(model, optimizer)
+    train(model, optimizer, 3, start=6)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    amp.load_state_dict(saved["amp"])
+    train(model, optimizer, 3, start=3)
+    for ours, theirs in zip(everything(model, optimizer), expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+# What is in a checkpoint of O2.
+
+
+def trained(level: str = "O2", make: Any = OPTIMIZERS["Adam"], **options: Any) -> tuple[Any, Any]:
+    model = Net()
+    optimizer = make(model.parameters())
+    initialize(model, optimizer, opt_level=level, **options)
+    train(model, optimizer, 2)
+    return model, optimizer
+
+
+@dtypes
+@pytest.mark.parametrize("keep_batchnorm_fp32", [True, False])
+def test_a_model_saves_its_masters_in_float32(
+    keep_batchnorm_fp32: bool, dtype: torch.dtype
+) -> None:
+    model, optimizer = trained(dtype=dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
+    state = model.state_dict()
+    plain = Net()
+    assert state.keys() == plain.state_dict().keys()
+    assert {value.dtype for value in state.values() if value.is_floating_point()} == {F32}
+    names = [name for name, _ in plain.named_parameters()]
+    for name, master in zip(names, amp.master_params(optimizer), strict=True):
+        assert_same_bits(state[name], master.detach())
+    assert any(not torch.equal(state[name], state[name].to(dtype).float()) for name in names)
+    plain.load_state_dict(state)
+    images, _ = next(batches(1))
+    torch.testing.assert_close(plain.eval()(images), model.eval()(images), rtol=0, atol=5e-2)
+
+
+def test_parts_and_wrappers_of_a_model_save_and_load_masters_too() -> None:
+    model, optimizer = trained()
+    master = next(amp.master_params(optimizer))
+    parts = {
+        "": model.conv,
+        "conv.": model,
+        "0.conv.": nn.Sequential(model),
+        "module.conv.": nn.DataParallel(model),
+    }
+    for prefix, part in parts.items():
+        assert_same_bits(part.state_dict()[f"{prefix}weight"], master.detach())
+    for number, (prefix, part) in enumerate(parts.items()):
+        state = copy.deepcopy(part.state_dict())
+        state[f"{prefix}weight"].fill_(number + 1 / 3)
+        part.load_state_dict(state)
+        wanted = torch.full_like(master, number + 1 / 3)
+        assert_same_bits(master.detach(), wanted)
+        assert_same_bits(model.conv.weight.detach(), wanted.half())
+
+
+def test_a_state_that_does_not_fit_is_for_torch_to_refuse() -> None:
+    model, optimizer = trained()
+    before = [master.detach().clone() for master in amp.master_params(optimizer)]
+    with pytest.raises(RuntimeError, match=r"size mismatch for out\.weight"):
+        model.load_state_dict({"out.weight": torch.zeros(1, 8)}, strict=False)
+    for master, value in zip(amp.master_params(optimizer), before, strict=True):
+        assert_same_bits(master.detach(), value)
+
+
+@makes
+def test_a_float32_script_goes_on_from_a_checkpoint_of_o2_and_back(make: Any) -> None:
+    model, optimizer = trained(make=make)
+    saved = checkpoint(model, optimizer)
+    initialize(model, enabled=False)
+    plain = Net()
+    plain_optimizer = make(plain.parameters())
+    plain.load_state_dict(saved["model"])
+    plain_optimizer.load_state_dict(saved["optimizer"])
+    train_plain(plain, plain_optimizer, 2, start=2)
+    state, optimizer_state = saved_and_loaded([plain.state_dict(), plain_optimizer.state_dict()])
+    expected = train_plain(plain, plain_optimizer, 2, start=4)
+
+    again = Net()
+    again_optimizer = make(again.parameters())
+    initialize(again, again_optimizer, opt_level="O2")
+    again.load_state_dict(state)
+    again_optimizer.load_state_dict(optimizer_state)
+    masters = amp.master_params(again_optimizer)
+    for (name, _), master in zip(again.named_parameters(), masters, strict=True):
+        assert_same_bits(master.detach(), state[name])
+    losses = train(again, again_optimizer, 2, start=4)
+    # Two steps with every product rounded to float16.
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
+
+
+def test_o2_without_masters_or_optimizers_saves_float32_and_o3_saves_what_it_has() -> None:
+    def dtype_of(level: str, **options: Any) -> torch.dtype:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        initialize(model, optimizer, opt_level=level, **options)
+        return model.state_dict()["weight"].dtype
+
+    model = nn.Linear(2, 2)
+    initialize(model, opt_level="O2")
+    assert model.state_dict()["weight"].dtype is F32
+    assert dtype_of("O2", master_weights=False) is F32
+    assert dtype_of("O3") is F16
+    assert dtype_of("O3", dtype=BF16) is BF16
+    assert dtype_of("O3", master_weights=True) is F32
+
+
+def test_a_saved_model_is_no_larger_than_in_float32() -> None:
+    model, _ = trained()
+
+    def size(value: Any) -> int:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return len(file.getvalue())
+
+    assert size(model.state_dict()) <= size(Net().state_dict()) + 512
+    assert size(model.out.state_dict()) <= size(Net().out.state_dict()) + 512
+
+
+# amp.state_dict and amp.load_state_dict.
+
+
+def scales() -> list[tuple[float, int]]:
+    return [(scaler.loss_scale(), scaler._unskipped) for scaler in _amp_state.loss_scalers]
+
+
+def test_the_state_of_all_scales_is_saved_as_plain_values() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    initialize(model, optimizer, opt_level="O1", num_losses=2)
+    backward(optimizer, pull((model.weight, [[1.0]])), loss_id=0)
+    backward(optimizer, pull((model.weight, [[float("inf")]])), loss_id=1)
+    state = amp.state_dict()
+    assert isinstance(state, OrderedDict)
+    assert [*state] == ["loss_scaler0", "loss_scaler1"]
+    old = [(part["loss_scale"], part["unskipped"]) for part in state.values()]
+    assert old == [(2.0**16, 1), (2.0**15, 0)]
+    assert {type(value) for part in state.values() for value in part.values()} <= {float, int}
+    destination: dict[str, Any] = {"mine": 1}
+    assert amp.state_dict(destination) is destination
+    assert destination == {"mine": 1, **state}
+    initialize(nn.Linear(1, 1), opt_level="O1", num_losses=2)
+    amp.load_state_dict(saved_and_loaded(state))
+    assert scales() == [(2.0**16, 1), (2.0**15, 0)]
+
+
+FILE_OF_2019 = OrderedDict(
+    loss_scaler0={"loss_scale": 2.0**10, "unskipped": 7},
+    loss_scaler1={"loss_scale": 2.0**11, "unskipped": 8},
+)
+
+
+def test_files_of_2019_are_read() -> None:
+    initialize(nn.Linear(1, 1), opt_level="O2", num_losses=2)
+    amp.load_state_dict(saved_and_loaded(FILE_OF_2019))
+    assert scales() == [(2.0**10, 7), (2.0**11, 8)]
+
+
+@pytest.mark.parametrize(
+    ("num_losses", "expected"),
+    [(1, [(2.0**10, 7)]), (3, [(2.0**10, 7), (2.0**11, 8), (2.0**16, 0)])],
+)
+def test_another_number_of_scales_is_warned_of(
+    num_losses: int, expected: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initialize(nn.Linear(1, 1), opt_level="O2", num_losses=num_losses, verbosity=1)
+    capsys.readouterr()
+    amp.load_state_dict(FILE_OF_2019)
+    assert capsys.readouterr().out == (
+        f"Warning: state_dict contains 2 entries, while {num_losses} loss_scalers are used\n"
+    )
+    assert scales() == expected
+
+
+UNREADABLE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unexpected keys": (
+        {"model": {}, "loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}, "epoch": 3},
+        RuntimeError,
+        r'Error\(s\) in loading state_dict. Unexpected key\(s\) in state_dict: "model", "epoch". ',
+    ),
+    "entry missing": (
+        {**FILE_OF_2019, "loss_scaler1": {"loss_scale": 2.0}},
+        KeyError,
+        "unskipped",
+    ),
+    "no number": (
+        {**FILE_OF_2019, "loss_scaler1": {"loss_scale": "2", "unskipped": 1}},
+        TypeError,
+        "scale is '2'; it must be a number",
+    ),
+    "out of range": (
+        {**FILE_OF_2019, "loss_scaler1": {"loss_scale": 0.0, "unskipped": 1}},
+        ValueError,
+        "scale is 0.0; it must lie in",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "error", "message"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_cannot_be_read_changes_nothing(
+    state: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    initialize(nn.Linear(1, 1), opt_level="O2", num_losses=2)
+    with pytest.raises(error, match=message):
+        amp.load_state_dict(state)
+    assert scales() == [(2.0**16, 0), (2.0**16, 0)]
+
+
+def test_a_copy_of_a_model_saves_its_own_values() -> None:
+    model, _ = trained()
+    copied = copy.deepcopy(model)
+    state = copied.state_dict()
+    for name, param in copied.named_parameters():
+        assert state[name].data_ptr() == param.data_ptr()
+    plain, _ = twins(Net)
+    plain.load_state_dict(state)
+    assert_same_bits(plain.conv.weight.detach(), copied.conv.weight.detach().float())
+    copied.load_state_dict(plain.state_dict())

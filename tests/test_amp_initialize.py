@@ -1,0 +1,484 @@
+"""amp.initialize: what it takes, refuses, prints and returns."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from amp_level_cases import BF16, F16, F32, F64, initialize, levels, step
+from torch import nn
+
+from apex_mp import amp, fp16_utils
+from apex_mp.amp import _amp_state, _current
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+def sgd(*models: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.5)
+
+
+# Signature, options, print.
+
+
+def test_the_signature_is_that_of_2019_and_two_keywords_more() -> None:
+    signature = inspect.signature(amp.initialize)
+    assert {name: p.default for name, p in signature.parameters.items()} == {
+        "models": inspect.Parameter.empty,
+        "optimizers": None,
+        "enabled": True,
+        "opt_level": "O1",
+        "cast_model_type": None,
+        "patch_torch_functions": None,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": None,
+        "cast_model_outputs": None,
+        "num_losses": 1,
+        "verbosity": 1,
+        "min_loss_scale": None,
+        "max_loss_scale": 2.0**24,
+        "dtype": F16,
+        "device_type": None,
+    }
+    keywords = [n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert keywords == ["dtype", "device_type"]
+    assert [*inspect.signature(amp.scale_loss).parameters] == [
+        *("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
+    ]
+
+
+TABLE = {
+    # level: cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+    "O0": (F32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (F16, False, True, True, "dynamic"),
+    "O3": (F16, False, False, False, 1.0),
+}
+
+
+@pytest.mark.parametrize(("level", "row"), TABLE.items(), ids=TABLE.keys())
+def test_a_level_stands_for_the_options_of_the_table(level: str, row: tuple[Any, ...]) -> None:
+    initialize(linear(), opt_level=level)
+    options = _amp_state.opt_properties
+    assert options is not None
+    assert (options.enabled, options.opt_level) == (True, level)
+    assert row == (
+        options.cast_model_type,
+        options.patch_torch_functions,
+        options.keep_batchnorm_fp32,
+        options.master_weights,
+        options.loss_scale,
+    )
+
+
+PRINTED = """\
+Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.
+
+Defaults for this optimization level are:
+enabled                : True
+opt_level              : O2
+cast_model_type        : torch.float16
+patch_torch_functions  : False
+keep_batchnorm_fp32    : True
+master_weights         : True
+loss_scale             : dynamic
+Processing user overrides (additional kwargs that are not None)...
+After processing overrides, optimization options are:
+enabled                : True
+opt_level              : O2
+cast_model_type        : torch.float16
+patch_torch_functions  : False
+keep_batchnorm_fp32    : False
+master_weights         : True
+loss_scale             : 128.0
+"""
+
+
+def test_it_prints_what_it_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    amp.initialize(linear(), opt_level="O2", keep_batchnorm_fp32="False", loss_scale="128.0")
+    assert capsys.readouterr().out == PRINTED
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "printed"),
+    [(0, r"\Z"), (1, r"Selected[^>]*\Z"), (2, r"Selected[^>]*\n(Float->Half \(linear\)\n){3}\Z")],
+)
+def test_verbosity_0_prints_nothing_1_options_and_2_casts_too(
+    verbosity: int, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = amp.initialize(linear(), opt_level="O1", verbosity=verbosity)
+    model(torch.ones(2, 2))
+    assert re.match(printed, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("rank", "prints"), [(0, True), (1, False)])
+def test_only_the_first_process_of_a_group_prints(
+    rank: int, prints: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    amp.initialize(linear(), opt_level="O0")
+    assert bool(capsys.readouterr().out) is prints
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_dtype_is_the_low_precision_of_every_level(dtype: torch.dtype) -> None:
+    seen = {}
+    for level in ("O1", "O2", "O3"):
+        model = nn.Sequential(linear(), nn.Identity())
+        initialize(model, opt_level=level, dtype=dtype)
+        model[1].register_forward_hook(
+            lambda _, args, __, level=level: seen.update({level: args[0].dtype})
+        )
+        model(torch.ones(2, 2))
+    assert seen == {"O1": dtype, "O2": dtype, "O3": dtype}
+
+
+OVERRIDES = {
+    "loss_scale": (("O1", "loss_scale", 128), 128.0),
+    "loss_scale, a string": (("O2", "loss_scale", "128.0"), 128.0),
+    "loss_scale, dynamic": (("O0", "loss_scale", "dynamic"), "dynamic"),
+    "keep_batchnorm_fp32": (("O3", "keep_batchnorm_fp32", True), True),
+    "keep_batchnorm_fp32, True": (("O3", "keep_batchnorm_fp32", "True"), True),
+    "keep_batchnorm_fp32, False": (("O2", "keep_batchnorm_fp32", "False"), False),
+    "master_weights": (("O2", "master_weights", False), False),
+    "cast_model_type": (("O3", "cast_model_type", BF16), BF16),
+    "cast_model_type, False": (("O2", "cast_model_type", False), None),
+    "cast_model_type of O1": (("O1", "cast_model_type", F32), F32),
+    "patch_torch_functions": (("O1", "patch_torch_functions", False), False),
+    "cast_model_outputs": (("O1", "cast_model_outputs", F16), F16),
+}
+
+
+@pytest.mark.parametrize(("given", "option"), OVERRIDES.values(), ids=OVERRIDES.keys())
+def test_an_option_that_is_not_none_overrides_the_level(
+    given: tuple[str, str, Any], option: Any
+) -> None:
+    level, name, value = given
+    initialize(linear(), opt_level=level, **{name: value})
+    assert getattr(_amp_state.opt_properties, name) == option
+
+
+# Errors.
+
+
+class Unchanged:
+    """Says that a call left models, optimizers and the process as they were."""
+
+    def __init__(self, *objects: Any) -> None:
+        self._objects = objects
+        self._before = self._look()
+
+    def _look(self) -> Any:
+        models = [each for each in self._objects if isinstance(each, nn.Module)]
+        optimizers = [each for each in self._objects if hasattr(each, "param_groups")]
+        return (
+            [[(p.dtype, p.data_ptr()) for p in model.parameters()] for model in models],
+            [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in models],
+            [[id(p) for group in o.param_groups for p in group["params"]] for o in optimizers],
+            [sorted(vars(optimizer)) for optimizer in optimizers],
+            dict(vars(_amp_state)),
+            _current.handle,
+            torch.is_autocast_enabled("cpu"),
+        )
+
+    def check(self) -> None:
+        assert self._look() == self._before
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "level": (
+        {"opt_level": "02"},
+        RuntimeError,
+        "Unexpected optimization level 02. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in `O0`, "
+        "`O1`, etc., the prefix O is the letter O, not the number zero.",
+    ),
+    "cast_model_type with O1": (
+        {"cast_model_type": F16},
+        RuntimeError,
+        "cast_model_type is torch.float16 with opt_level 'O1'; O1 casts around functions",
+    ),
+    "keep_batchnorm_fp32 with O1": (
+        {"keep_batchnorm_fp32": "False"},
+        RuntimeError,
+        "keep_batchnorm_fp32 is False with opt_level 'O1'",
+    ),
+    "master_weights with O1": (
+        {"master_weights": True},
+        RuntimeError,
+        "master_weights is True with opt_level 'O1'",
+    ),
+    "patch_torch_functions": (
+        {"opt_level": "O2", "patch_torch_functions": True},
+        RuntimeError,
+        "patch_torch_functions is True with opt_level 'O2'; only O1 casts around functions",
+    ),
+    "keep_batchnorm_fp32": (
+        {"opt_level": "O2", "keep_batchnorm_fp32": "yes"},
+        TypeError,
+        "keep_batchnorm_fp32 is 'yes'; it must be True, False or None",
+    ),
+    "master_weights": ({"opt_level": "O2", "master_weights": 2}, TypeError, "master_weights is 2"),
+    "cast_model_type": (
+        {"opt_level": "O2", "cast_model_type": torch.int8},
+        TypeError,
+        "cast_model_type is torch.int8; it must be a floating torch.dtype",
+    ),
+    "cast_model_outputs": ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs is"),
+    "loss_scale": ({"loss_scale": "much"}, ValueError, "loss_scale is 'much'; it must be a number"),
+    "loss_scale out of range": ({"loss_scale": -1.0}, ValueError, "scale is -1.0; it must lie in"),
+    "min_loss_scale": ({"min_loss_scale": -1.0}, ValueError, "min_scale is -1.0"),
+    "num_losses": ({"num_losses": 0}, ValueError, "num_losses is 0; it must be at least 1"),
+    "dtype": ({"dtype": F32}, ValueError, "dtype is torch.float32; it must be torch.float16 or"),
+    "device_type": ({"device_type": "xpu"}, ValueError, "device_type is 'xpu'; it must be"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_an_option_out_of_place_is_an_error_and_nothing_is_changed(
+    given: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = linear()
+    optimizer = sgd(model)
+    unchanged = Unchanged(model, optimizer)
+    with pytest.raises(error, match=re.escape(message)):
+        amp.initialize(model, optimizer, verbosity=2, **{"opt_level": "O1", **given})
+    unchanged.check()
+    assert capsys.readouterr().out == ""
+
+
+class Counting:
+    """Has groups, but no hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.param_groups = [{"params": [*model.parameters()]}]
+
+    def step(self) -> None: ...
+
+
+def wrapped_in_ddp(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+def through_amp_before(model: nn.Module) -> Any:
+    other = linear()
+    return amp.initialize(other, sgd(other), opt_level="O0", verbosity=0)[1]
+
+
+OBJECTS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], type[Exception], str]] = {
+    "model": (lambda m: (None, sgd(m)), TypeError, "models must be either a single model or a"),
+    "a model of a list": (lambda m: ([m, "m"], sgd(m)), TypeError, "There is a str."),
+    "optimizer": (
+        lambda m: (m, "SGD"),
+        TypeError,
+        "optimizers must be either a single optimizer or a list of optimizers.",
+    ),
+    "parameters for an optimizer": (lambda m: (m, m.parameters()), TypeError, "optimizers must be"),
+    "parallel model": (
+        lambda m: ([linear(), wrapped_in_ddp(m)], sgd(m)),
+        RuntimeError,
+        "Incoming model is an instance of <class 'torch.nn.parallel.data_parallel.DataParallel'>. "
+        "Parallel wrappers should only be applied to the model(s) AFTER \nthe model(s) have been "
+        "returned from amp.initialize.",
+    ),
+    "FP16_Optimizer": (
+        lambda m: (m, [sgd(linear()), fp16_utils.FP16_Optimizer(sgd(linear()), verbose=False)]),
+        RuntimeError,
+        "An incoming optimizer is an instance of <class 'apex_mp.fp16_utils",
+    ),
+    "OptimWrapper": (
+        lambda m: (m, amp.OptimWrapper(sgd(m), amp.NoOpHandle(), 1)),
+        RuntimeError,
+        "must be bare",
+    ),
+    "an optimizer twice": (
+        lambda m: (m, [o := sgd(m), o]),
+        RuntimeError,
+        "A given optimizer should only be passed through amp.initialize once.",
+    ),
+    "an optimizer again": (
+        lambda m: (m, [sgd(linear()), through_amp_before(m)]),
+        RuntimeError,
+        "A given optimizer should only be passed through amp.initialize once.",
+    ),
+    "an optimizer without hooks": (
+        lambda m: (m, [sgd(linear()), Counting(m)]),
+        TypeError,
+        "an optimizer is a Counting; for float32 masters it must be a torch.optim.Optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("objects", "error", "message"), OBJECTS.values(), ids=OBJECTS.keys())
+def test_an_object_out_of_place_is_an_error_and_nothing_is_changed(
+    objects: Any, error: type[Exception], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = linear()
+    models, optimizers = objects(model)
+    listed = optimizers if isinstance(optimizers, list) else [optimizers]
+    unchanged = Unchanged(model, *listed)
+    with pytest.raises(error, match=re.escape(message)):
+        amp.initialize(models, optimizers, opt_level="O2")
+    unchanged.check()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["weight", "running_mean"])
+@levels
+def test_a_model_in_low_precision_is_refused_by_name(level: str, name: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    tensor = getattr(model[0], name)
+    tensor.data = tensor.data.half()
+    kind = "param" if name == "weight" else "buffer"
+    with pytest.raises(
+        RuntimeError,
+        match=rf"Found {kind} 0\.{name} with type torch\.float16, expected torch\.float32\.\n"
+        r"When using amp\.initialize, you do not need to call \.half\(\) on your model\n",
+    ):
+        initialize(model, opt_level=level)
+    _amp_state.allow_incoming_model_not_fp32 = True
+    initialize(model, opt_level=level)
+
+
+def test_hard_override_prints_what_would_be_an_error_and_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _amp_state.hard_override = True
+    amp.initialize(linear().half(), opt_level="O2", patch_torch_functions=True)
+    printed = capsys.readouterr().out.splitlines()
+    warnings = [line for line in printed if line.startswith("Warning:  ")]
+    assert [line.split()[1:3] for line in warnings] == [
+        *(["amp.initialize:", "patch_torch_functions"], ["Found", "param"], ["Found", "param"])
+    ]
+    assert _amp_state.opt_properties is not None
+    assert _amp_state.opt_properties.patch_torch_functions is True
+
+
+def test_without_cudnn_casts_on_cuda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    initialize(linear(), opt_level="O0")
+    with pytest.raises(RuntimeError, match=r"Amp requires torch\.backends\.cudnn\.enabled = True"):
+        initialize(linear(), opt_level="O1", device_type="cuda")
+
+
+# What comes back.
+
+
+@levels
+def test_the_same_objects_come_back_single_or_in_lists(level: str) -> None:
+    def call(models: Any, *optimizers: Any) -> Any:
+        return initialize(models, *optimizers, opt_level=level)
+
+    a, b = linear(), linear()
+    assert call(a) is a
+    assert call([linear()])[0].__class__ is nn.Linear
+    c, d = linear(), linear()
+    optimizer = sgd(c)
+    assert call(c, optimizer) == (c, optimizer)
+    lists = [d, b], [sgd(d), sgd(b)]
+    models, optimizers = call(*lists)
+    assert models == lists[0]
+    assert optimizers == lists[1]
+    e = linear()
+    assert call(e, []) == (e, [])
+
+
+# enabled=False.
+
+
+def test_enabled_false_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    model = linear().half()  # Even what is refused otherwise.
+    optimizer = sgd(model)
+    model_before, optimizer_before = sorted(vars(model)), sorted(vars(optimizer))
+    result = amp.initialize(model, optimizer, enabled=False, opt_level="no such")
+    assert result == (model, optimizer)
+    assert amp.initialize(model, enabled=False) is model
+    assert (sorted(vars(model)), sorted(vars(optimizer))) == (model_before, optimizer_before)
+    loss = model(torch.ones(2, 2).half()).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    with amp.disable_casts():
+        pass
+    assert [*amp.master_params(optimizer)] == [*model.parameters()]
+    assert amp.state_dict() == {}
+    assert capsys.readouterr().out == ""
+
+
+def test_enabled_false_ends_the_casts_of_an_earlier_call() -> None:
+    initialize(linear(), opt_level="O1")
+    initialize(linear(), enabled=False)
+    assert linear()(torch.ones(1, 2)).dtype is F32
+    assert _current.handle is None
+
+
+# Several calls in a process.
+
+
+def test_a_later_call_replaces_an_earlier_one_whatever_the_levels() -> None:
+    def dtype_of_functions() -> torch.dtype:
+        return nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype
+
+    def call(level: str, loss_scale: float) -> tuple[Any, Any]:
+        model = linear()
+        nn.init.ones_(model.weight)
+        return initialize(model, sgd(model), opt_level=level, loss_scale=loss_scale)
+
+    first = call("O1", 2.0)
+    assert dtype_of_functions() is F16
+    second = call("O2", 4.0)
+    assert dtype_of_functions() is F32
+    third = call("O1", 8.0)
+    assert dtype_of_functions() is F16
+    # All three still train, with the scale of the last call.
+    for model, optimizer in (first, second, third):
+        loss = model(torch.ones(1, 2)).float().sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            assert scaled_loss == loss * 8
+            scaled_loss.backward()
+        optimizer.step()
+        assert model.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_a_users_own_amp_init_outlives_a_call_that_does_not_cast_functions() -> None:
+    handle = amp.init(device_type="cpu")
+    initialize(linear(), opt_level="O2")
+    assert handle.is_active()
+    initialize(linear(), opt_level="O1")
+    assert not handle.is_active()
+
+
+def test_models_and_optimizers_are_not_kept_alive() -> None:
+    def call() -> list[weakref.ref[Any]]:
+        model = linear()
+        optimizer = FusedAdam(model.parameters())
+        initialize(model, optimizer, opt_level="O2")
+        step(optimizer, model(torch.ones(1, 2)).sum())
+        return [weakref.ref(each) for each in (model, optimizer, model.weight)]
+
+    references = call()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+
+
+def test_a_model_in_float64_is_cast_as_any_other() -> None:
+    model, inputs = linear().double(), torch.ones(1, 2, dtype=F64)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    assert model.weight.dtype is F16
+    assert [p.dtype for p in amp.master_params(optimizer)] == [F32, F32]
+    assert model(inputs).dtype is F32
