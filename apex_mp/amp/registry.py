@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from apex_mp.amp import _current
 from apex_mp.amp.casting import Caster, Function
 from apex_mp.amp.patching import Patches
@@ -178,11 +180,13 @@ def _casts_inside(function: Any, cast: str) -> bool:
         return False
     while isinstance(function, functools.partial):
         function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return True  # Its apply, written in C since torch 2.14, calls the user's forward.
     function = getattr(function, "__func__", function)
     if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
         function = type(function).__call__
     module = (getattr(function, "__module__", None) or "") + "."
     return isinstance(function, types.FunctionType) and (
-        not module.startswith("torch.")
-        or module.startswith(("torch.nn.modules.", "torch.autograd."))
+        not module.startswith("torch.") or module.startswith("torch.nn.modules.")
     )
