@@ -188,5 +188,6 @@ def _casts_inside(function: Any, cast: str) -> bool:
         function = type(function).__call__
     module = (getattr(function, "__module__", None) or "") + "."
     return isinstance(function, types.FunctionType) and (
-        not module.startswith("torch.") or module.startswith("torch.nn.modules.")
+        not module.startswith("torch.")
+        or module.startswith(("torch.nn.modules.", "torch.autograd."))
     )

@@ -1,0 +1,378 @@
+"""Casts and the rest of torch: backward, checkpoints, torch.compile, TorchScript, torch.fx."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tolerances import assert_same_bits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from apex_mp import amp
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+X = torch.ones(2, 3)
+
+# Backward.
+
+FLOAT_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda x: torch.exp(x).sum(),
+    "log": lambda x: x.log().sum(),
+    "pow": lambda x: (x**3).sum(),
+    "softmax": lambda x: F.softmax(x, 1)[:, 0].sum(),
+    "log_softmax": lambda x: F.log_softmax(x, 1)[:, 0].sum(),
+    "layer_norm": lambda x: (F.layer_norm(x, (4,)) ** 2)[:, 0].sum(),
+    "norm": lambda x: torch.norm(x),
+    "prod": lambda x: torch.prod(x),
+    "cumsum": lambda x: x.cumsum(1).sum(),
+    "std": lambda x: x.std(),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(1)).sum(),
+    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("name", FLOAT_FUNCTIONS)
+def test_the_backward_of_a_float_function_is_computed_in_float32(name: str, scale: float) -> None:
+    """At a scale of 2**16 it would be inf otherwise."""
+    x = (torch.rand(3, 4) + 0.5).requires_grad_()
+    (expected,) = torch.autograd.grad(FLOAT_FUNCTIONS[name](x) * scale, x)
+    amp.init(device_type="cpu")
+    for how in ("grad", "backward"):
+        loss = FLOAT_FUNCTIONS[name](x) * scale
+        if how == "grad":
+            (found,) = torch.autograd.grad(loss, x)
+        else:
+            loss.backward()
+            found = x.grad
+        assert_same_bits(found, expected)
+
+
+def test_code_in_the_with_block_of_scale_loss_casts() -> None:
+    layer = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    handle = amp.init(device_type="cpu")
+    with handle.scale_loss(layer(X).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert torch.mm(X, X.t()).dtype is F16
+        assert F.softmax(X.half(), 1).dtype is F32
+    assert torch.mm(X, X.t()).dtype is F16
+
+
+class Mixes(torch.autograd.Function):
+    """Its backward multiplies half by float32 matrices, as many did, leaning on casts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        Mixes.dtypes = [x.dtype, grad.dtype, torch.mm(X, X.t()).dtype]
+        return grad @ weight.t(), x.t() @ grad
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+def test_the_python_backward_of_a_custom_function_casts(in_block: bool) -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    handle = amp.init(device_type="cpu", loss_scale=8.0)
+    loss = Mixes.apply(X, weight).float().sum()
+    if in_block:
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss.backward()
+    assert Mixes.dtypes == [F32, F16, F16]
+    assert weight.grad is not None
+    assert weight.grad.dtype is F32
+    assert weight.grad.tolist() == [[2.0] * 3] * 3
+
+
+def test_a_custom_function_follows_disable_casts() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    handle = amp.init(device_type="cpu")
+    with handle._disable_casts():
+        Mixes.apply(X, weight).sum().backward()
+    assert Mixes.dtypes == [F32, F32, F32]
+
+
+def test_hooks_run_uncast_like_the_engine() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    found = []
+    weight.register_hook(lambda _: found.append(torch.mm(X, X.t()).dtype))
+    amp.init(device_type="cpu")
+    (weight * 2).sum().backward()
+    assert found == [F32]
+    assert torch.mm(X, X.t()).dtype is F16
+
+
+def test_an_exception_in_backward_leaves_casts_on() -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("broken")
+
+    weight = nn.Parameter(torch.ones(3))
+    weight.register_hook(fail)
+    amp.init(device_type="cpu")
+    with pytest.raises(ValueError, match="broken"):
+        (weight * 2).sum().backward()
+    assert torch.mm(X, X.t()).dtype is F16
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def assert_near_half(found: Tensor, expected: Tensor) -> None:
+    """Each number went through some twenty roundings to half, of operands of its tensor's size."""
+    bound = 20 * 2.0**-11 * float(expected.detach().abs().max())
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0.0, atol=bound)
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    grads = [param.grad for param in model.parameters()]
+    assert all(grad is not None and grad.dtype is F32 for grad in grads)
+    return [grad for grad in grads if grad is not None]
+
+
+def test_a_gradient_penalty_is_that_of_float32() -> None:
+    """Double backward."""
+    data = torch.randn(4, 3)
+
+    def penalize(model: nn.Module) -> list[Tensor]:
+        x = data.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+        (grad.norm(dim=1) - 1).square().mean().backward()
+        weight = next(model.parameters())
+        assert weight.grad is not None
+        return [weight.grad]
+
+    expected = penalize(network())
+    amp.init(device_type="cpu")
+    for one, other in zip(penalize(network()), expected, strict=True):
+        assert_near_half(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_computes_again_what_it_computed(reentrant: bool) -> None:
+    results = []
+    for checkpointed in (False, True):
+        amp.init(device_type="cpu")
+        model, x = network(), torch.ones(2, 3, requires_grad=True)
+
+        class Outer(nn.Module):
+            def __init__(self, model: nn.Module, checkpointed: bool) -> None:
+                super().__init__()
+                self.model, self.checkpointed = model, checkpointed
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.checkpointed:
+                    return checkpoint(self.model, x, use_reentrant=reentrant)
+                return self.model(x)
+
+        out = Outer(model, checkpointed)(x)
+        (out.float().square().sum() * 2.0**10).backward()
+        results.append([out, x.grad, *grads_of(model)])
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+def test_torchs_own_functions_in_python_are_left_alone() -> None:
+    """Their backward brings its own region of autocast with it, if it wants one."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(torch.mm(X, X.t()).dtype)
+            return grad * 2
+
+    found: list[torch.dtype] = []
+    Own.__module__ = "torch.utils.something"
+    amp.init(device_type="cpu")
+    Own.apply(nn.Parameter(torch.ones(3))).sum().backward()
+    assert found == [F32]
+
+
+# torch.compile.
+
+
+class Compiled(nn.Module):
+    """What we wrap, what torch casts, and what is promoted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear, self.norm = nn.Conv2d(1, 2, 3), nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(F.relu(self.conv(x)).flatten(1))
+        x = self.norm(x) + torch.mv(self.linear.weight.t(), x[0])[:4]
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() * 2
+        return F.log_softmax(torch.cat([x, x.half()]), 1).exp().sum(1)
+
+
+IMAGES = torch.ones(2, 1, 4, 4)
+
+
+def results_of(call: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    out = call(IMAGES)
+    (out * out.detach()).sum().backward()
+    return [out, *grads_of(model)]
+
+
+@pytest.mark.parametrize("first", ["compile", "init"])
+def test_a_compiled_model_computes_what_it_computes_without(first: str) -> None:
+    torch._dynamo.reset()
+    model = Compiled()
+    uncast = model(IMAGES).detach()
+    if first == "compile":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(IMAGES)
+    handle = amp.init(device_type="cpu")
+    if first == "init":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = results_of(model, model)
+    for _ in range(2):
+        for one, other in zip(results_of(compiled, model), expected, strict=True):
+            assert one.dtype is other.dtype
+            assert_near_half(one, other)
+    handle._deactivate()
+    assert_same_bits(compiled(IMAGES).detach(), uncast)
+
+
+def test_a_compiled_function_casts() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x @ x.t(), F.softmax(x.half(), 1), x.half() + x
+
+    handle = amp.init(device_type="cpu")
+    assert [t.dtype for t in function(X)] == [F16, F32, F32]
+    with handle._disable_casts():
+        assert [t.dtype for t in function(X)] == [F32, F16, F32]
+    handle._deactivate()
+    assert [t.dtype for t in function(X)] == [F32, F16, F32]
+
+
+def test_a_compiled_step_of_an_optimizer_works() -> None:
+    torch._dynamo.reset()
+    amp.init(device_type="cpu")
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    compiled, plain = (torch.optim.SGD([weight], lr=0.1) for weight in weights)
+    torch.compile(compiled.step, backend="aot_eager")()
+    plain.step()
+    assert torch.equal(*weights)
+    assert torch.mm(X, X.t()).dtype is F16
+
+
+DYNAMO_AFTER_INIT = """
+import sys, torch
+from apex_mp import amp
+assert "torch._dynamo" not in sys.modules
+handle = amp.init(device_type="cpu")
+layer = torch.nn.Linear(3, 3)
+torch.optim.SGD(layer.parameters(), lr=0.1)  # imports Dynamo
+handle._deactivate()
+handle = amp.init(device_type="cpu")
+compiled = torch.compile(lambda x: torch.mv(x, x[0]), backend="aot_eager", fullgraph=True)
+assert compiled(torch.ones(3, 3)).dtype is torch.float16
+handle._deactivate()
+assert compiled(torch.ones(3, 3)).dtype is torch.float32
+"""
+
+
+def test_dynamo_knows_torchs_functions_whenever_it_is_imported() -> None:
+    """It notes them once: ours in their place would be taken for them ever after."""
+    subprocess.run([sys.executable, "-c", DYNAMO_AFTER_INIT], check=True)
+
+
+# Tracers.
+
+
+def scripted_function(x: Tensor) -> Tensor:
+    return F.softmax(torch.exp(x), 1).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("verbose", [False, True])
+def test_torchscript_compiles_after_init_and_gets_what_torch_casts(verbose: bool) -> None:
+    before = scripted_function(X)
+    handle = amp.init(device_type="cpu", verbose=verbose)
+    softmax = F.softmax
+    assert torch.equal(torch.jit.script(scripted_function)(X), before)
+    for module in (nn.LSTM(3, 4), nn.LayerNorm(3), nn.MultiheadAttention(4, 2), nn.Softmax(1)):
+        torch.jit.script(module)
+    assert torch.jit.script(nn.Linear(3, 2))(X).dtype is F16
+    assert F.softmax is softmax
+    handle._deactivate()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_error_in_the_compiler_of_torchscript_leaves_casts_on() -> None:
+    def wrong(x: Tensor) -> Tensor:
+        return x.no_such_method()
+
+    amp.init(device_type="cpu")
+    with pytest.raises(RuntimeError):
+        torch.jit.script(wrong)
+    assert F.softmax(X.half(), 1).dtype is F32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_traced_model_computes_what_it_was_traced_with() -> None:
+    amp.init(device_type="cpu")
+    tied = nn.Linear(3, 3)
+    model = nn.Sequential(tied, tied, network())
+    traced = torch.jit.trace(model, X)
+    assert_near_half(traced(X * 0.5), model(X * 0.5))
+
+
+def test_fx_traces_through_the_wrappers() -> None:
+    amp.init(device_type="cpu")
+
+    class Traced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.softmax(self.linear(x).exp(), 1)
+
+    traced = torch.fx.symbolic_trace(Traced())
+    assert "torch.nn.functional.softmax" in traced.code
+    assert traced(X).dtype is F32
+
+
+def test_functional_transforms_cast() -> None:
+    amp.init(device_type="cpu")
+    layer = nn.Linear(3, 3)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return F.softmax(torch.func.functional_call(layer, params, (x,)), -1)[..., 0].sum()
+
+    params = dict(layer.named_parameters())
+    grads = torch.func.grad(loss)(params, X)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, X)
+    for name, param in params.items():
+        assert grads[name].dtype is F32
+        assert_near_half(each[name].sum(0), grads[name])
+        assert grads[name].shape == param.shape

@@ -1,0 +1,458 @@
+"""`amp.init()`: its arguments, the handle that it returns, and that it can be undone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from apex_mp import amp
+from apex_mp.amp import AmpHandle, NoOpHandle, _current
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+X = torch.ones(2, 3)
+
+
+def casts_are_on(dtype: torch.dtype = F16) -> bool:
+    """Whether what torch casts, and what we do, is cast in this thread."""
+    matrix, softmax = torch.mm(X, X.t()).dtype, F.softmax(X.to(dtype), 1).dtype
+    assert (matrix is dtype) == (softmax is F32), "one part of the casts is on"
+    return matrix is dtype
+
+
+# What init() changes in torch.
+PLACES = [
+    *[torch, torch.nn.functional, torch.Tensor, torch._VF, torch.nn.Module, torch.autograd],
+    *[torch.autograd.function.BackwardCFunction, torch.amp.autocast_mode.autocast],
+    *[threading.Thread, torch.jit, torch.jit._script, torch.utils.data._utils.worker],
+    *[torch.backends.mha, torch_optimizer, torch.nn.modules.rnn, torch.optim.Optimizer],
+]
+HOOKS = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+
+
+def autocast_state() -> list[Any]:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    devices = ("cpu", "cuda")
+    state = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    return [nesting, torch.is_autocast_cache_enabled(), *state]
+
+
+def snapshot() -> list[Any]:
+    """All attributes, inherited or not, and the state of autocast in this thread."""
+    return [*[dict(vars(place)) for place in PLACES], *[dict(h) for h in HOOKS], autocast_state()]
+
+
+@contextlib.contextmanager
+def torch_is_left_as_it_was() -> Iterator[None]:
+    torch.float8_e8m0fnu  # noqa: B018 Makes torch load what it loads lazily.
+    before = snapshot()
+    assert torch.backends.mha.get_fastpath_enabled(), "a test before has left something behind"
+    yield
+    after = snapshot()
+    for place, old, new in zip([*PLACES, *HOOKS], before, after, strict=False):
+        changed = [k for k in old.keys() | new.keys() if old.get(k) is not new.get(k)]
+        assert not changed, f"{place}: {changed}"
+    assert before[-1] == after[-1]
+    assert not casts_are_on()
+
+
+def test_torch_is_left_as_it_was_sees_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="exp2"), torch_is_left_as_it_was():
+        monkeypatch.setattr(torch.Tensor, "exp2", lambda x: x)
+
+
+# Arguments.
+
+
+def test_init_takes_the_arguments_that_it_should() -> None:
+    parameters = inspect.signature(amp.init).parameters.values()
+    found = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert [*found.items()] == [
+        ("enabled", True),
+        ("loss_scale", "dynamic"),
+        ("enable_caching", True),
+        ("verbose", False),
+        ("allow_banned", False),
+    ]
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert {"dtype": F16, "device_type": None}.items() <= keywords.items()
+
+
+DYNAMIC = (True, 2.0**16)
+ORDERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
+    "nothing": ((), {}, (*DYNAMIC, True, False)),
+    "early: caching off": ((True, False), {}, (*DYNAMIC, False, False)),
+    "early: all four": ((True, False, True, True), {}, (*DYNAMIC, False, True)),
+    "early: two": ((True, False), {"verbose": True}, (*DYNAMIC, False, True)),
+    "early: a keyword": ((True, False), {"loss_scale": 4.0}, (False, 4.0, False, False)),
+    "early: keywords": ((), {"enable_caching": False, "verbose": True}, (*DYNAMIC, False, True)),
+    "later: dynamic": ((True, "dynamic", False), {}, (*DYNAMIC, False, False)),
+    "later: a number": ((True, 128.0), {}, (False, 128.0, True, False)),
+    "later: an int": ((True, 1, True, True), {}, (False, 1.0, True, True)),
+    "later: keyword": ((), {"loss_scale": 8}, (False, 8.0, True, False)),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "expected"), ORDERS.values(), ids=ORDERS)
+def test_init_knows_the_order_of_arguments_of_both_eras(
+    args: tuple[Any, ...], kwargs: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    handle = amp.init(*args, **kwargs, device_type="cpu")
+    assert isinstance(handle, AmpHandle)
+    scaler = handle._default_scaler
+    assert scaler is not None
+    found = (scaler.dynamic, scaler.loss_scale(), handle.has_cache, handle.verbose)
+    assert found == expected
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_the_fourth_argument_of_the_early_order_is_allow_banned(allowed: bool) -> None:
+    amp.init(True, True, False, allowed, device_type="cpu")
+    half = torch.full((2,), 0.5, dtype=F16)
+    with contextlib.nullcontext() if allowed else pytest.raises(NotImplementedError):
+        assert F.binary_cross_entropy(half, half).dtype is F32
+
+
+def test_another_string_counts_as_true_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "apex_mp.amp"):
+        handle = amp.init(True, "yes", True, device_type="cpu")
+    assert "the second argument is 'yes'; it is taken for enable_caching=True" in caplog.text
+    assert handle.has_cache
+    assert handle.verbose
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"dtype": torch.float64}, "dtype is torch.float64; it must be torch.float16 or"),
+        ({"dtype": "half"}, "dtype is 'half'; it must be torch.float16 or torch.bfloat16"),
+        ({"device_type": "xpu"}, 'device_type is \'xpu\'; it must be "cpu" or "cuda"'),
+        ({"loss_scale": -1.0}, "scale is -1.0"),
+        ({"loss_scale": float("nan")}, "scale is nan"),
+    ],
+)
+def test_a_wrong_argument_is_refused_and_changes_nothing(
+    kwargs: dict[str, Any], error: str
+) -> None:
+    first = amp.init(device_type="cpu")
+    with pytest.raises(ValueError, match=error):
+        amp.init(**kwargs)
+    assert _current.handle is first
+    assert first.is_active()
+
+
+def test_a_failure_half_way_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(torch_optimizer, "register_optimizer_step_post_hook", fail)
+    with torch_is_left_as_it_was():
+        with pytest.raises(RuntimeError, match="half way"):
+            amp.init(device_type="cpu")
+        assert _current.handle is None
+
+
+@pytest.mark.parametrize(("has_gpu", "expected"), [(True, "cuda"), (False, "cpu")])
+def test_the_device_is_cuda_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    amp.init()
+    assert [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)] == [expected]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_dtype_is_the_low_precision(dtype: torch.dtype) -> None:
+    amp.init(dtype=dtype, device_type="cpu")
+    assert nn.Linear(3, 2)(X).dtype is dtype
+    assert casts_are_on(dtype)
+
+
+# No casts.
+
+
+def test_init_with_enabled_false_leaves_torch_untouched() -> None:
+    with torch_is_left_as_it_was():
+        before = snapshot()
+        handle = amp.init(enabled=False)
+        assert all(
+            old.get(key) is value
+            for old, new in zip(before, snapshot(), strict=True)
+            if isinstance(new, dict)
+            for key, value in new.items()
+        )
+        assert isinstance(handle, NoOpHandle)
+        assert nn.Linear(3, 2)(X).dtype is F32
+
+
+def test_the_handle_that_does_nothing_has_what_the_other_one_has() -> None:
+    names = {n for n in vars(AmpHandle) if not n.startswith("__")}
+    public = {n for n in names if not n.startswith("_")} | {
+        "_disable_casts",
+        "_clear_cache",
+        "_deactivate",
+    }
+    assert public <= {*dir(NoOpHandle)}
+    handle = amp.init(False)
+    assert [handle.is_active(), handle.has_cache, handle.verbose] == [False, False, False]
+    assert handle.cache == {}
+    handle.remove_cache(torch.ones(1))
+    handle._clear_cache()
+    handle._deactivate()
+    loss = torch.ones(())
+    with handle._disable_casts(), handle.scale_loss(loss, None) as scaled:
+        assert scaled is loss
+
+
+# The handle.
+
+
+def test_init_returns_a_handle_that_is_active_until_it_is_not() -> None:
+    handle = amp.init(device_type="cpu")
+    assert handle.is_active()
+    with handle._disable_casts():
+        assert not handle.is_active()
+        assert not casts_are_on()
+        with handle._disable_casts():
+            assert not casts_are_on()
+        assert not casts_are_on()
+        assert nn.Linear(3, 2)(X).dtype is F32
+    assert handle.is_active()
+    assert casts_are_on()
+    handle._deactivate()
+    assert not handle.is_active()
+    assert not casts_are_on()
+
+
+def test_a_second_init_replaces_the_first() -> None:
+    with torch_is_left_as_it_was():
+        first = amp.init(device_type="cpu")
+        with first._disable_casts():
+            second = amp.init(dtype=BF16, device_type="cpu")
+            assert casts_are_on(BF16)
+        assert casts_are_on(BF16)
+        assert [first.is_active(), second.is_active()] == [False, True]
+        first._deactivate()
+        assert second.is_active()
+        assert casts_are_on(BF16)
+        second._deactivate()
+        second._deactivate()
+
+
+def test_a_second_init_with_enabled_false_switches_the_first_off() -> None:
+    with torch_is_left_as_it_was():
+        first = amp.init(device_type="cpu")
+        amp.init(enabled=False)
+        assert not first.is_active()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))])
+def test_a_copy_of_the_handle_is_the_handle(copied: Callable[[Any], Any]) -> None:
+    handle = amp.init(device_type="cpu")
+    assert copied(handle) is handle
+
+
+def test_a_second_init_wraps_what_torch_had_and_not_the_first_ones_wrappers() -> None:
+    softmax = F.softmax
+    for _ in range(2):
+        amp.init(device_type="cpu", verbose=True)
+        assert F.softmax.__wrapped__ is softmax
+
+
+def test_decorated_functions_are_left_alone_after_the_end() -> None:
+    handle = amp.init(device_type="cpu")
+    decorated = amp.half_function(lambda x: x)
+    assert decorated(X).dtype is F16
+    handle._deactivate()
+    assert decorated(X).dtype is F32
+
+
+def test_where_casts_are_off_nothing_is_promoted_or_refused() -> None:
+    handle = amp.init(device_type="cpu", verbose=True)
+    half = torch.full((2,), 0.5, dtype=F16)
+    with handle._disable_casts():
+        assert half.exp_() is half
+        assert torch.exp_(half) is half
+        assert F.binary_cross_entropy(half * 0, half * 0).dtype is F16
+        assert torch.cat([half, half]).dtype is F16
+        with pytest.raises(RuntimeError, match="same dtype"):
+            torch.dot(half, half.float())
+
+
+# Undoing.
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_deactivate_leaves_torch_exactly_as_it_was(device_type: str, verbose: bool) -> None:
+    with torch_is_left_as_it_was():
+        handle = amp.init(device_type=device_type, verbose=verbose, dtype=BF16)
+        amp.register_half_function(torch, "softmax")
+        amp.register_half_function(F, "softmax")  # listed, too
+        nn.Linear(3, 2)(X).sum().backward()
+        handle._deactivate()
+
+
+def deactivate_in_disable_casts(handle: AmpHandle) -> None:
+    with handle._disable_casts():
+        handle._deactivate()
+
+
+def deactivate_in_two(handle: AmpHandle) -> None:
+    with handle._disable_casts(), handle._disable_casts():
+        handle._deactivate()
+        assert not casts_are_on()
+
+
+def deactivate_in_a_users_region(handle: AmpHandle) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        handle._deactivate()
+        assert torch.mm(X, X.t()).dtype is BF16
+
+
+def deactivate_in_regions(handle: AmpHandle) -> None:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with torch.autocast("cpu", dtype=BF16):
+            handle._deactivate()
+            assert torch.mm(X, X.t()).dtype is BF16
+        assert not casts_are_on()
+
+
+def deactivate_in_a_module(handle: AmpHandle) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Any) -> Any:
+            handle._deactivate()
+            return torch.mm(x, x.t())
+
+    assert Model()(X).dtype is F32
+
+
+def deactivate_in_a_closure(handle: AmpHandle) -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    def closure() -> Any:
+        handle._deactivate()
+        return weight.sum()
+
+    torch.optim.SGD([weight], lr=0.1).step(closure)
+
+
+def init_in_a_closure(handle: AmpHandle) -> None:
+    weight, handles = nn.Parameter(torch.ones(2)), []
+
+    def closure() -> Any:
+        handles.append(amp.init(device_type="cpu"))
+        return weight.sum()
+
+    torch.optim.SGD([weight], lr=0.1).step(closure)
+    assert casts_are_on()
+    handles[0]._deactivate()
+
+
+def deactivate_after_an_exception(handle: AmpHandle) -> None:
+    with contextlib.suppress(ValueError), handle._disable_casts():
+        raise ValueError
+    handle._deactivate()
+
+
+def init_again_in_a_region(handle: AmpHandle) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        second = amp.init(device_type="cpu")
+        assert casts_are_on()
+    assert nn.Linear(3, 2)(X).dtype is F16
+    assert casts_are_on()
+    second._deactivate()
+
+
+def deactivate_in_another_thread_and_here(handle: AmpHandle) -> None:
+    thread = threading.Thread(target=casts_are_on)
+    thread.start()
+    thread.join()
+    handle._deactivate()
+
+
+WAYS = [
+    deactivate_in_disable_casts,
+    deactivate_in_two,
+    deactivate_in_a_users_region,
+    deactivate_in_regions,
+    deactivate_in_a_module,
+    deactivate_in_a_closure,
+    init_in_a_closure,
+    deactivate_after_an_exception,
+    init_again_in_a_region,
+    deactivate_in_another_thread_and_here,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_torch_is_as_it_was_whatever_the_order_of_nesting(
+    way: Callable[[AmpHandle], None],
+) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # torch wraps its step when first used.
+    with torch_is_left_as_it_was():
+        handle = amp.init(device_type="cpu")
+        assert isinstance(handle, AmpHandle)
+        way(handle)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_init_in_a_region_lasts_beyond_it_from_the_next_module_call(used: bool) -> None:
+    with torch_is_left_as_it_was():
+        with torch.autocast("cpu", dtype=BF16):
+            handle = amp.init(device_type="cpu")
+            assert casts_are_on()
+        if used:
+            assert nn.Linear(3, 2)(X).dtype is F16
+            assert casts_are_on()
+        handle._deactivate()
+
+
+def test_a_function_that_somebody_else_has_wrapped_meanwhile_stays_theirs() -> None:
+    original = F.softmax
+    handle = amp.init(device_type="cpu")
+    ours = F.softmax
+    calls = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    try:
+        F.softmax = theirs
+        assert F.softmax(X.half(), 1).dtype is F32
+        handle._deactivate()
+        assert F.softmax is theirs
+        assert F.softmax(X.half(), 1).dtype is F16
+        assert len(calls) == 2
+    finally:
+        F.softmax = original
+
+
+def test_wrappers_that_somebody_keeps_do_nothing_any_more() -> None:
+    kept = amp.init(device_type="cpu")
+    call, softmax, cpu = nn.Module.__call__, F.softmax, torch.Tensor.cpu
+    engine, bootstrap = torch.autograd._engine_run_backward, threading.Thread._bootstrap_inner
+    kept._deactivate()
+    with torch_is_left_as_it_was():
+        assert call(nn.Linear(3, 2), X).dtype is F32
+        assert softmax(X.half(), 1).dtype is F16
+        assert cpu(X.half()).dtype is F16
+        with torch.autocast("cpu", dtype=F16):
+            assert softmax(X.half(), 1).dtype is F16
+        assert callable(engine)
+        assert callable(bootstrap)

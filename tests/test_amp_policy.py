@@ -1,0 +1,287 @@
+"""Every function that the lists name runs in the precision that they say, on CPU and on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import amp_cases
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from amp_cases import Maker
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from apex_mp import amp
+from apex_mp.amp import policy
+from apex_mp.amp.lists import tensor_overrides
+from apex_mp.amp.lists.__main__ import tables
+from apex_mp.amp.policy import Rule
+
+pytestmark = pytest.mark.usefixtures("amp_off")
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SETTINGS = {
+    f"{device}-{name}-{'verbose' if verbose else 'ordinary'}": (device, dtype, verbose)
+    for device in ("cpu", "cuda")
+    for name, dtype, verbose in (("fp16", F16, False), ("fp16", F16, True), ("bf16", BF16, False))
+}
+in_all_settings = pytest.mark.parametrize(
+    ("policy_of", "low", "verbose"), SETTINGS.values(), ids=SETTINGS
+)
+# Calls that need more than the dtypes and shapes of their arguments, by name and number.
+NEED_A_GPU = {
+    *[("equal", 0), ("grid_sample", 0), ("ctc_loss", 0), ("ctc_loss", 1)],
+    ("gru_cell", 0),
+    *[(layer, call) for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu") for call in (0, 1)],
+}
+COMPARISONS = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
+
+
+@contextlib.contextmanager
+def casts(policy_of: str, device: torch.device, **options: Any) -> Iterator[None]:
+    """Switch casts on; where there is no GPU, CUDA's are shown by tensors without numbers."""
+    amp.init(device_type=policy_of, **options)
+    with FakeTensorMode() if policy_of != device.type == "cpu" else contextlib.nullcontext():
+        yield
+
+
+def dtype_of_result(rule: Rule, dtypes: tuple[torch.dtype, ...], low: torch.dtype) -> torch.dtype:
+    """What the policy says of a call with arguments of these dtypes."""
+    if F64 in dtypes:
+        return F64
+    if rule.kind == policy.LOW:
+        return low
+    if rule.kind == policy.MATCH:
+        return dtypes[0]
+    return F32 if rule.kind == policy.FLOAT or F32 in dtypes else low
+
+
+def outcome(rule: Rule, make: amp_cases.Make, maker: Maker) -> Any:
+    """Return the dtypes of what a call gives; for an error its text."""
+    made = make(maker)
+    try:
+        result = getattr(rule.owner, rule.name)(*made.args, **made.kwargs)
+    except Exception as error:  # All that are wrong are to be seen at once.
+        return str(error).splitlines()[0]
+    if rule.kind == policy.MATCH and result is not made.args[0]:
+        return "not in place"
+    return {t.dtype for t in amp_cases.floats_in(result)} or "no floats"
+
+
+@in_all_settings
+def test_every_listed_function_gives_the_dtype_that_the_policy_says(
+    policy_of: str, low: torch.dtype, verbose: bool, device: torch.device
+) -> None:
+    wrong = []
+    with casts(policy_of, device, dtype=low, verbose=verbose, allow_banned=True):
+        for rule in policy.rules(allow_banned=True):
+            if rule.kind in (policy.REFUSE, policy.REFUSE_FIRST):
+                continue
+            is_comparison = rule.kind == policy.PROMOTE and rule.name.strip("_") in COMPARISONS
+            for number, make in enumerate(amp_cases.calls(rule.name)):
+                if (rule.name, number) in NEED_A_GPU and policy_of != device.type:
+                    continue
+                for dtypes in [(F32,), (low,), (low, F32), (F32, low), (F64,)]:
+                    found = outcome(rule, make, Maker(*dtypes, device=policy_of))
+                    right: Any = {dtype_of_result(rule, dtypes, low)}
+                    if found != ("no floats" if is_comparison else right):
+                        wrong.append(
+                            f"{rule.library}.{rule.name}, call {number}, {dtypes}: {found}"
+                        )
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("policy_of", ["cpu", "cuda"])
+def test_verbose_tells_of_each_cast_once_and_by_the_name_that_was_called(
+    policy_of: str, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = []
+    with casts(policy_of, device, verbose=True, allow_banned=True):
+        for rule in policy.rules(allow_banned=True):
+            if rule.kind not in (policy.LOW, policy.FLOAT):
+                continue
+            source, line = (F32, "Float->Half") if rule.kind == policy.LOW else (F16, "Half->Float")
+            for number, make in enumerate(amp_cases.calls(rule.name)):
+                if (rule.name, number) in NEED_A_GPU and policy_of != device.type:
+                    continue
+                made = make(Maker(source, device=policy_of))
+                given = len(amp_cases.floats_in([*made.args, *made.kwargs.values()]))
+                capsys.readouterr()
+                getattr(rule.owner, rule.name)(*made.args, **made.kwargs)
+                lines = capsys.readouterr().out.splitlines()
+                if lines != [f"{line} ({rule.name})"] * given:
+                    wrong.append(f"{rule.library}.{rule.name}, call {number}: {lines}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_name_of_the_lists_is_a_function() -> None:
+    """One that this torch lacks would be left out without a word."""
+    named = [*policy.rules(allow_banned=False)]
+    assert [rule for rule in named if not callable(getattr(rule.owner, rule.name, None))] == []
+
+
+@pytest.mark.parametrize("name", ["grid_sample", "ctc_loss"])
+def test_functions_that_need_a_gpu_are_given_float32_there(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    given: list[Tensor] = []
+    monkeypatch.setattr(F, name, lambda *args, **_: given.extend(amp_cases.floats_in(args)))
+    amp.init(device_type="cuda")
+    with FakeTensorMode():
+        for make in amp_cases.calls(name):
+            made = make(Maker(F16, device="cuda"))
+            getattr(F, name)(*made.args, **made.kwargs)
+    assert given
+    assert {tensor.dtype for tensor in given} == {F32}
+
+
+@in_all_settings
+def test_in_place_forms_of_float32_functions_refuse_low_precision_as_they_did(
+    policy_of: str, low: torch.dtype, verbose: bool, device: torch.device
+) -> None:
+    with casts(policy_of, device, dtype=low, verbose=verbose):
+        for rule in policy.rules(allow_banned=True):
+            if rule.kind not in (policy.REFUSE, policy.REFUSE_FIRST):
+                continue
+            kind = "function" if rule.kind == policy.REFUSE else "method"
+            with_what = "with fp16 arguments" if rule.kind == policy.REFUSE else "on fp16 Tensors"
+            sentence = f"Cannot call in-place {kind} {rule.name} {with_what}."
+            function = getattr(rule.owner, rule.name)
+            for make in amp_cases.calls(rule.name):
+                made = make(Maker(low, device=policy_of))
+                with pytest.raises(NotImplementedError) as error:
+                    function(*made.args, **made.kwargs)
+                assert str(error.value) == sentence
+                for dtypes in [(F32,), (F64,)]:
+                    made = make(Maker(*dtypes, device=policy_of))
+                    assert function(*made.args, **made.kwargs) is made.args[0]
+
+
+def test_an_in_place_float32_method_casts_its_other_tensors() -> None:
+    amp.init(device_type="cpu")
+    x = torch.full((3,), 2.0)
+    assert x.pow_(torch.full((3,), 3.0, dtype=F16)) is x
+    assert x.tolist() == [8.0, 8.0, 8.0]
+
+
+BANNED = next(rule for rule in policy.rules(allow_banned=False) if rule.kind == policy.REFUSE)
+BAN = """
+amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` It requires \
+that the output of the previous function be already a FloatTensor.\x20
+
+Most models have a Sigmoid right before BCELoss. In that case, you can use
+    torch.nn.BCEWithLogitsLoss
+to combine Sigmoid+BCELoss into a single layer that is compatible with amp.
+Another option is to add
+    amp.register_float_function(torch, 'sigmoid')
+before calling `amp.init()`.
+If you _really_ know what you are doing, you can disable this warning by passing \
+allow_banned=True to `amp.init()`."""
+
+
+@in_all_settings
+def test_binary_cross_entropy_is_banned_in_low_precision_with_the_old_text(
+    policy_of: str, low: torch.dtype, verbose: bool, device: torch.device
+) -> None:
+    with casts(policy_of, device, dtype=low, verbose=verbose):
+        for dtypes in [(low,), (F32, low), (low, F32)]:
+            x = Maker(*dtypes, device=policy_of)
+            with pytest.raises(NotImplementedError) as error:
+                torch.nn.BCELoss()(x(2, 3), x(2, 3))
+            assert str(error.value) == BAN
+        x = Maker(F32, device=policy_of)
+        assert torch.nn.BCELoss()(x(2, 3), x(2, 3)).dtype is F32
+
+
+# In place operators: the name keeps its tensor, with its dtype and its storage.
+IN_PLACE = {
+    "__iadd__": lambda x, y: x.__iadd__(y),
+    "__imul__": lambda x, y: x.__imul__(y),
+    "__isub__": lambda x, y: x.__isub__(y),
+    "__itruediv__": lambda x, y: x.__itruediv__(y),
+    "__idiv__": lambda x, y: x.__idiv__(y),
+    "__ipow__": lambda x, y: x.__ipow__(y),
+}
+
+
+def test_every_in_place_operator_of_the_list_is_tested() -> None:
+    assert sorted(IN_PLACE) == sorted(tensor_overrides.IN_PLACE_OPERATORS)
+
+
+@in_all_settings
+@pytest.mark.parametrize("operator", IN_PLACE)
+def test_an_in_place_operator_keeps_dtype_and_storage(
+    policy_of: str, low: torch.dtype, verbose: bool, device: torch.device, operator: str
+) -> None:
+    with casts(policy_of, device, dtype=low, verbose=verbose):
+        for first, second in [(low, F32), (F32, low), (low, low)]:
+            x, y = Maker(first, device=policy_of)(3), Maker(second, device=policy_of)(3)
+            assert IN_PLACE[operator](x, y) is x
+            assert x.dtype is first
+
+
+def test_a_low_precision_buffer_keeps_its_dtype_when_a_module_updates_it() -> None:
+    """In 2019 `self.average *= 0.9` made a float buffer of a half one."""
+
+    class Average(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.ones(3, dtype=F16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average *= torch.full((3,), 0.5)
+            self.average += x
+            return self.average * 1
+
+    amp.init(device_type="cpu")
+    model = Average()
+    storage = model.average.data_ptr()
+    model(torch.ones(3))
+    assert (model.average.dtype, model.average.data_ptr()) == (F16, storage)
+    assert model.average.tolist() == [1.5, 1.5, 1.5]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("verbose", [False, True], ids=["ordinary", "verbose"])
+def test_our_wrappers_leave_bf16_alone_under_fp16_and_torch_casts_it(verbose: bool) -> None:
+    calls = [
+        (rule, make)
+        for rule in policy.rules(allow_banned=True)
+        if rule.kind in (policy.LOW, policy.FLOAT, policy.PROMOTE)
+        for make in amp_cases.calls(rule.name)
+    ]
+    expected = []
+    for rule, make in calls:
+        with torch.autocast("cpu", dtype=F16, enabled=rule.is_done_by_torch("cpu")):
+            expected.append(outcome(rule, make, Maker(BF16)))
+    with casts("cpu", torch.device("cpu"), verbose=verbose, allow_banned=True):
+        found = [outcome(rule, make, Maker(BF16)) for rule, make in calls]
+    wrong = [
+        f"{rule.library}.{rule.name}: {is_so}, not {wanted}"
+        for (rule, _), is_so, wanted in zip(calls, found, expected, strict=True)
+        if is_so != wanted
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_tensors_of_the_other_device_are_never_cast(device: torch.device) -> None:
+    other = {"cpu": "cuda", "cuda": "cpu"}[device.type]
+    amp.init(device_type=other)
+    for rule in policy.rules(allow_banned=False):
+        if rule.kind in (policy.LOW, policy.FLOAT) and rule.name != "cpu":
+            make = amp_cases.calls(rule.name)[0]
+            dtype = F32 if rule.kind == policy.LOW else BF16
+            found = outcome(rule, make, Maker(dtype, device=device.type))
+            assert found in ({dtype}, "no floats") or isinstance(found, str), rule
+
+
+def test_the_page_of_casts_holds_the_lists() -> None:
+    """`python -m apex_mp.amp.lists` prints what belongs between the two marks."""
+    page = (Path(__file__).parent.parent / "docs" / "casts.md").read_text(encoding="utf-8")
+    _, rest = page.split("<!-- python -m apex_mp.amp.lists -->\n")
+    found, _ = rest.split("<!-- end -->\n")
+    assert found.strip() == tables().strip()
