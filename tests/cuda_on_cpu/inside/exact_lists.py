@@ -1,0 +1,84 @@
+"""Lists whose tensors each end where their memory ends: AddressSanitizer sees a read behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import reference
+import torch
+from op_cases import (
+    CHUNK,
+    OPERATOR,
+    Arguments,
+    Dtypes,
+    ListCase,
+    copy_of,
+    fill_small_integers,
+    tensors_of,
+)
+from test_operators import assert_is_adam_step, assert_is_axpby
+from tolerances import assert_same_bits
+from torch import Tensor
+
+CPU = torch.device("cpu")
+Offsets = Callable[[int, int], int]  # of tensor i in list number j of a call: elements
+
+SIZES = [*range(18), 31, 32, 33, *range(CHUNK - 17, CHUNK + 18), 2 * CHUNK - 1, 2 * CHUNK + 1]
+
+OFFSETS: dict[str, Offsets] = {
+    "aligned": lambda i, j: 0,
+    "all lists off by as much": lambda i, j: i % 17,
+    "each list off by another": lambda i, j: (i + 5 * j) % 17,
+}
+
+
+def sample(
+    operator: str, sizes: Sequence[int], dtypes: Sequence[Dtypes], offsets: Offsets
+) -> Arguments:
+    """Return a sample call with a storage of its own, and no room behind it, for each tensor."""
+    case = ListCase("exact", [(size,) for size in sizes])
+    call = OPERATOR[operator].sample(case, dtypes, CPU)
+    if operator in ("check_", "l2_norm_"):  # Sums of small integers are exact.
+        for tensor in call[OPERATOR[operator].lists[0]]:
+            tensor.copy_(fill_small_integers(torch.empty(tensor.shape)))
+    for j, name in enumerate(OPERATOR[operator].lists):
+        if name != "steps" and call[name] is not None:
+            call[name] = [_moved(each, offsets(i, j)) for i, each in enumerate(call[name])]
+    return call
+
+
+def _moved(tensor: Tensor, offset: int) -> Tensor:
+    # NaN before it: whoever reads that as well finds a number that is not finite.
+    memory = torch.full((offset + tensor.numel(),), float("nan"), dtype=tensor.dtype)
+    memory[offset:] = tensor
+    return memory[offset:]
+
+
+def assert_nothing_before_was_written(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        assert tensor.as_strided((tensor.storage_offset(),), (1,), 0).isnan().all()
+
+
+def assert_computes_what_the_reference_says(operator: str, call: Arguments) -> None:
+    """Call the operator, and compare all that it wrote."""
+    before = copy_of(call)
+    OPERATOR[operator](call)
+    if operator == "check_":
+        expected = reference.sums_of_squares(call["grads"], call["groups"], 3)
+        assert_same_bits(call["sum_sq"], expected)
+    elif operator == "l2_norm_":
+        each = [reference.l2_norm([tensor]) for tensor in call["tensors"]]
+        assert_same_bits(call["norms"], torch.tensor(each, dtype=torch.float64))
+        assert call["norm"].item() == reference.l2_norm(call["tensors"])
+    elif operator == "unscale_":
+        for src, dst in zip(call["src"], call["dst"], strict=True):
+            assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
+    elif operator == "axpby_":
+        assert_is_axpby(call)
+    else:
+        assert operator == "adam_", f"no reference for {operator}"
+        assert_is_adam_step(before, call)
+    assert "found_inf" not in call or call["found_inf"].item() == 0
+    for name in OPERATOR[operator].lists:
+        if name != "steps":
+            assert_nothing_before_was_written(tensors_of(call[name]))

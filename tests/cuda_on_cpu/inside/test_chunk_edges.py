@@ -1,0 +1,98 @@
+"""Every size around a chunk's edge and every offset, several launches, orders, host numbers."""
+
+from __future__ import annotations
+
+import pytest
+from exact_lists import (
+    CPU,
+    OFFSETS,
+    SIZES,
+    Offsets,
+    assert_computes_what_the_reference_says,
+    sample,
+)
+from on_cuda_kernels import ORDERS, choose
+from op_cases import (
+    A_FEW,
+    CHUNK,
+    DTYPES,
+    F16,
+    F32,
+    OPERATOR,
+    OPERATORS,
+    Arguments,
+    Dtypes,
+    copy_of,
+    name_of,
+    tensors_of,
+)
+from tolerances import assert_same_bits
+
+LIST_OPERATORS = [operator.name for operator in OPERATORS if operator.lists]
+ROWS = [(operator, dtypes) for operator in LIST_OPERATORS for dtypes in DTYPES[operator]]
+each_row = pytest.mark.parametrize(
+    ("operator", "dtypes"), ROWS, ids=[f"{operator}-{name_of(dtypes)}" for operator, dtypes in ROWS]
+)
+# One call each that takes the vector paths of its kernel.
+HALF_TO_FLOAT = {
+    "check_": [(F16,)],
+    "l2_norm_": [(F16,)],
+    "unscale_": [(F16,), (F32,)],
+    "axpby_": [(F16,), (F16,), (F32,)],
+    "adam_": [(F32,), (F16,), (F16,)],
+}
+each_operator = pytest.mark.parametrize("operator", HALF_TO_FLOAT)
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@each_row
+def test_every_size_around_a_chunk_is_computed_and_nothing_else(
+    operator: str, dtypes: list[Dtypes], offsets: Offsets
+) -> None:
+    call = sample(operator, SIZES, dtypes, offsets)
+    assert_computes_what_the_reference_says(operator, call)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 40, CHUNK + 1])
+@each_operator
+def test_every_pair_of_offsets_is_computed(operator: str, size: int) -> None:
+    pairs = [(one, other) for one in range(17) for other in (range(17) if size < 9 else (one, 3))]
+    call = sample(
+        operator, [size] * len(pairs), HALF_TO_FLOAT[operator], lambda i, j: pairs[i][j % 2]
+    )
+    assert_computes_what_the_reference_says(operator, call)
+
+
+@each_operator
+def test_launches_that_are_full_of_chunks_are_computed(operator: str) -> None:
+    # The narrow grid takes 64 chunks a launch: this makes four.
+    sizes = [40 * CHUNK, 24 * CHUNK, 5, 0, 40 * CHUNK - 1, 30 * CHUNK, 0, 10 * CHUNK + 1]
+    call = sample(operator, sizes, HALF_TO_FLOAT[operator], OFFSETS["aligned"])
+    assert_computes_what_the_reference_says(operator, call)
+
+
+@each_operator
+def test_no_order_of_threads_or_blocks_changes_a_bit(operator: str) -> None:
+    first = OPERATOR[operator].sample(A_FEW, HALF_TO_FLOAT[operator], CPU)
+    calls = {order: copy_of(first) for order in ORDERS}
+    for order, call in calls.items():
+        choose(order=order)
+        OPERATOR[operator](call)
+    assert_same_calls(calls["forward"], calls["backward"])
+    assert_same_calls(calls["forward"], calls["shuffled"])
+
+
+@each_operator
+def test_numbers_are_the_same_read_by_the_host_or_by_the_kernel(operator: str) -> None:
+    call = OPERATOR[operator].sample(A_FEW, HALF_TO_FLOAT[operator], CPU)
+    other = copy_of(call)
+    OPERATOR[operator](call)
+    choose(numbers_on_host=True)
+    OPERATOR[operator](other)
+    assert_same_calls(call, other)
+
+
+def assert_same_calls(one: Arguments, other: Arguments) -> None:
+    for name in one:
+        for ours, theirs in zip(tensors_of(one[name]), tensors_of(other[name]), strict=True):
+            assert_same_bits(ours, theirs)

@@ -1,0 +1,115 @@
+"""The nets: which tests run on the CUDA kernels, with which grid, in which order of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from builder import CXX, ROOT, Library
+
+INSIDE = Path(__file__).resolve().parent / "inside"
+OPERATORS = ("tests/test_operators.py", f"{INSIDE}/test_chunk_edges.py")
+AROUND_OPERATORS = (
+    "tests/test_operator_errors.py",
+    "tests/test_operator_autograd.py",
+    "tests/test_conversions.py",
+    f"{INSIDE}/test_large.py",
+)
+# What an ordinary test asks of the CPU and not of CUDA, where the host does not know found_inf.
+NOT_FOR_CUDA = ("tests/test_operator_autograd.py::test_a_skipped_adam_step_leaves_every_version",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """Arguments for pytest, and how the kernels run under its tests."""
+
+    tests: tuple[str, ...]
+    grid: str  # a key of builder.GRIDS
+    order: str  # one of on_cuda_kernels.ORDERS
+
+
+# A narrow table is full with a few hundred tensors; the 5000 fill a wide one, and take longest.
+NARROW = (*OPERATORS, "-k", "not 5000")
+
+NETS = {
+    "wide grid, forward": Net((*OPERATORS, *AROUND_OPERATORS), "wide", "forward"),
+    "narrow grid, backward": Net(NARROW, "narrow", "backward"),
+    "narrow grid, shuffled": Net(NARROW, "narrow", "shuffled"),
+}
+
+SANITIZERS = {
+    "ASAN_OPTIONS": {
+        "abort_on_error": 1,
+        "detect_leaks": 0,  # Python frees little when it ends.
+        # Memory that nobody wrote yet holds NaN.
+        "malloc_fill_byte": 255,
+        "max_malloc_fill_size": 1 << 20,
+    },
+    "UBSAN_OPTIONS": {"halt_on_error": 1, "abort_on_error": 1, "print_stacktrace": 1},
+}
+
+
+def run(library: Library, net: Net, arguments: Sequence[str] = ()) -> tuple[int, str]:
+    """Run pytest in a process whose operators on CPU tensors are those of `library`.
+
+    Args:
+        library: What builder.py made for the grid of the net.
+        net: Tests and order.
+        arguments: More arguments for pytest.
+
+    Returns:
+        The exit status (negative: the signal that ended it) and all that was printed. A sanitizer
+        aborts, which is why pytest may capture nothing below Python and print each test's name
+        before it runs.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--capture=sys", "--color=no"]
+    command += ["-p", "on_cuda_kernels", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    command += ["-p", "no:hypothesispytest"]
+    command += [f"--deselect={test}" for test in NOT_FOR_CUDA]
+    done = subprocess.run(
+        [*command, *arguments, *net.tests],
+        cwd=ROOT,
+        env=_environment(library, net),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return done.returncode, done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class RunNet:
+    """A job: run a net on csrc/ as it is."""
+
+    net: Net
+
+    def __call__(self, libraries: dict[str, Library]) -> tuple[int, str]:
+        return run(libraries[self.net.grid], self.net)
+
+
+def _environment(library: Library, net: Net) -> dict[str, str]:
+    options = {
+        name: ":".join(f"{key}={value}" for key, value in values.items())
+        for name, values in SANITIZERS.items()
+    }
+    # libstdc++ too: AddressSanitizer looks for its exceptions when it is loaded.
+    preloaded = [_runtime_library(name) for name in ("libasan.so", "libstdc++.so.6")]
+    return {
+        **os.environ,
+        **options,
+        "LD_PRELOAD": " ".join(preloaded),
+        "PYTHONPATH": str(INSIDE),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_ON_CPU_LIBRARY": str(library.path),
+        "CUDA_ON_CPU_ORDER": net.order,
+    }
+
+
+def _runtime_library(name: str) -> str:
+    command = [CXX, f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,291 @@
+"""Bugs planted into a copy of csrc/ one by one: what the nets are worth.
+
+Each is a text replacement, and the words that the net must answer with. It names a few tests of a
+net of nets.py, to keep its run short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from builder import CSRC
+from nets import INSIDE, NETS, Net
+
+TESTS = "tests/test_operators.py"
+EDGES = f"{INSIDE}/test_chunk_edges.py"
+LARGE = f"{INSIDE}/test_large.py"
+
+UNSCALE = f"{TESTS}::test_unscale_multiplies_and_rounds_once"
+UNSCALE_SIZES = f"{EDGES}::test_every_size_around_a_chunk_is_computed_and_nothing_else -k unscale"
+UNSCALE_OFFSETS = f"{EDGES}::test_every_pair_of_offsets_is_computed -k unscale"
+SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k chunk"
+MANY_SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k 2000"
+ONE_STEP = f"{TESTS}::test_adam_takes_one_step -k fp32-fp32"
+LARGE_UNSCALE = f"{LARGE}::test_unscale_finds_the_last_numbers_of_a_large_tensor"
+
+# Reports of the sanitizers, of the shim, and of the tests.
+OVERFLOW = r"AddressSanitizer: heap-buffer-overflow"
+UNDEFINED = r"runtime error: "
+SHIM = r"RuntimeError: cuda_on_cpu: check_kernel, block \d+ of \d+: "
+WAITS = r"thread \d+ waits at the (barrier|shuffle) of reduce\.h:\d+"
+WRONG_BITS = r"AssertionError: bits differ at elements"
+NOT_CLOSE = r"AssertionError: Tensor-likes are not close"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedBug:
+    """One text replacement below csrc/, and which tests must fail in which words."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # a file or a function of it, then "-k" and what is wanted of it
+    caught_by: str  # a regular expression
+    net: str = "wide grid, forward"  # whose tests these are
+
+    @property
+    def short_net(self) -> Net:
+        """The tests alone, on the grid and in the order of the net."""
+        where, _, names = self.tests.partition(" -k ")
+        tests = (where, *(("-k", names) if names else ()))
+        return dataclasses.replace(NETS[self.net], tests=tests)
+
+    def plant(self, copy: Path) -> None:
+        """Make `copy` a copy of csrc/ with the bug; files that are so already keep their time."""
+        for path in CSRC.rglob("*.*"):
+            text = path.read_text()
+            if path == CSRC / self.file:
+                count = text.count(self.old)
+                assert count == 1, f"csrc/{self.file} must hold this once, not {count}: {self.old}"
+                text = text.replace(self.old, self.new)
+            target = copy / path.relative_to(CSRC)
+            if not target.exists() or target.read_text() != text:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text)
+
+
+PLANTED_BUGS = {
+    # --- which numbers a block takes
+    "the tail is one number too long": PlantedBug(
+        "cuda/vectors.h",
+        "i < part.count - in_vectors;",
+        "i <= part.count - in_vectors;",
+        UNSCALE_SIZES,
+        OVERFLOW,
+    ),
+    "the tail is one number too short": PlantedBug(
+        "cuda/vectors.h",
+        "i < part.count - in_vectors;",
+        "i < part.count - in_vectors - 1;",
+        UNSCALE_SIZES,
+        WRONG_BITS,
+    ),
+    "there is one vector too many": PlantedBug(
+        "cuda/vectors.h",
+        "(part.count - first) / kWidth;",
+        "(part.count - first + kWidth - 1) / kWidth;",
+        UNSCALE_SIZES,
+        OVERFLOW,
+    ),
+    "the head before aligned vectors is left out": PlantedBug(
+        "cuda/vectors.h",
+        "body(i < first ? i : i + in_vectors, Width<1>{});",
+        "body(i + in_vectors, Width<1>{});",
+        UNSCALE_OFFSETS,
+        WRONG_BITS,
+    ),
+    "unaligned memory is taken for aligned": PlantedBug(
+        "cuda/table.h",
+        "static_cast<int8_t>(head_of(row))",
+        "static_cast<int8_t>(0 * head_of(row))",
+        UNSCALE_OFFSETS,
+        UNDEFINED + r"(load of|store to|reference binding to) misaligned address",
+    ),
+    "an index has 32 bits": PlantedBug(
+        "launch_plan.h",
+        "const int64_t begin = index * chunk_size;",
+        "const int64_t begin = static_cast<int32_t>(index) * static_cast<int32_t>(chunk_size);",
+        LARGE_UNSCALE,
+        UNDEFINED + "signed integer overflow",
+    ),
+    "an address has 32 bits": PlantedBug(
+        "cuda/table.h",
+        "data += chunk.begin * size_of(dtype);",
+        "data += static_cast<int32_t>(chunk.begin * size_of(dtype));",
+        LARGE_UNSCALE,
+        WRONG_BITS,
+    ),
+    "an empty tensor is found in place of the next": PlantedBug(
+        "launch_plan.h",
+        "if (first_chunk[middle] <= chunk) {",
+        "if (first_chunk[middle] < chunk) {",
+        f"{UNSCALE} -k empty",
+        WRONG_BITS,
+    ),
+    # --- which launches there are
+    "the last launch of several is dropped": PlantedBug(
+        "cuda/table.h",
+        "    body(table);",
+        "    if (launch.first_tensor == 0 || launch.first_tensor + launch.tensors !=\n"
+        "        static_cast<int64_t>(rows.size())) body(table);",
+        f"{UNSCALE} -k 5000",
+        WRONG_BITS,
+    ),
+    "the last launch is dropped where launches are full of chunks": PlantedBug(
+        "cuda/table.h",
+        "    body(table);",
+        "    if (launch.first_tensor == 0 || launch.first_tensor + launch.tensors !=\n"
+        "        static_cast<int64_t>(rows.size())) body(table);",
+        f"{EDGES}::test_launches_that_are_full_of_chunks_are_computed -k unscale",
+        WRONG_BITS,
+        net="narrow grid, backward",
+    ),
+    "the factors of one launch are written over those of another": PlantedBug(
+        "cuda/adam.cu",
+        "task.factors[table.first_tensor + slot] =",
+        "task.factors[slot] =",
+        f"{TESTS}::test_adam_takes_one_step -k 5000",
+        NOT_CLOSE,
+    ),
+    "threads behind the last step count too": PlantedBug(
+        "cuda/adam.cu",
+        "if (slot >= table.tensors || is_skipped(task)) return;",
+        "if (is_skipped(task)) return;",
+        ONE_STEP,
+        UNDEFINED + "load of misaligned address 0xfefefefefefefefe",
+    ),
+    # --- sums over blocks
+    "the last chunk of a tensor is not summed": PlantedBug(
+        "cuda/check.cu",
+        "chunk < end; chunk += kBlockSize",
+        "chunk < end - 1; chunk += kBlockSize",
+        SUMS,
+        WRONG_BITS,
+    ),
+    "chunks beyond the number of threads are left out": PlantedBug(
+        "cuda/check.cu",
+        "chunk < end; chunk += kBlockSize",
+        "chunk < end; chunk += 2 * kBlockSize",
+        f"{LARGE}::test_more_chunks_than_a_block_has_threads_are_summed -k check",
+        WRONG_BITS,
+    ),
+    "each launch writes its sums to the first places": PlantedBug(
+        "cuda/check.cu",
+        "chunk_sums[table.launch.first_chunk + blockIdx.x] = sum;",
+        "chunk_sums[blockIdx.x] = sum;",
+        MANY_SUMS,
+        WRONG_BITS,
+    ),
+    "the sums of tensors lie among those of chunks": PlantedBug(
+        "cuda/check.cu",
+        "size += count_chunks(tensor.size, kChunkSize);",
+        "size += count_chunks(tensor.size, 2 * kChunkSize);",
+        SUMS,
+        WRONG_BITS,
+    ),
+    "scratch memory is too small": PlantedBug(
+        "cuda/operators.cpp",
+        "scratch(workspace_size(rows) * sizeof(double), found_inf.device());",
+        "scratch(workspace_size(rows) * sizeof(float), found_inf.device());",
+        SUMS,
+        OVERFLOW,
+    ),
+    # --- threads that need each other
+    "a barrier is missing": PlantedBug(
+        "cuda/reduce.h",
+        "  __syncthreads();\n",
+        "",
+        SUMS,
+        WRONG_BITS,
+    ),
+    # In forward order all goes well: thread 0 comes first.
+    "a barrier is missing behind what thread 0 writes": PlantedBug(
+        "cuda/unscale.cu",
+        "const double inv_scale = value_of(task.inv_scale);",
+        "__shared__ double inv_scale;\n"
+        "  if (threadIdx.x == 0) inv_scale = value_of(task.inv_scale);",
+        f"{UNSCALE} -k chunk",
+        WRONG_BITS,
+        net="narrow grid, backward",
+    ),
+    "a shared value is read that nobody wrote": PlantedBug(
+        "cuda/reduce.h",
+        "if (threadIdx.x % kWarpSize == 0) sums",
+        "if (threadIdx.x % (2 * kWarpSize) == 0) sums",
+        SUMS,
+        WRONG_BITS,
+    ),
+    "a shared array is too small": PlantedBug(
+        "cuda/reduce.h",
+        "double sums[kBlockSize / kWarpSize];",
+        "double sums[kBlockSize / kWarpSize - 1];",
+        SUMS,
+        UNDEFINED + r"index 7 out of bounds for type 'double \[7\]'",
+    ),
+    "threads wait at two barriers": PlantedBug(
+        "cuda/reduce.h",
+        "  __syncthreads();\n",
+        "  if (threadIdx.x < kBlockSize / 2) {\n    __syncthreads();\n  } else {\n"
+        "    __syncthreads();\n  }\n",
+        SUMS,
+        rf"{SHIM}divergence at a barrier: {WAITS}, {WAITS}",
+    ),
+    "a lane is not in its own mask": PlantedBug(
+        "cuda/reduce.h",
+        "0xffffffffu",
+        "0x7fffffffu",
+        SUMS,
+        rf"{SHIM}{WAITS}, whose mask does not name its own lane 31",
+    ),
+    "lanes do not agree on their mask": PlantedBug(
+        "cuda/reduce.h",
+        "0xffffffffu",
+        "threadIdx.x % kWarpSize == 5 ? 0x7fffffffu : 0xffffffffu",
+        SUMS,
+        rf"{SHIM}divergence at a shuffle: {WAITS}, {WAITS}, and one names the other",
+    ),
+    "a lane waits for others that have gone on": PlantedBug(
+        "cuda/reduce.h",
+        "0xffffffffu",
+        "threadIdx.x % 2 ? 0xffffffffu : 0x55555555u",
+        SUMS,
+        rf"{SHIM}deadlock: {WAITS}, {WAITS}",
+    ),
+    "a mask names lanes that have ended": PlantedBug(
+        "cuda/check.cu",
+        "  int32_t found = 0;\n",
+        "  int32_t found = 0;\n  if (threadIdx.x >= part.count) return;\n",
+        SUMS,
+        rf"{SHIM}{WAITS}, whose mask names lane \d+, which has ended",
+    ),
+    "all threads do what one must do": PlantedBug(
+        "cuda/update_scale.cu",
+        "if (threadIdx.x != 0) return;",
+        "",
+        f"{TESTS}::test_update_scale_is_the_rule_of_loss_scale -k bounds",
+        r"assert_updates_like\n.*assert \(scale\.item\(\)",
+    ),
+    # --- what a step depends on
+    "only thread 0 says that something is not finite": PlantedBug(
+        "cuda/unscale.cu",
+        "if (found_inf) *task.found_inf = 1.0f;  // Whoever",
+        "if (found_inf && threadIdx.x == 0) *task.found_inf = 1.0f;  // Whoever",
+        f"{TESTS}::test_unscale_finds_inf_and_nan_and_passes_them_on -k last",
+        r'assert call\["found_inf"\]\.item\(\) == 1',
+    ),
+    "a skipped step is counted": PlantedBug(
+        "cuda/adam.cu",
+        "if (slot >= table.tensors || is_skipped(task)) return;",
+        "if (slot >= table.tensors) return;",
+        f"{TESTS}::test_adam_changes_nothing_when_found_inf_is_set",
+        WRONG_BITS,
+    ),
+    "a number that the host read is read again": PlantedBug(
+        "cuda/vectors.h",
+        "if (number.pointer == nullptr) return number.value;",
+        "",
+        f"{EDGES}::test_numbers_are_the_same_read_by_the_host_or_by_the_kernel",
+        UNDEFINED + "load of null pointer",
+    ),
+}

@@ -1,0 +1,63 @@
+"""Each planted bug is caught, in the expected words, by tests that pass without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from builder import OUT, Library, build
+from nets import NETS, RunNet, run
+from planted_bugs import PLANTED_BUGS, PlantedBug
+
+FAILED, ABORTED = 1, -6
+
+
+@dataclasses.dataclass(frozen=True)
+class RunBug:
+    """A job: plant the bug, build what it touches, and run its tests."""
+
+    name: str
+    bug: PlantedBug
+
+    def __call__(self, libraries: dict[str, Library]) -> tuple[int, str]:
+        net = self.bug.short_net
+        out = OUT / "bugs" / re.sub(r"\W+", "_", self.name)
+        self.bug.plant(out / "csrc")
+        sound = libraries[net.grid]
+        spoilt = build(out, grid=net.grid, sources_root=out / "csrc", unchanged=sound)
+        return run(spoilt, net, ["--exitfirst"])
+
+
+EACH_BUG = [
+    pytest.param(
+        bug,
+        marks=[
+            pytest.mark.job("net", RunNet(NETS[bug.net])),
+            pytest.mark.job("net with the bug", RunBug(name, bug)),
+        ],
+        id=name,
+    )
+    for name, bug in PLANTED_BUGS.items()
+]
+
+
+def last_test(output: str) -> str:
+    """Return the name of the test that ended a run: it failed, or a sanitizer ended it."""
+    return re.findall(r"^(tests/\S+::\w+(?:\[[^\]\n]*\])?) ", output, re.M)[-1]
+
+
+@pytest.mark.parametrize("bug", EACH_BUG)
+def test_a_planted_bug_is_caught(bug: PlantedBug, outcomes: dict[str, tuple[int, str]]) -> None:
+    status, output = outcomes["net with the bug"]
+    assert status in (FAILED, ABORTED), output[-20000:]
+    assert re.search(bug.caught_by, output), output[-20000:]
+    _, of_net = outcomes["net"]
+    assert f"{last_test(output)} PASSED" in of_net, f"{last_test(output)} fails without the bug"
+
+
+def test_the_readme_lists_the_planted_bugs() -> None:
+    readme = Path(__file__).with_name("README.md").read_text()
+    table = readme.partition("| bug | caught by |\n|---|---|\n")[2]
+    assert re.findall(r"^\| (.+?) \|", table, re.M) == list(PLANTED_BUGS)
