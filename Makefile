@@ -40,7 +40,7 @@ PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 .PHONY: help demo test lint types coverage cuda-on-cpu cuda-link gpu format clean
 
 help:
-	@echo 'make demo       train on handwritten digits in fp32, fp16 and bf16; a table and a picture'
+	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
 	@echo 'make test       run the tests'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'

@@ -166,7 +166,7 @@ def _draw_memory(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     bars = axes.barh(range(len(rows)), sizes, color=colors, height=0.55)
     axes.bar_label(bars, fmt="%.1f", padding=4)
     _name_rows(axes, rows)
-    axes.set(title="Memory held for backward", xlabel="KiB per image", xlim=(0, 1.15 * max(sizes)))
+    axes.set(title="Memory held for backward", xlabel="KiB per image", xlim=(0, 1.22 * max(sizes)))
     axes.grid(axis="x")
 
 

@@ -156,6 +156,8 @@ def notes(results: dict[str, Any]) -> str:
         f"The dynamic scale doubles after {settings['scale_window']} good steps, not 1000, so that "
         "a run this short shows it; that of amp after 2000.",
     ]
+    if "fp16 amp" in rows:
+        lines += ["amp's norms hold float32 too, beside the fp16 of the layers around them."]
     if results["environment"]["device"] == "cpu" and time > 1.2:
         lines += [
             f"This processor emulates fp16 arithmetic: forward and backward take {time:.1f} times",
