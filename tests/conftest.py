@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from apex_mp import _C
 from apex_mp.amp import _amp_state, _current, registry
+
+# For benchmarks/. Last, so that an installed apex_mp comes before the one in this folder.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
