@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,9 +301,13 @@ assert compiled(torch.ones(3, 3)).dtype is torch.float32
 """
 
 
-def test_dynamo_knows_torchs_functions_whenever_it_is_imported() -> None:
+def test_dynamo_knows_torchs_functions_whenever_it_is_imported(tmp_path: Path) -> None:
     """It notes them once: ours in their place would be taken for them ever after."""
-    subprocess.run([sys.executable, "-c", DYNAMO_AFTER_INIT], check=True)
+    # From a folder without sources, which Python would find before an installed apex_mp.
+    done = subprocess.run(
+        [sys.executable, "-c", DYNAMO_AFTER_INIT], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # Tracers.
