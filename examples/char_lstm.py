@@ -132,7 +132,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     }
     precision = args.dtype if args.amp else "float32"
     print(
-        f"{precision}: perplexity {result['perplexity']:.2f} on the text trained on, "
+        f"{precision}: perplexity {result['perplexity']:.2f} while training (running mean), "
         f"{result['test_perplexity']:.2f} on the rest; {skipped} of {args.steps - done} steps "
         "skipped"
     )

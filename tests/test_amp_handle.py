@@ -456,3 +456,35 @@ def test_wrappers_that_somebody_keeps_do_nothing_any_more() -> None:
             assert softmax(X.half(), 1).dtype is F16
         assert callable(engine)
         assert callable(bootstrap)
+
+
+# What a newcomer stumbled over.
+
+
+def test_a_handle_that_was_replaced_goes_on_scaling_while_its_successor_is_on() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    first = amp.init(device_type="cpu")
+    wrapper = amp.init(device_type="cpu").wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    last = amp.init(device_type="cpu")
+    for block in (first.scale_loss(weight.sum(), optimizer), wrapper.scale_loss(weight.sum())):
+        with block as scaled_loss:
+            assert scaled_loss.item() == 2.0 * 2.0**16
+    with last._disable_casts(), first.scale_loss(weight.sum(), optimizer) as loss:
+        assert loss.item() == 2.0
+    last._deactivate()
+    with first.scale_loss(weight.sum(), optimizer) as loss:
+        assert loss.item() == 2.0
+
+
+@pytest.mark.parametrize("call", [lambda: amp.init("O1"), lambda: amp.init(enabled="False")])
+def test_a_string_is_not_taken_for_enabled(call: Any) -> None:
+    with pytest.raises(TypeError, match=r"enabled is '.*'; it must be True or False"):
+        call()
+    assert _current.handle is None
+
+
+def test_a_device_type_without_a_device_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    if not torch.cuda.is_available():
+        amp.init(device_type="cuda")
+    assert ("there is no GPU" in caplog.text) is not torch.cuda.is_available()

@@ -939,3 +939,32 @@ def test_fused_adam_steps_masters_as_torch_does() -> None:
     torch.testing.assert_close(
         next(amp.master_params(ours)), next(amp.master_params(theirs)), rtol=1e-6, atol=0
     )
+
+
+def test_a_backward_outside_of_scale_loss_is_named_by_the_step_of_o2() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="none of its float32 masters; call backward in"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_an_optimizer_that_initialize_never_saw_is_refused_by_scale_loss() -> None:
+    model = amp.initialize(torch.nn.Linear(2, 1), opt_level="O2", verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(1, 2)).sum()
+    with (
+        pytest.raises(RuntimeError, match=r"did not go through amp\.initialize"),
+        amp.scale_loss(loss, optimizer),
+    ):
+        raise AssertionError("the block must not be entered")
+
+
+def test_a_level_in_the_place_of_enabled_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"A level is given to amp\.initialize as opt_level="):
+        amp.initialize(model, None, "O2")
+    assert model.weight.dtype is torch.float32

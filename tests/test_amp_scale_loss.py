@@ -1398,3 +1398,40 @@ def test_one_guard_stands_before_an_optimizer(handle: Any, device: torch.device)
     backward(handle, pull((weight, 1.0)), optimizer)
     assert guard_of(optimizer) is guard
     assert optimizer.step == step
+
+
+def test_a_step_inside_the_block_is_refused_and_changes_nothing(
+    handle: Any, device: torch.device
+) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    sentence = r"inside a scale_loss block.*call it after the block"
+    with handle.scale_loss(weight.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match=sentence):
+            optimizer.step()
+    assert weight.item() == 1.0
+    assert_grads([weight.grad], 1.0)
+
+
+def test_a_closure_whose_loss_is_not_finite_is_not_called_until_the_scale_is_gone(
+    handle: Any, device: torch.device
+) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * float("nan")).sum()
+        losses.append(loss)
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    with handle.scale_loss(weight.sum(), optimizer):  # The guard is before the step from here on.
+        pass
+    assert optimizer.step(closure) is None
+    assert len(losses) == 1
+    assert handle._default_scaler.loss_scale() == 2.0**15
+    assert weight.item() == 1.0

@@ -35,7 +35,7 @@ def test_it_soon_guesses_twice_as_well_as_by_the_frequency_of_characters(
     assert result["perplexity"] < by_frequency / 2
     assert result["skipped"] == 0
     written = capsys.readouterr().out
-    assert f"perplexity {result['perplexity']:.2f} on the text" in written
+    assert f"perplexity {result['perplexity']:.2f} while training" in written
     assert "--- what it writes:\nThe " in written
 
 

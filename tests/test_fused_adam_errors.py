@@ -229,3 +229,8 @@ def test_a_failing_closure_changes_nothing(device: torch.device) -> None:
 
     with Unchanged(optimizer), pytest.raises(KeyError, match="no batch"):
         optimizer.step(closure)
+
+
+def test_betas_in_the_place_of_bias_correction_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"bias_correction is .*Betas are given as betas="):
+        FusedAdam([torch.nn.Parameter(torch.ones(1))], 1e-3, (0.9, 0.98))

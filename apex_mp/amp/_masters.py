@@ -91,11 +91,25 @@ class OptimizerMasters:
     # Steps.
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if len(args) < 2 and "closure" not in kwargs:
+            self._refuse_plain_backward()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._with_new_weights(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._with_new_weights(kwargs["closure"])}
         return None
+
+    def _refuse_plain_backward(self) -> None:
+        """Raise if a backward outside of scale_loss left the masters without gradients."""
+        has_grads = [
+            any(param.grad is not None for param in params)
+            for params in (self.model_of.values(), self.model_of)
+        ]
+        if has_grads == [True, False] and not self._grads_are_stale:
+            raise RuntimeError(
+                "step() found gradients of the model, but none of its float32 masters; call "
+                "backward in `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+            )
 
     def _with_new_weights(self, closure: Any) -> Any:
         @functools.wraps(closure)

@@ -95,6 +95,7 @@ def init(
         TypeError: An argument is of a wrong type.
         ValueError: An argument is out of range.
     """
+    check_enabled("amp.init", enabled)
     if not enabled:
         if _current.handle is not None:
             _current.handle._deactivate()
@@ -107,6 +108,8 @@ def init(
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f'amp.init: device_type is {device_type!r}; it must be "cpu" or "cuda"')
+    if device_type == "cuda" and not torch.cuda.is_available():
+        _LOG.warning('amp.init: device_type is "cuda", but there is no GPU: nothing will be cast')
     handle = AmpHandle(
         loss_scale,
         bool(enable_caching),
@@ -119,3 +122,12 @@ def init(
     )
     handle._activate()
     return handle
+
+
+def check_enabled(function: str, enabled: Any) -> None:
+    """Raise a TypeError for a string: it would count as True, "O2" and "False" alike."""
+    if isinstance(enabled, str):
+        raise TypeError(
+            f"{function}: enabled is {enabled!r}; it must be True or False. A level is given to "
+            "amp.initialize as opt_level="
+        )

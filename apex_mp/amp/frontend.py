@@ -13,6 +13,8 @@ from apex_mp.amp import _current, _options
 from apex_mp.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from apex_mp.amp._checkpoint import load_state_dict, state_dict
 from apex_mp.amp._initialize import Setup, stop_casts
+from apex_mp.amp.amp import check_enabled
+from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import Overflow, scaled_backward
 
@@ -80,6 +82,7 @@ def initialize(
         ValueError: `loss_scale`, one of its bounds, `num_losses`, `dtype` or `device_type` is out
             of range. Nothing is changed by an error.
     """
+    check_enabled("amp.initialize", enabled)
     if not enabled:
         stop_casts()
         _amp_state.opt_properties, _amp_state.loss_scalers = _options.disabled(opt_level), []
@@ -146,7 +149,7 @@ def scale_loss(
         raise RuntimeError(
             "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  "
             "model, optimizer = amp.initialize(model, optimizer, opt_level=...) must be called "
-            "before `with amp.scale_loss`."
+            "before `with amp.scale_loss`. After amp.init() use its handle: amp_handle.scale_loss."
         )
     if not options.enabled:
         yield loss
@@ -163,6 +166,8 @@ def scale_loss(
     for optimizer in listed:
         if hasattr(optimizer, "_amp_masters"):
             optimizer._amp_masters.before_backward()
+        elif options.master_weights:
+            _check_has_no_low_precision(optimizer)
     with scaled_backward(
         loss,
         listed,
@@ -174,6 +179,15 @@ def scale_loss(
         expect_float32=options.opt_level == "O1",
     ) as scaled_loss:
         yield scaled_loss
+
+
+def _check_has_no_low_precision(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", [])
+    if any(is_low(param.dtype) for group in groups for param in group["params"]):
+        raise RuntimeError(
+            "amp.scale_loss: the optimizer did not go through amp.initialize, so its low-precision "
+            "parameters have no masters; make it before amp.initialize, and pass it in"
+        )
 
 
 def _overflow_message(loss_id: int, overflow: Overflow) -> str:

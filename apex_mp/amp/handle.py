@@ -65,12 +65,14 @@ class AmpHandle:
         self._patches = Patches()
         self._rules = [*rules(allow_banned=allow_banned)]
         self._switched_off = threading.local()
+        self._was_replaced = False
 
     # Switching on and off.
 
     def _activate(self) -> None:
         """Replace the handle that is there, and switch casts on."""
         if _current.handle is not None:
+            _current.handle._was_replaced = True
             _current.handle._deactivate()
         show_torch_to_dynamo()
         _current.handle = self
@@ -119,6 +121,16 @@ class AmpHandle:
         """Whether casts and loss scaling are on here."""
         return _current.handle is self and not getattr(self._switched_off, "depth", 0)
 
+    def _scales(self) -> bool:
+        """Whether losses are scaled: also by a handle that was replaced, while its successor is on.
+
+        A script goes on with the handle it has when another part of it calls `init()` again.
+        """
+        current = _current.handle
+        if current is None or not (current is self or self._was_replaced):
+            return False
+        return current.is_active()
+
     @contextlib.contextmanager
     def _disable_casts(self) -> Iterator[None]:
         """Switch casts off in this thread for a `with` block, loss scaling too."""
@@ -150,7 +162,7 @@ class AmpHandle:
         Raises:
             RuntimeError: There are wrapped optimizers, which scale by their own method.
         """
-        if not self.is_active():
+        if not self._scales():
             yield loss
             return
         if self._default_scaler is None:
@@ -284,6 +296,9 @@ class NoOpHandle:
 
     def _deactivate(self) -> None:
         pass
+
+    def _scales(self) -> bool:
+        return False
 
     def _new_scaler(self) -> LossScaler:
         return LossScaler()

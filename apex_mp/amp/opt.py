@@ -63,7 +63,7 @@ class OptimWrapper(torch.optim.Optimizer):
         Raises:
             RuntimeError: All losses have been scaled since the last step.
         """
-        if not self._amp_handle.is_active():
+        if not self._amp_handle._scales():
             yield loss
             return
         if self._loss_idx >= self._num_loss:
@@ -95,7 +95,7 @@ class OptimWrapper(torch.optim.Optimizer):
             NotImplementedError: There is a closure; use `amp_handle.scale_loss` with those.
         """
         self._loss_idx = 0
-        if not self._amp_handle.is_active():
+        if not self._amp_handle._scales():
             return self._optimizer.step() if closure is None else self._optimizer.step(closure)
         if closure is not None:
             raise NotImplementedError(
@@ -110,7 +110,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        if not self._amp_handle.is_active():
+        if not self._amp_handle._scales():
             return False
         raise RuntimeError(
             "An OptimWrapper was given to torch.amp.GradScaler, but scales losses itself; use "

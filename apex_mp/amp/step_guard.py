@@ -106,6 +106,11 @@ class StepGuard:
         return guarded_step
 
     def _take_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.in_block:
+            raise RuntimeError(
+                "step() was called inside a scale_loss block, where gradients are still scaled; "
+                "call it after the block"
+            )
         self._refuse_scaled_gradients(optimizer)
         if self._is_leaving:
             self._take_off()

@@ -47,14 +47,19 @@ def evaluate(
         back_off: Lowers the loss scale; returns False if it cannot be lowered any more.
 
     Raises:
-        StepAbandonedError: The gradients are not finite and the scale cannot be lowered.
+        StepAbandonedError: The gradients are not finite, and the scale cannot be lowered, or is not
+            to blame: the loss itself is not finite.
     """
     loss = closure()
     while overflowed():
-        if not back_off():
+        if not back_off() or not _is_finite(loss):
             raise StepAbandonedError
         loss = closure()
     return loss
+
+
+def _is_finite(loss: Any) -> bool:
+    return not torch.is_tensor(loss) or bool(loss.detach().isfinite().all())
 
 
 def _copy(value: Any) -> Any:

@@ -267,6 +267,11 @@ def _has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 def _check_hyperparameters(group: Mapping[str, Any]) -> None:
     _adam_state.check_amsgrad(group)
+    if isinstance(group["bias_correction"], (tuple, list)):
+        raise TypeError(
+            f"FusedAdam: bias_correction is {group['bias_correction']}; it must be True or False. "
+            "Betas are given as betas="
+        )
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"FusedAdam: lr is a tensor of {lr.numel()} elements; it must have 1")
