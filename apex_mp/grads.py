@@ -58,7 +58,7 @@ def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
     found = False
     sums = [0.0] * len(groups)
     for device, (grads, indices) in by_device.items():
-        found_inf = torch.zeros(1, device=device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         sum_sq = torch.zeros(len(groups), dtype=torch.float64, device=device)
         _ops.check_(grads, indices, found_inf, sum_sq)
         # One transfer: the only time the host waits for the device.
@@ -90,7 +90,7 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
     factor = torch.tensor(inv_scale, dtype=torch.float64, device="cpu")
     found = []
     for device, (sources, targets) in _by_device(src, dst).items():
-        found_inf = torch.zeros(1, device=device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         _ops.unscale_(sources, targets, factor, found_inf)
         found.append(found_inf)
     return any(flag.item() != 0.0 for flag in found)
@@ -108,7 +108,7 @@ def add_unscaled(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float)
     one = torch.ones((), dtype=torch.float64, device="cpu")
     found = []
     for device, (sources, targets) in _by_device(src, dst).items():
-        found_inf = torch.zeros(1, device=device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         _ops.axpby_(sources, targets, targets, factor, one, found_inf, tested=0)
         found.append(found_inf)
     return any(flag.item() != 0.0 for flag in found)

@@ -144,7 +144,10 @@ class MasterGroup:
         sizes: dict[torch.device, int] = {}
         for master in self.master_params:
             sizes[master.device] = sizes.get(master.device, 0) + master.numel()
-        self.flats = {device: torch.empty(size, device=device) for device, size in sizes.items()}
+        self.flats = {
+            device: torch.empty(size, dtype=torch.float32, device=device)
+            for device, size in sizes.items()
+        }
         used = dict.fromkeys(sizes, 0)
         for master in self.master_params:
             start = used[master.device]

@@ -23,6 +23,7 @@ class Route:
         scaled_by: The scale of the gradient that is there, if it was left scaled, else None.
         before: The unscaled gradient that the target had before the block.
         seen: The gradient that the source had: a master's was made from it.
+        copy: What it held, if it is a view, whose memory backward may write.
     """
 
     source: Tensor
@@ -30,6 +31,7 @@ class Route:
     scaled_by: float | None = None
     before: Tensor | None = None
     seen: Tensor | None = None
+    copy: Tensor | None = None
 
     @property
     def has_master(self) -> bool:
@@ -65,6 +67,9 @@ def set_aside(routes: Iterable[Route]) -> None:
             route.seen, route.source.grad = route.source.grad, None
             if not route.has_master:
                 route.before = route.seen
+                if route.seen is not None and not route.seen.is_sparse and route.seen._is_view():
+                    # DistributedDataParallel may write this memory anew: a view of its bucket.
+                    route.copy = route.seen.clone()
 
 
 def check_before(routes: Iterable[Route], unscaler: Unscaler) -> None:
@@ -79,8 +84,18 @@ def put_back(routes: Iterable[Route]) -> None:
     for route in routes:
         if not route.is_scaled:
             route.source.grad = route.seen
+            if route.copy is not None and route.seen is not None:
+                with torch.no_grad():
+                    route.seen.copy_(route.copy)
         if not route.is_scaled or route.has_master:
             route.target.grad = route.before
+
+
+def clear(routes: Iterable[Route]) -> None:
+    """Forget what `set_aside` took."""
+    for route in routes:
+        if not route.is_scaled or route.has_master:
+            route.before = route.seen = None
 
 
 @torch.no_grad()
@@ -119,6 +134,8 @@ def unscale(routes: Iterable[Route], unscaler: Unscaler) -> None:
     sparse: list[tuple[Route, Tensor]] = []
     for route in routes:
         grad, before, target = route.source.grad, route.before, route.target
+        if route.copy is not None and grad is not None and _share_memory(grad, before):
+            before = route.copy
         if grad is None:
             route.source.grad, target.grad = route.seen, before
         elif grad.is_sparse or (before is not None and before.is_sparse):
@@ -143,6 +160,12 @@ def unscale(routes: Iterable[Route], unscaler: Unscaler) -> None:
     half = [grad for pair in (fresh, added) for grad in pair[1] if grad.dtype is torch.float16]
     if half:
         unscaler.check(half)
+
+
+def _share_memory(grad: Tensor, before: Tensor | None) -> bool:
+    if before is None or grad.is_sparse:
+        return False
+    return grad.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
 
 
 def _append(lists: tuple[list[Tensor], list[Tensor]], source: Tensor, target: Tensor) -> None:

@@ -68,8 +68,8 @@ class DeviceUnscaler:
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
         self._inv_scale = scale.double().reciprocal()
-        self.found_inf = torch.zeros((), device=scale.device)
-        self.found_in_sum = torch.zeros((), device=scale.device)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        self.found_in_sum = torch.zeros((), dtype=torch.float32, device=scale.device)
 
     def unscale(self, scaled: Sequence[Tensor], unscaled: Sequence[Tensor]) -> None:
         _ops.unscale_(scaled, unscaled, self._inv_scale, self.found_inf)

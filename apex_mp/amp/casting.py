@@ -99,7 +99,7 @@ class Caster:
             if tensor.dtype is not source or not getattr(tensor, self._is_here):
                 return tensor
             keep = source is torch.float32 and self.cache.takes(tensor)
-            done = self.cache.get_cast(tensor) if keep else None
+            done = self.cache.get_cast(tensor, target) if keep else None
             if done is not None:
                 return done
             if verbose:
@@ -204,9 +204,11 @@ class CastCache(dict[Tensor, Tensor]):
             and not torch.compiler.is_compiling()
         )
 
-    def get_cast(self, tensor: Tensor) -> Tensor | None:
-        """Return the cast that is kept, unless the parameter was changed since."""
+    def get_cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the cast to `dtype` that is kept, unless the parameter was changed since."""
         done = self.get(tensor)
+        if done is None or done.dtype is not dtype:  # Another thread may want another dtype.
+            return None
         return done if getattr(done, "_version_of_source", None) == tensor._version else None
 
     def keep(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

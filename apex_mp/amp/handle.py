@@ -172,7 +172,12 @@ class AmpHandle:
             )
         optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
         with scaled_backward(
-            loss, optimizers, self._default_scaler, names=self._parameter_names
+            loss,
+            optimizers,
+            self._default_scaler,
+            names=self._parameter_names,
+            # Whether they overflow, all processes say together.
+            delay_unscale=self._scopes.gradients_stay_here(),
         ) as scaled_loss:
             yield scaled_loss
 

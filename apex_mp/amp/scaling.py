@@ -82,7 +82,8 @@ def scaled_backward(
             # Nobody may have cleared what the last step was skipped for.
             if device is not None or any(guard.step_was_skipped for guard in guards):
                 _routes.check_before(routes, unscaler)
-            yield _wide(loss) * unscaler.scale
+            with _clearing(optimizers, routes):
+                yield _wide(loss) * unscaler.scale
             if expect_float32:
                 _warn_of_low_precision(routes)
             _routes.unscale(routes, unscaler)
@@ -110,7 +111,7 @@ def _common_device(
     optimizers: Sequence[Any], routes: Sequence[_routes.Route]
 ) -> torch.device | None:
     """The device on which an overflow may stay unknown to the host, if there is one."""
-    if not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers):
+    if not all(map(_looks_at_found_inf, optimizers)):
         return None
     if not routes or any(route.is_scaled for route in routes):
         return None
@@ -119,6 +120,20 @@ def _common_device(
         return None
     is_common = all(each.source.device == each.target.device == device for each in routes)
     return device if is_common else None
+
+
+def _looks_at_found_inf(optimizer: Any) -> bool:
+    """Whether a step of the optimizer does nothing at all if its found_inf is 1."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if isinstance(optimizer, torch.optim.SGD):
+        # A first step makes the momentum before it looks, and leaves it without values.
+        return all(
+            not group["momentum"]
+            or any("momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"])
+            for group in optimizer.param_groups
+        )
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +216,34 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
     finally:
         for guard in guards:
             guard.in_block = False
+
+
+@contextlib.contextmanager
+def _clearing(optimizers: Sequence[Any], routes: Sequence[_routes.Route]) -> Iterator[None]:
+    """Let `zero_grad` in a block clear what is set aside, too."""
+    missing = object()
+    before = [(each, vars(each).get("zero_grad", missing)) for each in optimizers]
+    for each in optimizers:
+        if not hasattr(each, "zero_grad"):
+            continue
+        targets = {id(param) for group in each.param_groups for param in group["params"]}
+        own = [route for route in routes if id(route.target) in targets]
+
+        def zero_grad(
+            *args: Any, _zero_grad: Any = each.zero_grad, _own: Any = own, **kwargs: Any
+        ) -> Any:
+            _routes.clear(_own)
+            return _zero_grad(*args, **kwargs)
+
+        each.zero_grad = zero_grad
+    try:
+        yield
+    finally:
+        for each, own_attribute in before:
+            if own_attribute is not missing:
+                each.zero_grad = own_attribute
+            else:
+                vars(each).pop("zero_grad", None)
 
 
 def _all_routes(optimizers: Sequence[Any], guards: Sequence[StepGuard]) -> list[_routes.Route]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data._utils import worker as data_worker
 
@@ -68,6 +69,7 @@ class Scopes:
         self._backward_calls = 0  # under way, in any thread, with casts suspended
         self._lock = threading.Lock()  # guards that number
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._had_fastpath: bool | None = None
 
@@ -172,6 +174,10 @@ class Scopes:
             for name, param in params.items()
         }
 
+    def gradients_stay_here(self) -> bool:
+        """Whether a model is in `no_sync`: its gradients are not those of all processes yet."""
+        return any(not each.require_backward_grad_sync for each in self._parallel)
+
     @contextlib.contextmanager
     def casts_off(self) -> Iterator[None]:
         """Switch casts off in this thread for a `with` block."""
@@ -221,7 +227,11 @@ class Scopes:
             torch.set_autocast_enabled(self._device_type, True)
         if self._has_left_region():
             self._set_casts_on()
-        self._models.add(module)
+        if module not in self._models:
+            self._models.add(module)
+            self._parallel.update(
+                each for each in module.modules() if isinstance(each, DistributedDataParallel)
+            )
         keeps_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(
             self._caster.enable_caching and torch._C._get_tracing_state() is None
@@ -346,6 +356,8 @@ class Scopes:
         if thread.optimizer_steps == 0:
             return
         thread.optimizer_steps -= 1
+        if thread.is_in_module:
+            self.clear_cache()  # A module may train others: their weights are new now.
         if thread.optimizer_steps == 0:
             torch.set_autocast_enabled(self._device_type, True)
 

@@ -162,6 +162,9 @@ class StepGuard:
         optimizer.found_inf = found_inf
         try:
             value = self._step(optimizer)
+        except BaseException:
+            self.may_have_overflowed(found_inf)  # These gradients are there still.
+            raise
         finally:
             del optimizer.found_inf
         send([found_inf], lambda found: self._end_step(self.last_overflow if found[0] else None))

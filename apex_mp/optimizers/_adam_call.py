@@ -28,7 +28,7 @@ class AdamCall:
 
     def check(self) -> None:
         """Raise what `run` would raise, without stepping."""
-        self.run(found_inf=torch.ones(1, device=self.device))
+        self.run(found_inf=torch.ones(1, dtype=torch.float32, device=self.device))
 
     def run(self, found_inf: Tensor | None) -> None:
         """Step, unless `found_inf` is set: then the operator only checks its arguments."""
