@@ -19,6 +19,8 @@ RESULTS ?= benchmarks/results
 GPU_LOGS ?= build/gpu-check
 GPU_SECONDS ?= inf
 GPU_COMMIT ?=
+# For bench: what python -m benchmarks.step --help tells.
+BENCH_ARGS ?=
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -37,7 +39,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types coverage cuda-on-cpu cuda-link gpu format clean
+.PHONY: help demo test lint types coverage cuda-on-cpu cuda-link gpu bench format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
@@ -49,6 +51,7 @@ help:
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
 	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
+	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
 	@echo 'make clean      remove what the other targets made'
 
 demo: $(BUILT)
@@ -86,6 +89,9 @@ coverage: $(BUILT)
 	  rm -f $(COVERAGE)/cpu/csrc/cpu/kernels_$$level.gc*; done
 	$(VENV)/bin/gcovr --txt-metric line --txt-metric branch $(COVERAGE)
 	$(VENV)/bin/gcovr --txt-metric line --fail-under-line 100 $(COVERAGE)
+
+bench: $(BUILT)
+	$(VENV)/bin/python -m benchmarks.step $(BENCH_ARGS)
 
 cuda-on-cpu: $(BUILT)
 	$(VENV)/bin/python -m pytest tests/cuda_on_cpu $(PYTEST_ARGS)

@@ -1,0 +1,165 @@
+"""The cases of benchmarks.step that need nothing but apex_mp and torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex_mp.optimizers import FP16_Optimizer, FusedAdam
+from benchmarks import step_plain
+from benchmarks.step_arena import (
+    MAX_NORM,
+    OPTIONS,
+    SCALE,
+    Arena,
+    Case,
+    Pass,
+    Running,
+    bring_in,
+    count_on_host,
+    count_on_param,
+    parameters,
+)
+
+ADAM = Pass("Adam", 16, 12)
+ADAM_WITH_COPY = Pass("Adam with copy", 14, 14)
+CHECK_AND_NORM = Pass("check with norm", 2, 0)
+SCALER_CHECK = Pass("GradScaler's check", 4, 4)  # it writes what it multiplied by 1
+NORM = Pass("norm", 4, 0)
+UNSCALE = Pass("unscale", 4, 4)
+CLIP = Pass("clip", 4, 4)
+COPY_IN = Pass("gradients to fp32", 2, 4)
+COPY_OUT = Pass("masters to the model", 4, 2)
+SUM_CHECK = Pass("check by .float().sum()", 6, 4)
+
+
+def ours_fp16(arena: Arena, max_grad_norm: float = 0.0) -> Running:
+    """FP16_Optimizer around FusedAdam."""
+    params = parameters(arena.half)
+    inner = FusedAdam(params, max_grad_norm=max_grad_norm, **OPTIONS)
+    scale = {"init_scale": SCALE, "scale_window": 2**30}
+    optimizer = FP16_Optimizer(
+        inner, dynamic_loss_scale=True, dynamic_loss_args=scale, verbose=False
+    )
+    arena.share_moments(inner, step=count_on_param)
+    return Running(lambda: bring_in(params, arena.half_grads), optimizer.step)
+
+
+def ours_fp16_clip(arena: Arena) -> Running:
+    """The same with clipping."""
+    return ours_fp16(arena, MAX_NORM)
+
+
+def ours_bf16(arena: Arena) -> Running:
+    """FusedAdam on bfloat16 parameters, with masters of its own."""
+    params = parameters(arena.bfloat)
+    optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
+    arena.share_moments(optimizer, step=count_on_param)
+    for param, master in zip(params, arena.weights, strict=True):
+        optimizer.state[param]["master_param"] = master
+    return Running(lambda: bring_in(params, arena.bfloat_grads), optimizer.step)
+
+
+def fp32(arena: Arena, kind: Any, scale: float = 1.0, **options: Any) -> tuple[Running, Any]:
+    """A fused optimizer, or one of torch, on fp32 parameters; and the optimizer itself."""
+    params = parameters(arena.weights)
+    optimizer = kind(params, **OPTIONS, **options)
+    arena.share_moments(optimizer, step=count_on_host if options.get("foreach") else count_on_param)
+
+    def prepare() -> None:
+        arena.fill_grads(scale)
+        bring_in(params, arena.grads)
+
+    return Running(prepare, optimizer.step), optimizer
+
+
+def ours_fp32(arena: Arena) -> Running:
+    """FusedAdam."""
+    return fp32(arena, FusedAdam)[0]
+
+
+def torch_fused(arena: Arena) -> Running:
+    """AdamW of torch in one kernel."""
+    return fp32(arena, torch.optim.AdamW, fused=True)[0]
+
+
+def torch_foreach(arena: Arena) -> Running:
+    """AdamW of torch, a kernel for each operation."""
+    return fp32(arena, torch.optim.AdamW, foreach=True)[0]
+
+
+def scaled(arena: Arena, kind: Any, **options: Any) -> Running:
+    """GradScaler around an optimizer, which unscales inside its step."""
+    running, optimizer = fp32(arena, kind, SCALE, **options)
+    scaler = grad_scaler(arena.device)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Running(running.prepare, step)
+
+
+def grad_scaler(device: str) -> torch.amp.GradScaler:
+    """A GradScaler whose scale is SCALE and stays it."""
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=2**30)
+    scaler.scale(torch.zeros((), device=device))  # makes its tensors
+    return scaler
+
+
+def ours_scaled(arena: Arena) -> Running:
+    """FusedAdam in a GradScaler."""
+    return scaled(arena, FusedAdam)
+
+
+def ours_scaled_clip(arena: Arena) -> Running:
+    """FusedAdam in a GradScaler; it clips by itself."""
+    return scaled(arena, FusedAdam, max_grad_norm=MAX_NORM)
+
+
+def torch_scaled(arena: Arena) -> Running:
+    """Fused AdamW of torch in a GradScaler."""
+    return scaled(arena, torch.optim.AdamW, fused=True)
+
+
+def torch_scaled_clip(arena: Arena) -> Running:
+    """The recipe of torch's documentation: unscale_, clip_grad_norm_, step."""
+    running, optimizer = fp32(arena, torch.optim.AdamW, SCALE, fused=True)
+    scaler = grad_scaler(arena.device)
+    (group,) = optimizer.param_groups
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(group["params"], MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Running(running.prepare, step)
+
+
+FP16, FP16_CLIP, BF16 = "ours fp16", "ours fp16, clip", "ours bf16"
+FP32, SCALED, SCALED_CLIP = "ours fp32", "ours fp32, GradScaler", "ours fp32, GradScaler, clip"
+PLAIN = (COPY_IN, UNSCALE, ADAM, COPY_OUT)
+PLAIN_CLIP = (COPY_IN, UNSCALE, NORM, CLIP, ADAM, COPY_OUT)
+TORCH_SCALED = (SCALER_CHECK, Pass("Adam, writes gradients", 16, 16))
+
+CASES = (
+    Case(FP16, FP16, (CHECK_AND_NORM, ADAM_WITH_COPY), ours_fp16),
+    Case("plain torch fp16, foreach", FP16, PLAIN, step_plain.foreach),
+    Case("plain torch fp16, per tensor", FP16, (SUM_CHECK, *PLAIN), step_plain.per_tensor),
+    Case(FP16_CLIP, FP16_CLIP, (CHECK_AND_NORM, ADAM_WITH_COPY), ours_fp16_clip),
+    Case("plain torch fp16, foreach, clip", FP16_CLIP, PLAIN_CLIP, step_plain.foreach_clip),
+    Case("plain torch fp16, per tensor, clip", FP16_CLIP, (SUM_CHECK, *PLAIN_CLIP),
+         step_plain.per_tensor_clip),
+    Case(BF16, BF16, (ADAM_WITH_COPY,), ours_bf16),
+    Case("plain torch bf16, foreach", BF16, (COPY_IN, ADAM, COPY_OUT), step_plain.bfloat_foreach),
+    Case(SCALED, SCALED, (SCALER_CHECK, ADAM), ours_scaled),
+    Case("GradScaler + torch fused", SCALED, TORCH_SCALED, torch_scaled),
+    Case(SCALED_CLIP, SCALED_CLIP, (SCALER_CHECK, NORM, ADAM), ours_scaled_clip),
+    Case("GradScaler + clip + torch fused", SCALED_CLIP, (UNSCALE, NORM, CLIP, ADAM),
+         torch_scaled_clip),
+    Case(FP32, FP32, (ADAM,), ours_fp32),
+    Case("torch AdamW, fused", FP32, (ADAM,), torch_fused),
+    Case("torch AdamW, foreach", FP32, (ADAM,), torch_foreach),
+)  # fmt: skip

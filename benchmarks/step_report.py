@@ -1,0 +1,155 @@
+"""What benchmarks.step prints: tables, how bytes were counted, and the sentence above the chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.step_cases import FP16, FP16_CLIP
+
+HEAD = ("case", "bytes", "ms", "ns/param", "GB/s", "of memory", "times ours")
+SHOWN_BY_FINDING = "BERT-base"
+
+
+def notes(results: dict[str, Any]) -> str:
+    """Return what stands below the tables."""
+    lines = [*busy(results), *not_run(results)]
+    return "\n".join(lines + (accounting(results) if results["workloads"] else []))
+
+
+def busy(results: dict[str, Any]) -> list[str]:
+    """Return how busy the machine was with others, if that is known."""
+    taken = results["environment"]["taken_by_others"]
+    if taken is None:
+        return []
+    return [
+        f"Meanwhile other programs took {100 * taken['programs']:.0f} % of the processors, "
+        f"other machines {100 * taken['machines']:.0f} %."
+    ]
+
+
+def surroundings(facts: dict[str, Any]) -> str:
+    """Return the machine and the software in a line."""
+    where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
+    return (
+        f"{where}, {facts['threads']} threads of {facts['cores']} cores, {facts['cpu_level']}, "
+        f"torch {facts['torch']}, apex_mp {facts['apex_mp']}; medians of {facts['rounds']} rounds"
+    )
+
+
+def table(workload: dict[str, Any]) -> str:
+    """Return one workload as a Markdown table under a line that says what it is."""
+    reference = workload["reference_GB_per_s"]
+    lines = [
+        f"{workload['workload']}: {count(workload)}; memory, in place, "
+        f"{reference['median']:.1f} GB/s "
+        f"({reference['lowest']:.1f} to {reference['highest']:.1f})",
+        "",
+    ]
+    rows = [_cells(row) for row in workload["rows"]]
+    return "\n".join(lines + _markdown(HEAD, rows))
+
+
+def count(workload: dict[str, Any]) -> str:
+    """Return how many parameters there are, in how many tensors."""
+    millions = workload["parameters"] / 1e6
+    tensors = workload["tensors"]
+    many = f"{millions:.2f} M" if millions >= 1 else f"{1e3 * millions:.0f} K"
+    return f"{many} parameters in {tensors} tensor{'s' if tensors > 1 else ''}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ratio = row["times_ours"]
+    if row["compared_with"] == row["case"]:
+        compared = ""
+    else:
+        compared = "-" if ratio is None else f"{ratio:.2f}"
+    return [
+        row["case"],
+        str(row["bytes_per_parameter"]),
+        _significant(row["ms"]),
+        _significant(row["ns_per_parameter"]),
+        _significant(row["GB_per_s"]),
+        f"{row['of_reference']:.2f}",
+        compared,
+    ]
+
+
+def host_table(workloads: Sequence[dict[str, Any]]) -> str:
+    """Return the host's time for each tensor, a column for each number of tensors."""
+    head = ["host, ns a tensor", *(f"{each['tensors']} tensors" for each in workloads)]
+    names = [row["case"] for row in workloads[0]["rows"]]
+    columns = [{row["case"]: row for row in each["rows"]} for each in workloads]
+    cells = [
+        [name, *(f"{column[name]['ns_per_tensor']:.0f}" for column in columns)] for name in names
+    ]
+    return "\n".join(_markdown(head, cells))
+
+
+def not_run(results: dict[str, Any]) -> list[str]:
+    """Return one line for each case that could not run, with the reason."""
+    reasons = {
+        name: reason
+        for workload in [*results["workloads"], *results["host"]]
+        for name, reason in workload["not_run"].items()
+    }
+    return [f"Not run: {name}: {reason}" for name, reason in reasons.items()]
+
+
+def accounting(results: dict[str, Any]) -> list[str]:
+    """Return how the bytes of each case were counted."""
+    rows = {row["case"]: row for each in results["workloads"] for row in each["rows"]}
+    lines = [
+        "Bytes a parameter, R read and W written, pass by pass over the model; Adam is one pass,",
+        "however many kernels make it. GB/s and the part of memory's speed are of these bytes.",
+        "'times ours' is against the case of ours above it that does the same work.",
+    ]
+    lines += [
+        f"  {name}: {' + '.join(row['passes'])} = {row['bytes_per_parameter']}"
+        for name, row in rows.items()
+    ]
+    return lines
+
+
+def finding(results: dict[str, Any]) -> str:
+    """Return what the chart shows, in a sentence."""
+    named = {each["workload"]: each for each in results["workloads"]}
+    workload = named.get(SHOWN_BY_FINDING, results["workloads"][0])
+    plain, clipped = best_ratio(workload, FP16), best_ratio(workload, FP16_CLIP)
+    if plain is None or clipped is None:
+        return f"{workload['workload']}: one optimizer step"
+    return (
+        f"{workload['workload']} in fp16: a step in plain torch takes {plain:.1f} times as long, "
+        f"with clipping {clipped:.1f} times"
+    )
+
+
+def best_ratio(workload: dict[str, Any], ours: str) -> float | None:
+    """Return how many times as long as ours the fastest other case takes for the same work."""
+    ratios = [
+        row["times_ours"]
+        for row in workload["rows"]
+        if row["compared_with"] == ours != row["case"] and row["times_ours"] is not None
+    ]
+    return min(ratios, default=None)
+
+
+def _significant(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *rows]
+    return [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        + " |"
+        for line in lines
+    ]
