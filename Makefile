@@ -46,7 +46,7 @@ help:
 	@echo 'make test       run the tests'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
-	@echo 'make coverage   which lines and branches of csrc/ the operator tests run; all lines, or it fails'
+	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
@@ -81,7 +81,8 @@ coverage: $(BUILT)
 	  --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/cpu > $(COVERAGE)/build.log \
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q \
-	  tests/test_operator*.py tests/test_cpu_levels.py
+	  tests/test_operator*.py tests/test_cpu_levels.py tests/test_fused_adam*.py \
+	  tests/test_step_*.py tests/test_grad_marks.py tests/test_fp16_optimizer_clipping.py
 	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
 	@for level in $$($(VENV)/bin/python -c \
 	  'from apex_mp import _C; print(*{"avx2", "avx512"} - {*_C.cpu_levels()})'); do \

@@ -85,7 +85,10 @@ def flags(system_includes):
 
 
 def extension(with_cuda):
-    folders = ["csrc/*.cpp", "csrc/cpu/*.cpp"] + ["csrc/cuda/*.cpp", "csrc/cuda/*.cu"] * with_cuda
+    folders = ["csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/step/*.cpp"] + [
+        "csrc/cuda/*.cpp",
+        "csrc/cuda/*.cu",
+    ] * with_cuda
     sources = sorted(path for folder in folders for path in glob(folder))
     macros = [("APEX_MP_TORCH_VERSION", torch.__version__)]
     macros += [("APEX_MP_WITH_CUDA", "1")] * with_cuda

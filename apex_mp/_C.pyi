@@ -1,4 +1,8 @@
-# The compiled module: facts of the build (csrc/module.cpp).
+# The compiled module: facts of the build (csrc/module.cpp), objects of the step (csrc/step/).
+
+from typing import Any
+
+from torch import Tensor
 
 with_cuda: bool
 cuda_version: str | None
@@ -10,3 +14,64 @@ debug: bool
 def cpu_level() -> str: ...
 def cpu_levels() -> list[str]: ...
 def set_cpu_level(level: str) -> None: ...
+def same_items(one: list[Any], other: list[Any]) -> bool: ...
+
+class StepOutcome:
+    @property
+    def is_known(self) -> bool: ...
+    @property
+    def found_inf(self) -> bool: ...
+    @property
+    def norms(self) -> list[float]: ...
+    @property
+    def nonfinite_rows(self) -> list[int]: ...
+
+class DeviceLossScale:
+    def __init__(
+        self,
+        scale: Tensor,
+        good_steps: Tensor,
+        overflows: Tensor,
+        *,
+        growth_factor: float,
+        backoff_factor: float,
+        min_scale: float,
+        max_scale: float,
+        growth_interval: int,
+        hysteresis: int,
+    ) -> None: ...
+
+class AdamPlan:
+    def read(
+        self,
+        param_groups: list[dict[str, Any]],
+        state: dict[Any, Any],
+        *,
+        grads: list[list[Tensor | None]] | None,
+        grads_of: list[list[Tensor | None]] | None,
+        copies: list[list[Tensor | None]] | None,
+        scale: float | Tensor,
+        norms: list[float | Tensor | None] | None,
+    ) -> list[tuple[int, int]]: ...
+    def run(
+        self,
+        *,
+        found_inf: Tensor | None,
+        check: bool,
+        clip_by_global_norm: bool,
+        loss_scale: DeviceLossScale | None,
+        wait: bool,
+    ) -> StepOutcome: ...
+    @property
+    def outcome(self) -> Tensor: ...
+    @staticmethod
+    def read_outcome(told: Tensor) -> StepOutcome: ...
+    @property
+    def without_grad(self) -> list[tuple[int, int]]: ...
+    @property
+    def can_run(self) -> bool: ...
+    def refresh_groups(self) -> None: ...
+
+class GradMarks:
+    def take(self, params: list[Any]) -> None: ...
+    def differ(self, params: list[Any]) -> bool: ...

@@ -9,6 +9,28 @@ except ImportError:
     if not _extension.is_environment_report():
         raise
 else:
-    from apex_mp import amp, fp16_utils, optimizers
+    from apex_mp import (
+        amp,
+        convert,
+        fp16_utils,
+        multi_tensor_apply,
+        normalization,
+        optimizers,
+        parallel,
+    )
+    from apex_mp._as_apex import install_as_apex, uninstall_as_apex
+    from apex_mp.checkpoint import load_checkpoint
 
-__all__ = ["__version__", "amp", "fp16_utils", "optimizers"]
+__all__ = [
+    "__version__",
+    "amp",
+    "convert",
+    "fp16_utils",
+    "install_as_apex",
+    "load_checkpoint",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+    "uninstall_as_apex",
+]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _ops
+from apex_mp.device_scale import bring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +33,19 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """A gradient that holds inf or NaN: whose, of what shape, and how many of each."""
+    """A gradient that holds inf or NaN: whose, of what shape, and how many of each.
+
+    Nobody knows how many (None) if the gradient was gone when the host heard of it.
+    """
 
     name: str
     shape: tuple[int, ...]
-    inf: int
-    nan: int
+    inf: int | None = None
+    nan: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)}: {self.inf} inf, {self.nan} NaN"
+        what = "inf or NaN" if self.inf is None else f"{self.inf} inf, {self.nan} NaN"
+        return f"{self.name} {list(self.shape)}: {what}"
 
 
 def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
@@ -68,17 +73,6 @@ def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
     return Checked(found, tuple(math.sqrt(total) for total in sums))
 
 
-def norm(lists: Sequence[Sequence[Tensor]]) -> float | Tensor:
-    """Return the l2 norm of all gradients as one vector; the host waits only for several devices.
-
-    Args:
-        lists: One list of gradients for each device.
-    """
-    if len(lists) == 1:
-        return _ops.l2_norm(lists[0])
-    return math.hypot(*[float(_ops.l2_norm(grads)) for grads in lists])
-
-
 def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> bool:
     """Write `src[i] * inv_scale` to `dst[i]` and return whether `src` holds inf or NaN.
 
@@ -94,6 +88,24 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
         _ops.unscale_(sources, targets, factor, found_inf)
         found.append(found_inf)
     return any(flag.item() != 0.0 for flag in found)
+
+
+def unscale_unwaited(src: Sequence[Tensor], dst: Sequence[Tensor], scale: float | Tensor) -> None:
+    """Write `src[i] / scale` to `dst[i]`; the host waits for nothing and hears nothing.
+
+    Args:
+        src: Scaled gradients on any devices.
+        dst: Where they go, each on the device of its source; may be `src` itself.
+        scale: The loss scale: a number, or one on a device.
+    """
+    if isinstance(scale, Tensor):
+        inv_scale = scale.double().reciprocal()
+    else:
+        inv_scale = torch.tensor(1.0 / scale, dtype=torch.float64, device="cpu")
+    for device, (sources, targets) in _by_device(src, dst).items():
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        here = inv_scale if inv_scale.is_cpu else bring(inv_scale, device)
+        _ops.unscale_(sources, targets, here, found_inf)
 
 
 def add_unscaled(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> bool:
@@ -135,13 +147,26 @@ def lie_as(grad: Tensor, param: Tensor) -> Tensor:
 def locate_nonfinite(grads: Iterable[tuple[str, Tensor]]) -> list[NonFinite]:
     """Return which of the named gradients hold inf or NaN, and how many, the worst first."""
     named = list(grads)
-    counts = [torch.stack([grad.isinf().sum(), grad.isnan().sum()]) for _, grad in named]
+    counts = [_count_nonfinite(grad) for _, grad in named]
     found = []
     for (name, grad), count in zip(named, counts, strict=True):
         inf, nan = count.tolist()
         if inf or nan:
-            found.append(NonFinite(name, tuple(grad.shape), inf, nan))
-    return sorted(found, key=lambda one: one.inf + one.nan, reverse=True)
+            found.append((inf + nan, NonFinite(name, tuple(grad.shape), inf, nan)))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _count_nonfinite(grad: Tensor) -> Tensor:
+    """How many inf and how many NaN there are, still on the device."""
+    numbers = grad.detach()
+    # torch's masks and sums take up to nine bytes for each element that is looked at. A GPU is
+    # slow with small pieces.
+    at_once = 1 << 16 if numbers.is_cpu else 1 << 24
+    if numbers.numel() > at_once:
+        dense = torch.empty_like(numbers, device="meta").stride() == numbers.stride()
+        flat = numbers.as_strided([numbers.numel()], [1]) if dense else numbers.reshape(-1)
+        return torch.stack([_count_nonfinite(piece) for piece in torch.split(flat, at_once)]).sum(0)
+    return torch.stack([numbers.isinf().sum(), numbers.isnan().sum()])
 
 
 def _by_device(

@@ -199,6 +199,35 @@ def from_dict(values: Mapping[str, Any]) -> LossScale:
     return _KINDS[kind](**fields)
 
 
+_GRAD_SCALER_FIELDS = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "_growth_tracker": "good_steps",
+}
+
+
+def is_of_grad_scaler(state: Any) -> bool:
+    """Tell whether a dict is, or means to be, the state of a `torch.amp.GradScaler`."""
+    return isinstance(state, Mapping) and {"scale", "growth_factor"} <= state.keys()
+
+
+def from_grad_scaler(state: Mapping[str, Any]) -> DynamicLossScale:
+    """Return the loss scale that a `torch.amp.GradScaler`'s state_dict describes.
+
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: A key is missing, or a value is out of range.
+    """
+    missing = [key for key in _GRAD_SCALER_FIELDS if key not in state]
+    if missing:
+        raise ValueError(
+            f"loss_scale.from_grad_scaler: keys {missing} are missing; the dict has {[*state]}"
+        )
+    return DynamicLossScale(**{field: state[key] for key, field in _GRAD_SCALER_FIELDS.items()})
+
+
 def _round_to_float32(x: float) -> float:
     # x is a normal float32 in size, so 24 bits of mantissa remain; round() takes ties to even.
     mantissa, exponent = math.frexp(x)

@@ -180,9 +180,14 @@ class MasterGroup:
             for model, master in zip(self.model_params, self.master_params, strict=True)
             if id(model) not in except_for
         ]
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
+        write(pairs)
+
+
+def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the second of each pair, rounded, to the first."""
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
 
 
 def rekey_state(state: Any, new: dict[Parameter, Parameter]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.step_cases import FP16, FP16_CLIP
+from benchmarks.step_cases import BF16, FP16, FP16_CLIP, FP32
 
 HEAD = ("case", "bytes", "ms", "ns/param", "GB/s", "of memory", "times ours")
 SHOWN_BY_FINDING = "BERT-base"
@@ -32,9 +32,77 @@ def surroundings(facts: dict[str, Any]) -> str:
     """Return the machine and the software in a line."""
     where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
     return (
-        f"{where}, {facts['threads']} threads of {facts['cores']} cores, {facts['cpu_level']}, "
+        f"{where}, {facts['threads']} of {facts['cores']} cores, {facts['cpu_level']}, "
         f"torch {facts['torch']}, apex_mp {facts['apex_mp']}; medians of {facts['rounds']} rounds"
     )
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return what docs/speed.md shows of results, in paragraphs."""
+    tables = [table(workload) for workload in results["workloads"]]
+    if results["host"]:
+        tables.append(host_table(results["host"]))
+    return "\n\n".join([surroundings(results["environment"]), *tables, *aims(results)])
+
+
+def aims(results: dict[str, Any]) -> list[str]:
+    """Return a Markdown table of what was aimed at on a CPU, and whether it was reached."""
+    named = {
+        (each["workload"], row["case"]): row
+        for each in results["workloads"]
+        for row in each["rows"]
+    }
+    lines = []
+    for name, kind, figure, atleast, aim in AIMS:
+        if (name, kind) in named:
+            reached = figure(named, name, kind)
+            met = reached >= aim if atleast else reached <= aim
+            bound = f"{'at least' if atleast else 'at most'} {aim}"
+            said = f"{reached:.2f}"
+            lines.append([f"{kind}, {name}", SAID[figure], said, bound, "yes" if met else "no"])
+    head = ["case", "figure", "measured", "aim", "reached"]
+    return ["\n".join(markdown(head, lines))] if lines else []
+
+
+def _of_reference(named: dict[Any, Any], workload: str, case: str) -> float:
+    return float(named[workload, case]["of_reference"])
+
+
+def _best_foreach(named: dict[Any, Any], workload: str, case: str) -> float:
+    return min(
+        row["times_ours"]
+        for (name, other), row in named.items()
+        if name == workload and row["compared_with"] == case and "foreach" in other
+    )
+
+
+def _fastest_other(named: dict[Any, Any], workload: str, case: str) -> float:
+    return min(
+        row["times_ours"]
+        for (name, other), row in named.items()
+        if name == workload and row["compared_with"] == case != other
+    )
+
+
+def _ms(named: dict[Any, Any], workload: str, case: str) -> float:
+    return float(named[workload, case]["ms"])
+
+
+SAID = {
+    _of_reference: "of memory's speed",
+    _best_foreach: "times ours, torch foreach",
+    _fastest_other: "times ours, fastest other",
+    _ms: "ms, with cold caches",
+}
+# Workload, case, figure, whether it is to be at least or at most, the bound.
+AIMS = (
+    *((name, FP16, _of_reference, True, 0.92) for name in ("ResNet-50", "BERT-base", "1 x 100M")),
+    *((name, BF16, _of_reference, True, 0.92) for name in ("ResNet-50", "BERT-base", "1 x 100M")),
+    ("BERT-base", FP16, _best_foreach, True, 1.7),
+    ("BERT-base", FP16_CLIP, _best_foreach, True, 2.2),
+    *((name, FP32, _fastest_other, True, 1.0) for name in ("ResNet-50", "BERT-base", "1 x 100M")),
+    *(("2000 x 64", case, _ms, False, 0.25) for case in (FP16, BF16, FP32)),
+)
 
 
 def table(workload: dict[str, Any]) -> str:
@@ -47,7 +115,7 @@ def table(workload: dict[str, Any]) -> str:
         "",
     ]
     rows = [_cells(row) for row in workload["rows"]]
-    return "\n".join(lines + _markdown(HEAD, rows))
+    return "\n".join(lines + markdown(HEAD, rows))
 
 
 def count(workload: dict[str, Any]) -> str:
@@ -83,7 +151,7 @@ def host_table(workloads: Sequence[dict[str, Any]]) -> str:
     cells = [
         [name, *(f"{column[name]['ns_per_tensor']:.0f}" for column in columns)] for name in names
     ]
-    return "\n".join(_markdown(head, cells))
+    return "\n".join(markdown(head, cells))
 
 
 def not_run(results: dict[str, Any]) -> list[str]:
@@ -141,7 +209,7 @@ def _significant(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *rows]
     return [

@@ -27,15 +27,19 @@ APEX_MP_MATH Chunk chunk_of(int64_t tensor, int64_t index, int64_t size, int64_t
   return {tensor, begin, left < chunk_size ? left : chunk_size};
 }
 
+inline void append_chunks(int64_t tensor, int64_t size, int64_t chunk_size,
+                          std::vector<Chunk>& chunks) {
+  for (int64_t index = 0; index < count_chunks(size, chunk_size); ++index) {
+    chunks.push_back(chunk_of(tensor, index, size, chunk_size));
+  }
+}
+
 // Chunks in the order of the list; an empty tensor has none. The order depends on sizes alone,
 // never on threads, so a sum taken over chunks in order is reproducible.
 inline std::vector<Chunk> cut_into_chunks(const std::vector<int64_t>& sizes, int64_t chunk_size) {
   std::vector<Chunk> chunks;
   for (int64_t tensor = 0; tensor < static_cast<int64_t>(sizes.size()); ++tensor) {
-    const int64_t size = sizes[tensor];
-    for (int64_t index = 0; index < count_chunks(size, chunk_size); ++index) {
-      chunks.push_back(chunk_of(tensor, index, size, chunk_size));
-    }
+    append_chunks(tensor, sizes[tensor], chunk_size, chunks);
   }
   return chunks;
 }

@@ -1,4 +1,7 @@
-// The Python module apex_mp._C: facts of the build. Importing it registers the operators.
+// The Python module apex_mp._C: facts of the build, and the objects of the step plan. Importing it
+// registers the operators.
+#include "step/module.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -75,6 +78,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("cpu_level", &cpu::level_name);
   module.def("cpu_levels", &cpu::supported_levels);
   module.def("set_cpu_level", &cpu::set_level, py::arg("level"));
+  step::define_classes(module);
 }
 
 }  // namespace apex_mp

@@ -124,8 +124,7 @@ inline void check_rule(const math::LossScaleRule& rule) {
                "min_scale or more");
 }
 
-inline void check_adam_options(const math::AdamOptions& options) {
-  const char* op = "adam_";
+inline void check_adam_options(const char* op, const math::AdamOptions& options) {
   check_option(op, "beta1", options.beta1, 0.0 <= options.beta1 && options.beta1 < 1.0,
                "in [0, 1)");
   check_option(op, "beta2", options.beta2, 0.0 <= options.beta2 && options.beta2 < 1.0,

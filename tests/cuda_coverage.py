@@ -5,13 +5,14 @@ python tests/cuda_coverage.py FOLDER builds into FOLDER and leaves the counters 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).with_name("cuda_on_cpu")))
 
 from builder import build
-from nets import NETS, run
+from nets import NETS, PLAN, run
 
 # Each line is counted by itself; what is returned is moved, as in the Makefile.
 COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
@@ -19,10 +20,14 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
-    status, output = run(library, NETS["wide grid, forward"], ["-q"])
-    if status:
-        print(output)
-    return status
+    tests = [*PLAN[:2], "tests/test_fused_adam_grad_scaler.py"]
+    stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
+    for net in (NETS["wide grid, forward"], stepper):
+        status, output = run(library, net, ["-q"])
+        if status:
+            print(output)
+            return status
+    return 0
 
 
 if __name__ == "__main__":

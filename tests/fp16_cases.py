@@ -137,7 +137,7 @@ class _Passes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
         large = any(leaf.numel() >= self.elements for leaf in leaves)
-        if large and not _is_view(func) and not _only_checks_arguments(func, args):
+        if large and not _is_view(func):
             self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
@@ -149,17 +149,13 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _only_checks_arguments(func: Any, args: Any) -> bool:
-    """Whether this is an Adam call with found_inf set, which reads and writes no elements."""
-    if func._schema.name != "apex_mp::adam_":
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    found_inf = args[names.index("found_inf")]
-    return found_inf is not None and bool(found_inf.item())
-
-
 @contextmanager
 def passes_over(elements: int) -> Iterator[list[str]]:
-    """List the names of operators that read or write a tensor of that many elements or more."""
-    with _Passes(elements) as passes:
+    """List the names of operators that read or write a tensor of that many elements or more.
+
+    And those of a step plan's passes, behind them, whatever their size.
+    """
+    with torch.profiler.profile() as profiler, _Passes(elements) as passes:
         yield passes.names
+    events = [event.name for event in profiler.events()]
+    passes.names += [name for name in events if name.startswith("apex_mp::") and "_pass" in name]

@@ -29,8 +29,9 @@ from fp16_cases import pull
 from tolerances import assert_same_bits
 from torch import nn
 
-from apex_mp import amp
+from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
+from apex_mp.amp.scaler import LossScaler
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_thread")]
 
@@ -294,6 +295,57 @@ def test_another_number_of_scales_is_warned_of(
     assert scales() == expected
 
 
+GRAD_SCALER = {
+    "scale": 2.0**10,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.125,
+    "growth_interval": 7,
+    "_growth_tracker": 3,
+}
+
+
+def test_the_state_of_a_grad_scaler_goes_to_all_scales() -> None:
+    initialize(nn.Linear(1, 1), opt_level="O1", num_losses=2, min_loss_scale=2.0)
+    amp.load_state_dict(GRAD_SCALER)
+    assert scales() == [(2.0**10, 3)] * 2
+    value = _amp_state.loss_scalers[1].value
+    assert (value.growth_factor, value.backoff_factor, value.growth_interval) == (4.0, 0.125, 7)
+    assert (value.min_scale, value.max_scale) == (2.0, 2.0**24)
+
+
+def test_a_static_scale_stays_static_and_takes_the_number() -> None:
+    initialize(nn.Linear(1, 1), opt_level="O1", loss_scale=128.0)
+    for state in (GRAD_SCALER, {"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 3}}):
+        _amp_state.loss_scalers[0]._loss_scale = 128.0
+        amp.load_state_dict(state)
+        assert not _amp_state.loss_scalers[0].dynamic
+        assert scales() == [(2.0**10, 0)]
+
+
+def test_loss_scalers_that_were_pickled_are_taken_over() -> None:
+    initialize(nn.Linear(1, 1), opt_level="O1", num_losses=3)
+    of_amp, dynamic = LossScaler(scale_window=9), fp16_utils.DynamicLossScaler(2.0**20)
+    of_amp._unskipped = 4
+    dynamic.update_scale(True)
+    amp.load_state_dict(
+        {
+            "loss_scaler0": of_amp,
+            "loss_scaler1": dynamic,
+            "loss_scaler2": fp16_utils.LossScaler(64.0),
+        }
+    )
+    assert scales() == [(2.0**16, 4), (2.0**19, 0), (64.0, 0)]
+    windows = [scaler.value.growth_interval for scaler in _amp_state.loss_scalers]
+    assert windows == [9, 1000, 2000]
+
+
+def test_a_handle_takes_the_state_of_a_grad_scaler() -> None:
+    handle = amp.init(device_type="cpu")
+    handle.load_state_dict(GRAD_SCALER)
+    assert handle._default_scaler.loss_scale() == 2.0**10
+    assert handle._default_scaler._unskipped == 3
+
+
 UNREADABLE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unexpected keys": (
         {"model": {}, "loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}, "epoch": 3},
@@ -309,6 +361,16 @@ UNREADABLE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {**FILE_OF_2019, "loss_scaler1": {"loss_scale": "2", "unskipped": 1}},
         TypeError,
         "scale is '2'; it must be a number",
+    ),
+    "a GradScaler out of range": (
+        {**GRAD_SCALER, "scale": 0.0},
+        ValueError,
+        "scale is 0.0; it must lie in",
+    ),
+    "half a GradScaler": (
+        {"scale": 1.0, "growth_factor": 2.0},
+        ValueError,
+        "keys .'backoff_factor', 'growth_interval', '_growth_tracker'. are missing",
     ),
     "out of range": (
         {**FILE_OF_2019, "loss_scaler1": {"loss_scale": 0.0, "unskipped": 1}},

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp import amp
-from apex_mp.amp import device_scaler
+from apex_mp import amp, device_scale
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
@@ -93,7 +92,7 @@ def test_another_default_dtype_changes_nothing(make: Any) -> None:
 def test_a_first_step_of_fused_sgd_that_is_skipped_leaves_no_momentum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_scaler, "DEVICE_TYPES", {"cpu", "cuda"})
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu", "cuda"})
     handle: Any = amp.init(device_type="cpu")
     weight = nn.Parameter(torch.ones(64, 64))
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5, fused=True)
@@ -108,7 +107,7 @@ def test_a_first_step_of_fused_sgd_that_is_skipped_leaves_no_momentum(
 def test_a_step_that_raises_on_a_device_is_still_to_be_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_scaler, "DEVICE_TYPES", {"cpu", "cuda"})
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu", "cuda"})
     handle: Any = amp.init(device_type="cpu")
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], fused=True)

@@ -16,7 +16,7 @@ from fp16_cases import F16, F32, INF, assert_grads, parameter, pull
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from apex_mp import amp
+from apex_mp import amp, fp16_utils
 from apex_mp.amp import OptimWrapper
 from apex_mp.optimizers import FusedAdam
 
@@ -425,9 +425,83 @@ def test_a_checkpoint_that_the_optimizer_refuses_changes_no_scale(
 ) -> None:
     state = trained(handle, weight, INF).state_dict()
     wrapped = handle.wrap_optimizer(torch.optim.Adam([weight, other]), 2)
-    with pytest.raises(ValueError, match="doesn't match"):
+    with pytest.raises(
+        ValueError, match="group 0 of the saved optimizer has 1 parameters, that of"
+    ):
         wrapped.load_state_dict(state)
     assert scales(wrapped) == [SCALE, SCALE]
+
+
+def test_moments_of_another_shape_change_neither_optimizer_nor_scales(
+    handle: Any, weight: Any
+) -> None:
+    state = copy.deepcopy(trained(handle, weight, INF, 1.0).state_dict())
+    state["state"][0]["exp_avg"] = torch.ones(3)
+    wrapped = trained(handle, weight, 1.0, 2.0)
+    before = str(wrapped.state_dict())
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 in group 0 has shape \[3\]"):
+        wrapped.load_state_dict(state)
+    assert str(wrapped.state_dict()) == before
+
+
+def test_a_state_that_the_optimizer_itself_refuses_half_way_is_taken_back(
+    handle: Any, weight: Any
+) -> None:
+    state = copy.deepcopy(trained(handle, weight, INF, 1.0).state_dict())
+    state["state"][0]["step"] = "many"  # torch looks at it when it has put the rest in place.
+    wrapped = trained(handle, weight, 1.0, 2.0)
+    before = str(wrapped.state_dict())
+    with pytest.raises(ValueError, match="could not convert"):
+        wrapped.load_state_dict(state)
+    assert str(wrapped.state_dict()) == before
+
+
+def test_the_state_of_an_fp16_optimizer_is_refused_in_a_sentence(handle: Any, weight: Any) -> None:
+    half = fp16_utils.FP16_Optimizer(torch.optim.Adam([parameter([1.0])]), 2.0, verbose=False)
+    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight]), 2)
+    with pytest.raises(ValueError, match=r"keys \['state', 'param_groups'\] are missing"):
+        wrapped.load_state_dict(half.state_dict())
+
+
+GRAD_SCALER = {
+    "scale": 2.0**10,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.125,
+    "growth_interval": 7,
+    "_growth_tracker": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (GRAD_SCALER, [2.0**10, 2.0**10]),
+        (
+            {
+                "loss_scaler1": {"loss_scale": 4.0, "unskipped": 1},
+                "loss_scaler0": {"loss_scale": 2.0, "unskipped": 0},
+            },
+            [2.0, 4.0],
+        ),
+    ],
+    ids=["GradScaler", "amp.state_dict"],
+)
+def test_scales_alone_are_loaded_and_leave_the_optimizer_as_it_is(
+    state: Any, expected: list[float], handle: Any, weight: Any
+) -> None:
+    wrapped = trained(handle, weight, 1.0, 2.0)
+    before = str(wrapped._optimizer.state_dict())
+    wrapped.load_state_dict(state)
+    assert scales(wrapped) == expected
+    assert str(wrapped._optimizer.state_dict()) == before
+
+
+def test_scales_of_amp_beside_the_optimizers_state_are_loaded_too(handle: Any, weight: Any) -> None:
+    state = trained(handle, weight, INF).state_dict()
+    numbered = {f"loss_scaler{i}": one for i, one in enumerate(state.pop("loss_scalers"))}
+    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight]), 2)
+    wrapped.load_state_dict({**state, **numbered})
+    assert scales(wrapped) == [SCALE, SCALE / 2]
 
 
 def test_scales_go_into_a_file_without_casts_too(handle: Any, weight: Any) -> None:

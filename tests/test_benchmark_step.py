@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ BERT-base: 2.00 M parameters in 2 tensors; memory, in place, 50.0 GB/s (40.0 to 
 def test_the_table_says_what_was_measured():
     assert step_report.table(FIXED["workloads"][0]) == TABLE
     where = step_report.surroundings(FIXED["environment"])
-    assert where.startswith("A processor, 2 threads of 4 cores, avx2, torch 2.13.0, apex_mp 0.1.0;")
+    assert where.startswith("A processor, 2 of 4 cores, avx2, torch 2.13.0, apex_mp 0.1.0;")
     text = step_report.notes(FIXED)
     assert text.startswith(
         "Meanwhile other programs took 25 % of the processors, other machines 0 %.\n"
@@ -319,3 +320,13 @@ def test_the_chart_is_a_png_beside_the_json(tmp_path):
         f"Written: {tmp_path / 'step-cpu.json'}",
         f"Written: {tmp_path / 'step-cpu.png'}",
     ]
+
+
+RESULTS = Path(benchmark.__file__).resolve().parent / "results"
+
+
+@pytest.mark.parametrize("name", ["step-cpu.json", "step-host-cpu.json"])
+def test_the_page_shows_the_published_figures(name):
+    said = step_report.page(json.loads((RESULTS / name).read_text()))
+    page = (RESULTS.parents[1] / "docs" / "speed.md").read_text()
+    assert said in page, f"docs/speed.md must hold what {name} says:\n{said}"

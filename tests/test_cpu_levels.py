@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
-from op_cases import LISTS, OPERATORS, Arguments, Dtypes, ListCase, Operator, copy_of, name_of
+from op_cases import (
+    BF16,
+    F16,
+    F32,
+    LISTS,
+    NAMES,
+    OPERATORS,
+    Arguments,
+    Dtypes,
+    ListCase,
+    Operator,
+    copy_of,
+    name_of,
+)
 from op_cases import tensors_of as tensors_in
 from tolerances import assert_same_bits
+from torch import Tensor
 
-from apex_mp import _C
+from apex_mp import _C, _ops
 
 pytestmark = pytest.mark.cpu_only
 
@@ -23,6 +39,12 @@ each_row = pytest.mark.parametrize(
 
 # Enough chunks for two threads, in another number of chunks for each tensor.
 LONG = ListCase("long", [(50_000,), (3,), (16_384,), (100_001,), (40,)])
+
+# The dtypes that have a way of their own through registers: numbers before the first aligned copy,
+# whole registers, and numbers behind the last one.
+each_grad = pytest.mark.parametrize("grad", [F16, BF16, F32], ids=NAMES.get)
+each_copy = pytest.mark.parametrize("copy", [None, F16, BF16, F32], ids=NAMES.get)
+SIZES = [*range(1, 36), 63, 64, 65, 511, 512, 513, 1100]
 
 
 def plant_inf_and_nan(call: Arguments) -> None:
@@ -86,3 +108,146 @@ def test_an_unknown_level_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match=sentence):
         _C.set_cpu_level("sse9")
     assert _C.cpu_level() == before
+
+
+class Step:
+    """One Adam step on tensors that are cut from flat memory, from where a test wants them."""
+
+    def __init__(self, size: int, grad: torch.dtype, copy: torch.dtype | None) -> None:
+        self.param, self.exp_avg = torch.randn(2, size)
+        self.exp_avg_sq = torch.rand(size)
+        self.grad = (10 * torch.randn(size)).to(grad)
+        self.copy = None if copy is None else torch.zeros(size, dtype=copy)
+
+    def take(self, sizes: list[int], starts: tuple[int, ...], lr: float = 0.01) -> None:
+        """Update every tensor of `sizes`; `starts` are those of param, moments, grad and copy."""
+
+        def cut(flat: Tensor, start: int) -> list[Tensor]:
+            pieces = []
+            for size in sizes:
+                pieces.append(flat[start : start + size])
+                start += -(-size // 64) * 64 + 64  # The next one begins as aligned as this one.
+            return pieces
+
+        flat = (self.param, self.grad, self.exp_avg, self.exp_avg_sq)
+        lists = [cut(tensor, start) for tensor, start in zip(flat, starts[:4], strict=True)]
+        copies = None if self.copy is None else cut(self.copy, starts[4])
+        steps = list(torch.full((len(sizes), 1), 3.0).unbind())
+        _ops.adam_(
+            *lists,
+            steps,
+            copies,
+            lr=torch.tensor(lr),
+            inv_scale=torch.tensor(0.25),
+            found_inf=None,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=lr,
+            adam_w_mode=True,
+            bias_correction=True,
+            eps_inside_sqrt=False,
+        )
+
+    def at_baseline(self, *arguments: Any) -> Step:
+        """Return what the step would have made of a copy of all tensors at the baseline."""
+        again, level = deepcopy(self), _C.cpu_level()
+        _C.set_cpu_level("baseline")
+        again.take(*arguments)
+        _C.set_cpu_level(level)
+        return again
+
+    def assert_same(self, other: Step) -> None:
+        """Compare the whole memory, so that what was written beside a tensor is seen too."""
+        for name, tensor in vars(self).items():
+            if tensor is not None:
+                assert_same_bits(tensor, vars(other)[name])
+
+
+@each_copy
+@each_grad
+def test_a_step_gives_the_same_bits_from_wherever_its_tensors_start(
+    grad: torch.dtype, copy: torch.dtype | None, cpu_level: str
+) -> None:
+    for offset in range(17):  # The widest register holds 16 halves.
+        step = Step(15_000, grad, copy)
+        starts = (offset % 3, offset % 5, offset % 7, offset % 2, offset)
+        expected = step.at_baseline(SIZES, starts)
+        step.take(SIZES, starts)
+        step.assert_same(expected)
+
+
+@each_copy
+@each_grad
+def test_a_step_gives_the_same_bits_for_any_bits(
+    grad: torch.dtype, copy: torch.dtype | None, cpu_level: str
+) -> None:
+    size = 2**16 + 7
+    step = Step(size, grad, copy)
+    bits = torch.randint(-(2**31), 2**31, (5, size)).to(torch.int32)
+    step.param, step.exp_avg, step.exp_avg_sq = bits[:3].clone().view(F32)
+    # -0.0, subnormals and infinities are rare among random bits.
+    for tensor in (step.param, step.exp_avg, step.exp_avg_sq):
+        tensor[::7] = -0.0
+        tensor[1::7] = 1e-41
+        tensor[2::7] = float("inf")
+        tensor[3::7] = torch.randn(tensor[3::7].shape)
+    step.grad = bits[4].view(grad)[:size].clone()
+    expected = step.at_baseline([size], (0,) * 5)
+    step.take([size], (0,) * 5)
+    step.assert_same(expected)
+
+
+@pytest.mark.parametrize("half", [F16, BF16], ids=NAMES.get)
+def test_the_copy_of_a_step_is_rounded_as_torch_rounds(half: torch.dtype, cpu_level: str) -> None:
+    # With lr 0 a finite parameter stays as it is, so that the copy rounds what the test wants.
+    size = 2**20
+    step = Step(size, F16, half)
+    bits = torch.randint(-(2**31), 2**31, (size,)).to(torch.int32)
+    numbers = torch.randn(size) * torch.randint(-27, 18, (size,)).float().exp2()
+    exact = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).float()
+    ties = (exact.view(torch.int32) + (1 << (12 if half is F16 else 15))).view(F32)
+    step.param = torch.cat([bits.view(F32), numbers, exact, ties])[-size:].contiguous()
+    step.param[:1000] = bits[:1000].view(F32)
+    step.param[1000:2000] = (bits[:1000] | 0x7F800001).view(F32)  # NaN, of either sign
+    before = step.param.clone()
+    step.take([size], (0,) * 5, 0.0)
+    finite = before.isfinite()
+    assert_same_bits(step.param[finite], before[finite])
+    assert step.copy is not None
+    assert_same_bits(step.copy, step.param.to(half))
+    if half is BF16:
+        assert (step.copy[step.param.isnan()].view(torch.int16) == 0x7FC0).all()
+
+
+@each_grad
+def test_one_infinity_is_found_wherever_it_is(grad: torch.dtype, cpu_level: str) -> None:
+    grads = torch.randn(1100).to(grad)
+    finite, found_inf, sum_sq = grads.clone(), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    for place in range(1100):
+        grads[place] = float(("inf", "-inf", "nan")[place % 3])
+        _ops.check_([grads], [0], found_inf.zero_(), sum_sq)
+        assert found_inf.item() == 1.0, place
+        grads[place] = finite[place]
+        _ops.check_([grads], [0], found_inf.zero_(), sum_sq)
+        assert found_inf.item() == 0.0, place
+        sum_sq.zero_()
+
+
+@each_grad
+def test_a_sum_of_squares_has_the_same_bits_for_any_size_and_start(
+    grad: torch.dtype, cpu_level: str
+) -> None:
+    numbers = torch.randn(3000).to(grad)
+    numbers[1000] = torch.finfo(grad).max  # Has no square in float32, unless it is float16.
+    grads = [numbers[start : start + size] for size in SIZES for start in range(0, 1900, 37)]
+    sums = []
+    for level in (cpu_level, "baseline"):
+        _C.set_cpu_level(level)
+        found_inf, sum_sq = torch.zeros(1), torch.zeros(len(grads), dtype=torch.float64)
+        _ops.check_(grads, range(len(grads)), found_inf, sum_sq)
+        sums.append(sum_sq)
+        assert found_inf.item() == 0.0
+    assert_same_bits(*sums)
+    squares = torch.stack([each.double().square().sum() for each in grads])
+    torch.testing.assert_close(sums[0], squares, rtol=1e-6, atol=0.0)

@@ -288,19 +288,35 @@ DAMAGES: dict[str, tuple[Any, Any, str]] = {
     "no iteration": (FUSED, drop("cur_iter"), "'cur_iter' is missing"),
     "no window": (FUSED, drop("scale_window"), "'scale_window' is missing"),
     "no vectors": (FUSED, drop("fp32_groups_flat"), "'fp32_groups_flat' is missing"),
-    "a group too few": (UTILS, change("fp32_from_fp16", lambda x: x[:1]), "must match"),
-    "a group too many": (UTILS, change("fp32_from_fp16", lambda x: [*x, []]), "must match"),
-    "a master too few": (UTILS, change("fp32_from_fp16", lambda x: [x[0], x[1][:1]]), "must match"),
-    "other shapes": (
+    "a group too few": (
         UTILS,
-        change("fp32_from_fp16", lambda x: [[x[0][0].t()], x[1]]),
-        "must match",
+        change("fp32_from_fp16", lambda x: x[:1]),
+        "fp32_from_fp16 has 1 groups, this optimizer has 2; they must match",
     ),
-    "a vector too few": (FUSED, change("fp32_groups_flat", lambda x: x[:1]), "must match"),
+    "a group too many": (
+        UTILS,
+        change("fp32_from_fp16", lambda x: [*x, []]),
+        "fp32_from_fp16 has 3 groups, this optimizer has 2; they must match",
+    ),
+    "a master too few": (
+        UTILS,
+        change("fp32_from_fp16", lambda x: [x[0], x[1][:1]]),
+        "fp32_from_fp16[1] has 1 masters, group 1 of this optimizer has 2; they must match",
+    ),
+    "another shape": (
+        UTILS,
+        last_master(lambda x: x[None]),
+        "fp32_from_fp16[1][1] has shape [1, 5], this optimizer's has [5]; they must match",
+    ),
+    "a vector too few": (
+        FUSED,
+        change("fp32_groups_flat", lambda x: x[:1]),
+        "fp32_groups_flat has 1 groups, this optimizer has 2; they must match",
+    ),
     "a vector too short": (
         FUSED,
-        change("fp32_groups_flat", lambda x: [x[0][1:], x[1]]),
-        "must match",
+        last_vector(lambda x: x[1:]),
+        "fp32_groups_flat[1] has shape [8], this optimizer's has [9]; they must match",
     ),
     "a scale of 0": (FUSED, change("cur_scale", lambda _: 0.0), "scale is 0"),
     "a negative window": (FUSED, change("scale_window", lambda _: -3), "scale_window is -3"),
@@ -364,7 +380,27 @@ INNER_DAMAGES: dict[str, tuple[str, Any, str]] = {
     "a moment of another shape": (
         "fused",
         last_state(lambda x: x.update(exp_avg_sq=torch.ones(4))),
-        "state[3]['exp_avg_sq'] has shape [4]",
+        "exp_avg_sq of parameter 1 in group 1 has shape [4], its parameter [5]; they must match",
+    ),
+    "a moment of another shape, in AdamW": (
+        "AdamW",
+        last_state(lambda x: x.update(exp_avg=torch.ones(5, 1))),
+        "exp_avg of parameter 1 in group 1 has shape [5, 1], its parameter [5]; they must match",
+    ),
+    "momentum of another shape": (
+        "SGD",
+        last_state(lambda x: x.update(momentum_buffer=torch.ones(1))),
+        "momentum_buffer of parameter 1 in group 1 has shape [1], its parameter [5]",
+    ),
+    "a parameter too few": (
+        "AdamW",
+        last_group(params=[2]),
+        "group 1 of the saved optimizer has 1 parameters, that of this one has 2; they must match",
+    ),
+    "no groups": (
+        "SGD",
+        lambda state: state["optimizer_state_dict"].pop("param_groups"),
+        "keys ['param_groups'] are missing from the optimizer's state",
     ),
     "a step that is a word, in FusedAdam": (
         "fused",

@@ -152,6 +152,8 @@ def test_a_plateau_lowers_the_learning_rate(probe: Any, face: Any, device: torch
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
+@pytest.mark.cpu_only  # the names of passes
+@pytest.mark.cpu_only  # the names of passes
 def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
     device: torch.device,
 ) -> None:
@@ -163,7 +165,7 @@ def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
         with passes_over(1000) as names:
             optimizer.step()
         scheduler.step()
-    assert names == ["apex_mp::check_", "apex_mp::adam_"]
+    assert names == ["apex_mp::check_pass", "apex_mp::adam_pass"]
 
 
 @probes

@@ -300,3 +300,22 @@ def test_the_scaled_norm_is_not_rounded_to_float16(device: torch.device) -> None
     expected.step()
     master = optimizer.state[params[0]]["master_param"]
     assert_near(master, expected_params[0].detach(), TRAJECTORY_TOLERANCES[F32])
+
+
+def test_a_step_without_a_scaler_is_taken_after_one_that_a_scaler_skipped(
+    device: torch.device,
+) -> None:
+    param = Parameter(torch.ones(4, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([param])
+    optimizer.step()
+    # As GradScaler sets it around its call; kept, so that it still says 1 afterwards.
+    found_inf = torch.ones((), device=device)
+    optimizer.found_inf = found_inf
+    before = param.detach().clone()
+    optimizer.step()
+    assert torch.equal(param, before)
+    del optimizer.found_inf
+    optimizer.step()
+    assert not torch.equal(param, before)
+    assert found_inf.item() == 1.0

@@ -374,11 +374,11 @@ WRONG: dict[str, tuple[Callable[[torch.device], dict[str, Any]], str]] = {
     ),
     "a grad of another size in the first group": (
         lambda d: {"grads": [torch.ones(5, device=d), *ones(3, d)]},
-        r"adam_: grads\[0\] has 5 elements, params\[0\] has 4; they must match",
+        r"FusedAdam: grads\[0\]\[0\] has 5 elements, params\[0\]\[0\] has 4; they must match",
     ),
     "a grad of another size in the second group": (
         lambda d: {"grads": [*ones(3, d), torch.ones(5, device=d)]},
-        r"adam_: grads\[1\] has 5 elements, params\[1\] has 4; they must match",
+        r"FusedAdam: grads\[1\]\[1\] has 5 elements, params\[1\]\[1\] has 4; they must match",
     ),
     "an integer grad in the second group": (
         lambda d: {"grads": [*ones(3, d), torch.ones(4, device=d).long()]},
@@ -394,11 +394,11 @@ WRONG: dict[str, tuple[Callable[[torch.device], dict[str, Any]], str]] = {
     ),
     "an output of another size in the second group": (
         lambda d: {"output_params": [None, None, None, torch.ones(5, device=d)]},
-        r"adam_: copies\[0\] has 5 elements, params\[0\] has 4; they must match",
+        r"FusedAdam: output_params\[1\]\[1\] has 5 elements, params\[1\]\[1\] has 4; they must",
     ),
     "an output with gaps in the second group": (
         lambda d: {"output_params": [*ones(3, d), torch.ones(8, device=d)[::2]]},
-        r"adam_: copies\[1\] has sizes \[4\] and strides \[2\]",
+        r"FusedAdam: output_params\[1\]\[1\] has sizes \[4\] and strides \[2\]",
     ),
 }
 
@@ -462,7 +462,8 @@ def test_an_output_of_another_layout_than_its_parameter_is_refused(device: torch
     with (
         Unchanged(optimizer, [output]),
         pytest.raises(
-            RuntimeError, match=r"copies\[0\] has .* must lie in memory in the same order"
+            RuntimeError,
+            match=r"output_params\[0\]\[0\] has .* must lie in memory in the same order",
         ),
     ):
         optimizer.step(output_params=[output])

@@ -14,12 +14,18 @@ PACKAGE = Path(apex_mp.__file__).parent
 # A room imports from lower rows only. A new room is a name in the row where it belongs.
 ROWS = [
     {"_version", "_C", "loss_scale"},
-    {"_extension", "_ops", "master"},
-    {"grads", "_environment"},
+    {"_extension", "_ops", "_pickled_names", "_rename", "master"},
+    {"device_scale", "_environment", "multi_tensor_apply", "normalization", "parallel"},
+    {"grads"},
+    {"_step_request"},
     {"master_grads"},
     {"fp16_utils"},
     {"optimizers"},
     {"amp"},
+    {"convert", "_pickled_scalers"},
+    {"checkpoint"},
+    {"_as_apex"},
+    {"as_apex", "_run"},
     {"__init__", "__main__"},
 ]
 HEIGHTS = {room: height for height, row in enumerate(ROWS) for room in row}

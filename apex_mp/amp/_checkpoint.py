@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from apex_mp.amp._amp_state import _amp_state, maybe_print
+from apex_mp.loss_scale import is_of_grad_scaler
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -24,11 +25,17 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Take over the state of loss scales; of other numbers of scales what there is for them.
 
+    Args:
+        state_dict: What `state_dict` returned, here or in 2019, or the state of a
+            torch.amp.GradScaler, which had one scale for all losses.
+
     Raises:
         RuntimeError: There is a key of another kind; nothing is changed.
         TypeError, ValueError, KeyError: A state is not one; nothing is changed.
     """
     scalers = _amp_state.loss_scalers
+    if is_of_grad_scaler(state_dict):
+        state_dict = {f"loss_scaler{number}": state_dict for number in range(len(scalers))}
     unexpected = [key for key in state_dict if not key.startswith("loss_scaler")]
     if unexpected:
         keys = ", ".join(f'"{key}"' for key in unexpected)

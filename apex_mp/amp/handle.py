@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from apex_mp.amp import _current, registry
 from apex_mp.amp.casting import CastCache, Caster
-from apex_mp.amp.device_scaler import settle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.patching import Patches
 from apex_mp.amp.policy import Rule, rules
@@ -23,6 +22,8 @@ from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.scopes import Scopes, show_torch_to_dynamo
 from apex_mp.amp.step_guard import guard_first_closure, remove_guards
+from apex_mp.device_scale import settle
+from apex_mp.loss_scale import is_of_grad_scaler
 
 
 class AmpHandle:
@@ -201,12 +202,14 @@ class AmpHandle:
         return {} if scaler is None else {"loss_scaler0": scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict`, or `amp.state_dict` for one loss, returned.
+        """Take over what `state_dict`, `amp.state_dict` for one loss, or a GradScaler's, returned.
 
         Raises:
             ValueError: There is the state of another number of scales; nothing is changed.
         """
         expected = self.state_dict()
+        if expected and is_of_grad_scaler(state_dict):
+            state_dict = {"loss_scaler0": state_dict}
         if state_dict and state_dict.keys() != expected.keys():
             raise ValueError(
                 f"load_state_dict: the keys are {[*state_dict]}; they must be {[*expected]}"

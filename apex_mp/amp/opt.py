@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.step_guard import step_was_skipped
+from apex_mp.fp16_utils import _inner_state
+from apex_mp.loss_scale import is_of_grad_scaler
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -167,13 +170,17 @@ class OptimWrapper(torch.optim.Optimizer):
         return {**self._optimizer.state_dict(), "loss_scalers": scalers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; without "loss_scalers" the scales stay as they are.
+        """Load what `state_dict` returned, or the state of the optimizer inside.
+
+        Scales stay as they are unless the dict has "loss_scalers", or "loss_scaler0" and so on as
+        in `amp.state_dict()`. These alone, or the state of a torch.amp.GradScaler, which had one
+        scale for all losses, change the scales and nothing else.
 
         Raises:
-            ValueError: There is another number of scales, or the optimizer refuses its part.
+            TypeError, ValueError: There is another number of scales, or the optimizer's part does
+                not fit; nothing is changed.
         """
-        inner = dict(state_dict)
-        states = inner.pop("loss_scalers", None)
+        inner, states = _saved_scales(state_dict, self._num_loss)
         if states is not None and len(states) != self._num_loss:
             raise ValueError(
                 f"load_state_dict: there are {len(states)} loss_scalers and num_loss is "
@@ -182,7 +189,9 @@ class OptimWrapper(torch.optim.Optimizer):
         scalers = [self._amp_handle._new_scaler() for _ in self._loss_scaler]
         for scaler, state in zip(scalers, states or [], strict=False):
             scaler.load_state_dict(state)
-        self._optimizer.load_state_dict(inner)
+        if inner or states is None:
+            _inner_state.check("OptimWrapper", inner, self._optimizer)
+            _inner_state.load(self._optimizer, inner)
         if states is not None:
             self._loss_scaler = scalers
 
@@ -197,3 +206,15 @@ class OptimWrapper(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._loss_idx = 0
+
+
+def _saved_scales(
+    state_dict: dict[str, Any], num_loss: int
+) -> tuple[dict[str, Any], list[Any] | None]:
+    """Divide a state_dict into the optimizer's part and the states of scales, None without any."""
+    if is_of_grad_scaler(state_dict):
+        return {}, [state_dict] * num_loss
+    inner = dict(state_dict)
+    numbered = [key for key in inner if re.fullmatch(r"loss_scaler\d+", key)]
+    states = [inner.pop(key) for key in sorted(numbered, key=lambda key: int(key[11:]))]
+    return inner, inner.pop("loss_scalers", states or None)

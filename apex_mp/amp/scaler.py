@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from apex_mp.amp.device_scaler import DeviceScale
+from apex_mp import fp16_utils
+from apex_mp.device_scale import DeviceScale
 from apex_mp.loss_scale import (
     AMP_PRESET,
     FLOAT32_SMALLEST_NORMAL,
     DynamicLossScale,
     StaticLossScale,
+    from_grad_scaler,
+    is_of_grad_scaler,
 )
 
 
@@ -126,20 +129,47 @@ class LossScaler:
             state["overflows"] = self.value.overflows
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, here or in 2019.
+    def load_state_dict(self, state: Any) -> None:
+        """Take over a state: ours, one of 2019, a GradScaler's, or a loss scaler that was pickled.
+
+        Whether the scale is dynamic stays as it is here; so do its bounds, if the state has none.
 
         Raises:
             KeyError: An entry is missing.
             TypeError: One is not a number.
             ValueError: One is out of range.
         """
-        if isinstance(self.value, DynamicLossScale):
+        if not isinstance(self.value, DynamicLossScale):
+            self.value = StaticLossScale(_scale_of(state))
+        elif (saved := _value_of(state)) is None:
             self.value = dataclasses.replace(
                 self.value,
                 scale=state["loss_scale"],
                 good_steps=state["unskipped"],
                 overflows=state.get("overflows", 0),
             )
+        elif isinstance(saved, StaticLossScale):
+            self.value = dataclasses.replace(
+                self.value, scale=saved.scale, good_steps=0, overflows=0
+            )
+        elif is_of_grad_scaler(state):
+            self.value = dataclasses.replace(
+                saved, min_scale=self.value.min_scale, max_scale=self.value.max_scale
+            )
         else:
-            self.value = StaticLossScale(state["loss_scale"])
+            self.value = saved
+
+
+def _scale_of(state: Any) -> float:
+    value = _value_of(state)
+    scale: float = state["loss_scale"] if value is None else value.scale
+    return scale
+
+
+def _value_of(state: Any) -> DynamicLossScale | StaticLossScale | None:
+    """The whole loss scale that a state describes; None if it is one of two numbers."""
+    if is_of_grad_scaler(state):
+        return from_grad_scaler(state)
+    if isinstance(state, fp16_utils.LossScaler | fp16_utils.DynamicLossScaler):
+        return state.loss_scale_value
+    return state.value if isinstance(state, LossScaler) else None

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp import device_scale
 from apex_mp import grads as _grads
-from apex_mp.amp import _routes, device_scaler
+from apex_mp.amp import _routes
 from apex_mp.amp._overflow import Overflow
 from apex_mp.amp._unscalers import DeviceUnscaler, HostUnscaler
 from apex_mp.amp.casting import is_low
-from apex_mp.amp.device_scaler import send, settle
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
+from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
 
 __all__ = ["Overflow", "scaled_backward"]
@@ -116,7 +117,7 @@ def _common_device(
     if not routes or any(route.is_scaled for route in routes):
         return None
     device = routes[0].source.device
-    if device.type not in device_scaler.DEVICE_TYPES:
+    if device.type not in device_scale.DEVICE_TYPES:
         return None
     is_common = all(each.source.device == each.target.device == device for each in routes)
     return device if is_common else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apex_mp.amp._overflow import FiniteClosure, Overflow
 from apex_mp.amp._routes import routes_of
-from apex_mp.amp.device_scaler import send, settle
+from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
 from apex_mp.fp16_utils._skips import SKIPS_BEFORE_WARNING, warn_of_endless_skips

@@ -1,8 +1,8 @@
-"""The parts of an FP16_Optimizer checkpoint, read and checked before anything is written."""
+"""An FP16_Optimizer checkpoint of any era, read and checked before anything is written."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,19 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp.fp16_utils import _inner_state
+from apex_mp.fp16_utils._saved_scaler import read_loss_scaler, required
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.master import MasterGroup
 
-_DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
+_WHO = "FP16_Optimizer"
 
 
-def required(state_dict: Mapping[str, Any], key: str) -> Any:
-    """Return `state_dict[key]`, or raise a ValueError that says which keys there are."""
-    if key not in state_dict:
-        raise ValueError(
-            f"FP16_Optimizer.load_state_dict: key {key!r} is missing; the dict has {[*state_dict]}"
-        )
-    return state_dict[key]
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint has for an FP16_Optimizer, checked.
+
+    Attributes:
+        loss_scaler: The new loss scaler.
+        iteration: Steps until now.
+        overflow: Whether the last step was skipped.
+        first_closure_call_this_step: The old flag of that name.
+        inner: The inner optimizer's state_dict.
+        masters: Pairs of a master, or a group's flat vector of them, and what to write to it.
+    """
+
+    loss_scaler: LossScaler | DynamicLossScaler
+    iteration: int
+    overflow: bool
+    first_closure_call_this_step: bool
+    inner: Mapping[str, Any]
+    masters: list[tuple[Tensor, Tensor]]
 
 
 def masters(groups: Sequence[MasterGroup]) -> list[list[Tensor]]:
@@ -30,54 +44,69 @@ def masters(groups: Sequence[MasterGroup]) -> list[list[Tensor]]:
     return [[master.detach().clone() for master in group.master_params] for group in groups]
 
 
-def read_loss_scaler(
+def read(
     state_dict: Mapping[str, Any],
-    present: LossScaler | DynamicLossScaler,
-    defaults: Mapping[str, Any],
-) -> LossScaler | DynamicLossScaler:
-    """Return the loss scaler that a checkpoint describes.
+    optimizer: Any,
+    groups: Sequence[MasterGroup],
+    loss_scaler: LossScaler | DynamicLossScaler,
+    *,
+    iteration: int,
+    dynamic_args: Mapping[str, Any],
+) -> Loaded:
+    """Return what a checkpoint has; nothing is changed.
 
     Args:
-        state_dict: With `loss_scaler` (fp16_utils), or `cur_scale` and its kin (optimizers).
-        present: The scaler in use; what the checkpoint does not say is taken from it.
-        defaults: Arguments of a DynamicLossScaler, should there have to be a new one.
+        state_dict: Of an FP16_Optimizer of any era, or of an optimizer of the model's parameters.
+        optimizer: The inner optimizer.
+        groups: The masters of its parameter groups.
+        loss_scaler: The scaler in use.
+        iteration: Steps until now, for checkpoints that do not say.
+        dynamic_args: Arguments of a DynamicLossScaler, should there have to be a new one.
+
+    Raises:
+        TypeError, ValueError: A key is missing, or something does not fit.
     """
-    dynamic = bool(required(state_dict, "dynamic_loss_scale"))
-    if isinstance(present, DynamicLossScaler) == dynamic:
-        scaler = copy.copy(present)
-    else:
-        scaler = DynamicLossScaler(**defaults) if dynamic else LossScaler()
-    if "loss_scaler" in state_dict:
-        saved = state_dict["loss_scaler"]
-        if isinstance(saved, (LossScaler, DynamicLossScaler)):
-            return copy.copy(saved)  # Checkpoints of 2019 hold the object itself.
-        scaler.load_state_dict(saved)
-        return scaler
-    values = {"cur_scale": required(state_dict, "cur_scale")}
-    if dynamic:
-        values["cur_iter"] = required(state_dict, "cur_iter")
-        values |= {key: required(state_dict, key) for key in _DYNAMIC_KEYS}
-        # What newer versions added.
-        values |= {key: state_dict[key] for key in scaler.state_dict() if key in state_dict}
-    scaler.load_state_dict(values)
-    return scaler
+    plain = "param_groups" in state_dict and "optimizer_state_dict" not in state_dict
+    loaded = Loaded(
+        loss_scaler=loss_scaler
+        if plain
+        else read_loss_scaler(state_dict, loss_scaler, dynamic_args),
+        masters=_followed(groups) if plain else _read_masters(state_dict, groups),
+        iteration=_read_iteration(state_dict, iteration),
+        inner=state_dict if plain else _read_inner_state(state_dict, optimizer, groups),
+        overflow=bool(state_dict.get("overflow", False)),
+        first_closure_call_this_step=bool(state_dict.get("first_closure_call_this_step", True)),
+    )
+    _inner_state.check(_WHO, loaded.inner, optimizer)
+    return loaded
 
 
-def read_iteration(state_dict: Mapping[str, Any], present: int) -> int:
+def _followed(groups: Sequence[MasterGroup]) -> list[tuple[Tensor, Tensor]]:
+    """Masters that agree with the model, for a checkpoint that has none.
+
+    A master that rounds to what the model holds stays; another one is older than the model.
+    """
+    return [
+        (master, torch.where(master.to(model.dtype) == model, master, model.float()).detach())
+        for group in groups
+        for master, model in zip(group.master_params, group.model_params, strict=True)
+    ]
+
+
+def _read_iteration(state_dict: Mapping[str, Any], present: int) -> int:
     """Return the number of steps until now; checkpoints of 2019 lack it with a static scale."""
     iteration = state_dict.get("cur_iter", present)
     try:
         return operator.index(iteration)
     except TypeError:
         raise TypeError(
-            f"FP16_Optimizer.load_state_dict: cur_iter is {iteration!r}; it must be an int"
+            f"{_WHO}.load_state_dict: cur_iter is {iteration!r}; it must be an int"
         ) from None
 
 
-def read_masters(
+def _read_masters(
     state_dict: Mapping[str, Any], groups: Sequence[MasterGroup]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a master, or a group's flat vector of them, and what to write to it."""
     if "fp32_from_fp16" in state_dict:
         key = "fp32_from_fp16"
         mine: list[list[Tensor]] = [[*group.master_params] for group in groups]
@@ -85,16 +114,20 @@ def read_masters(
     else:
         key, mine = "fp32_groups_flat", [[group.flat] for group in groups]
         saved = [[one] for one in required(state_dict, key)]
-    for number, one in enumerate(saved):
-        for index, tensor in enumerate(one):
-            _check_master(f"{key}[{number}]" + f"[{index}]" * (key == "fp32_from_fp16"), tensor)
-    expected = [[tuple(tensor.shape) for tensor in one] for one in mine]
-    given = [[tuple(tensor.shape) for tensor in one] for one in saved]
-    if given != expected:
+    if len(saved) != len(mine):
         raise ValueError(
-            f"FP16_Optimizer.load_state_dict: {key} has {_count(given)}, this optimizer has "
-            f"{_count(expected)}; they must match"
+            f"{_WHO}.load_state_dict: {key} has {len(saved)} groups, this optimizer has "
+            f"{len(mine)}; they must match"
         )
+    for number, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
+        if len(ours) != len(theirs):
+            raise ValueError(
+                f"{_WHO}.load_state_dict: {key}[{number}] has {len(theirs)} masters, group "
+                f"{number} of this optimizer has {len(ours)}; they must match"
+            )
+        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            name = f"{key}[{number}]" + f"[{index}]" * (key == "fp32_from_fp16")
+            _check_master(name, their, our)
     return [
         pair
         for ours, theirs in zip(mine, saved, strict=True)
@@ -102,19 +135,39 @@ def read_masters(
     ]
 
 
-def read_inner_state(
-    state_dict: Mapping[str, Any], groups: Sequence[MasterGroup]
+def _check_master(name: str, saved: Any, master: Tensor) -> None:
+    """Raise an error if copying to a master would fail, or lose what it says."""
+    if not torch.is_tensor(saved):
+        kind = type(saved).__name__
+    elif saved.layout is not torch.strided or saved.is_meta or not saved.is_floating_point():
+        kind = f"tensor of {saved.dtype}, {saved.layout}, on {saved.device}"
+    elif saved.shape != master.shape:
+        raise ValueError(
+            f"{_WHO}.load_state_dict: {name} has shape {[*saved.shape]}, this optimizer's has "
+            f"{[*master.shape]}; they must match"
+        )
+    else:
+        return
+    raise TypeError(
+        f"{_WHO}.load_state_dict: {name} is a {kind}; it must be a dense floating tensor"
+    )
+
+
+def _read_inner_state(
+    state_dict: Mapping[str, Any], optimizer: Any, groups: Sequence[MasterGroup]
 ) -> Mapping[str, Any]:
-    """Return the inner optimizer's state, for each parameter.
+    """Return the inner optimizer's state, for each parameter in its place.
 
     The fused FP16_Optimizer of 2019 had one flat master a group, the only parameter that the inner
     optimizer knew; its state is cut into the masters' here.
     """
     inner: Mapping[str, Any] = required(state_dict, "optimizer_state_dict")
+    if not isinstance(inner, Mapping) or "param_groups" not in inner:
+        return inner  # `check` says what is wrong with it.
     saved_groups = inner["param_groups"]
     flat = "fp32_groups_flat" in state_dict and len(saved_groups) == len(groups)
     if not flat or any(len(group["params"]) != 1 for group in saved_groups):
-        return inner
+        return _in_order(inner, optimizer, groups)
     state: dict[int, Any] = {}
     param_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
@@ -125,17 +178,32 @@ def read_inner_state(
     return {"state": state, "param_groups": param_groups}
 
 
-def _check_master(name: str, saved: Any) -> None:
-    """Raise a TypeError if copying it to a master would fail, or lose what it says."""
-    if not torch.is_tensor(saved):
-        kind = type(saved).__name__
-    elif saved.layout is not torch.strided or saved.is_meta or not saved.is_floating_point():
-        kind = f"tensor of {saved.dtype}, {saved.layout}, on {saved.device}"
-    else:
-        return
-    raise TypeError(
-        f"FP16_Optimizer.load_state_dict: {name} is a {kind}; it must be a dense floating tensor"
-    )
+def _in_order(
+    inner: Mapping[str, Any], optimizer: Any, groups: Sequence[MasterGroup]
+) -> Mapping[str, Any]:
+    """Bring groups that fit only in the order of early 2018 into the order of the parameters.
+
+    Until July 2018 the masters came first in each group, then the parameters of float32.
+    """
+    if len(inner["param_groups"]) != len(groups):
+        return inner
+    param_groups = []
+    for saved, ours, group in zip(
+        inner["param_groups"], optimizer.param_groups, groups, strict=True
+    ):
+        old_order = [*group.master_params, *group.own_params]
+        early = {**ours, "params": old_order}
+        same_count = len(saved["params"]) == len(old_order) == len(ours["params"])
+        if (
+            not same_count
+            or _inner_state.fits(inner["state"], saved, ours)
+            or not _inner_state.fits(inner["state"], saved, early)
+        ):
+            param_groups.append(saved)
+            continue
+        keys = {id(param): key for param, key in zip(old_order, saved["params"], strict=True)}
+        param_groups.append({**saved, "params": [keys[id(param)] for param in ours["params"]]})
+    return {**inner, "param_groups": param_groups}
 
 
 def _cut(whole: Mapping[str, Any], masters: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -151,7 +219,3 @@ def _cut(whole: Mapping[str, Any], masters: Sequence[Tensor]) -> list[dict[str, 
             part[key] = torch.empty_like(master, dtype=piece.dtype, requires_grad=False)
             part[key].as_strided((piece.numel(),), (1,)).copy_(piece)
     return parts
-
-
-def _count(shapes: list[list[tuple[int, ...]]]) -> str:
-    return f"{len(shapes)} groups of tensors of shapes {shapes}"

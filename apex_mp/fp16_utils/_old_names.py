@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import StaticLossScale
 from apex_mp.master_grads import MasterGrads
@@ -18,10 +19,25 @@ class OldNames:
     """Properties over `loss_scaler` and the masters."""
 
     _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
-    loss_scaler: LossScaler | DynamicLossScaler
+    _loss_scaler: LossScaler | DynamicLossScaler
+    _steps: DeviceSteps
     _grads: MasterGrads
     _iteration: int
     _dynamic_args: dict[str, Any]
+
+    @property
+    def loss_scaler(self) -> LossScaler | DynamicLossScaler:
+        """What holds the loss scale; may be set. On a GPU the host waits for it to be up to date.
+
+        Whoever keeps it reads old numbers from it: ask for it again.
+        """
+        self._steps.catch_up(self._loss_scaler)
+        return self._loss_scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, value: LossScaler | DynamicLossScaler) -> None:
+        self._steps.catch_up(self._loss_scaler)  # What is still to be told is not for the new one.
+        self._loss_scaler = value
 
     @property
     def loss_scale(self) -> float:
@@ -30,14 +46,16 @@ class OldNames:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = StaticLossScale(value).scale  # Refuses what is no scale.
+        scaler = self.loss_scaler
+        scaler.cur_scale = StaticLossScale(value).scale  # Refuses what is no scale.
+        self._steps.write_through(scaler)
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adjusts itself; may be set."""
-        return isinstance(self.loss_scaler, DynamicLossScaler)
+        return isinstance(self._loss_scaler, DynamicLossScaler)
 
     @dynamic_loss_scale.setter
     def dynamic_loss_scale(self, value: bool) -> None:
@@ -57,9 +75,10 @@ class OldNames:
 
     @cur_iter.setter
     def cur_iter(self, value: int) -> None:
+        scaler = self.loss_scaler
         self._iteration = value
-        if isinstance(self.loss_scaler, DynamicLossScaler):
-            self.loss_scaler.cur_iter = value
+        if isinstance(scaler, DynamicLossScaler):
+            scaler.cur_iter = value
 
     @property
     def last_overflow_iter(self) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from apex_mp.grads import NonFinite
 from apex_mp.master_grads import MasterGrads
 
 SKIPS_BEFORE_WARNING = 50
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PARAMETERS_NAMED = 3
 
 
@@ -26,15 +30,52 @@ def named_grads(
         names: Names of the model's parameters by id(), which come first.
     """
     for number, group in enumerate(param_groups):
-        fallback = group.get("param_names")
         for index, param in enumerate(group["params"]):
             grad = grads.grad_of(param)
-            if grad is None:
-                continue
-            name = names.get(id(grads.model_of.get(param, param)))
-            if name is None:
-                name = fallback[index] if fallback else f"group {number}, parameter {index}"
-            yield name, grad
+            if grad is not None:
+                yield _name_of(param, group, (number, index), grads, names), grad
+
+
+def named_rows(
+    rows: Sequence[int],
+    without_grad: Collection[tuple[int, int]],
+    param_groups: list[dict[str, Any]],
+    grads: MasterGrads,
+    names: Mapping[int, str],
+) -> list[NonFinite]:
+    """Return which parameters' gradients held inf or NaN, when only their rows are known.
+
+    Args:
+        rows: Numbers of theirs among the parameters that had a gradient in that step.
+        without_grad: Group and index of those that had none.
+        param_groups: As in `named_grads`, like the rest.
+        grads: Likewise.
+        names: Likewise.
+    """
+    had_none = {*without_grad}
+    stepped = [
+        (param, group, (number, index))
+        for number, group in enumerate(param_groups)
+        for index, param in enumerate(group["params"])
+        if (number, index) not in had_none
+    ]
+    found = [stepped[row] for row in rows if row < len(stepped)]
+    return [NonFinite(_name_of(*each, grads, names), tuple(each[0].shape)) for each in found]
+
+
+def _name_of(
+    param: Parameter,
+    group: Mapping[str, Any],
+    place: tuple[int, int],
+    grads: MasterGrads,
+    names: Mapping[int, str],
+) -> str:
+    name = names.get(id(grads.model_of.get(param, param)))
+    if name is not None:
+        return name
+    number, index = place
+    fallback = group.get("param_names")
+    return fallback[index] if fallback else f"group {number}, parameter {index}"
 
 
 def lines(report: Sequence[NonFinite]) -> list[str]:
@@ -53,5 +94,13 @@ def warn_of_endless_skips(
         f"{who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is now "
         f"{scale}. Gradients hold inf or NaN at every scale tried.{worst}",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=_frames_of_ours(),
     )
+
+
+def _frames_of_ours() -> int:
+    """The stacklevel at which a warning of the caller names the first line outside the package."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -8,19 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from apex_mp import grads
-from apex_mp.fp16_utils import _checkpoint
+from apex_mp import device_scale, grads
+from apex_mp._step_request import Outcome, StepRequest
+from apex_mp.fp16_utils import _checkpoint, _inner_state
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._inner import inner_of, legacy_arguments
 from apex_mp.fp16_utils._old_names import OldNames
+from apex_mp.fp16_utils._saved_scaler import whole_scaler
 from apex_mp.fp16_utils._skips import (
     SKIPS_BEFORE_WARNING,
     lines,
     named_grads,
+    named_rows,
     warn_of_endless_skips,
 )
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from apex_mp.loss_scale import is_of_grad_scaler
 from apex_mp.master import MasterGroup, check_dtypes
 from apex_mp.master_grads import MasterGrads, Stage
 
@@ -77,7 +83,6 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
     Attributes:
         optimizer: The inner optimizer.
         loss_scaler: A `LossScaler` or `DynamicLossScaler`.
-        overflow_report: For the last skipped step, which gradients held how many inf and NaN.
 
     Raises:
         TypeError: `init_optimizer` is not an optimizer, is wrapped already, or holds a parameter of
@@ -114,7 +119,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
                 "use clip_master_grads"
             )
         self._dynamic_args = {**self._DYNAMIC_DEFAULTS, **(dynamic_loss_args or {})}
-        self.loss_scaler: LossScaler | DynamicLossScaler = (
+        self._steps = DeviceSteps(self._told)
+        self._loss_scaler: LossScaler | DynamicLossScaler = (
             DynamicLossScaler(**self._dynamic_args)
             if dynamic_loss_scale
             else LossScaler(static_loss_scale)
@@ -124,12 +130,11 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self.clip = clip
         self.first_closure_call_this_step = True
         self.clip_grad_norm = torch.nn.utils.clip_grad_norm_
-        self.overflow_report: list[grads.NonFinite] = []
+        self._overflow_report: list[grads.NonFinite] = []
         self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-        self._grads = MasterGrads(
-            lazy=bool(self._legacy_arguments), current_scale=lambda: self.loss_scale
-        )
+        self._grads = MasterGrads(lazy=bool(self._legacy_arguments), current_scale=self._scale_now)
         self._overflow: bool | None = False  # None: nobody has looked since the last backward
+        self._awaited: StepRequest | None = None  # the last step, until its outcome is known
         self._skips_in_a_row = 0
         self._iteration = 0
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -188,6 +193,13 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             "the inner optimizer alone"
         )
 
+    def refresh_hyperparameters(self) -> None:
+        """Have the step in a captured CUDA graph use the groups' options as they are now.
+
+        Call it between replays; see `FusedAdam.refresh_hyperparameters`.
+        """
+        self.optimizer.refresh_hyperparameters()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of model parameters; its low-precision ones get masters.
 
@@ -225,12 +237,16 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
                 after the last of several backward calls, or leave that to `step` [True].
             retain_graph: As in `Tensor.backward` [False].
         """
+        device_scale.settle(wait=False)
         self._grads.adopt_unfrozen(self.param_groups, self.state)
-        self._grads.begin_backward(self.loss_scale)
-        self._overflow = None
+        scale = self._scale_now()
+        self._grads.begin_backward(scale, self._steps.last_scale)
+        self._forget_overflow()
         wide = loss if loss.dtype == torch.float64 else loss.float()
+        if isinstance(scale, Tensor):
+            scale = device_scale.bring(scale, wide.device)
         try:
-            torch.autograd.backward(wide * self.loss_scale, retain_graph=retain_graph)
+            torch.autograd.backward(wide * scale, retain_graph=retain_graph)
         except BaseException:
             self._grads.abandon_backward()
             raise
@@ -238,12 +254,31 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         if update_master_grads:
             self.update_master_grads()
 
+    def _scale_now(self) -> float | Tensor:
+        """The factor on the loss: a tensor if it is on a device that the host does not wait for."""
+        device = self._device_to_leave_alone()
+        if device is None:
+            return self.loss_scale
+        return self._steps.scale(self._loss_scaler, device)
+
+    def _device_to_leave_alone(self) -> torch.device | None:
+        """The device that steps need not be waited for on, if there is one."""
+        scaler = self._loss_scaler
+        if type(scaler) not in (LossScaler, DynamicLossScaler) or "update_scale" in vars(scaler):
+            return None  # It wants to hear of each step.
+        params = (param for group in self.param_groups for param in group["params"])
+        first = next(params, None)
+        if first is None or first.device.type not in device_scale.DEVICE_TYPES:
+            return None
+        return first.device if self._can_step_fused() else None
+
     def update_master_grads(self) -> None:
         """Unscale what backward has accumulated, for whoever reads `.grad` in param_groups.
 
         Edits of masters' gradients made before are lost.
         """
         self._grads.adopt_unfrozen(self.param_groups, self.state)
+        self._forget_overflow()
         self._overflow = self._grads.unscale()
 
     def zero_grad(  # type: ignore[override]
@@ -290,21 +325,46 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the present gradients hold inf or NaN; after `step`, whether it was skipped."""
+        """Whether the present gradients hold inf or NaN; after `step`, whether it was skipped.
+
+        On a GPU the host waits for it.
+        """
+        if self._overflow is None:
+            device_scale.settle(wait=True)
+        if self._overflow is None and self._grads.stage is Stage.STEPPED:
+            captured = self._steps.captured_overflow()
+            if captured is not None:
+                return captured  # Until the next replay.
         if self._overflow is None:
             self._overflow = _check(self._grads.collect(self.param_groups)[0]).found_inf
         return self._overflow
 
     @overflow.setter
     def overflow(self, value: bool) -> None:
+        self._forget_overflow()
         self._overflow = bool(value)
+
+    @property
+    def overflow_report(self) -> list[grads.NonFinite]:
+        """For the last skipped step, which gradients held how many inf and NaN, the worst first.
+
+        On a GPU the host waits for it. If the gradients were cleared before somebody looked, there
+        are no numbers, and only the first eight parameters are named; none, if parameters lie on
+        several devices.
+        """
+        device_scale.settle(wait=True)
+        return self._overflow_report
+
+    def _forget_overflow(self) -> None:
+        self._overflow = None
+        self._awaited = None
 
     def _unscale_what_came_in(self) -> None:
         """Unscale, if nobody has since the gradients came in by our backward or by another."""
         if self._grads.came_in():
             self.update_master_grads()
         elif self._grads.stage is Stage.READY:
-            self._overflow = None  # There are no gradients: the last step's overflow is over.
+            self._forget_overflow()  # There are no gradients: the last step's overflow is over.
 
     # The step.
 
@@ -320,17 +380,61 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         Returns:
             What the inner optimizer's step returned; None if the step was skipped.
         """
+        device_scale.settle(wait=False)
         loss = None
         if closure is not None and self._legacy_arguments:
             with torch.enable_grad():
                 loss, closure = closure(), None
+        skipped: bool | None
         if closure is not None:
             skipped, value = self._step_with_closure(closure)
         else:
             self._unscale_what_came_in()
-            skipped, value = self._step_legacy() if self._legacy_arguments else self._step_plain()
+            skipped, value = self._step_without_closure()
         self._end_step(skipped=skipped)
-        return loss if value is None and not skipped else value
+        if loss is None or value is not None:
+            return value
+        return None if self.overflow else loss
+
+    def _step_without_closure(self) -> tuple[bool | None, Any]:
+        """Step; return whether it was skipped, if that is known, and the inner one's value."""
+        if not self._legacy_arguments:
+            return self._step_plain()
+        return self._step_fused() if self._can_step_fused() else self._step_legacy()
+
+    def _can_step_fused(self) -> bool:
+        # A hook runs once for each real step: who has hooks must know of an overflow before it.
+        return getattr(self.optimizer.step, "takes_request", False) and not (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or self.optimizer._optimizer_step_pre_hooks
+            or self.optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
+
+    def _step_fused(self) -> tuple[bool | None, Any]:
+        """Step FusedAdam, which itself looks for inf and NaN."""
+        grads_of, copies, scale = self._grads.sources(self.param_groups)
+        device = self._device_to_leave_alone()
+        request = StepRequest(
+            grads_of=grads_of,
+            copies=copies,
+            check=True,
+            clip_by_global_norm=self.clip == "global",
+            loss_scale=None if device is None else self._steps.for_step(self._loss_scaler, device),
+            wait=device is None,
+        )
+        value = self.optimizer.step(grads=request, scale=scale)
+        outcome = request.outcome
+        assert outcome is not None  # A step that takes requests sets it.
+        if not outcome.found_inf:
+            # Somebody may have written to masters that have no gradient.
+            self._grads.copy_to_model_of(request.without_grad)
+        if outcome.is_known:
+            return outcome.found_inf, value
+        self._awaited = request
+        return None, value
 
     def _step_plain(self) -> tuple[bool, Any]:
         """Step an inner optimizer that reads `.grad`; return whether it was skipped, its value."""
@@ -367,7 +471,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         arguments = {
             "grads": lists,
             "output_params": [[model_of.get(p) for p in g["params"]] for g in self.param_groups],
-            "scale": scale,
+            "scale": float(scale),
             "grad_norms": list(norms),
         }
         value = self.optimizer.step(**{name: arguments[name] for name in self._legacy_arguments})
@@ -390,23 +494,67 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         for hook in hooks.values():
             hook(self, (), {})
 
-    def _end_step(self, *, skipped: bool) -> None:
+    def _end_step(self, *, skipped: bool | None) -> None:
         self._overflow = skipped
         self._grads.end_step()
-        iteration, scale = self.cur_iter, self.loss_scale
-        self.loss_scaler.update_scale(skipped)
+        if skipped is None:
+            assert self._awaited is not None  # The step has left it there.
+            self._steps.send(self._awaited)  # From now on somebody may tell.
+            return
+        self._awaited = None
+        self._take_note(skipped, self._loss_scaler.update_scale, self._locate)
+
+    def _told(self, outcome: Outcome, request: StepRequest) -> None:
+        """Hear of a step that the host has not waited for."""
+
+        def locate() -> list[grads.NonFinite]:
+            if is_last and self._grads.stage is Stage.STEPPED and not self._grads.came_in():
+                return self._locate()
+            return named_rows(
+                outcome.nonfinite_rows,
+                request.without_grad,
+                self.param_groups,
+                self._grads,
+                self._names,
+            )
+
+        is_last = request is self._awaited
+        if is_last:
+            self._overflow = outcome.found_inf
+            self._awaited = None
+        if outcome.found_inf and request.undo_state is not None:
+            request.undo_state()
+        self._take_note(
+            outcome.found_inf,
+            lambda skipped: self._steps.update(self._loss_scaler, skipped=skipped),
+            locate,
+        )
+
+    def _take_note(
+        self,
+        skipped: bool,
+        update_scale: Callable[[bool], None],
+        locate: Callable[[], list[grads.NonFinite]],
+    ) -> None:
+        """Bring scaler and counts up to date, and say what was skipped."""
+        scaler = self._loss_scaler
+        scale = scaler.cur_scale
+        iteration = scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration
+        update_scale(skipped)
         self._iteration += 1
         if skipped:
-            self._report_skip(iteration, scale)
+            self._report_skip(iteration, scale, locate())
         else:
             self._skips_in_a_row = 0
 
-    def _report_skip(self, iteration: int, scale: float) -> None:
+    def _locate(self) -> list[grads.NonFinite]:
+        return grads.locate_nonfinite(named_grads(self.param_groups, self._grads, self._names))
+
+    def _report_skip(self, iteration: int, scale: float, found: list[grads.NonFinite]) -> None:
         # A scheduler built on the inner optimizer would warn that its step was never called.
         self.optimizer._opt_called = True
         self._skips_in_a_row += 1
-        found = grads.locate_nonfinite(named_grads(self.param_groups, self._grads, self._names))
-        self.overflow_report = found
+        self._overflow_report = found
         if self.verbose:
             print("\n".join([self._skip_message(iteration, scale), *lines(found)]))
         if self._skips_in_a_row == SKIPS_BEFORE_WARNING:
@@ -474,32 +622,36 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, and write the masters to the model.
+        """Load a checkpoint of any era, and write its masters to the model.
 
-        Also takes the `fp32_groups_flat` and `cur_scale` of `apex_mp.optimizers.FP16_Optimizer`.
+        Read are: what `state_dict` returned, here or in `apex_mp.optimizers`, and in apex of 2018
+        to 2020, whose loss scaler is an object; the state of an optimizer of the same parameters
+        that was not wrapped, such as torch.optim.Adam (the loss scale stays, and masters follow
+        the model where it was changed); and the state of a GradScaler, of which the loss scale is
+        taken and nothing else. `docs/checkpoints.md` lists the keys.
 
         Raises:
-            TypeError, ValueError: A key is missing, or masters or numbers do not fit; nothing is
-                changed then.
+            TypeError, ValueError: A key is missing, or masters, state or numbers do not fit; the
+                message names group and index, and nothing is changed then.
         """
-        scaler = _checkpoint.read_loss_scaler(state_dict, self.loss_scaler, self._dynamic_args)
-        masters = _checkpoint.read_masters(state_dict, self._grads.groups)
-        iteration = _checkpoint.read_iteration(state_dict, self._iteration)
-        inner = _checkpoint.read_inner_state(state_dict, self._grads.groups)
-        before = self.state, self.param_groups
-        try:
-            self.optimizer.load_state_dict(inner)
-        except BaseException:
-            self.state, self.param_groups = before  # torch sets both, and then looks at the steps.
-            raise
-        self.loss_scaler = scaler
-        self._iteration = iteration
-        self._overflow = bool(state_dict.get("overflow", False))
-        self.first_closure_call_this_step = bool(
-            state_dict.get("first_closure_call_this_step", True)
+        if is_of_grad_scaler(state_dict):
+            self.loss_scaler = whole_scaler(state_dict) or self.loss_scaler
+            return
+        loaded = _checkpoint.read(
+            state_dict,
+            self.optimizer,
+            self._grads.groups,
+            self.loss_scaler,
+            iteration=self._iteration,
+            dynamic_args=self._dynamic_args,
         )
+        _inner_state.load(self.optimizer, loaded.inner)
+        self.loss_scaler = loaded.loss_scaler
+        self._iteration = loaded.iteration
+        self.overflow = loaded.overflow
+        self.first_closure_call_this_step = loaded.first_closure_call_this_step
         with torch.no_grad():
-            for master, saved in masters:
+            for master, saved in loaded.masters:
                 master.copy_(saved)
         self._grads.copy_to_model()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,34 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _LIKE_PARAM = (*MOMENTS, "master_param")
 
 
-def new_state(param: Tensor) -> dict[str, Any]:
-    """Return the state of a parameter before its first step."""
-    dtype = _dtype("exp_avg", param)
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=param.device),
-        "exp_avg": torch.zeros_like(param, dtype=dtype, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, requires_grad=False),
+def completed(state: Mapping[str, Any], param: Tensor, *, with_master: bool) -> dict[str, Any]:
+    """Return a state with what it lacks, and with nothing in another order than the parameter.
+
+    Whatever is no tensor counts as lacking, but for a number of steps.
+    """
+    whole = dict(state)
+    makers: dict[str, Callable[[], Tensor]] = {
+        "step": lambda: _new_count(param, state.get("step")),
+        "exp_avg": lambda: _new_moment(param),
+        "exp_avg_sq": lambda: _new_moment(param),
     }
+    if with_master:
+        makers["master_param"] = lambda: param.detach().float()
+    for key, make in makers.items():
+        if not torch.is_tensor(whole.get(key)):
+            whole[key] = make()
+        elif key != "step":
+            whole[key] = _grads.lie_as(whole[key], param)
+    return whole
 
 
-def follow_layout(state: dict[str, Any], param: Tensor) -> None:
-    """Lay the state out like the parameter, which has become channels_last, say, since."""
-    for key in _LIKE_PARAM:
-        if key in state:
-            state[key] = _grads.lie_as(state[key], param)
+def _new_count(param: Tensor, steps: Any) -> Tensor:
+    count = float(steps) if isinstance(steps, (int, float)) else 0.0
+    return torch.full((), count, dtype=torch.float32, device=param.device)
+
+
+def _new_moment(param: Tensor) -> Tensor:
+    return torch.zeros_like(param, dtype=_dtype("exp_avg", param), requires_grad=False)
 
 
 def check_amsgrad(group: Mapping[str, Any]) -> None:

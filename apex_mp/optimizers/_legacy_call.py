@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
-Lists: TypeAlias = list[list[Tensor | None]]
-Groups: TypeAlias = Sequence[dict[str, Any]]
+from apex_mp._step_request import Groups, Lists, StepRequest
 
 
-def grads_per_group(grads: Iterable[Any] | None, groups: Groups) -> Lists:
-    """Return the gradients to step with: those given, else each parameter's own."""
-    if grads is None:
-        return [[param.grad for param in group["params"]] for group in groups]
-    return _per_group("grads", grads, groups)
+def request(
+    grads: Iterable[Any] | StepRequest | None,
+    output_params: Iterable[Any] | None,
+    grad_norms: Iterable[float | Tensor] | None,
+    groups: Groups,
+) -> StepRequest:
+    """Return the arguments of the legacy call as a request; one that is a request is returned."""
+    if isinstance(grads, StepRequest):
+        return grads
+    return StepRequest(
+        grads=None if grads is None else _per_group("grads", grads, groups),
+        copies=None
+        if output_params is None
+        else _per_group("output_params", output_params, groups),
+        norms=None if grad_norms is None else _norm_per_group(grad_norms, groups),
+    )
 
 
-def outputs_per_group(output_params: Iterable[Any] | None, groups: Groups) -> Lists:
-    """Return where each new parameter is also written; None where that is nowhere."""
-    if output_params is None:
-        return [[None] * len(group["params"]) for group in groups]
-    return _per_group("output_params", output_params, groups)
-
-
-def norm_per_group(
-    grad_norms: Iterable[float | Tensor] | None, groups: Groups
-) -> Sequence[float | Tensor | None]:
-    """Return the gradient norm of each group, or None for each if none are given."""
-    if grad_norms is None:
-        return [None] * len(groups)
-    norms = list(grad_norms)
+def _norm_per_group(
+    grad_norms: Iterable[float | Tensor], groups: Groups
+) -> list[float | Tensor | None]:
+    norms: list[float | Tensor | None] = list(grad_norms)
     if len(norms) != len(groups):
         raise ValueError(
             f"FusedAdam.step: grad_norms has {len(norms)} numbers; it must have one for each of "

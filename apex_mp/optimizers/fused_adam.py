@@ -1,20 +1,20 @@
-"""FusedAdam: Adam and AdamW, one operator call for all tensors of a group on a device."""
+"""FusedAdam: Adam and AdamW, one call for all tensors on a device."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from apex_mp import grads as _grads
-from apex_mp.optimizers import _adam_call, _adam_state, _legacy_call
-from apex_mp.optimizers._adam_call import AdamCall
+from apex_mp import _C
+from apex_mp._step_request import Lists, Outcome, StepRequest
+from apex_mp.optimizers import _adam_state, _legacy_call
+from apex_mp.optimizers._several_devices import SeveralDevices
 
-_States: TypeAlias = dict[Tensor, dict[str, Any]]
-
-_SPARSE = "FusedAdam does not support sparse gradients, please consider SparseAdam instead"
+_Plan: TypeAlias = "_C.AdamPlan | SeveralDevices"
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -22,9 +22,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     Equals `torch.optim.AdamW` (`adam_w_mode=True`) and `torch.optim.Adam` (False) within rounding,
     and its `state_dict` can be loaded by them and the other way round. Parameters may be float16,
-    bfloat16, float32 or float64 on CPU or CUDA; gradients of any of these dtypes. Moments and math
-    are float32, for float64 parameters float64. Inside `torch.amp.GradScaler` the unscaling is part
-    of the same pass, and float16 gradients are welcome, as long as nobody calls `scaler.unscale_`.
+    bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these
+    dtypes. Moments and math are float32, for float64 parameters float64. Inside
+    `torch.amp.GradScaler` the unscaling is part of the same pass, and float16 gradients are
+    welcome, as long as nobody calls `scaler.unscale_`.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
@@ -39,7 +40,8 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: Decay the weights themselves (AdamW) instead of adding L2 to the gradient
             [True].
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
-        capturable: No effect: the CUDA kernels read step counts on the device anyway [False].
+        capturable: No effect: a step can be captured in a CUDA graph anyway, after one outside of
+            the capture, if all parameters are on one device; see `refresh_hyperparameters` [False].
         master_weights: Keep a float32 master of each float16 and bfloat16 parameter in
             `state[p]["master_param"]`, step it, and write the parameter in the same pass. Whoever
             loads other weights into the model must drop the masters too [False].
@@ -55,6 +57,7 @@ class FusedAdam(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # FP16_Optimizer need not copy masters to the model after step(output_params=...).
     _writes_output_params = True
+    _plan: _Plan
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class FusedAdam(torch.optim.Optimizer):
     def step(
         self,
         closure: Callable[[], Any] | None = None,
-        grads: Iterable[Any] | None = None,
+        grads: Iterable[Any] | StepRequest | None = None,
         output_params: Iterable[Any] | None = None,
         scale: float | Tensor = 1.0,
         grad_norms: Iterable[float | Tensor] | None = None,
@@ -136,7 +139,8 @@ class FusedAdam(torch.optim.Optimizer):
             What `closure` returned, or None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or does not fit its parameter.
+            RuntimeError: A gradient is sparse, does not fit its parameter, or is on a device that
+                this build has no kernels for; or a step on several devices is captured in a graph.
             ValueError: `grads`, `output_params` or `grad_norms` do not fit the groups.
         """
         loss = None
@@ -154,76 +158,104 @@ class FusedAdam(torch.optim.Optimizer):
                 "NaN in each parameter's .grad only; leave grads out"
             )
         if grad_scale is not None:
-            scale = scale * grad_scale
+            scale = grad_scale if scale == 1.0 else scale * grad_scale
+        request = _legacy_call.request(grads, output_params, grad_norms, self.param_groups)
         with torch.no_grad():
-            grad_lists = _legacy_call.grads_per_group(grads, self.param_groups)
-            output_lists = _legacy_call.outputs_per_group(output_params, self.param_groups)
-            norms = _legacy_call.norm_per_group(grad_norms, self.param_groups)
-            new: _States = {}
-            calls: list[AdamCall] = []
-            for group, group_grads, outputs, norm in zip(
-                self.param_groups, grad_lists, output_lists, norms, strict=True
-            ):
-                group_calls = self._calls(group, group_grads, outputs, new)
-                inv_scale = _adam_call.inverse(scale, norm, group, group_calls)
-                for call in group_calls:
-                    call.options = _adam_call.options(group, inv_scale, call.device)
-                calls += group_calls
-            # What the operator refuses must not be found with other calls already done.
-            for call in calls[1:]:
-                call.check()
-            for call in calls:
-                call.run(found_inf)
-            for param, state in new.items():
-                self.state[param] = state
+            self._step_by_plan(request, scale, found_inf)
         return loss
 
-    def _calls(
-        self,
-        group: dict[str, Any],
-        grads: list[Tensor | None],
-        outputs: list[Tensor | None],
-        new: _States,
-    ) -> list[AdamCall]:
-        """The calls that step a group; states of parameters that had none go to `new`."""
-        calls: dict[tuple[torch.device, bool], AdamCall] = {}
-        for param, grad, output in zip(group["params"], grads, outputs, strict=True):
-            if grad is None:
-                continue
-            if grad.layout is not torch.strided:
-                raise RuntimeError(_SPARSE)
-            state = self._state_of(param, group, new)
-            # A kernel may count on it that no two of its tensors are one.
-            target, copy = param, None if output is param else output
-            if _has_master(param, group):
-                if output is not None:
-                    raise ValueError(
-                        "FusedAdam.step: output_params was given with master_weights=True; "
-                        "give one of the two, each parameter has one low-precision copy"
-                    )
-                target, copy = state["master_param"], param
-            key = (param.device, copy is not None)
-            call = calls.get(key)
-            if call is None:
-                call = calls[key] = AdamCall(*key)
-            call.params.append(target)
-            call.grads.append(_grads.lie_as(grad, target))
-            call.exp_avgs.append(state["exp_avg"])
-            call.exp_avg_sqs.append(state["exp_avg_sq"])
-            call.steps.append(state["step"])
-            if copy is not None:
-                call.copies.append(copy)
-        return list(calls.values())
+    step.takes_request = True  # type: ignore[attr-defined]
 
-    def _state_of(self, param: Tensor, group: dict[str, Any], new: _States) -> dict[str, Any]:
-        state: dict[str, Any] = self.state.get(param, {})
-        if "exp_avg" not in state:
-            state = new[param] = {**state, **_adam_state.new_state(param)}
-        elif state["exp_avg"].stride() != param.stride():
-            _adam_state.follow_layout(state, param)
-        if _has_master(param, group) and "master_param" not in state:
-            state = new[param] = {**state, "master_param": param.detach().float()}
-        return state
+    def _step_by_plan(
+        self, request: StepRequest, scale: float | Tensor, found_inf: Tensor | None
+    ) -> None:
+        """Step all groups at once."""
+        plan = self.__dict__.get("_plan")
+        if plan is None:  # also after pickle and deepcopy
+            plan = self._plan = _C.AdamPlan()
+        needs = self._read(plan, request, scale)
+        if not plan.can_run:  # Parameters have come to several devices, or back to one.
+            plan = _C.AdamPlan() if isinstance(plan, SeveralDevices) else SeveralDevices()
+            self._plan = plan
+            needs = self._read(plan, request, scale)
+        self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+        before: dict[Tensor, dict[str, Any] | None] = {}
+        try:
+            if needs:
+                for group, index in needs:
+                    param_group = self.param_groups[group]
+                    param = param_group["params"][index]
+                    before[param] = self.state.get(param)
+                    self._make_state(param, param_group)
+                self._read(plan, request, scale)
+            request.outcome = _run(plan, request, found_inf)
+        except BaseException:
+            self._take_back(before)
+            raise
+        request.without_grad = plan.without_grad
+        if not request.outcome.is_known:
+            request.sent, request.read = plan.outcome, plan.read_outcome
+            if before:
+                request.undo_state = self._undo(before)
+        if request.outcome.found_inf:
+            self._take_back(before)
+
+    def _read(
+        self, plan: _Plan, request: StepRequest, scale: float | Tensor
+    ) -> list[tuple[int, int]]:
+        return plan.read(
+            self.param_groups,
+            self.state,
+            grads=request.grads,
+            grads_of=request.grads_of,
+            copies=request.copies,
+            scale=scale,
+            norms=request.norms,
+        )
+
+    def refresh_hyperparameters(self) -> None:
+        """Have the step in a captured CUDA graph use the groups' options as they are now.
+
+        Call it between replays, outside of a capture, after a scheduler or a hand has changed
+        `param_groups`. Steps that are not replayed need no call, nor does a tensor as `lr`.
+        """
+        plan: _Plan | None = self.__dict__.get("_plan")
+        if plan is not None:
+            nothing: Lists = [[None] * len(group["params"]) for group in self.param_groups]
+            with torch.no_grad():
+                self._read(plan, StepRequest(grads=nothing), 1.0)
+                plan.refresh_groups()
+
+    def _make_state(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Give a parameter what its state lacks, and lay out anew what lies in another order."""
+        self.state[param] = _adam_state.completed(
+            self.state.get(param, {}), param, with_master=_has_master(param, group)
+        )
+
+    def _undo(self, before: dict[Tensor, dict[str, Any] | None]) -> Callable[[], None]:
+        """Return what takes back state that a step has made, as long as nobody has used it."""
+        made = {param: self.state[param] for param in before}
+        steps = self._steps_taken
+        weak = weakref.ref(self)
+
+        def undo() -> None:
+            optimizer = weak()
+            if (
+                optimizer is not None
+                and optimizer._steps_taken == steps
+                and all(optimizer.state.get(param) is state for param, state in made.items())
+            ):
+                optimizer._take_back(before)
+
+        return undo
+
+    def _take_back(self, before: dict[Tensor, dict[str, Any] | None]) -> None:
+        """A step that was skipped or refused leaves no state behind."""
+        for param, state in before.items():
+            if state is None:
+                self.state.pop(param, None)
+            else:
+                self.state[param] = state
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options, also under the names by which torch.optim.Adam has them."""
@@ -259,6 +291,19 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _adam_state.unpack(state["state"])})
+
+
+def _run(plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
+    wishes: dict[str, Any] = {
+        "found_inf": found_inf,
+        "check": request.check,
+        "clip_by_global_norm": request.clip_by_global_norm,
+        "wait": request.check and request.wait,
+    }
+    scale = request.loss_scale
+    if isinstance(plan, SeveralDevices):
+        return plan.run(loss_scale=scale, **wishes)
+    return plan.run(loss_scale=None if scale is None else scale.for_step(), **wishes)
 
 
 def _has_master(param: Tensor, group: Mapping[str, Any]) -> bool:

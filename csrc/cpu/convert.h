@@ -1,4 +1,4 @@
-// fp16 and bf16 <-> fp32, one number at a time: the baseline, and the tails of the vector loops.
+// fp16 and bf16 <-> fp32, one number at a time: the baseline, and the tails of the register loops.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,14 @@
 #include "math/common.h"
 
 namespace apex_mp::cpu {
+
+struct Half {
+  uint16_t bits;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
 
 APEX_MP_MATH uint32_t bits_of(float x) {
   uint32_t bits;
@@ -21,9 +29,9 @@ APEX_MP_MATH float float_of(uint32_t bits) {
 }
 
 // Both branches are computed and one is selected, so that the loop around it vectorises.
-APEX_MP_MATH float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t rest = static_cast<uint32_t>(half & 0x7fffu) << 13;
+APEX_MP_MATH float widen(Half half) {
+  const uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000u) << 16;
+  const uint32_t rest = static_cast<uint32_t>(half.bits & 0x7fffu) << 13;
   // Move the exponent's bias from 15 to 127; an all-ones exponent must stay all ones.
   const uint32_t rebias = rest >= (0x7c00u << 13) ? 0x70000000u : 0x38000000u;
   const uint32_t normal = rest + rebias;
@@ -33,7 +41,7 @@ APEX_MP_MATH float half_to_float(uint16_t half) {
 }
 
 // Round to nearest, ties to even; overflow to infinity; NaN stays NaN.
-APEX_MP_MATH uint16_t float_to_half(float x) {
+APEX_MP_MATH void narrow(float x, Half& half) {
   const uint32_t bits = bits_of(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -45,18 +53,24 @@ APEX_MP_MATH uint16_t float_to_half(float x) {
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t infinite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   // 65520 is the first float that rounds to infinity.
-  return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? infinite : finite));
+  half.bits = static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? infinite : finite));
 }
 
-APEX_MP_MATH float bfloat16_to_float(uint16_t bfloat16) {
-  return float_of(static_cast<uint32_t>(bfloat16) << 16);
+APEX_MP_MATH float widen(BFloat16 bfloat16) {
+  return float_of(static_cast<uint32_t>(bfloat16.bits) << 16);
 }
 
-APEX_MP_MATH uint16_t float_to_bfloat16(float x) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+// From the bits of a float to those of the nearest bfloat16, ties to even; every NaN becomes the
+// same one. Of one number, or of a register of them.
+template <typename bits_t>
+APEX_MP_MATH bits_t bfloat16_bits(bits_t bits) {
+  const bits_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bits_t nan = bits_t{} + 0x7fc0u;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+}
+
+APEX_MP_MATH void narrow(float x, BFloat16& bfloat16) {
+  bfloat16.bits = static_cast<uint16_t>(bfloat16_bits(bits_of(x)));
 }
 
 }  // namespace apex_mp::cpu

@@ -3,7 +3,22 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+
+#include "dtype.h"
+
+#define APEX_MP_LEVEL 1
+
+// Everything included above is compiled for any processor; only what follows is for this level. The
+// formulas too, or they could not be inlined here with registers; they have internal linkage.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
 
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
@@ -11,16 +26,6 @@
 #include "math/axpby.h"
 #include "math/check.h"
 #include "math/unscale.h"
-
-#define APEX_MP_LEVEL 1
-
-// Everything included above is compiled for any processor; only what follows is for this level.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
 
 namespace apex_mp::cpu::avx2 {
 namespace {

@@ -3,18 +3,16 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
-#include "cpu/convert.h"
-#include "cpu/kernels.h"
-#include "math/adam.h"
-#include "math/axpby.h"
-#include "math/check.h"
-#include "math/unscale.h"
+#include "dtype.h"
 
 #define APEX_MP_LEVEL 2
 
-// Everything included above is compiled for any processor; only what follows is for this level.
+// Everything included above is compiled for any processor; only what follows is for this level. The
+// formulas too, or they could not be inlined here with registers; they have internal linkage.
 #if defined(__clang__)
 #pragma clang attribute push(                                                    \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
@@ -23,6 +21,13 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
+
+#include "cpu/convert.h"
+#include "cpu/kernels.h"
+#include "math/adam.h"
+#include "math/axpby.h"
+#include "math/check.h"
+#include "math/unscale.h"
 
 namespace apex_mp::cpu::avx512 {
 namespace {

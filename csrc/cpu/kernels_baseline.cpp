@@ -1,5 +1,6 @@
 // The CPU kernels for any processor the compiler can target.
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/convert.h"
 #include "cpu/kernels.h"

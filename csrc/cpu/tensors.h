@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -17,8 +18,12 @@ namespace apex_mp::cpu {
 // million elements still make work for 64 threads.
 constexpr int64_t kChunkSize = 16384;
 
-// Below this many elements a second thread costs more than it brings.
-constexpr int64_t kGrainSize = 32768;
+// A thread takes about so many elements at a time, and a further one is woken for so many: to wait
+// for it at the end costs more than it brings, above all where cores are busy with other programs.
+constexpr int64_t kElementsAtATime = 32768;
+constexpr int64_t kElementsPerThread = 2 * kElementsAtATime;
+// To begin a chunk, whose memory lies somewhere else, takes as long as so many elements.
+constexpr int64_t kElementsOfBeginning = 256;
 
 inline In in(const at::Tensor& tensor) { return {tensor.const_data_ptr(), dtype_of(tensor)}; }
 
@@ -51,15 +56,23 @@ inline std::vector<Chunk> chunks_of(at::TensorList tensors) {
   return cut_into_chunks(sizes, kChunkSize);
 }
 
-// Calls body(index) once for every chunk, in one parallel region for the whole list.
+// Calls body(index) once for every chunk, in one parallel region for the whole list. Threads take
+// the next few chunks as they come to them: one that has to share its core with another program
+// would otherwise keep the others waiting. Nothing may depend on which thread takes what.
 template <typename Body>
 void for_each_chunk(const std::vector<Chunk>& chunks, const Body& body) {
-  int64_t elements = 0;
-  for (const Chunk& chunk : chunks) elements += chunk.count;
   const auto count = static_cast<int64_t>(chunks.size());
-  const int64_t grain = std::max<int64_t>(1, count * kGrainSize / std::max<int64_t>(1, elements));
-  at::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
-    for (int64_t index = first; index < last; ++index) body(index);
+  int64_t elements = count * kElementsOfBeginning;
+  for (const Chunk& chunk : chunks) elements += chunk.count;
+  const int64_t few =
+      std::max<int64_t>(1, count * kElementsAtATime / std::max<int64_t>(1, elements));
+  const int64_t threads =
+      std::clamp<int64_t>(elements / kElementsPerThread, 1, at::get_num_threads());
+  std::atomic<int64_t> next = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t first = next.fetch_add(few); first < count; first = next.fetch_add(few)) {
+      for (int64_t index = first; index < std::min(first + few, count); ++index) body(index);
+    }
   });
 }
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "cuda/launch.h"
+#include "cuda/loops.h"
 #include "cuda/table.h"
-#include "cuda/vectors.h"
 
 namespace apex_mp::cuda {
 namespace {
@@ -33,35 +33,6 @@ __global__ void __launch_bounds__(kBlockSize)
       math::adam_factors(task.options, value_of(task.lr), step, value_of(task.inv_scale));
 }
 
-template <typename opmath_t>
-__device__ void adam_part(const Part<5>& part, const math::AdamFactors<opmath_t>& factors) {
-  const Array& param = part.arrays[0];
-  const Array& grad = part.arrays[1];
-  const Array& exp_avg = part.arrays[2];
-  const Array& exp_avg_sq = part.arrays[3];
-  const Array& copy = part.arrays[4];
-  walk<opmath_t>(part, [&](int index, auto width) {
-    const auto raw_param = load<opmath_t, width>(param, index);
-    const auto raw_grad = load<opmath_t, width>(grad, index);
-    const auto raw_avg = load<opmath_t, width>(exp_avg, index);
-    const auto raw_avg_sq = load<opmath_t, width>(exp_avg_sq, index);
-    opmath_t p[width];
-    opmath_t g[width];
-    opmath_t avg[width];
-    opmath_t avg_sq[width];
-    widen(raw_param, param.dtype, p);
-    widen(raw_grad, grad.dtype, g);
-    widen(raw_avg, exp_avg.dtype, avg);
-    widen(raw_avg_sq, exp_avg_sq.dtype, avg_sq);
-#pragma unroll
-    for (int i = 0; i < width; ++i) math::adam(p[i], avg[i], avg_sq[i], g[i], factors);
-    store(p, param, index);
-    store(avg, exp_avg, index);
-    store(avg_sq, exp_avg_sq, index);
-    if (copy.data != nullptr) store(p, copy, index);
-  });
-}
-
 // Four blocks on a multiprocessor: at most 64 registers for a thread.
 __global__ void __launch_bounds__(kBlockSize, 4)
     adam_kernel(const __grid_constant__ Table<5> table, const Adam task) {
@@ -69,11 +40,11 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   Part<5> part = part_of_block(table);
   const math::AdamFactors<double>& factors = task.factors[table.launch.first_tensor + part.slot];
   if (part.double_math) {
-    adam_part(part, factors);
+    adam_numbers<Cache::kKept>(part, factors);
   } else {
     // The checks ask for float moments here: saying so spares a branch for every vector.
     part.arrays[2].dtype = part.arrays[3].dtype = DType::kFloat;
-    adam_part(part, math::narrow(factors));
+    adam_numbers<Cache::kKept>(part, math::narrow(factors));
   }
 }
 

@@ -2,46 +2,20 @@
 // for each chunk; then the sums of chunks are added up for each tensor, and those for each group.
 // The order is fixed by the tensors' sizes and alignment, not by which block ends first: the sums
 // are reproducible.
-#include "math/check.h"
-
 #include "cuda/launch.h"
+#include "cuda/loops.h"
 #include "cuda/reduce.h"
 #include "cuda/table.h"
-#include "cuda/vectors.h"
 
 namespace apex_mp::cuda {
 namespace {
-
-// Finite floats of 2e19 and more have no finite square in float; they do in double.
-template <typename opmath_t, int width>
-__device__ double wide_sum_sq(const opmath_t (&grad)[width]) {
-  double sum_sq = 0.0;
-  int32_t found_inf = 0;
-#pragma unroll
-  for (const opmath_t number : grad) math::check(static_cast<double>(number), sum_sq, found_inf);
-  return sum_sq;
-}
-
-template <typename opmath_t>
-__device__ double check_part(const Part<1>& part, int32_t& found_inf) {
-  double total = 0.0;
-  walk<opmath_t>(part, [&](int index, auto width) {
-    opmath_t grad[width];
-    read(part.arrays[0], index, grad);
-    opmath_t sum_sq = 0;
-#pragma unroll
-    for (const opmath_t number : grad) math::check(number, sum_sq, found_inf);
-    total += math::not_finite(sum_sq) ? wide_sum_sq(grad) : static_cast<double>(sum_sq);
-  });
-  return total;
-}
 
 __global__ void __launch_bounds__(kBlockSize)
     check_kernel(const __grid_constant__ Table<1> table, double* chunk_sums, float* found_inf) {
   const Part<1> part = part_of_block(table);
   int32_t found = 0;
-  const double sum = block_sum(part.double_math ? check_part<double>(part, found)
-                                                : check_part<float>(part, found));
+  const double sum = block_sum(part.double_math ? sum_squares<double>(part, found)
+                                                : sum_squares<float>(part, found));
   if (threadIdx.x == 0) chunk_sums[table.launch.first_chunk + blockIdx.x] = sum;
   if (found && found_inf != nullptr) *found_inf = 1.0f;  // Whoever writes writes the same.
 }

@@ -135,7 +135,7 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
   check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
   const math::AdamOptions options = {
       beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt};
-  check_adam_options(options);
+  check_adam_options("adam_", options);
   if (params.empty()) return;
   const c10::cuda::CUDAGuard guard(params[0].device());
   std::vector<Row<5>> rows;

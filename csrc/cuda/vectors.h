@@ -51,58 +51,77 @@ struct Raw {
   uint32_t words[width * sizeof(opmath_t) / sizeof(uint32_t)];
 };
 
-template <int bytes>
+// Whether memory is likely to be read again soon: what is streamed leaves the caches first.
+enum class Cache { kKept, kStreamed };
+
+template <Cache cache, typename Word>
+__device__ Word fetch(const Word* src) {
+  if constexpr (cache == Cache::kStreamed) return __ldcs(src);
+  return *src;
+}
+
+template <Cache cache, typename Word>
+__device__ void put(Word word, Word* dst) {
+  if constexpr (cache == Cache::kStreamed) {
+    __stcs(dst, word);
+  } else {
+    *dst = word;
+  }
+}
+
+template <int bytes, Cache cache>
 __device__ void load_words(const char* src, uint32_t* words) {
   if constexpr (bytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < bytes / 16; ++i) {
-      const uint4 four = reinterpret_cast<const uint4*>(src)[i];
+      const uint4 four = fetch<cache>(reinterpret_cast<const uint4*>(src) + i);
       words[4 * i] = four.x;
       words[4 * i + 1] = four.y;
       words[4 * i + 2] = four.z;
       words[4 * i + 3] = four.w;
     }
   } else if constexpr (bytes == 8) {
-    const uint2 two = *reinterpret_cast<const uint2*>(src);
+    const uint2 two = fetch<cache>(reinterpret_cast<const uint2*>(src));
     words[0] = two.x;
     words[1] = two.y;
   } else if constexpr (bytes == 4) {
-    words[0] = *reinterpret_cast<const uint32_t*>(src);
+    words[0] = fetch<cache>(reinterpret_cast<const uint32_t*>(src));
   } else {
     static_assert(bytes == 2);
-    words[0] = *reinterpret_cast<const uint16_t*>(src);
+    words[0] = fetch<cache>(reinterpret_cast<const uint16_t*>(src));
   }
 }
 
-template <int bytes>
+template <int bytes, Cache cache>
 __device__ void store_words(const uint32_t* words, char* dst) {
   if constexpr (bytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < bytes / 16; ++i) {
-      reinterpret_cast<uint4*>(dst)[i] =
+      const uint4 four =
           make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+      put<cache>(four, reinterpret_cast<uint4*>(dst) + i);
     }
   } else if constexpr (bytes == 8) {
-    *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
+    put<cache>(make_uint2(words[0], words[1]), reinterpret_cast<uint2*>(dst));
   } else if constexpr (bytes == 4) {
-    *reinterpret_cast<uint32_t*>(dst) = words[0];
+    put<cache>(words[0], reinterpret_cast<uint32_t*>(dst));
   } else {
     static_assert(bytes == 2);
-    *reinterpret_cast<uint16_t*>(dst) = static_cast<uint16_t>(words[0]);
+    put<cache>(static_cast<uint16_t>(words[0]), reinterpret_cast<uint16_t*>(dst));
   }
 }
 
 // The caller has chosen double math if the array holds doubles.
-template <typename opmath_t, int width>
+template <typename opmath_t, int width, Cache cache = Cache::kKept>
 __device__ Raw<opmath_t, width> load(const Array& array, int index) {
   const char* src = static_cast<const char*>(array.data) + index * size_of(array.dtype);
   Raw<opmath_t, width> raw;
   if (size_of(array.dtype) == 2) {
-    load_words<width * 2>(src, raw.words);
+    load_words<width * 2, cache>(src, raw.words);
   } else if (sizeof(opmath_t) == 4 || array.dtype == DType::kFloat) {
-    load_words<width * 4>(src, raw.words);
+    load_words<width * 4, cache>(src, raw.words);
   } else {
-    load_words<width * sizeof(opmath_t)>(src, raw.words);
+    load_words<width * sizeof(opmath_t), cache>(src, raw.words);
   }
   return raw;
 }
@@ -141,7 +160,7 @@ __device__ void read(const Array& array, int index, opmath_t (&numbers)[width]) 
 }
 
 // Stores numbers; from double to a half type by way of float, as torch converts.
-template <typename opmath_t, int width>
+template <Cache cache = Cache::kKept, typename opmath_t, int width>
 __device__ void store(const opmath_t (&numbers)[width], const Array& array, int index) {
   char* dst = static_cast<char*>(array.data) + index * size_of(array.dtype);
   uint32_t words[2 * width] = {};
@@ -151,30 +170,33 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
       const __half half = __float2half_rn(static_cast<float>(numbers[i]));
       words[i / 2] |= static_cast<uint32_t>(__half_as_ushort(half)) << (i % 2 * 16);
     }
-    store_words<width * 2>(words, dst);
+    store_words<width * 2, cache>(words, dst);
   } else if (array.dtype == DType::kBFloat16) {
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const __nv_bfloat16 half = __float2bfloat16_rn(static_cast<float>(numbers[i]));
       words[i / 2] |= static_cast<uint32_t>(__bfloat16_as_ushort(half)) << (i % 2 * 16);
     }
-    store_words<width * 2>(words, dst);
+    store_words<width * 2, cache>(words, dst);
   } else if (array.dtype == DType::kFloat) {
 #pragma unroll
     for (int i = 0; i < width; ++i) words[i] = __float_as_uint(static_cast<float>(numbers[i]));
-    store_words<width * 4>(words, dst);
-  } else {
+    store_words<width * 4, cache>(words, dst);
+  } else if constexpr (sizeof(opmath_t) == 8 || cache == Cache::kKept) {
+    // In float math, what is streamed is no double: only adam's copy may be one.
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const double number = numbers[i];
       words[2 * i] = static_cast<uint32_t>(__double2loint(number));
       words[2 * i + 1] = static_cast<uint32_t>(__double2hiint(number));
     }
-    store_words<width * 8>(words, dst);
+    store_words<width * 8, cache>(words, dst);
   }
 }
 
-__device__ inline double value_of(const Number& number) {
+// Of a Number of kernels.h or of a step.
+template <typename NumberOf>
+__device__ double value_of(const NumberOf& number) {
   if (number.pointer == nullptr) return number.value;
   return number.is_double ? *static_cast<const double*>(number.pointer)
                           : *static_cast<const float*>(number.pointer);

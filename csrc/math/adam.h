@@ -32,12 +32,15 @@ struct AdamFactors {
   opmath_t inv_scale;
 };
 
-// Computed in double, because 1 - beta2 in float is off by 1.3e-5 relative. `step` counts this
-// step.
-APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double lr, double step,
+// 1 - beta**step, in double, because 1 - beta2 in float is off by 1.3e-5 relative. `step` counts
+// this step.
+APEX_MP_MATH double bias_correction(bool wanted, double beta, double step) {
+  return wanted ? 1.0 - std::pow(beta, step) : 1.0;
+}
+
+APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double lr,
+                                              double correction1, double correction2,
                                               double inv_scale) {
-  const double correction1 = options.bias_correction ? 1.0 - std::pow(options.beta1, step) : 1.0;
-  const double correction2 = options.bias_correction ? 1.0 - std::pow(options.beta2, step) : 1.0;
   AdamFactors<double> factors;
   factors.one_minus_beta1 = 1.0 - options.beta1;
   factors.beta2 = options.beta2;
@@ -52,27 +55,40 @@ APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double
   return factors;
 }
 
-APEX_MP_MATH AdamFactors<float> narrow(const AdamFactors<double>& factors) {
-  return {static_cast<float>(factors.one_minus_beta1),
-          static_cast<float>(factors.beta2),
-          static_cast<float>(factors.one_minus_beta2),
-          static_cast<float>(factors.inv_bias_correction2),
-          static_cast<float>(factors.eps_inside),
-          static_cast<float>(factors.eps_outside),
-          static_cast<float>(factors.step_size),
-          static_cast<float>(factors.keep),
-          static_cast<float>(factors.l2),
-          static_cast<float>(factors.inv_scale)};
+APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double lr, double step,
+                                              double inv_scale) {
+  return adam_factors(options, lr, bias_correction(options.bias_correction, options.beta1, step),
+                      bias_correction(options.bias_correction, options.beta2, step), inv_scale);
 }
 
+template <typename to_t, typename from_t>
+APEX_MP_MATH AdamFactors<to_t> factors_as(const AdamFactors<from_t>& factors) {
+  return {static_cast<to_t>(factors.one_minus_beta1),
+          static_cast<to_t>(factors.beta2),
+          static_cast<to_t>(factors.one_minus_beta2),
+          static_cast<to_t>(factors.inv_bias_correction2),
+          static_cast<to_t>(factors.eps_inside),
+          static_cast<to_t>(factors.eps_outside),
+          static_cast<to_t>(factors.step_size),
+          static_cast<to_t>(factors.keep),
+          static_cast<to_t>(factors.l2),
+          static_cast<to_t>(factors.inv_scale)};
+}
+
+APEX_MP_MATH AdamFactors<float> narrow(const AdamFactors<double>& factors) {
+  return factors_as<float>(factors);
+}
+
+// opmath_t is float, double, or a register of numbers that brings operators and sqrt with it.
 template <typename opmath_t>
 APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
                        opmath_t scaled_grad, const AdamFactors<opmath_t>& factors) {
+  using std::sqrt;
   const opmath_t grad = scaled_grad * factors.inv_scale + factors.l2 * param;
   exp_avg += factors.one_minus_beta1 * (grad - exp_avg);
   exp_avg_sq = factors.beta2 * exp_avg_sq + factors.one_minus_beta2 * grad * grad;
-  const opmath_t denom = std::sqrt(exp_avg_sq * factors.inv_bias_correction2 + factors.eps_inside) +
-                         factors.eps_outside;
+  const opmath_t denom =
+      sqrt(exp_avg_sq * factors.inv_bias_correction2 + factors.eps_inside) + factors.eps_outside;
   param = factors.keep * param - factors.step_size * exp_avg / denom;
 }
 

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ CSRC = ROOT / "csrc"
 SHIM = Path(__file__).resolve().parent / "shim"
 OUT = ROOT / "build" / "cuda_on_cpu"
 GENERATED = "generated"  # csrc/cuda/ as the host compiler reads it, in a build's folder
+PLAN_HEADER = "plan_on_cpu.h"  # compiled before the sources of csrc/step/, which include torch
 
 JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
 CXX = os.environ.get("CXX", "g++")
@@ -31,9 +33,10 @@ class Grid:
 
     cudart_version: int  # csrc/cuda/table.h: tables of 32,000 bytes from 12010 on, else of 3,600
     max_blocks: int | None = None  # in place of kMaxBlocks of csrc/cuda/launch.h
+    plan: bool = True  # with the step plan of csrc/step/, to which all grids are one
 
 
-GRIDS = {"wide": Grid(13000), "narrow": Grid(12000, max_blocks=64)}
+GRIDS = {"wide": Grid(13000), "narrow": Grid(12000, max_blocks=64, plan=False)}
 
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # As csrc/ is built by setup.py; nvcc lets vectors alias numbers.
@@ -91,6 +94,13 @@ def build(
     out.mkdir(parents=True, exist_ok=True)
     _translate_cuda(sources_root, out / GENERATED, GRIDS[grid])
     commands = _compile_commands(out, GRIDS[grid], extra_flags, sanitize, sources_root)
+    if GRIDS[grid].plan:
+        folder = out if unchanged is None else unchanged.path.parent
+        plan = _plan_commands(out, GRIDS[grid], extra_flags, sanitize, sources_root, folder)
+        header = plan.pop(PLAN_HEADER)
+        if unchanged is None:  # else it is there, and others are reading it
+            _run(folder / f"{PLAN_HEADER}.gch", header)
+        commands |= plan
     objects = {name: out / f"{name}.o" for name in commands}
     for name in commands:
         if unchanged is not None and unchanged.is_made_of(name, sources_root, out / GENERATED):
@@ -135,29 +145,58 @@ def _compile_commands(
     """Return for each object the command that makes it, without its name."""
     from torch.utils import cpp_extension  # Here: it takes a second.
 
-    macros = [f"-DCUDART_VERSION={grid.cudart_version}", "-D__CUDA_ARCH_LIST__=800,900"]
-    includes = [f"-I{path}" for path in (out / GENERATED, SHIM, sources_root)]
     torch_includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    base = [CXX, *FLAGS, *macros, *includes]
+    base = _base_command(out, grid, sources_root)
     checked = [*base, *(SANITIZE if sanitize else []), *extra_flags]
     commands = {
         path.stem: [*checked, *KERNEL_FLAGS, "-xc++", str(path)]
         for path in sorted((out / GENERATED / "cuda").glob("*.cu"))
     }
+    commands["step_driver"] = [*checked, str(SHIM / "step_driver.cpp")]
     commands["operators"] = [*checked, *torch_includes, str(SHIM / "operators_on_cpu.cpp")]
     schema = ["-DAPEX_MP_WITH_CUDA", str(sources_root / "ops.cpp")]
     commands["ops"] = [*base, *extra_flags, *torch_includes, *schema]
-    for name in ("execution", "fiber", "report"):
+    for name in ("execution", "fiber", "report", "streams"):
         asan = ["-DCUDA_ON_CPU_ASAN"] if sanitize else []
         commands[f"shim_{name}"] = [*base, *asan, str(SHIM / f"{name}.cpp")]
     return commands
+
+
+def _plan_commands(
+    out: Path,
+    grid: Grid,
+    extra_flags: Sequence[str],
+    sanitize: bool,
+    sources_root: Path,
+    header_folder: Path,
+) -> dict[str, list[str]]:
+    """Return the commands that make the plan, and the one that makes its header."""
+    from torch.utils import cpp_extension
+
+    system = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    command = _base_command(out, grid, sources_root)
+    command.insert(1, f"-I{header_folder}")
+    command += [*(SANITIZE if sanitize else []), *extra_flags, "-DAPEX_MP_WITH_CUDA"]
+    command += ["-Wno-parentheses", *(f"-isystem{path}" for path in system)]
+    sources = [*sorted((sources_root / "step").glob("*.cpp")), SHIM / "plan_module.cpp"]
+    sources += [out / GENERATED / "cuda" / "stepper.cpp"]
+    commands = {
+        f"plan_{path.stem}": [*command, "-include", PLAN_HEADER, str(path)] for path in sources
+    }
+    return {PLAN_HEADER: [*command, "-xc++-header", str(SHIM / PLAN_HEADER)], **commands}
+
+
+def _base_command(out: Path, grid: Grid, sources_root: Path) -> list[str]:
+    macros = [f"-DCUDART_VERSION={grid.cudart_version}", "-D__CUDA_ARCH_LIST__=800,900"]
+    includes = [f"-I{path}" for path in (out / GENERATED, SHIM, sources_root)]
+    return [CXX, *FLAGS, *macros, *includes]
 
 
 def _torch_libraries() -> list[str]:
     from torch.utils import cpp_extension
 
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
-    return [*folders, "-lc10", "-ltorch", "-ltorch_cpu"]
+    return [*folders, "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
 
 
 def _run(target: Path, command: Iterable[str], inputs: Iterable[Path] | None = None) -> None:

@@ -13,14 +13,36 @@ from builder import CXX, ROOT, Library
 
 INSIDE = Path(__file__).resolve().parent / "inside"
 OPERATORS = ("tests/test_operators.py", f"{INSIDE}/test_chunk_edges.py")
+STEP = tuple(f"{INSIDE}/test_step{name}.py" for name in ("", "_decisions", "_table"))
 AROUND_OPERATORS = (
     "tests/test_operator_errors.py",
     "tests/test_operator_autograd.py",
     "tests/test_conversions.py",
     f"{INSIDE}/test_large.py",
+    f"{INSIDE}/test_step_large.py",
 )
-# What an ordinary test asks of the CPU and not of CUDA, where the host does not know found_inf.
-NOT_FOR_CUDA = ("tests/test_operator_autograd.py::test_a_skipped_adam_step_leaves_every_version",)
+# The optimizers, whose steps the plan takes.
+PLAN = (
+    f"{INSIDE}/test_stepper.py",
+    f"{INSIDE}/test_unwaited_steps.py",
+    *(
+        f"tests/test_fused_adam_{name}.py"
+        for name in ("equivalence", "errors", "grad_scaler", "in_a_loop", "legacy_call", "state")
+    ),
+    *(
+        f"tests/test_fp16_optimizer_{name}.py"
+        for name in ("accumulation", "clipping", "closures", "legacy", "masters", "overflow")
+    ),
+    *(f"tests/test_step_{name}.py" for name in ("loss_scale", "plan_fp16", "plan_params")),
+)
+# What an ordinary test asks of the CPU and not of CUDA: that the host knows found_inf, and that
+# the profiler sees passes by their names.
+NOT_FOR_CUDA = (
+    "tests/test_operator_autograd.py::test_a_skipped_adam_step_leaves_every_version",
+    "tests/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
+    "tests/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
+    "tests/test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +55,11 @@ class Net:
 
 
 # A narrow table is full with a few hundred tensors; the 5000 fill a wide one, and take longest.
-NARROW = (*OPERATORS, "-k", "not 5000")
+NARROW = (*OPERATORS, *STEP, "-k", "not 5000")
 
 NETS = {
-    "wide grid, forward": Net((*OPERATORS, *AROUND_OPERATORS), "wide", "forward"),
+    "wide grid, forward": Net((*OPERATORS, *STEP, *AROUND_OPERATORS), "wide", "forward"),
+    "plan, forward": Net(PLAN, "wide", "forward"),
     "narrow grid, backward": Net(NARROW, "narrow", "backward"),
     "narrow grid, shuffled": Net(NARROW, "narrow", "shuffled"),
 }

@@ -10,7 +10,10 @@ import pytest
 from builder import OUT, Library, build
 from nets import NETS, RunNet, run
 from planted_bugs import PLANTED_BUGS, PlantedBug
+from planted_plan_bugs import PLANTED_PLAN_BUGS
+from planted_step_bugs import PLANTED_STEP_BUGS
 
+ALL_BUGS = {**PLANTED_BUGS, **PLANTED_STEP_BUGS, **PLANTED_PLAN_BUGS}
 FAILED, ABORTED = 1, -6
 
 
@@ -39,7 +42,7 @@ EACH_BUG = [
         ],
         id=name,
     )
-    for name, bug in PLANTED_BUGS.items()
+    for name, bug in ALL_BUGS.items()
 ]
 
 
@@ -60,4 +63,4 @@ def test_a_planted_bug_is_caught(bug: PlantedBug, outcomes: dict[str, tuple[int,
 def test_the_readme_lists_the_planted_bugs() -> None:
     readme = Path(__file__).with_name("README.md").read_text()
     table = readme.partition("| bug | caught by |\n|---|---|\n")[2]
-    assert re.findall(r"^\| (.+?) \|", table, re.M) == list(PLANTED_BUGS)
+    assert re.findall(r"^\| (.+?) \|", table, re.M) == list(ALL_BUGS)

@@ -7,8 +7,11 @@ nets.py: CUDA_ON_CPU_LIBRARY, what builder.py made; CUDA_ON_CPU_ORDER, one of OR
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from importlib.machinery import ExtensionFileLoader
 from types import ModuleType
 
 import pytest
@@ -19,7 +22,8 @@ ORDERS = ["forward", "backward", "shuffled"]  # as enum Order of shim/execution.
 ORDER = os.environ["CUDA_ON_CPU_ORDER"]
 
 torch.ops.load_library(LIBRARY)
-_choose = ctypes.CDLL(LIBRARY).cuda_on_cpu_choose
+SHIM = ctypes.CDLL(LIBRARY)
+_choose = SHIM.cuda_on_cpu_choose
 _choose.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_bool]
 
 
@@ -36,6 +40,8 @@ class _Extension(ModuleType):
 
     torch_version = str(torch.__version__)
     with_cuda = True
+    # Imported by name, and used by optimizers alone, which run where the library has the plan.
+    StepOutcome = DeviceLossScale = type("", (), {})
 
     @staticmethod
     def cpu_level() -> str:
@@ -50,9 +56,39 @@ class _Extension(ModuleType):
         assert level == "cuda on cpu"
 
 
-sys.modules["apex_mp._C"] = _Extension("apex_mp._C")
+def _load_plan() -> ModuleType:
+    loader = ExtensionFileLoader("_plan_on_kernels", LIBRARY)
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+extension = _Extension("apex_mp._C")
+if hasattr(SHIM, "PyInit__plan_on_kernels"):
+    plan = _load_plan()
+    for name in dir(plan):
+        if not name.startswith("_"):
+            setattr(extension, name, getattr(plan, name))
+sys.modules["apex_mp._C"] = extension
+
+
+@pytest.fixture(autouse=True)
+def _host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device is one that FP16_Optimizer leaves alone; nothing arrives before somebody waits."""
+    from apex_mp import device_scale
+
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+    monkeypatch.setattr(device_scale, "is_capturing", lambda: bool(SHIM.cuda_on_cpu_is_capturing()))
+    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+    yield
+    device_scale._in_flight.clear()
 
 
 @pytest.fixture(autouse=True)
 def _ordinary_settings() -> None:
     choose()
+    SHIM.cuda_on_cpu_capture(False)
+    SHIM.cuda_on_cpu_use_stream(0)
+    SHIM.cuda_on_cpu_wait_for_all()

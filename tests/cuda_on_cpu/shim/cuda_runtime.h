@@ -20,10 +20,44 @@ struct alignas(16) uint4 {
 struct alignas(8) uint2 {
   unsigned int x, y;
 };
+struct alignas(16) double2 {
+  double x, y;
+};
 inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
   return {x, y, z, w};
 }
 inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
+
+// How memory is cached makes no difference here; which types there are is as on the device.
+inline double2 __ldcg(const double2* src) { return *src; }
+inline int __ldcg(const int* src) { return *src; }
+
+template <typename Word>
+Word __ldcs(const Word* src) {
+  return *src;
+}
+
+template <typename Word>
+void __stcs(Word* dst, Word word) {
+  *dst = word;
+}
+
+// Blocks run one after another, threads until they wait: nobody comes between, and all is visible.
+inline void __threadfence() {}
+
+inline unsigned int atomicInc(unsigned int* address, unsigned int last) {
+  const unsigned int old = *address;
+  *address = old >= last ? 0 : old + 1;
+  return old;
+}
+
+inline int atomicMin(int* address, int value) {
+  const int old = *address;
+  if (value < old) *address = value;
+  return old;
+}
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 // The place of the call goes along: threads that wait must wait at the same one.
 inline void __syncthreads(std::source_location where = std::source_location::current()) {

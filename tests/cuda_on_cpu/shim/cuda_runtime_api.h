@@ -1,15 +1,46 @@
 // Stands for the CUDA toolkit's header: the host's side of it, as far as csrc/cuda/ uses it.
 #pragma once
 
+#include <cstddef>
+#include <cstring>
+
 #include "execution.h"
+#include "streams.h"
 
 // CUDART_VERSION is defined by the build: it decides how work is cut into launches.
 
-using cudaStream_t = void*;
+using cudaStream_t = cuda_on_cpu::Stream;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+
+enum cudaMemcpyKind { cudaMemcpyHostToDevice };
+inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t stream) {
+  cuda_on_cpu::put_on(stream, "a copy");
+  std::memcpy(dst, src, bytes);
+  return cudaSuccess;
+}
+
+using cudaEvent_t = cuda_on_cpu::Clock*;
+constexpr unsigned int cudaEventDisableTiming = 2;
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  *event = new cuda_on_cpu::Clock{};
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  cuda_on_cpu::record(*event, stream);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  cuda_on_cpu::wait(*event, stream);
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
 
 // Parsed wherever a header holds device code, also without the device's functions.
 #define __global__ static

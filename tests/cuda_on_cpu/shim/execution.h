@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <source_location>
 
+#include "streams.h"
+
 namespace cuda_on_cpu {
 
 struct Index {
@@ -48,15 +50,17 @@ struct Grid {
 void run_grid(const Grid& grid, void (*thread)(const void*), const void* context);
 
 // What builder.py writes in place of kernel<<<blocks, threads, shared_bytes,
-// stream>>>(arguments...). Every thread gets its own copy of the arguments, as on a device it may
-// change them.
+// stream>>>(arguments...). The launch has its own copy of the arguments, and so has every thread:
+// as on a device it may change them.
 template <typename... Parameters, typename... Arguments>
-void start(void (*kernel)(Parameters...), unsigned int blocks, int threads, size_t, void*,
+void start(void (*kernel)(Parameters...), unsigned int blocks, int threads, size_t, Stream stream,
            const Arguments&... arguments) {
-  const auto thread = [&] { kernel(arguments...); };
-  run_grid(
-      {blocks, threads, reinterpret_cast<const void*>(kernel)},
-      [](const void* context) { (*static_cast<decltype(&thread)>(context))(); }, &thread);
+  submit(stream, [=] {
+    const auto thread = [&] { kernel(arguments...); };
+    run_grid(
+        {blocks, threads, reinterpret_cast<const void*>(kernel)},
+        [](const void* context) { (*static_cast<decltype(&thread)>(context))(); }, &thread);
+  });
 }
 
 }  // namespace cuda_on_cpu

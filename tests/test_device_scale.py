@@ -15,11 +15,10 @@ import pytest
 import torch
 from fp16_cases import F16, F32, INF, NAN, assert_grads, parameter, pull
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
-from apex_mp import amp
-from apex_mp.amp import device_scaler
-from apex_mp.amp.device_scaler import DeviceScale, Transfer
+from apex_mp import amp, device_scale
+from apex_mp.device_scale import DeviceScale, Transfer
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 from apex_mp.optimizers import FusedAdam
 
@@ -37,10 +36,10 @@ optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS
 @pytest.fixture(autouse=True)
 def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep scales on the device, whichever that is; nothing arrives before somebody waits."""
-    monkeypatch.setattr(device_scaler, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
     monkeypatch.setattr(Transfer, "has_arrived", lambda self: False)
     yield
-    device_scaler._in_flight.clear()
+    device_scale._in_flight.clear()
 
 
 @pytest.fixture
@@ -56,18 +55,6 @@ def weight(device: torch.device) -> nn.Parameter:
 def backward(handle: Any, loss: Any, optimizer: Any) -> None:
     with handle.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-
-
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 # What stays on the device.
@@ -92,7 +79,7 @@ def test_the_host_waits_for_nothing_in_a_training_loop(
             optimizer.step()
     assert waits.count == 0
     assert finished == []
-    assert len(device_scaler._in_flight) == 17  # Of 11 blocks and 6 steps.
+    assert len(device_scale._in_flight) == 17  # Of 11 blocks and 6 steps.
 
 
 @pytest.mark.cuda_only
@@ -118,7 +105,7 @@ def test_cuda_is_never_waited_for(handle: Any, weight: Any, monkeypatch: Any) ->
 )
 def test_with_another_optimizer_the_host_decides(make: Any, handle: Any, weight: Any) -> None:
     backward(handle, pull((weight, INF)), make([weight]))
-    assert len(device_scaler._in_flight) == 0
+    assert len(device_scale._in_flight) == 0
     assert handle._default_scaler._device_scale is None
 
 
@@ -166,9 +153,9 @@ def test_random_programs_end_with_the_same_bits_as_on_the_host(
     handle: Any = amp.init(device_type=device.type)
     for seed in range(block * 10, block * 10 + 10):
         scaler = amp.scaler.LossScaler("dynamic" if seed % 3 else 128.0, 1024.0, scale_window=2)
-        monkeypatch.setattr(device_scaler, "DEVICE_TYPES", {device.type})
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
         ours = run(seed, handle, device, OPTIMIZERS["FusedAdam"], copy.deepcopy(scaler))
-        monkeypatch.setattr(device_scaler, "DEVICE_TYPES", set())
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
         host = run(seed, handle, device, OPTIMIZERS["FusedAdam"], copy.deepcopy(scaler))
         assert str(ours) == str(host), seed
 

@@ -1,0 +1,80 @@
+"""What a fused optimizer's step is asked for, so that nobody makes lists of gradients for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from apex_mp.device_scale import DeviceScale
+
+Lists: TypeAlias = list[list[Tensor | None]]
+Groups: TypeAlias = Sequence[dict[str, Any]]
+
+
+class Outcome(Protocol):
+    """What became of a step.
+
+    Attributes:
+        is_known: Whether the host has waited for it; else the rest says nothing.
+        found_inf: Whether it was skipped, as far as the host knows without having asked for a
+            check.
+        norms: l2 norm of each group's unscaled gradients; empty if none was measured.
+        nonfinite_rows: Which of the parameters that had a gradient held inf or NaN: the first ones,
+            if the device has told.
+    """
+
+    @property
+    def is_known(self) -> bool: ...
+
+    @property
+    def found_inf(self) -> bool: ...
+
+    @property
+    def norms(self) -> list[float]: ...
+
+    @property
+    def nonfinite_rows(self) -> list[int]: ...
+
+
+@dataclasses.dataclass
+class StepRequest:
+    """Where a step finds its gradients, and what came of it.
+
+    `step(grads=request)` is for a step whose function has the attribute `takes_request`. Lists
+    hold one list for each parameter group with one item for each parameter.
+
+    Attributes:
+        grads: The gradients; None: those of `grads_of`.
+        grads_of: The parameters whose `.grad` is the scaled gradient. An item that is None: the
+            stepped parameter's own, which is not scaled. None: the stepped parameters.
+        copies: Where each new parameter is also written; None: nowhere.
+        norms: l2 norm of each group's gradients as they lie; None: measured if need be.
+        check: Look for inf and NaN, and do nothing if there is any.
+        clip_by_global_norm: Clip each group by the norm of all.
+        loss_scale: To be updated by what `check` finds, on its device; None: there is none.
+        wait: The host is to know the outcome when the step returns.
+        outcome: Set by the step.
+        sent: Set by the step if the outcome is not known yet: it is in this tensor on the device,
+            until the next step.
+        read: Set with it: makes the outcome of a copy of `sent` on the CPU.
+        undo_state: Set by the step if it has made state before the outcome is known: takes that
+            away again.
+        without_grad: Set by the step: group and index of parameters that had no gradient.
+    """
+
+    grads: Lists | None = None
+    grads_of: Lists | None = None
+    copies: Lists | None = None
+    norms: list[float | Tensor | None] | None = None
+    check: bool = False
+    clip_by_global_norm: bool = False
+    loss_scale: DeviceScale | None = None
+    wait: bool = True
+    sent: Tensor | None = None
+    read: Callable[[Tensor], Outcome] | None = None
+    undo_state: Callable[[], None] | None = None
+    outcome: Outcome | None = None
+    without_grad: list[tuple[int, int]] = dataclasses.field(default_factory=list)

@@ -1,0 +1,155 @@
+"""Steps of an FP16_Optimizer on a device that the host does not wait for.
+
+The loss scale is there, and each step brings it up to date; the `DynamicLossScaler` on the host
+follows when it is told what became of the steps, by the same rule and so to the same numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import device_scale
+from apex_mp._step_request import Outcome, StepRequest
+from apex_mp.device_scale import DeviceScale
+from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from apex_mp.loss_scale import DynamicLossScale
+
+
+class DeviceSteps:
+    """The loss scale on the device, and steps of which the host has yet to hear.
+
+    Args:
+        tell: A method, which is called with each step's outcome and request, in the order of the
+            steps.
+    """
+
+    def __init__(self, tell: Callable[[Outcome, StepRequest], None]) -> None:
+        self._tell = tell
+        self._scale: DeviceScale | None = None
+        self._scaler: DynamicLossScaler | None = None  # whose scale that is
+        self._seen: dict[str, Any] = {}  # its attributes as they agree with the device
+        # Two, because gradients that have one may be brought to the other.
+        self._copies: list[Tensor] = []
+        self._is_stale = True
+        self._captured: StepRequest | None = None  # A graph takes this step whenever it likes.
+
+    # The scale.
+
+    def scale(self, scaler: LossScaler | DynamicLossScaler, device: torch.device) -> float | Tensor:
+        """Return the factor on the next loss: a number if it never changes, else 0-dim float32.
+
+        The tensor keeps its value while gradients have it, and is the same object until the scale
+        may have changed. But a graph that was captured knows only one tensor: from then on it is
+        that one, and `last_scale` holds what it was before.
+        """
+        if not isinstance(scaler, DynamicLossScaler):
+            return scaler.cur_scale
+        live = self._live(scaler, device).scale
+        if self._captured is not None or device_scale.is_capturing():
+            self._copies[1].copy_(self._copies[0])
+            self._copies[0].copy_(live)
+        elif self._is_stale:
+            self._copies.reverse()
+            self._copies[0].copy_(live)
+        self._is_stale = False
+        return self._copies[0]
+
+    @property
+    def last_scale(self) -> Tensor | None:
+        """What the tensor of `scale` held before it was written again; None if it never is."""
+        return self._copies[1] if self._copies and self._captured is not None else None
+
+    def for_step(
+        self, scaler: LossScaler | DynamicLossScaler, device: torch.device
+    ) -> DeviceScale | None:
+        """Return the scale for a step that brings it up to date; None if it never changes."""
+        if not isinstance(scaler, DynamicLossScaler):
+            return None
+        self._is_stale = True
+        return self._live(scaler, device)
+
+    def _live(self, scaler: DynamicLossScaler, device: torch.device) -> DeviceScale:
+        """The scale on the device, written anew if somebody has written to the scaler."""
+        scale = self._scale
+        if scale is not None and scale.device == device and self._agrees(scaler):
+            return scale
+        if device_scale.is_capturing():
+            raise RuntimeError(
+                "FP16_Optimizer: the loss scale was set, or never used, before this capture of a "
+                "CUDA graph. Take one step outside of the capture first"
+            )
+        device_scale.settle(wait=True)
+        if scale is None or scale.device != device:
+            scale = self._scale = DeviceScale(scaler.loss_scale_value, device)
+            self._copies = [scale.scale.clone(), scale.scale.clone()]
+        else:
+            scale.assign(scaler.loss_scale_value)
+        self._scaler, self._seen, self._is_stale = scaler, dict(vars(scaler)), True
+        return scale
+
+    def _agrees(self, scaler: LossScaler | DynamicLossScaler) -> bool:
+        return scaler is self._scaler and vars(scaler) == self._seen
+
+    def update(self, scaler: LossScaler | DynamicLossScaler, *, skipped: bool) -> None:
+        """Have the scaler take note of a step that has brought the device up to date.
+
+        What somebody has written to the scaler since is for the steps that are to come.
+        """
+        if scaler is not self._scaler:
+            scaler.update_scale(skipped)
+            return
+        written = {
+            name: value for name, value in vars(scaler).items() if self._seen.get(name) != value
+        }
+        vars(scaler).update(self._seen)
+        scaler.update_scale(skipped)
+        self._seen = dict(vars(scaler))
+        vars(scaler).update(written)
+
+    def write_through(self, scaler: LossScaler | DynamicLossScaler) -> None:
+        """Have replays of a captured graph use what was written to the scaler."""
+        if self._captured is not None and self._scale is not None and scaler is self._scaler:
+            self._live(self._scaler, self._scale.device)
+
+    def catch_up(self, scaler: LossScaler | DynamicLossScaler) -> None:
+        """Bring the scaler up to date; the host waits."""
+        device_scale.settle(wait=True)
+        if self._captured is None or self._scale is None or not self._agrees(scaler):
+            return
+        value = self._scale.read()
+        if isinstance(value, DynamicLossScale) and isinstance(scaler, DynamicLossScaler):
+            scaler.cur_scale, scaler.overflows = value.scale, value.overflows
+            scaler.last_overflow_iter = scaler.cur_iter - 1 - value.good_steps
+            self._seen = dict(vars(scaler))
+
+    # What became of steps.
+
+    def send(self, request: StepRequest) -> None:
+        """Have the outcome of a step told by a later `settle`, unless we are gone by then."""
+        sent, read = request.sent, request.read
+        assert sent is not None  # Else its outcome is known.
+        assert read is not None
+        if device_scale.is_capturing():
+            self._captured = request
+            return
+        request.grads = request.grads_of = request.copies = None  # Nothing is kept alive for it.
+        weak_tell = weakref.WeakMethod(self._tell)
+
+        def tell(arrived: Tensor) -> None:
+            method = weak_tell()
+            if method is not None:
+                method(read(arrived), request)
+
+        device_scale.send_tensor(sent, tell)
+
+    def captured_overflow(self) -> bool | None:
+        """Whether the last step that a graph took was skipped; None if no step was captured."""
+        request = self._captured
+        if request is None or request.sent is None or request.read is None:
+            return None
+        return request.read(request.sent.cpu()).found_inf

@@ -1,0 +1,107 @@
+"""How benchmarks.memory sees what a piece of work allocates: by torch's allocator, or from outside.
+
+torch's allocator knows every byte of every tensor that the calling thread makes, and nothing else.
+The resident set of the process has everything else too, C++ vectors and other threads, but in
+pages, and only what was written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+PROC = Path("/proc/self")
+# For a process that calls `resident`: else glibc keeps what was freed, up to 32 MiB a block, and
+# the next temporary goes there unseen.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_TRIM_THRESHOLD_": "0"}
+
+
+class Extra(NamedTuple):
+    """Bytes beyond those that were there before."""
+
+    peak: int
+    after: int
+
+
+def allocated(work: Callable[[], object], device: str) -> Extra:
+    """Run something, and return what torch's allocator gave out meanwhile.
+
+    On a CPU, memory from before that is freed meanwhile makes no room; on a GPU it does.
+    """
+    return _allocated_on_gpu(work) if device == "cuda" else _allocated_on_cpu(work)
+
+
+def _allocated_on_cpu(work: Callable[[], object]) -> Extra:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # It says on stderr when it starts and stops.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    given: dict[int, int] = {}
+    total = peak = 0
+    for place, size in _events(profiler):
+        if size > 0:
+            given[place] = size
+            total += size
+            peak = max(peak, total)
+        else:  # The profiler has sizes of earlier profiles for what was there before.
+            total -= given.pop(place, 0)
+    return Extra(peak, total)
+
+
+def _events(profiler: profile) -> list[tuple[int, int]]:
+    """Return the address and the size of each allocation in turn; sizes of freed ones are < 0."""
+    found = []
+    waiting = profiler.profiler.kineto_results.experimental_event_tree()
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return [(place, size) for _, place, size in sorted(found, key=lambda one: one[0])]
+
+
+def _allocated_on_gpu(work: Callable[[], object]) -> Extra:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated() - before
+    return Extra(torch.cuda.max_memory_allocated() - before, after)
+
+
+def can_see_resident() -> bool:
+    """Return whether the peak of the resident set can be set back here: Linux."""
+    return (PROC / "clear_refs").exists()
+
+
+def resident(work: Callable[[], object]) -> Extra:
+    """Run something, and return by how much the resident set of this process grew meanwhile."""
+    (PROC / "clear_refs").write_text("5")  # the peak is now what there is
+    before = _status("VmHWM")
+    work()
+    return Extra(_status("VmHWM") - before, _status("VmRSS") - before)
+
+
+def _status(name: str) -> int:
+    (found,) = re.findall(rf"{name}:\s*(\d+) kB", (PROC / "status").read_text())
+    return int(found) * 1024
+
+
+def by_storage(named: dict[str, Iterable[Tensor]]) -> dict[str, int]:
+    """Return the bytes of the memory behind each list, counted where it is met first."""
+    seen: set[int] = set()
+    sizes = {}
+    for name, tensors in named.items():
+        new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        sizes[name] = sum(size for place, size in new.items() if place not in seen)
+        seen.update(new)
+    return sizes

@@ -1,0 +1,27 @@
+// A whole optimizer step on the CPU.
+#pragma once
+
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "launch_plan.h"
+#include "math/step_scalars.h"
+#include "step/task.h"
+
+namespace apex_mp::cpu {
+
+// Room that one step leaves to the next: to get it from the system and to give it back costs a
+// small model more than its step.
+struct Workspace {
+  std::vector<Chunk> chunks;
+  std::vector<CheckResult> results;  // of each chunk
+  std::vector<math::SumSq> sums;     // of each group
+  std::vector<math::GroupOutcome> groups;
+  std::vector<math::AdamFactors<double>> factors;  // rows that have the same share them
+  std::vector<int32_t> factors_of_row;
+};
+
+// Takes the step, or does nothing at all if it looks for inf and NaN and finds any.
+step::Outcome run(const step::Task& task, Workspace& workspace);
+
+}  // namespace apex_mp::cpu

@@ -1,0 +1,105 @@
+// StepTable: what the host writes into the device memory of the fused step, and whether that still
+// serves. step_run.cu launches.
+#include "cuda/step.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/step_memory.h"
+#include "cuda/table.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+// Math is done in double if one of the arrays holds doubles; a copy in double is no reason.
+bool has_double_math(const step::Row& row) {
+  const step::Array arrays[] = {row.param, row.grad, row.exp_avg, row.exp_avg_sq};
+  return std::any_of(std::begin(arrays), std::end(arrays),
+                     [](const step::Array& array) { return array.dtype == DType::kDouble; });
+}
+
+StepFacts facts_of(const step::Row& row) {
+  const auto bits = [](const step::Array& array) { return static_cast<uint32_t>(array.dtype); };
+  return {bits(row.param), bits(row.grad),       bits(row.exp_avg), bits(row.exp_avg_sq),
+          bits(row.copy),  has_double_math(row), row.scaled};
+}
+
+bool same_array(const step::Array& one, const step::Array& other) {
+  return one.data == other.data && one.dtype == other.dtype;
+}
+
+// What a row is without its gradient. A gradient that is not there has no dtype either.
+bool same_row(const step::Row& one, const step::Row& other) {
+  return same_array(one.param, other.param) && same_array(one.exp_avg, other.exp_avg) &&
+         same_array(one.exp_avg_sq, other.exp_avg_sq) && same_array(one.copy, other.copy) &&
+         one.step == other.step && one.size == other.size && one.group == other.group &&
+         (other.grad.data == nullptr ||
+          (one.grad.dtype == other.grad.dtype && one.scaled == other.scaled));
+}
+
+}  // namespace
+
+StepTable::StepTable(const step::Task& task) : rows_(task.rows), groups_(task.groups) {
+  int64_t chunks = 0;
+  first_chunk_.reserve(rows_.size() + 1);
+  for (const step::Row& row : rows_) {
+    first_chunk_.push_back(static_cast<int32_t>(chunks));
+    chunks += std::max<int64_t>(count_chunks(row.size, kChunkSize), 1);
+    if (chunks > INT32_MAX) throw std::length_error("apex_mp: too many parameters for one step");
+  }
+  first_chunk_.push_back(static_cast<int32_t>(chunks));
+  const StepMemory from_zero = memory_at(nullptr);
+  image_.resize(reinterpret_cast<uintptr_t>(from_zero.grads));
+  bytes_ = reinterpret_cast<uintptr_t>(from_zero.group_outcomes + groups_.size());
+  build_image();
+}
+
+void StepTable::build_image() {
+  const StepMemory image = memory_at(image_.data());
+  *image.control = {};
+  std::copy(groups_.begin(), groups_.end(), image.groups);
+  for (size_t group = 0; group < groups_.size(); ++group) image.group_chunks[group] = {0, 0};
+  for (int32_t i = 0; i < image.counts.rows; ++i) {
+    const step::Row& row = rows_[i];
+    image.rows[i] = {row.param.data, row.exp_avg.data, row.exp_avg_sq.data,
+                     row.copy.data,  row.step,         row.group};
+    StepGroupChunks& of_group = image.group_chunks[row.group];
+    if (of_group.end == 0) of_group.begin = first_chunk_[i];
+    of_group.end = first_chunk_[i + 1];
+    for (int32_t chunk = first_chunk_[i]; chunk < first_chunk_[i + 1]; ++chunk) {
+      const int32_t index = chunk - first_chunk_[i];
+      const int64_t count = chunk_of(i, index, row.size, kChunkSize).count;
+      image.chunks[chunk] = {i, index, static_cast<int32_t>(count), facts_of(row)};
+    }
+  }
+}
+
+bool StepTable::fits(const step::Task& task) const {
+  return groups_.size() == task.groups.size() && rows_.size() == task.rows.size() &&
+         std::equal(rows_.begin(), rows_.end(), task.rows.begin(), &same_row);
+}
+
+void StepTable::upload(void* memory, cudaStream_t stream) const {
+  const cudaError_t error =
+      cudaMemcpyAsync(memory, image_.data(), image_.size(), cudaMemcpyHostToDevice, stream);
+  if (error == cudaSuccess) return;
+  // GCOVR_EXCL_START: on the host every copy succeeds.
+  throw std::runtime_error(std::string("apex_mp: the table of a step could not be copied: ") +
+                           cudaGetErrorString(error));
+  // GCOVR_EXCL_STOP
+}
+
+StepMemory StepTable::memory_at(const void* memory) const {
+  const StepCounts counts = {static_cast<int32_t>(rows_.size()), first_chunk_.back(),
+                             static_cast<int32_t>(groups_.size())};
+  return step_memory(reinterpret_cast<uintptr_t>(memory), counts);
+}
+
+int64_t StepTable::outcome_offset() const {
+  return reinterpret_cast<uintptr_t>(memory_at(nullptr).outcome);
+}
+
+int64_t StepTable::outcome_bytes() const { return bytes_ - outcome_offset(); }
+
+}  // namespace apex_mp::cuda

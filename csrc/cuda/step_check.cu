@@ -1,0 +1,108 @@
+// Pass 1 of the fused step: writes down where gradients lie and how far each row's bias corrections
+// have come, checks gradients and sums their squares, and in its last block decides on pass 2.
+#include "cuda/last_block.h"
+#include "cuda/loops.h"
+#include "cuda/step_decide.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+// CUDA_ARCH_LIST and toolkit decide, see kTableBytes.
+static_assert(sizeof(StepCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
+
+constexpr int kThreadsForRow = 2;  // one for each beta: powers are dear in double
+
+__device__ const void* grad_of(const StepCheck& check, int32_t row) {
+  const char* grads = check.carried + check.groups * sizeof(step::Group);
+  return reinterpret_cast<const void* const*>(grads)[row - check.first_row];
+}
+
+__device__ void look_after_row(const StepCheck& check, int32_t row, int beta) {
+  const void* grad = grad_of(check, row);
+  if (beta == 0) check.memory.grads[row] = grad;
+  if (grad == nullptr) return;
+  const StepRow& facts = check.memory.rows[row];
+  const math::AdamOptions& options = group_of(check, facts.group).adam;
+  const float step = *facts.step + 1.0f;
+  check.memory.corrections[row].of_beta[beta] = math::bias_correction(
+      options.bias_correction, beta == 0 ? options.beta1 : options.beta2, step);
+}
+
+// By all threads of one block. Nobody reads groups in memory in this launch, see group_of().
+__device__ void write_groups(const StepCheck& check) {
+  for (int32_t i = threadIdx.x; i < check.groups; i += kBlockSize) {
+    check.memory.groups[check.first_group + i] = group_of(check, check.first_group + i);
+  }
+}
+
+__device__ void end_pass(const StepCheck& check) {
+  if (blockIdx.x == 0) write_groups(check);
+  if (!is_last_block(&check.memory.control->arrived, check.all_blocks)) return;
+  if (check.decision.sums) sum_groups(check.memory);
+  __syncthreads();
+  decide(check);
+}
+
+__global__ void __launch_bounds__(kBlockSize) rows_kernel(const __grid_constant__ StepCheck check) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBlockSize + threadIdx.x;
+  const int64_t row = thread / kThreadsForRow;
+  if (row < check.rows) {
+    look_after_row(check, check.first_row + static_cast<int32_t>(row), thread % kThreadsForRow);
+  }
+  end_pass(check);
+}
+
+__device__ double check_chunk(const StepChunk& chunk, const void* grad, int32_t& found_inf) {
+  if (grad == nullptr) return 0.0;
+  const auto dtype = static_cast<DType>(chunk.facts.grad);
+  const int64_t begin = chunk.index * kChunkSize * size_of(dtype);
+  Part<1> part;
+  part.arrays[0] = {static_cast<char*>(const_cast<void*>(grad)) + begin, dtype};
+  part.count = chunk.count;
+  part.double_math = dtype == DType::kDouble;
+  part.head = head_of(part);
+  return part.double_math ? sum_squares<double>(part, found_inf)
+                          : sum_squares<float>(part, found_inf);
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    chunks_kernel(const __grid_constant__ StepCheck check) {
+  const int32_t index = check.first_chunk + static_cast<int32_t>(blockIdx.x);
+  const StepChunk chunk = check.memory.chunks[index];
+  if (chunk.index == 0 && threadIdx.x < kThreadsForRow) {
+    look_after_row(check, chunk.row, threadIdx.x);
+  }
+  int32_t found_inf = 0;
+  const double share = check_chunk(chunk, grad_of(check, chunk.row), found_inf);
+  if (check.decision.sums) {
+    const double sum = block_sum(share);
+    const math::SumSq sums = chunk.facts.scaled ? math::SumSq{sum, 0.0} : math::SumSq{0.0, sum};
+    if (threadIdx.x == 0) check.memory.chunk_sums[index] = sums;
+  }
+  if (found_inf && check.decision.check)
+    check.memory.control->found_inf = 1;  // All write the same.
+  end_pass(check);
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    groups_kernel(const __grid_constant__ StepCheck check) {
+  write_groups(check);
+}
+
+}  // namespace
+
+int32_t blocks_of(const StepCheck& check, bool reads_grads) {
+  if (reads_grads) return check.chunks;
+  const int64_t blocks = count_chunks(int64_t{check.rows} * kThreadsForRow, kBlockSize);
+  return static_cast<int32_t>(blocks > 0 ? blocks : 1);
+}
+
+void launch_step_check(const StepCheck& check, bool reads_grads, cudaStream_t stream) {
+  launch(reads_grads ? chunks_kernel : rows_kernel, blocks_of(check, reads_grads), stream, check);
+}
+
+void launch_step_groups(const StepCheck& check, cudaStream_t stream) {
+  launch(groups_kernel, 1, stream, check);
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,144 @@
+// What the last block of pass 1 does: it adds up sums of chunks and decides what pass 2 is to do.
+#pragma once
+
+#include "cuda/reduce.h"
+#include "cuda/step_passes.h"
+#include "cuda/vectors.h"
+
+namespace apex_mp::cuda {
+
+// A group of more chunks is added up by the whole block, one of fewer by a warp: thousands of small
+// groups take as little time as one of 1e9 numbers. The order depends on sizes alone.
+constexpr int32_t kChunksForWarp = 1024;
+
+__device__ inline math::SumSq sum_chunks(const math::SumSq* sums, const StepGroupChunks& chunks,
+                                         int thread, int threads) {
+  math::SumSq total = {0.0, 0.0};
+#pragma unroll 4
+  for (int64_t chunk = chunks.begin + thread; chunk < chunks.end; chunk += threads) {
+    const double2 both = __ldcg(reinterpret_cast<const double2*>(sums + chunk));
+    total.scaled += both.x;
+    total.plain += both.y;
+  }
+  return total;
+}
+
+// By all threads of the block, which has a barrier before and behind it.
+__device__ inline void sum_groups(const StepMemory& memory) {
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  for (int64_t group = warp; group < memory.counts.groups; group += kBlockSize / kWarpSize) {
+    const StepGroupChunks chunks = memory.group_chunks[group];
+    if (chunks.end - chunks.begin > kChunksForWarp) continue;
+    math::SumSq sum = sum_chunks(memory.chunk_sums, chunks, lane, kWarpSize);
+    sum = {warp_sum(sum.scaled), warp_sum(sum.plain)};
+    if (lane == 0) memory.group_sums[group] = sum;
+  }
+  for (int32_t group = 0; group < memory.counts.groups; ++group) {
+    const StepGroupChunks chunks = memory.group_chunks[group];
+    if (chunks.end - chunks.begin <= kChunksForWarp) continue;
+    math::SumSq sum = sum_chunks(memory.chunk_sums, chunks, threadIdx.x, kBlockSize);
+    sum.scaled = block_sum(sum.scaled);
+    __syncthreads();
+    sum.plain = block_sum(sum.plain);
+    if (threadIdx.x == 0) memory.group_sums[group] = sum;
+    __syncthreads();
+  }
+}
+
+// Where this launch carries the group, its row in memory is being written.
+__device__ inline const step::Group& group_of(const StepCheck& check, int32_t group) {
+  const int32_t carried = group - check.first_group;
+  if (carried < 0 || carried >= check.groups) return check.memory.groups[group];
+  return reinterpret_cast<const step::Group*>(check.carried)[carried];
+}
+
+__device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group) {
+  const step::Group& options = group_of(check, group);
+  return {options.max_norm, options.maximize, options.has_norm,
+          options.has_norm ? value_of(options.norm) : 0.0};
+}
+
+// Each thread decides on some groups, and knows all sums. Returns the norm of all gradients.
+__device__ inline double decide_on_groups(const StepCheck& check, double scale) {
+  const StepMemory& memory = check.memory;
+  const auto sum_of = [&](int32_t group) {  // NaN: nobody knows.
+    return check.decision.sums ? memory.group_sums[group] : math::SumSq{NAN, NAN};
+  };
+  math::SumSq all = {0.0, 0.0};
+  for (int32_t group = 0; group < memory.counts.groups; ++group) {
+    const math::SumSq sum = sum_of(group);
+    all = {all.scaled + sum.scaled, all.plain + sum.plain};
+  }
+  for (int32_t group = threadIdx.x; group < memory.counts.groups; group += kBlockSize) {
+    const math::SumSq own = sum_of(group);
+    math::SumSq clipped = own;
+    if (check.decision.clip_by_global_norm) clipped = all;
+    memory.group_outcomes[group] =
+        math::group_outcome(clip_rule(check, group), own, clipped, scale);
+  }
+  return math::unscaled_norm(all, scale);
+}
+
+// By one thread, when nobody needs the scale of this step any more.
+__device__ inline math::LossScaleState next_loss_scale(const step::LossScale& loss_scale,
+                                                       bool found_inf) {
+  if (loss_scale.scale == nullptr) return {0.0f, 0, 0};
+  const math::LossScaleState now = {*loss_scale.scale, *loss_scale.good_steps,
+                                    *loss_scale.overflows};
+  const math::LossScaleState next = math::update_scale(now, found_inf, loss_scale.rule);
+  *loss_scale.scale = next.scale;
+  *loss_scale.good_steps = next.good_steps;
+  *loss_scale.overflows = next.overflows;
+  return next;
+}
+
+// The first row from `begin` on whose gradient holds inf or NaN, as its sums say; INT32_MAX if
+// there is none. By all threads.
+static __device__ inline int32_t find_nonfinite_row(const StepMemory& memory, int32_t begin) {
+  __shared__ int32_t first;
+  __syncthreads();
+  if (threadIdx.x == 0) first = INT32_MAX;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < memory.counts.chunks; i += kBlockSize) {
+    const int32_t row = memory.chunks[i].row;
+    const double2 sum = __ldcg(reinterpret_cast<const double2*>(memory.chunk_sums + i));
+    if (row < begin || !math::not_finite(sum.x + sum.y)) continue;
+    atomicMin(&first, row);
+    break;  // Chunks are in the order of rows.
+  }
+  __syncthreads();
+  return first;
+}
+
+// Rare, and so without haste. By all threads.
+__device__ inline void name_nonfinite_rows(const StepMemory& memory) {
+  int32_t begin = 0;
+  for (int i = 0; i < kRowsNamed; ++i) {
+    const int32_t row = find_nonfinite_row(memory, begin);
+    if (row == INT32_MAX) return;
+    if (threadIdx.x == 0) memory.outcome->nonfinite_rows[i] = row;
+    begin = row + 1;
+  }
+}
+
+// By all threads of the last block, when sums of groups are there.
+__device__ inline void decide(const StepCheck& check) {
+  const StepDecision& decision = check.decision;
+  StepControl& control = *check.memory.control;
+  const double scale = value_of(decision.scale);
+  const bool known = decision.found_inf != nullptr && *decision.found_inf != 0.0f;
+  const bool found_inf = known || __ldcg(&control.found_inf) != 0;
+  const double norm = decide_on_groups(check, scale);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    control.found_inf = 0;
+    StepOutcome& outcome = *check.memory.outcome;
+    outcome = {
+        found_inf ? 1.0f : 0.0f, next_loss_scale(decision.loss_scale, found_inf), scale, norm, {}};
+    for (int32_t& row : outcome.nonfinite_rows) row = -1;
+  }
+  if (found_inf && decision.sums) name_nonfinite_rows(check.memory);
+}
+
+}  // namespace apex_mp::cuda

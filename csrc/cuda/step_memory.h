@@ -1,0 +1,112 @@
+// What lies in the device memory of a StepTable: sections of one block, the first of which the host
+// fills, while kernels write to the others.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/step.h"
+
+namespace apex_mp::cuda {
+
+struct StepControl {
+  unsigned int arrived;  // blocks of pass 1, see last_block.h
+  int32_t found_inf;     // by blocks of pass 1; the last one clears it for the next step
+};
+
+// The chunks of a group, which lie together because rows are sorted by group.
+struct StepGroupChunks {
+  int32_t begin;
+  int32_t end;
+};
+
+struct alignas(16) StepRow {
+  void* param;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* copy;
+  float* step;
+  int32_t group;
+};
+
+// Stands in every chunk of a row, so that pass 1 need not look at the row.
+struct StepFacts {
+  uint32_t param : 2;  // dtypes
+  uint32_t grad : 2;
+  uint32_t exp_avg : 2;
+  uint32_t exp_avg_sq : 2;
+  uint32_t copy : 2;
+  uint32_t double_math : 1;
+  uint32_t scaled : 1;
+};
+
+// The work of one block, found without a search: 16 bytes, which memory hands out at once. An empty
+// row has a chunk of no numbers, so that its steps are counted.
+struct alignas(16) StepChunk {
+  int32_t row;
+  int32_t index;  // of the row's chunks; the block of number 0 looks after the row itself
+  int32_t count;
+  StepFacts facts;
+};
+static_assert(sizeof(StepChunk) == 16);
+
+struct StepCorrections {
+  double of_beta[2];
+};
+
+struct StepCounts {
+  int32_t rows;
+  int32_t chunks;
+  int32_t groups;
+};
+
+struct StepMemory {
+  StepCounts counts;
+  StepControl* control;
+  step::Group* groups;
+  StepGroupChunks* group_chunks;
+  StepRow* rows;
+  StepChunk* chunks;
+  // From here on kernels write, and nothing needs to be there at first.
+  const void** grads;            // of each row; nullptr: not stepped
+  StepCorrections* corrections;  // of each row that is stepped
+  math::SumSq* chunk_sums;
+  math::SumSq* group_sums;
+  StepOutcome* outcome;
+  math::GroupOutcome* group_outcomes;
+};
+
+// Cuts sections off a block of memory, or, from address 0 on, counts its bytes.
+class StepSections {
+ public:
+  explicit StepSections(uintptr_t begin) : next_(begin) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* section = reinterpret_cast<T*>(next_);
+    next_ += (count * sizeof(T) + 15) / 16 * 16;
+    return section;
+  }
+
+ private:
+  uintptr_t next_;
+};
+
+inline StepMemory step_memory(uintptr_t begin, const StepCounts& counts) {
+  StepSections sections(begin);
+  StepMemory memory;
+  memory.counts = counts;
+  memory.control = sections.take<StepControl>(1);
+  memory.groups = sections.take<step::Group>(counts.groups);
+  memory.group_chunks = sections.take<StepGroupChunks>(counts.groups);
+  memory.rows = sections.take<StepRow>(counts.rows);
+  memory.chunks = sections.take<StepChunk>(counts.chunks);
+  memory.grads = sections.take<const void*>(counts.rows);
+  memory.corrections = sections.take<StepCorrections>(counts.rows);
+  memory.chunk_sums = sections.take<math::SumSq>(counts.chunks);
+  memory.group_sums = sections.take<math::SumSq>(counts.groups);
+  memory.outcome = sections.take<StepOutcome>(1);
+  memory.group_outcomes = sections.take<math::GroupOutcome>(counts.groups);
+  return memory;
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,59 @@
+// The two passes of the fused step: what their kernels take as arguments, and who launches them.
+#pragma once
+
+#include "cuda/step_memory.h"
+#include "cuda/table.h"
+
+namespace apex_mp::cuda {
+
+// What pass 1 decides on after it has seen the gradients; the same for all its launches.
+struct StepDecision {
+  bool check;  // inf and NaN in gradients stop the step
+  bool sums;   // sums of squares are wanted
+  bool clip_by_global_norm;
+  step::Number scale;
+  const float* found_inf;
+  step::LossScale loss_scale;
+};
+
+// Arguments of one launch of pass 1. What may differ from step to step is carried by value: options
+// of groups, then addresses of gradients, as many as there is room for.
+struct StepCheck {
+  StepMemory memory;
+  StepDecision decision;
+  int32_t first_chunk;  // the blocks of this launch take these chunks ...
+  int32_t chunks;
+  int32_t first_row;  // ... and look after these rows, whose gradients' addresses are carried
+  int32_t rows;
+  int32_t first_group;
+  int32_t groups;           // whose options are carried
+  unsigned int all_blocks;  // of all launches of this step
+  alignas(8) char carried[kTableBytes];
+
+  static int32_t room_for_rows(int32_t groups) {
+    return static_cast<int32_t>((kTableBytes - groups * sizeof(step::Group)) / sizeof(void*));
+  }
+
+  const void** carried_grads() {
+    return reinterpret_cast<const void**>(carried + groups * sizeof(step::Group));
+  }
+};
+
+// Blocks of pass 1, for StepCheck::all_blocks: one for each chunk, or where no gradient is read,
+// enough to look after the rows. At least one, which decides.
+int32_t blocks_of(const StepCheck& check, bool reads_grads);
+
+void launch_step_check(const StepCheck& check, bool reads_grads, cudaStream_t stream);
+
+// Only writes the options of groups that it carries.
+void launch_step_groups(const StepCheck& check, cudaStream_t stream);
+
+// Arguments of pass 2: its blocks take the chunks before `end_chunk`, the last one first.
+struct StepAdam {
+  StepMemory memory;
+  int32_t end_chunk;
+};
+
+void launch_step_adam(const StepMemory& memory, cudaStream_t stream);
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,146 @@
+// StepTable, continued: which options of groups have changed, and the launches of a step.
+#include <algorithm>
+#include <tuple>
+
+#include "cuda/step_passes.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+auto facts_of(const step::Number& number) {
+  return std::tie(number.pointer, number.is_double, number.value);
+}
+
+bool same_group(const step::Group& one, const step::Group& other) {
+  const auto facts = [](const step::Group& group) {
+    const math::AdamOptions& adam = group.adam;
+    return std::tuple_cat(
+        std::tie(adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.adam_w_mode),
+        std::tie(adam.bias_correction, adam.eps_inside_sqrt, group.max_norm, group.maximize),
+        std::tie(group.has_norm), facts_of(group.lr), facts_of(group.norm));
+  };
+  return facts(one) == facts(other);
+}
+
+// The first group that has changed, and how many there are from it to the last one.
+struct ChangedGroups {
+  int32_t first;
+  int32_t count;
+};
+
+ChangedGroups changed_groups(const std::vector<step::Group>& known,
+                             const std::vector<step::Group>& groups) {
+  auto first = static_cast<int32_t>(groups.size());
+  int32_t end = 0;
+  for (int32_t i = 0; i < static_cast<int32_t>(groups.size()); ++i) {
+    if (same_group(known[i], groups[i])) continue;
+    first = std::min(first, i);
+    end = i + 1;
+  }
+  return {first, std::max(end - first, 0)};
+}
+
+void carry_groups(const std::vector<step::Group>& groups, const ChangedGroups& changed,
+                  StepCheck& check) {
+  check.first_group = changed.first;
+  check.groups = changed.count;
+  std::copy_n(groups.begin() + changed.first, changed.count,
+              reinterpret_cast<step::Group*>(check.carried));
+}
+
+// Launches of their own, where there is no room beside gradients.
+void send_groups(const std::vector<step::Group>& groups, ChangedGroups changed, StepCheck& check,
+                 cudaStream_t stream) {
+  const auto room = static_cast<int32_t>(kTableBytes / sizeof(step::Group));
+  while (changed.count > 0) {
+    const ChangedGroups some = {changed.first, std::min(changed.count, room)};
+    carry_groups(groups, some, check);
+    launch_step_groups(check, stream);
+    changed = {some.first + some.count, changed.count - some.count};
+  }
+}
+
+bool wants_sums(const step::Task& task) {
+  return std::any_of(task.groups.begin(), task.groups.end(), [](const step::Group& group) {
+    return group.max_norm > 0.0 && !group.has_norm;
+  });
+}
+
+// Cuts a step into launches of pass 1 and calls body() when `check` says which chunks and rows the
+// next one takes. The first one carries check.groups. A row that is cut in two is looked after
+// twice.
+template <typename Body>
+void for_each_check(const std::vector<int32_t>& first_chunk, const StepChunk* chunks,
+                    StepCheck& check, const Body& body) {
+  const StepCounts& counts = check.memory.counts;
+  check.first_chunk = 0;
+  do {
+    check.first_row = counts.rows == 0 ? 0 : chunks[check.first_chunk].row;
+    const int32_t end_row =
+        std::min(counts.rows, check.first_row + StepCheck::room_for_rows(check.groups));
+    check.chunks = static_cast<int32_t>(
+        std::min<int64_t>(first_chunk[end_row] - check.first_chunk, kMaxBlocks));
+    const int32_t end_chunk = check.first_chunk + check.chunks;
+    check.rows = end_chunk == 0 ? 0 : chunks[end_chunk - 1].row + 1 - check.first_row;
+    body();
+    check.groups = 0;
+    check.first_chunk = end_chunk;
+  } while (check.first_chunk < counts.chunks);
+}
+
+}  // namespace
+
+// What is launched from now on leaves these groups in device memory.
+void StepTable::remember(const std::vector<step::Group>& groups) {
+  groups_ = groups;
+  std::copy(groups.begin(), groups.end(), memory_at(image_.data()).groups);
+}
+
+bool StepTable::knows_groups(const step::Task& task) const {
+  return changed_groups(groups_, task.groups).count == 0;
+}
+
+void StepTable::refresh_groups(const step::Task& task, void* memory, cudaStream_t stream) {
+  StepCheck check;
+  check.memory = memory_at(memory);
+  send_groups(task.groups, changed_groups(groups_, task.groups), check, stream);
+  remember(task.groups);
+}
+
+void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t stream) {
+  StepCheck check;
+  check.memory = memory_at(run.memory);
+  check.decision = {task.check,
+                    run.norms || wants_sums(task),
+                    task.clip_by_global_norm,
+                    task.scale,
+                    task.found_inf,
+                    run.loss_scale};
+  const bool reads_grads = (task.check || check.decision.sums) && !rows_.empty();
+
+  ChangedGroups changed = {0, 0};
+  if (!run.captured) {
+    changed = changed_groups(groups_, task.groups);
+    if (changed.count * sizeof(step::Group) > kTableBytes / 2) {
+      send_groups(task.groups, changed, check, stream);
+      changed = {0, 0};
+    }
+    remember(task.groups);
+  }
+
+  const StepChunk* chunks = memory_at(image_.data()).chunks;
+  check.all_blocks = 0;
+  check.groups = changed.count;
+  for_each_check(first_chunk_, chunks, check,
+                 [&] { check.all_blocks += blocks_of(check, reads_grads); });
+  carry_groups(task.groups, changed, check);
+  for_each_check(first_chunk_, chunks, check, [&] {
+    for (int32_t i = 0; i < check.rows; ++i) {
+      check.carried_grads()[i] = task.rows[check.first_row + i].grad.data;
+    }
+    launch_step_check(check, reads_grads, stream);
+  });
+  launch_step_adam(check.memory, stream);
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,152 @@
+// The table on the device: when it is built, on which streams it is used, what a capture allows.
+#include "cuda/stepper.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cuda/step.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+void check(cudaError_t error, const char* what) {
+  TORCH_CHECK(error == cudaSuccess, "apex_mp: ", what, " failed: ", cudaGetErrorString(error));
+}
+
+// What comes later on one stream waits for what is on the other now.
+void wait_for(cudaStream_t other, cudaStream_t stream) {
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  check(cudaEventRecord(event, other), "cudaEventRecord");
+  check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+  check(cudaEventDestroy(event), "cudaEventDestroy");
+}
+
+}  // namespace
+
+// A table and its memory on the device.
+struct Resident {
+  StepTable table;
+  at::Tensor memory;
+  at::Tensor outcome;  // a part of it
+  size_t groups;
+  bool captured = false;  // a graph replays it
+};
+
+struct Stepper::Impl {
+  std::optional<Resident> resident;
+  std::vector<Resident> replayed;  // that steps have left, but graphs have not
+  std::optional<c10::cuda::CUDAStream> stream;
+
+  bool fits(const step::Task& task) const {
+    return resident.has_value() && resident->table.fits(task);
+  }
+  void follow(const c10::cuda::CUDAStream& current);
+  void build(const step::Task& task, const c10::cuda::CUDAStream& current);
+  void refresh(Resident& old, const step::Task& task, cudaStream_t current);
+};
+
+// Steps of one table must come one after another, whatever streams they are on.
+void Stepper::Impl::follow(const c10::cuda::CUDAStream& current) {
+  if (stream.has_value() && *stream != current) {
+    wait_for(*stream, current);
+    if (resident.has_value()) resident->memory.record_stream(current);
+    for (const Resident& old : replayed) old.memory.record_stream(current);
+  }
+  stream = current;
+}
+
+void Stepper::Impl::build(const step::Task& task, const c10::cuda::CUDAStream& current) {
+  if (resident.has_value() && resident->captured) replayed.push_back(std::move(*resident));
+  StepTable table(task);
+  const auto options = at::TensorOptions().dtype(at::kByte).device(current.device());
+  const at::Tensor memory = at::empty({table.bytes()}, options);
+  const at::Tensor outcome = memory.narrow(0, table.outcome_offset(), table.outcome_bytes());
+  resident.emplace(Resident{std::move(table), memory, outcome, task.groups.size()});
+  resident->table.upload(memory.mutable_data_ptr(), current);
+}
+
+// Groups do not depend on which parameters have a gradient now.
+void Stepper::Impl::refresh(Resident& old, const step::Task& task, cudaStream_t current) {
+  if (old.groups != task.groups.size()) return;
+  old.table.refresh_groups(task, old.memory.mutable_data_ptr(), current);
+}
+
+Stepper::Stepper() : impl_(std::make_unique<Impl>()) {}
+Stepper::~Stepper() = default;
+// In steady state the table fits, and nothing is built, allocated or copied.
+step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_scale, bool wait,
+                           const c10::Device& device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device.index());
+  const bool fits = impl_->fits(task);
+  StepRun run;
+  run.loss_scale = loss_scale;
+  run.norms = task.check;  // They cost nothing then, and tell which rows are not finite.
+  run.captured = is_capturing();
+  if (run.captured) {
+    TORCH_CHECK(!wait,
+                "FusedAdam: this step cannot be captured in a CUDA graph, because the host waits "
+                "to hear whether it found inf or NaN");
+    TORCH_CHECK(fits && impl_->resident->table.knows_groups(task),
+                "FusedAdam: this step cannot be captured in a CUDA graph. Take one step like it "
+                "outside of the capture first, with the same parameters, state and options");
+    impl_->resident->captured = true;
+  } else {
+    impl_->follow(current);
+    if (!fits) impl_->build(task, current);
+  }
+  run.memory = impl_->resident->memory.mutable_data_ptr();
+  impl_->resident->table.run(task, run, current);
+  if (wait) return read_outcome(outcome().to(at::kCPU));
+  step::Outcome unknown;
+  unknown.is_known = false;
+  return unknown;
+}
+
+at::Tensor Stepper::outcome() const {
+  TORCH_CHECK(impl_->resident.has_value(), "FusedAdam: there has been no step with an outcome");
+  return impl_->resident->outcome;
+}
+
+void Stepper::refresh_groups(const step::Task& task, const c10::Device& device) {
+  if (!impl_->resident.has_value()) return;
+  const c10::cuda::CUDAGuard guard(device);
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device.index());
+  impl_->follow(current);
+  impl_->refresh(*impl_->resident, task, current);
+  for (Resident& old : impl_->replayed) impl_->refresh(old, task, current);
+}
+
+step::Outcome read_outcome(const at::Tensor& bytes) {
+  const char* begin = static_cast<const char*>(bytes.const_data_ptr());
+  StepOutcome outcome;
+  std::memcpy(&outcome, begin, sizeof(outcome));
+  step::Outcome told;
+  told.found_inf = outcome.found_inf != 0.0f;
+  for (const int32_t row : outcome.nonfinite_rows) {
+    if (row >= 0) told.nonfinite_rows.push_back(row);
+  }
+  if (std::isnan(outcome.norm) && !told.found_inf) return told;  // Nobody measured norms.
+  const char* end = begin + bytes.numel();
+  for (const char* at = begin + sizeof(outcome); at < end; at += sizeof(math::GroupOutcome)) {
+    math::GroupOutcome group;
+    std::memcpy(&group, at, sizeof(group));
+    told.norms.push_back(group.norm);
+  }
+  return told;
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,30 @@
+// Gradient norms and clipping by them, as FusedAdam's max_grad_norm does.
+#pragma once
+
+#include <cmath>
+
+#include "math/common.h"
+
+namespace apex_mp::math {
+
+// Sums of squares of gradients that are scaled by the loss scale, and of others that are not. Both
+// are exact sums in double, so neither they nor their roots overflow.
+struct SumSq {
+  double scaled;
+  double plain;
+};
+
+// l2 norm of all those gradients, unscaled. `scale` may be large: it is not squared.
+APEX_MP_MATH double unscaled_norm(const SumSq& sum_sq, double scale) {
+  return std::hypot(std::sqrt(sum_sq.scaled) / scale, std::sqrt(sum_sq.plain));
+}
+
+// What gradients of this norm are divided by, so that it becomes max_norm at most; the small number
+// is that of apex and of torch.nn.utils.clip_grad_norm_. max_norm 0 does not clip.
+APEX_MP_MATH double clip_divisor(double norm, double max_norm) {
+  if (!(max_norm > 0.0)) return 1.0;
+  const double excess = (norm + 1e-6) / max_norm;
+  return excess > 1.0 || excess != excess ? excess : 1.0;
+}
+
+}  // namespace apex_mp::math

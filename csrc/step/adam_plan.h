@@ -1,0 +1,116 @@
+// The step plan of FusedAdam: from Python's lists to a task, in nanoseconds a tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "cpu/step.h"
+#ifdef APEX_MP_WITH_CUDA
+#include "cuda/stepper.h"
+#endif
+#include "step/device_loss_scale.h"
+#include "step/hyperparameters.h"
+#include "step/row_memory.h"
+#include "step/state_order.h"
+#include "step/task.h"
+
+namespace apex_mp::step {
+
+// Group and index of a parameter.
+using Indices = std::vector<std::pair<int64_t, int64_t>>;
+
+// What the caller gives beside parameters and state. Each of the first three is None, or a list
+// with one list for each group, which has one item for each parameter.
+struct Given {
+  pybind11::object grads;     // the gradients; an item is None where there is none
+  pybind11::object grads_of;  // the parameter whose .grad to take; None: the stepped one's own,
+                              // which is not scaled then
+  pybind11::object copies;    // where the new parameter is also written; None: nowhere
+  pybind11::object scale;     // a number: scaled gradients are divided by it
+  pybind11::object norms;     // None, or for each group the norm of its gradients as they lie
+};
+
+// Owns no tensor. Between steps it keeps the order of the state, and empty lists with room. What a
+// step uses it has read in that step from the objects that Python has now; so nothing is to be
+// invalidated when somebody replaces, moves, reshapes or reloads something.
+class AdamPlan {
+ public:
+  // Reads and checks everything and changes nothing. Returns which parameters have no state, or one
+  // that lies in memory in another order: the caller mends that and comes again. Throws a sentence
+  // for what cannot be stepped.
+  Indices read(const pybind11::list& param_groups, const pybind11::dict& state, const Given& given);
+
+  // Takes the step that was read; but does nothing if `found_inf` (None, or one number) is not 0,
+  // or if it is to look for inf and NaN and finds any. `loss_scale`, if there is no
+  // `found_inf`, or nullptr, is brought up to date. The outcome is known if the host is to `wait`
+  // for it, and always on the CPU.
+  Outcome run(const pybind11::object& found_inf, bool check, bool clip_by_global_norm,
+              const DeviceLossScale* loss_scale, bool wait);
+
+  // What the last step leaves on a CUDA device until the next one: bytes, for read_outcome() when
+  // they have been copied to the host.
+  at::Tensor outcome() const;
+
+  // Instead of `run`: has the step of a captured CUDA graph use the options that groups have now.
+  void refresh_groups();
+
+  // Of what was read: the parameters without a gradient, and whether `run` can step all others: if
+  // they are on one device that this build has kernels for.
+  const Indices& without_grad() const { return without_grad_; }
+  bool can_run() const { return can_run_; }
+
+ private:
+  struct Item;  // one parameter while it is read
+  struct ItemFacts {
+    int32_t group;
+    int32_t index;
+    bool master_weights;
+    bool is_read = false;
+  };
+
+  void read_all(const pybind11::list& param_groups, const pybind11::dict& state,
+                const Given& given);
+  void list_params(const pybind11::list& param_groups);
+  void read_rows(const Given& given);
+  Item item_at(int64_t position) const;
+  bool read_usual(const Item& item, const Given& given, RowTensors& row) const;
+  bool read_unusual(Item item, const Given& given, RowTensors& row);
+  bool check_row(const Item& item, const at::Tensor& grad, RowTensors& row);
+  void read_norms(const pybind11::object& norms, const NumberReader& numbers);
+  bool read_found_inf(const pybind11::object& found_inf);
+  bool takes_long(bool wait) const;
+  void bump_versions_of_rows() const;
+  Outcome run_beside_python(const LossScale& loss_scale, bool wait);
+  Outcome run_on_device(const LossScale& loss_scale, bool wait);
+  void check_given(const Item& item, const at::Tensor& grad);
+  const at::Tensor* grad_of(PyObject* param);
+  const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad);
+  void clear();
+
+  StateOrder order_;
+  std::vector<PyObject*> params_;  // these three only while a step is read
+  std::vector<PyObject*> states_;
+  std::vector<ItemFacts> items_;
+  Task task_;
+  cpu::Workspace workspace_;
+  std::vector<RowTensors> tensors_;     // of task_.rows
+  std::deque<at::Tensor> kept_;         // what one step has made for itself; rows point to it
+  std::vector<pybind11::object> made_;  // gradients that were made when they were asked for
+  Indices needs_;
+  Indices without_grad_;
+  at::Device device_ = at::kCPU;
+  bool is_read_ = false;
+  bool can_run_ = true;
+  bool running_ = false;  // beside Python: without the lock that it holds otherwise
+#ifdef APEX_MP_WITH_CUDA
+  cuda::Stepper stepper_;
+#endif
+};
+
+Outcome read_outcome(const at::Tensor& bytes);
+
+}  // namespace apex_mp::step

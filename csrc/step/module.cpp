@@ -1,0 +1,93 @@
+// The classes of csrc/step/ as Python sees them; apex_mp/_C.pyi says the same with types.
+#include "step/module.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "step/adam_plan.h"
+#include "step/device_loss_scale.h"
+#include "step/grad_marks.h"
+
+namespace apex_mp::step {
+
+namespace py = pybind11;
+
+namespace {
+
+// As torch does it for its own functions: the sentence alone, without the stack of C++ calls.
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const c10::TypeError& error) {
+    py::set_error(PyExc_TypeError, error.what_without_backtrace());
+  } catch (const c10::Error& error) {
+    py::set_error(PyExc_RuntimeError, error.what_without_backtrace());
+  }
+}
+
+// GCOVR_EXCL_START: where names of arguments fill a line of their own, gcov counts only what would
+// happen there if one of them threw.
+void define_plan(py::module_& module) {
+  py::class_<AdamPlan>(module, "AdamPlan")
+      .def(py::init<>())
+      .def(
+          "read",
+          [](AdamPlan& plan, const py::list& param_groups, const py::dict& state, py::object grads,
+             py::object grads_of, py::object copies, py::object scale, py::object norms) {
+            return plan.read(param_groups, state, {grads, grads_of, copies, scale, norms});
+          },
+          py::arg("param_groups"), py::arg("state"), py::kw_only(), py::arg("grads"),
+          py::arg("grads_of"), py::arg("copies"), py::arg("scale"), py::arg("norms"))
+      .def("run", &AdamPlan::run, py::kw_only(), py::arg("found_inf"), py::arg("check"),
+           py::arg("clip_by_global_norm"), py::arg("loss_scale"), py::arg("wait"))
+      .def_property_readonly("without_grad", &AdamPlan::without_grad)
+      .def_property_readonly("can_run", &AdamPlan::can_run)
+      .def_property_readonly("outcome", &AdamPlan::outcome)
+      .def_static("read_outcome", &read_outcome)
+      .def("refresh_groups", &AdamPlan::refresh_groups);
+}
+
+void define_loss_scale(py::module_& module) {
+  py::class_<DeviceLossScale>(module, "DeviceLossScale")
+      .def(py::init([](const at::Tensor& scale, const at::Tensor& good_steps,
+                       const at::Tensor& overflows, double growth_factor, double backoff_factor,
+                       double min_scale, double max_scale, int growth_interval, int hysteresis) {
+             return DeviceLossScale(scale, good_steps, overflows,
+                                    {growth_factor, backoff_factor, min_scale, max_scale,
+                                     growth_interval, hysteresis});
+           }),
+           py::arg("scale"), py::arg("good_steps"), py::arg("overflows"), py::kw_only(),
+           py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("min_scale"),
+           py::arg("max_scale"), py::arg("growth_interval"), py::arg("hysteresis"));
+}
+// GCOVR_EXCL_STOP
+
+}  // namespace
+
+void define_classes(py::module_& module) {
+  py::register_local_exception_translator(&translate);
+  py::class_<Outcome>(module, "StepOutcome")
+      .def_readonly("is_known", &Outcome::is_known)
+      .def_readonly("found_inf", &Outcome::found_inf)
+      .def_readonly("norms", &Outcome::norms)
+      .def_readonly("nonfinite_rows", &Outcome::nonfinite_rows);
+  define_plan(module);
+  define_loss_scale(module);
+  py::class_<GradMarks>(module, "GradMarks")
+      .def(py::init<>())
+      .def("take", [](GradMarks& marks, const py::list& params) { marks.take(params.ptr()); })
+      .def("differ", [](const GradMarks& marks, const py::list& params) {
+        return marks.differ(params.ptr());
+      });
+  // Whether two lists hold the same objects: == would compare tensors by their elements.
+  module.def("same_items", [](const py::list& one, const py::list& other) {
+    const size_t size = one.size();
+    if (size != other.size()) return false;
+    for (size_t i = 0; i < size; ++i) {
+      if (PyList_GET_ITEM(one.ptr(), i) != PyList_GET_ITEM(other.ptr(), i)) return false;
+    }
+    return true;
+  });
+}
+
+}  // namespace apex_mp::step

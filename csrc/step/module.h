@@ -1,0 +1,10 @@
+// The classes of csrc/step/ as Python sees them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace apex_mp::step {
+
+void define_classes(pybind11::module_& module);
+
+}  // namespace apex_mp::step

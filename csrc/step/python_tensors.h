@@ -1,0 +1,31 @@
+// Tensors behind Python objects: borrowed, without a copy or a reference count.
+#pragma once
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace apex_mp::step {
+
+// Parameter and other subclasses too. THPVariable_Check is dear for subclasses.
+inline bool is_tensor(PyObject* object) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
+// Lives as long as the object does.
+inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
+
+// A string that is made once. Python's own literals are the same object, so that a comparison of
+// pointers finds them.
+inline PyObject* interned(const char* text) {
+  PyObject* string = PyUnicode_InternFromString(text);
+  if (string == nullptr) throw pybind11::error_already_set();
+  return string;
+}
+
+// An entry of a dictionary, borrowed; nullptr if there is none.
+inline PyObject* entry(PyObject* dictionary, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dictionary, key);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  return value;
+}
+
+}  // namespace apex_mp::step

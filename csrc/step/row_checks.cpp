@@ -1,0 +1,80 @@
+// The sentences for tensors that a step cannot take.
+#include "step/row_checks.h"
+
+#include <string>
+
+#include "checks.h"
+
+namespace apex_mp::step {
+namespace {
+
+constexpr const char* kCaller = "FusedAdam";
+
+// The name of a list of a group, as a message shows it; it must outlive the Argument made of it.
+std::string list_name(const Place& place) {
+  return place.list + ('[' + std::to_string(place.group) + ']');
+}
+
+void check_numbers_in_memory(const Argument& argument, const at::Tensor& tensor) {
+  const c10::DispatchKeySet foreign = tensor.key_set() & kForeign;
+  TORCH_CHECK_TYPE(foreign.empty(), argument, " has the dispatch key ",
+                   c10::toString(foreign.highestPriorityTypeId()),
+                   ": it is a DTensor, a FakeTensor or another wrapper, whose numbers do not lie "
+                   "in its memory; step plain tensors, for example DTensor.to_local()");
+}
+
+void check_as_argument(const Argument& argument, const at::Tensor& tensor) {
+  check_numbers_in_memory(argument, tensor);
+  check_floating(argument, tensor);
+  check_dense(argument, tensor);
+}
+
+}  // namespace
+
+void check_param(const at::Tensor& tensor, const Place& place) {
+  if (is_plain(tensor)) return;
+  const std::string name = list_name(place);
+  check_as_argument({kCaller, name.c_str(), place.index}, tensor);
+}
+
+void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                const Place& param_place) {
+  if (is_plain(tensor) && tensor.device() == param.device() && lie_alike(tensor, param)) return;
+  const std::string name = list_name(place);
+  const std::string param_name = list_name(param_place);
+  const Argument argument = {kCaller, name.c_str(), place.index};
+  check_numbers_in_memory(argument, tensor);
+  TORCH_CHECK(tensor.device() == param.device(), argument, " is on ", tensor.device(), ", ",
+              param_name, '[', param_place.index, "] on ", param.device(),
+              "; they must be on one device");
+  check_as_argument(argument, tensor);
+  check_same_layout(argument, tensor, {kCaller, param_name.c_str(), param_place.index}, param);
+}
+
+void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                          const Place& param_place) {
+  const bool can_be_laid_anew = is_floating(tensor) && tensor.layout() == at::kStrided &&
+                                !tensor.key_set().has_any(kForeign) &&
+                                tensor.device() == param.device() &&
+                                tensor.sizes() == param.sizes();
+  if (!can_be_laid_anew) check_peer(tensor, place, param, param_place);
+}
+
+void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype) {
+  if (tensor.scalar_type() == dtype) return;
+  const std::string name = list_name(place);
+  apex_mp::check_dtype({kCaller, name.c_str(), place.index}, tensor, {dtype});
+}
+
+void check_count(const at::Tensor& tensor, const Place& place, const at::Device& device) {
+  if (tensor.scalar_type() == at::kFloat && tensor.numel() == 1 && tensor.device() == device &&
+      is_plain(tensor)) {
+    return;
+  }
+  const std::string name = list_name(place);
+  const Argument argument = {kCaller, name.c_str(), place.index};
+  check_numbers_in_memory(argument, tensor);
+  check_one_element(argument, tensor, device, {at::kFloat});
+}
+
+}  // namespace apex_mp::step

@@ -1,0 +1,62 @@
+// Whether a step may walk the memory of a tensor: a quick test, and the sentence that says why not.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace apex_mp::step {
+
+// A tensor where the caller has it: item `index` of the list of group `group`.
+struct Place {
+  const char* list;
+  int64_t group;
+  int64_t index;
+
+  // The same item of another list.
+  Place in(const char* other_list) const { return {other_list, group, index}; }
+};
+
+// Tensors whose numbers are not what lies in their memory: DTensor, FakeTensor, lazy negation and
+// the like.
+constexpr c10::DispatchKeySet kForeign({c10::DispatchKey::Python, c10::DispatchKey::Negative,
+                                        c10::DispatchKey::ZeroTensor,
+                                        c10::DispatchKey::Functionalize,
+                                        c10::DispatchKey::FuncTorchBatched,
+                                        c10::DispatchKey::FuncTorchGradWrapper});
+
+inline bool is_floating(const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+         dtype == at::kDouble;
+}
+
+inline bool is_plain(const at::Tensor& tensor) {
+  return is_floating(tensor) && tensor.layout() == at::kStrided &&
+         !tensor.key_set().has_any(kForeign) && tensor.is_non_overlapping_and_dense();
+}
+
+// Element i of one is element i of the other in memory.
+inline bool lie_alike(const at::Tensor& one, const at::Tensor& other) {
+  if (one.is_contiguous() && other.is_contiguous()) return one.numel() == other.numel();
+  return one.sizes() == other.sizes() && one.strides() == other.strides();
+}
+
+// Throws a sentence that names the place, unless the tensor is plain.
+void check_param(const at::Tensor& tensor, const Place& place);
+
+// Likewise, unless it is on the parameter's device and may lie in memory as the parameter does.
+void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                const Place& param_place);
+
+// Likewise, but the order in memory may be another one if the sizes are the same.
+void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                          const Place& param_place);
+
+// Likewise, unless it is of this dtype.
+void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype);
+
+// Likewise, unless it is one float32 on the device.
+void check_count(const at::Tensor& tensor, const Place& place, const at::Device& device);
+
+}  // namespace apex_mp::step

@@ -1,0 +1,29 @@
+// Finds the state of each parameter without hashing: in the order that the last step saw.
+#pragma once
+
+#include <torch/csrc/python_headers.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace apex_mp::step {
+
+// Python computes a tensor's hash in Python, dearer than all else a step does for a small tensor.
+// So the order of `optimizer.state` is learnt once. What was learnt are addresses, owned by nobody:
+// they are compared with those of the living objects before they are believed.
+class StateOrder {
+ public:
+  // Fills states[i] with the value of params[i] in the dictionary, or nullptr. Borrowed.
+  void find(const std::vector<PyObject*>& params, PyObject* dictionary,
+            std::vector<PyObject*>& states);
+
+ private:
+  bool find_in_known_order(PyObject* dictionary, std::vector<PyObject*>& states) const;
+  void learn(PyObject* dictionary);
+
+  std::vector<PyObject*> params_;
+  std::vector<PyObject*> keys_;        // of the dictionary, in its order
+  std::vector<int64_t> param_of_key_;  // -1: the key is none of the parameters
+};
+
+}  // namespace apex_mp::step

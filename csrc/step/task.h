@@ -1,0 +1,77 @@
+// One optimizer step on raw memory: the plan writes it down, cpu/step.cpp and cuda/step.cpp carry
+// it out. Plain C++, no torch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "dtype.h"
+#include "math/adam.h"
+#include "math/update_scale.h"
+
+namespace apex_mp::step {
+
+// Memory of one tensor, and what lies there.
+struct Array {
+  void* data;
+  DType dtype;
+};
+
+// One parameter. Element i of one array belongs to element i of the others.
+struct Row {
+  Array param;
+  Array grad;  // only read; on CUDA, data == nullptr: there is none now, and nothing is stepped
+  Array exp_avg;
+  Array exp_avg_sq;
+  Array copy;   // receives the new parameter; data == nullptr: there is none
+  float* step;  // counts the steps of this parameter
+  int64_t size;
+  int32_t group;
+  bool scaled;  // the gradient is scaled by the loss scale
+};
+
+// A number that the host knows (pointer == nullptr), or a factor on one in the device's memory.
+struct Number {
+  const void* pointer = nullptr;
+  bool is_double = false;  // what pointer points to; else a float
+  double value = 1.0;
+};
+
+// The options of one parameter group.
+struct Group {
+  math::AdamOptions adam;
+  Number lr;
+  double max_norm;  // 0: do not clip
+  bool maximize;
+  bool has_norm;  // whether the caller has given the norm of the gradients, as they lie
+  Number norm;
+};
+
+// A dynamic loss scale in the device's memory, which the step brings up to date. What gradients are
+// divided by is Task::scale, and is read before.
+struct LossScale {
+  float* scale = nullptr;  // nullptr: there is none
+  int* good_steps = nullptr;
+  int* overflows = nullptr;
+  math::LossScaleRule rule = {};
+};
+
+// All rows lie on one device and are sorted by group.
+struct Task {
+  std::vector<Row> rows;
+  std::vector<Group> groups;
+  Number scale;                      // the loss scale: scaled gradients are divided by it
+  bool clip_by_global_norm = false;  // by the norm of all groups, not by each group's own
+  bool check = false;                // look for inf and NaN; if there is any, do nothing
+  const float* found_inf = nullptr;  // the same, already known; nullptr: nothing is known
+};
+
+// What became of it.
+struct Outcome {
+  bool is_known = true;  // else the host has not waited for it, and the rest says nothing
+  bool found_inf = false;
+  std::vector<double> norms;  // of each group's unscaled gradients; empty if none was measured
+  std::vector<int32_t> nonfinite_rows;  // the first ones; only of a step on CUDA
+};
+
+}  // namespace apex_mp::step

@@ -1,0 +1,171 @@
+"""The fused step does to every number what the operators do, to the bit, whatever the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from exact_lists import OFFSETS, Offsets
+from on_cuda_kernels import ORDERS, choose
+from op_cases import ALL_ADAM, CHUNK, DTYPES, F16, F32, F64, MIXED, Dtypes, name_of
+from step_cases import (
+    GROUPS,
+    HALF_MODEL,
+    assert_decided_rightly,
+    assert_same_rows,
+    assert_steps_like_the_operators,
+    copy_of,
+    sample,
+    step_by_operators,
+)
+from step_driver import Group, Step, Task
+
+SIZES = [*range(18), 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 1, 7]
+A_FEW = [5, 600, 1, CHUNK + 5, 0, 40, 9]
+ADAM_DTYPES = DTYPES["adam_"]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@pytest.mark.parametrize("dtypes", ADAM_DTYPES, ids=map(name_of, ADAM_DTYPES))
+def test_a_step_is_that_of_the_operators(dtypes: list[Dtypes], offsets: Offsets) -> None:
+    task = sample(SIZES, dtypes, offsets, check=True)
+    for group in task.groups:
+        group.max_norm = 0.5
+    outcome = assert_steps_like_the_operators(Step(task), task)
+    assert_decided_rightly(task, outcome, measured=True)
+
+
+@pytest.mark.parametrize("dtypes", ALL_ADAM, ids=map(name_of, ALL_ADAM))
+def test_a_step_takes_any_dtypes(dtypes: list[Dtypes]) -> None:
+    task = sample([3, 40, 17], dtypes)
+    assert_steps_like_the_operators(Step(task), task)
+
+
+@pytest.mark.parametrize("dtypes", [HALF_MODEL, [(F32,), (F32,), (F64,)]], ids=name_of)
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+def test_every_pair_of_offsets_is_stepped(check: bool, dtypes: list[Dtypes]) -> None:
+    pairs = [(one, other) for one in range(9) for other in range(9)]
+    task = sample([40] * len(pairs), dtypes, lambda i, j: pairs[i][j % 2], check=check)
+    assert_steps_like_the_operators(Step(task), task)
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+def test_sums_are_those_of_check_to_the_bit(check: bool) -> None:
+    # One chunk each: the sum of a row is that of a block.
+    for size in (1, 9, 600, CHUNK):
+        for dtype in MIXED:
+            task = sample([size], [(F32,), (dtype,), (None,)], lambda i, j: 3, [Group()], scale=1.0)
+            task.check = check
+            grad = task.rows[0].grad
+            sum_sq = torch.zeros(1, dtype=F64)
+            torch.ops.apex_mp.check_([grad], [0], torch.zeros(1), sum_sq)
+            assert Step(task).run(task, norms=True).norm == sum_sq.sqrt().item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"),
+    [(F32, 3e38), (F64, 1e150), (F64, 1e200)],
+    ids=["fp32", "fp64", "squared: inf"],
+)
+def test_large_finite_gradients_are_no_overflow(dtype: torch.dtype, large: float) -> None:
+    task = sample([103, 3], [(F32,), (dtype,), (None,)], check=True)
+    task.rows[0].grad.fill_(large)
+    outcome = Step(task).run(task, norms=True)
+    assert outcome.found_inf == 0
+    assert_decided_rightly(task, outcome, measured=True)
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+def test_no_order_of_threads_or_blocks_changes_a_bit(check: bool) -> None:
+    first = sample([CHUNK] * 9 + A_FEW, check=check)
+    first.groups[1].max_norm = 0.1
+    outcomes = {}
+    for order in ORDERS:
+        choose(order=order)
+        task = copy_of(first)
+        outcomes[order] = task, Step(task).run(task)
+    forward, outcome = outcomes["forward"]
+    for task, other in outcomes.values():
+        assert other == outcome
+        assert_same_rows(task, forward)
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+def test_steps_follow_each_other(check: bool) -> None:
+    task = sample(A_FEW, check=check)
+    step = Step(task)
+    for _ in range(4):
+        for row in task.rows:
+            row.grad = torch.randn(row.param.shape).to(F16)  # Elsewhere: the old one is free.
+        assert_steps_like_the_operators(step, task)
+
+
+def test_a_row_without_a_gradient_is_left_alone() -> None:
+    task = sample(A_FEW, check=True)
+    task.groups[0].max_norm = 1.0
+    step = Step(task)
+    for row in task.rows:
+        row.grad.fill_(1000.0)
+    step.run(task)
+    for absent in ([0, 3], [1, 2, 4, 5, 6], range(7), []):
+        grads = [torch.randn(row.param.shape).to(F16) for row in task.rows]
+        for i, row in enumerate(task.rows):
+            row.grad = None if i in absent else grads[i]
+        assert step.fits(task)
+        outcome = assert_steps_like_the_operators(step, task)
+        assert_decided_rightly(task, outcome, measured=True)
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize("sizes", [[], [0], [0, 0, 0]], ids=len)
+def test_nothing_to_step_is_no_error(sizes: list[int], check: bool) -> None:
+    task = sample(sizes, check=check)
+    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    assert outcome.norm == 0.0
+    assert [row.step.item() for row in task.rows] == [*range(1, 1 + len(sizes))]
+
+
+def test_no_groups_are_no_error() -> None:
+    task = Task([], [])
+    assert Step(task).run(task).groups == []
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize("count", [450, 1100, 5000])
+def test_more_rows_than_one_launch_takes_are_stepped(count: int, check: bool) -> None:
+    task = sample([3, 1, 0, 2] * (count // 4), check=check)
+    task.groups[2].max_norm = 0.5
+    step = Step(task)
+    task.groups[1].lr = 0.5
+    outcome = assert_steps_like_the_operators(step, task)
+    assert_decided_rightly(task, outcome, measured=True)
+
+
+def test_a_group_of_more_chunks_than_a_warp_takes_is_summed() -> None:
+    groups = [Group(max_norm=0.1), Group(max_norm=0.2), Group(max_norm=0.3)]
+    task = sample([1] * (1024 + 1025 + 5), groups=groups, check=True)
+    for i, row in enumerate(task.rows):
+        row.group = 0 if i < 1024 else 1 if i < 1024 + 1025 else 2
+    outcome = assert_steps_like_the_operators(Step(task), task)
+    assert_decided_rightly(task, outcome, measured=True)
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+def test_rows_that_are_full_of_chunks_are_stepped(check: bool) -> None:
+    # The narrow grid takes 64 chunks a launch: the third row is cut in two.
+    sizes = [40 * CHUNK, 5, 30 * CHUNK, 0, 20 * CHUNK - 1]
+    task = sample(sizes, [(F16,), (F16,), (None,)], check=check)
+    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    assert_decided_rightly(task, outcome, measured=True)
+
+
+def test_the_reference_of_these_tests_sees_each_option() -> None:
+    task = sample([50], groups=[Group()])
+    outcome = Step(task).run(copy_of(task))
+    results = []
+    for options in (GROUPS[0], dataclasses.replace(GROUPS[0], lr=0.011)):
+        other = dataclasses.replace(copy_of(task), groups=[options])
+        step_by_operators(other, outcome)
+        results.append(other.rows[0].param)
+    assert not torch.equal(*results)

@@ -1,0 +1,289 @@
+"""FusedAdam on streams and in graphs, and what the host hears of a step that looks for inf."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import on_cuda_kernels
+import pytest
+import torch
+from fused_adam_cases import Unchanged, assert_same_state, grad_for
+from tolerances import assert_same_bits
+from torch.nn import Parameter
+
+from apex_mp._step_request import StepRequest
+from apex_mp.optimizers import FusedAdam
+
+SHIM = on_cuda_kernels.SHIM
+CAPTURE_REFUSED = "this step cannot be captured in a CUDA graph"
+SIZES = ((5,), (600,), (4, 3), (1,))
+
+
+def make(**options: Any) -> FusedAdam:
+    """Two groups of fp32 parameters whose gradients stay where they are."""
+    params = [Parameter(grad_for(torch.empty(size), 0, i)) for i, size in enumerate(SIZES)]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
+    return FusedAdam(groups, **{"lr": 0.1, **options})
+
+
+def params_of(optimizer: FusedAdam) -> list[Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def give(optimizer: FusedAdam, step: int) -> None:
+    for i, param in enumerate(params_of(optimizer)):
+        if param.grad is not None:
+            param.grad.copy_(grad_for(param, step, i))
+
+
+def train(optimizer: FusedAdam, *steps: int) -> None:
+    for step in steps:
+        give(optimizer, step)
+        optimizer.step()
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """Keep launches for `replay` instead of running them."""
+    SHIM.cuda_on_cpu_capture(True)
+    try:
+        yield
+    finally:
+        SHIM.cuda_on_cpu_capture(False)
+
+
+def replay(optimizer: FusedAdam, *steps: int) -> None:
+    for step in steps:
+        give(optimizer, step)
+        assert SHIM.cuda_on_cpu_replay() > 0
+
+
+def pair(**options: Any) -> tuple[FusedAdam, FusedAdam]:
+    """Return an optimizer with a captured step, and one that has come as far without a graph."""
+    captured, plain = make(**options), make(**options)
+    train(captured, 0)
+    train(plain, 0)
+    with capture():
+        captured.step()
+    assert_same_state(captured, plain)  # A capture steps nothing.
+    return captured, plain
+
+
+def test_a_replay_is_a_step() -> None:
+    captured, plain = pair()
+    replay(captured, 1, 2, 3)
+    train(plain, 1, 2, 3)
+    assert_same_state(captured, plain)
+
+
+def test_a_replay_clips_by_the_norms_of_its_own_gradients() -> None:
+    captured, plain = pair(max_grad_norm=0.5)
+    replay(captured, 1, 2)
+    train(plain, 1, 2)
+    assert_same_state(captured, plain)
+
+
+def test_steps_and_replays_follow_each_other() -> None:
+    captured, plain = pair()
+    replay(captured, 1)
+    train(captured, 2)
+    replay(captured, 3)
+    train(plain, 1, 2, 3)
+    assert_same_state(captured, plain)
+
+
+def test_a_tensor_as_lr_is_read_by_each_replay() -> None:
+    captured, plain = pair(lr=torch.tensor(0.1))
+    for optimizer, take in ((captured, replay), (plain, train)):
+        optimizer.param_groups[0]["lr"].fill_(0.1)  # Both have the same one.
+        take(optimizer, 1)
+        optimizer.param_groups[0]["lr"].fill_(0.7)
+        take(optimizer, 2)
+    assert_same_state(captured, plain)
+
+
+def test_a_capture_that_is_refused_leaves_no_state() -> None:
+    optimizer = make()
+    give(optimizer, 0)
+    with Unchanged(optimizer), capture(), pytest.raises(RuntimeError):
+        optimizer.step()
+
+
+def test_a_step_that_was_never_taken_cannot_be_captured() -> None:
+    optimizer = make()
+    give(optimizer, 0)
+    with capture(), pytest.raises(RuntimeError, match=CAPTURE_REFUSED):
+        optimizer.step()
+
+
+def test_an_lr_that_is_converted_for_the_step_lives_as_long() -> None:
+    one, other = make(lr=torch.tensor(0.1).half()), make(lr=float(torch.tensor(0.1).half()))
+    for optimizer in (one, other):
+        train(optimizer, 0, 1)
+    for param, wanted in zip(params_of(one), params_of(other), strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+
+
+def test_steps_of_an_empty_parameter_are_counted() -> None:
+    param = Parameter(torch.empty(0, 3))
+    optimizer = FusedAdam([param, Parameter(torch.ones(3))])
+    for each in params_of(optimizer):
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
+
+
+def set_lr(optimizer: FusedAdam) -> None:
+    optimizer.param_groups[1]["lr"] = 0.7
+
+
+def drop_a_gradient(optimizer: FusedAdam) -> None:
+    params_of(optimizer)[1].grad = None
+
+
+def move_state(optimizer: FusedAdam) -> None:
+    state = optimizer.state[params_of(optimizer)[2]]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+CHANGES = {"lr": set_lr, "no gradient": drop_a_gradient, "state elsewhere": move_state}
+each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+@each_change
+def test_a_step_unlike_the_last_one_cannot_be_captured(
+    change: Callable[[FusedAdam], None],
+) -> None:
+    optimizer = make()
+    train(optimizer, 0)
+    change(optimizer)
+    with Unchanged(optimizer), capture(), pytest.raises(RuntimeError, match=CAPTURE_REFUSED):
+        optimizer.step()
+    train(optimizer, 1)
+    with capture():
+        optimizer.step()
+
+
+def test_a_step_of_which_the_host_wants_to_hear_cannot_be_captured() -> None:
+    optimizer = make()
+    give(optimizer, 0)
+    optimizer.step(grads=StepRequest(check=True))
+    with capture(), pytest.raises(RuntimeError, match=CAPTURE_REFUSED):
+        optimizer.step(grads=StepRequest(check=True))
+
+
+def test_changed_options_count_in_replays_once_they_are_refreshed() -> None:
+    captured, plain = pair(weight_decay=0.1)
+    replay(captured, 1)
+    train(plain, 1)
+    for name, value in (("lr", 0.7), ("betas", (0.5, 0.6)), ("weight_decay", 0.3)):
+        captured.param_groups[1][name] = value
+    replay(captured, 2)
+    train(plain, 2)
+    plain.param_groups[1].update(lr=0.7, betas=(0.5, 0.6), weight_decay=0.3)
+    captured.refresh_hyperparameters()
+    replay(captured, 3, 4)
+    train(plain, 3, 4)
+    assert_same_state(captured, plain)
+
+
+def test_a_refresh_counts_though_gradients_are_none() -> None:
+    captured, plain = pair()
+    for optimizer in (captured, plain):
+        set_lr(optimizer)
+    grads = [param.grad for param in params_of(captured)]
+    captured.zero_grad()
+    captured.refresh_hyperparameters()
+    for param, grad in zip(params_of(captured), grads, strict=True):
+        param.grad = grad
+    replay(captured, 1)
+    train(plain, 1)
+    assert_same_state(captured, plain)
+
+
+def test_a_refresh_is_heard_before_the_next_step_is_captured() -> None:
+    captured, plain = make(), make()
+    for optimizer in (captured, plain):
+        train(optimizer, 0)
+        set_lr(optimizer)
+    captured.refresh_hyperparameters()
+    with capture():
+        captured.step()
+    replay(captured, 1)
+    train(plain, 1)
+    assert_same_state(captured, plain)
+
+
+def test_a_refresh_without_any_step_before_does_nothing() -> None:
+    optimizer = make()
+    optimizer.refresh_hyperparameters()
+    with Unchanged(optimizer):
+        optimizer.refresh_hyperparameters()
+
+
+def test_a_graph_outlives_steps_unlike_it() -> None:
+    captured, plain = pair()
+    for optimizer in (captured, plain):
+        grads = [param.grad for param in params_of(optimizer)]
+        drop_a_gradient(optimizer)
+        optimizer.param_groups[0]["lr"] = 0.5
+        train(optimizer, 1)
+        for param, grad in zip(params_of(optimizer), grads, strict=True):
+            param.grad = grad
+    captured.refresh_hyperparameters()
+    replay(captured, 2)
+    train(plain, 2)
+    assert_same_state(captured, plain)
+
+
+def test_steps_on_one_stream_wait_for_those_on_the_other() -> None:
+    optimizer, plain = make(), make()
+    on_cuda_kernels.plan.take_recorded()
+    for step, stream in enumerate((0, 1, 1, 0, 1)):
+        SHIM.cuda_on_cpu_use_stream(stream)
+        train(optimizer, step)
+    # The table is one of the first stream; its memory is used on the others as well.
+    assert on_cuda_kernels.plan.take_recorded() == [1, 0, 1]
+    SHIM.cuda_on_cpu_wait_for_all()
+    train(plain, *range(5))
+    assert_same_state(optimizer, plain)
+
+
+def test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream() -> None:
+    optimizer = make()
+    train(optimizer, 0)
+    SHIM.cuda_on_cpu_use_stream(1)
+    drop_a_gradient(optimizer)
+    train(optimizer, 1)
+    SHIM.cuda_on_cpu_use_stream(0)
+    set_lr(optimizer)
+    optimizer.refresh_hyperparameters()
+    SHIM.cuda_on_cpu_use_stream(1)
+    train(optimizer, 2)
+
+
+def test_the_host_hears_of_norms_and_of_inf() -> None:
+    optimizer = make(max_grad_norm=1.0)
+    for step in range(2):
+        give(optimizer, step)
+        request = StepRequest(check=True)
+        optimizer.step(grads=request, scale=4.0)
+        assert request.outcome is not None
+        assert not request.outcome.found_inf
+        wanted = [
+            math.sqrt(sum(param.grad.double().square().sum().item() for param in group["params"]))
+            for group in optimizer.param_groups
+        ]
+        assert request.outcome.norms == pytest.approx([norm / 4 for norm in wanted], rel=1e-6)
+    params_of(optimizer)[3].grad.fill_(math.inf)
+    request = StepRequest(check=True)
+    with Unchanged(optimizer):
+        optimizer.step(grads=request)
+    assert request.outcome is not None
+    assert request.outcome.found_inf

@@ -1,0 +1,461 @@
+"""FP16_Optimizer on a device that the host does not wait for: what it hears, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import on_cuda_kernels
+import pytest
+import torch
+from fp16_cases import F16, F32, FACES, INF, NAN, PROBES, everything, parameter, pull
+from waits import Waits
+
+from apex_mp import device_scale, fp16_utils, optimizers
+from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
+from apex_mp.optimizers import FusedAdam
+
+SHIM = on_cuda_kernels.SHIM
+UTILS = fp16_utils.FP16_Optimizer
+DYNAMIC: dict[str, Any] = {
+    "dynamic_loss_scale": True,
+    "dynamic_loss_args": {"init_scale": 1024.0, "scale_window": 3, "hysteresis": 2},
+}
+scalings = pytest.mark.parametrize(
+    "scaling", [{"static_loss_scale": 128.0}, DYNAMIC], ids=["static", "dynamic"]
+)
+
+
+@pytest.fixture
+def params() -> list[torch.nn.Parameter]:
+    return [parameter([1.0, 2.0], F16), parameter([[3.0]], F32), parameter([4.0] * 3, F16)]
+
+
+def make(params: Any, **options: Any) -> Any:
+    return UTILS(PROBES["fused"](params), **{"verbose": False, **DYNAMIC, **options})
+
+
+def train(optimizer: Any, params: Any, *values: float) -> None:
+    """Take one step for each value, which is every gradient."""
+    for value in values:
+        optimizer.zero_grad()
+        optimizer.backward(pull(*((param, value) for param in params)))
+        optimizer.step()
+
+
+@scalings
+def test_the_host_waits_for_nothing(scaling: Any, params: Any) -> None:
+    optimizer = UTILS(
+        FusedAdam([{"params": params[:1]}, {"params": params[1:]}], max_grad_norm=1.0),
+        clip="global",
+        verbose=False,
+        **scaling,
+    )
+    train(optimizer, params, 1.0)
+    with Waits() as waits:
+        train(optimizer, params, 1.0, INF, 2.0, NAN, 3.0)
+        for _ in range(2):  # Gradients of two losses add up.
+            optimizer.backward(pull((params[0], 1.0)), update_master_grads=False)
+        optimizer.step()
+    assert waits.count == 0
+    assert len(device_scale._in_flight) == 7
+    assert optimizer.overflow is False
+    assert len(device_scale._in_flight) == 0
+
+
+def test_messages_come_late_but_in_order(params: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = make(params, verbose=True, dynamic_loss_args={"init_scale": 1024.0})
+    capsys.readouterr()
+    train(optimizer, params, 1.0, INF, 1.0, NAN)
+    assert capsys.readouterr().out == ""
+    assert optimizer.loss_scale == 256.0
+    assert capsys.readouterr().out.splitlines() == [
+        "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0",
+        # Gradients of this one are gone: there are no numbers.
+        "  group 0, parameter 0 [2]: inf or NaN",
+        "  group 0, parameter 1 [1, 1]: inf or NaN",
+        "  group 0, parameter 2 [3]: inf or NaN",
+        "OVERFLOW! Skipping step. Attempted loss scale: 512.0, reducing to 256.0",
+        "  group 0, parameter 2 [3]: 0 inf, 3 NaN",
+        "  group 0, parameter 0 [2]: 0 inf, 2 NaN",
+        "  group 0, parameter 1 [1, 1]: 0 inf, 1 NaN",
+    ]
+
+
+def test_a_report_after_the_gradients_are_gone_names_who_overflowed(params: Any) -> None:
+    optimizer = make(params)
+    optimizer.backward(pull((params[0], 1.0), (params[2], INF)))  # The second one has no gradient.
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [str(one) for one in optimizer.overflow_report] == [
+        "group 0, parameter 2 [3]: inf or NaN"
+    ]
+
+
+@pytest.mark.parametrize("arrives", ["later", "at once"])
+def test_an_overflow_is_told_of_by_the_next_backward_if_it_has_arrived(
+    arrives: str, params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: arrives == "at once")
+    optimizer = make(params)
+    train(optimizer, params, INF, 1.0)
+    assert len(optimizer._overflow_report) == (3 if arrives == "at once" else 0)
+
+
+def test_overflow_after_another_backward_is_that_of_the_new_gradients(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, INF)
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], 1.0)))
+    assert optimizer.overflow is False
+    train(optimizer, params, 1.0)
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], INF)))
+    assert optimizer.overflow is True
+
+
+def test_a_step_with_a_closure_returns_the_loss_or_none(params: Any) -> None:
+    optimizer = make(params)
+
+    def closure_for(value: float) -> Any:
+        def closure() -> float:
+            optimizer.zero_grad()
+            optimizer.backward(pull(*((param, value) for param in params)))
+            return 7.0
+
+        return closure
+
+    assert optimizer.step(closure_for(1.0)) == 7.0
+    assert optimizer.step(closure_for(INF)) is None
+
+
+# The same numbers as where the host waits.
+
+
+def program(seed: int, face: Any) -> tuple[Any, list[Any]]:
+    """A random training run with looks at everything; what it ends with."""
+    rng = random.Random(seed)
+    params = [parameter([1.0, 2.0], F16), parameter([[3.0]], rng.choice([F32, F16]))]
+    scaling = rng.choice([{"static_loss_scale": 64.0}, DYNAMIC])
+    inner = FusedAdam(params, max_grad_norm=rng.choice([0.0, 1.0]))
+    optimizer = face(inner, verbose=False, **scaling)
+    seen: list[Any] = []
+    for _ in range(15):
+        if rng.random() < 0.8:
+            optimizer.zero_grad(set_to_none=rng.random() < 0.5)
+        for _ in range(rng.choice([1, 1, 2])):
+            some = rng.sample(params, rng.choice([1, 2, 2]))
+            value = rng.choice([1.0, -0.5, 3e3, INF, NAN] + [0.25] * 8)
+            later = rng.random() < 0.3
+            optimizer.backward(
+                pull(*((param, value) for param in some)), update_master_grads=not later
+            )
+        if rng.random() < 0.1:
+            optimizer.loss_scale = rng.choice([32.0, 256.0])
+        if rng.random() < 0.1:
+            seen.append(optimizer.clip_master_grads(0.5))
+        optimizer.step()
+        if rng.random() < 0.2:
+            seen.append((optimizer.overflow, optimizer.loss_scale, optimizer.cur_iter))
+        if rng.random() < 0.1:
+            optimizer.load_state_dict(optimizer.state_dict())
+    report = sorted((one.name, one.shape) for one in optimizer.overflow_report)
+    return everything(optimizer, *params), [seen, optimizer.loss_scaler.state_dict(), report]
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("face", FACES.values(), ids=FACES)
+def test_random_programs_end_as_where_the_host_waits(
+    face: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unwaited, unwaited_seen = program(seed, face)
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
+    waited, seen = program(seed, face)
+    assert str(unwaited_seen) == str(seen)
+    torch.testing.assert_close(unwaited, waited, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_a_scale_that_is_set_between_steps_counts(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, 1.0, INF)
+    optimizer.loss_scale = 64.0
+    train(optimizer, params, INF)
+    assert optimizer.loss_scale == 32.0  # The second of two in a row.
+    optimizer.loss_scaler.cur_scale = 16.0
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], 1.0)))
+    assert params[0].grad is not None
+    assert params[0].grad[0] == 16.0
+
+
+def test_a_scaler_that_wants_to_hear_of_each_step_does(params: Any) -> None:
+    class Scaler(DynamicLossScaler):
+        heard = 0
+
+        def update_scale(self, overflow: bool) -> None:
+            super().update_scale(overflow)
+            self.heard += 1
+
+    optimizer = make(params)
+    optimizer.loss_scaler = Scaler(64.0)
+    train(optimizer, params, 1.0, INF)
+    assert optimizer._loss_scaler.heard == 2
+    assert optimizer._loss_scaler.cur_scale == 32.0
+
+
+def test_a_skipped_first_step_leaves_no_state(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, INF)
+    assert optimizer.overflow
+    assert not optimizer.state
+
+
+def test_fifty_skips_warn_when_they_are_heard_of(params: Any) -> None:
+    optimizer = make(params, dynamic_loss_args={"min_loss_scale": 1.0})
+    train(optimizer, params, *[INF] * 50)
+    with pytest.warns(RuntimeWarning, match="50 steps in a row") as caught:
+        assert optimizer.overflow
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, params, INF)
+        assert optimizer.overflow
+
+
+# What goes on between a step and its news.
+
+
+def test_a_hook_for_some_steps_leaves_host_and_device_agreeing(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, 1.0, INF)
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    train(optimizer, params, INF, 1.0, INF)
+    hook.remove()
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], 1.0)))
+    assert params[0].grad is not None
+    assert params[0].grad[0] == optimizer.loss_scale == 512.0
+
+
+def test_a_hook_between_backward_and_step_hears_of_the_steps_before_first(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, 1.0, INF)
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], 1.0)))
+    optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.step()
+    value = optimizer.loss_scaler.loss_scale_value
+    assert (value.good_steps, value.overflows) == (1, 1)
+
+
+def test_an_old_overflow_is_not_that_of_gradients_by_hand(params: Any) -> None:
+    optimizer = make(params, dynamic_loss_scale=False, static_loss_scale=128.0)
+    train(optimizer, params, INF)
+    optimizer.zero_grad()
+    (pull((params[0], 3.0)) * 128.0).backward()
+    assert optimizer.clip_master_grads(0.1) == pytest.approx(3.0 * 2.0**0.5)
+
+
+def test_news_that_come_at_once_are_not_lost(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = device_scale.send_tensor
+
+    def send_and_tell(*arguments: Any) -> None:
+        send(*arguments)
+        device_scale.settle(wait=True)  # as another thread may
+
+    monkeypatch.setattr(device_scale, "send_tensor", send_and_tell)
+    optimizer = make(params)
+    train(optimizer, params, INF)
+    optimizer.zero_grad()
+    assert optimizer.overflow is True
+
+
+def test_an_interrupted_wait_loses_nothing(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = make(params)
+    train(optimizer, params, INF, INF)
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_scale.Transfer, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = optimizer.loss_scale
+    assert optimizer.loss_scale == 512.0
+
+
+def test_what_is_written_to_a_held_scaler_is_for_the_steps_to_come(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, 1.0)
+    scaler = optimizer.loss_scaler
+    train(optimizer, params, INF, INF)
+    scaler.cur_scale = 64.0
+    assert optimizer.loss_scale == 64.0
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], 1.0)))
+    assert params[0].grad is not None
+    assert params[0].grad[0] == 64.0
+
+
+def test_state_that_came_since_is_not_taken_for_that_of_a_skipped_step(params: Any) -> None:
+    other = FusedAdam([parameter([1.0, 2.0], F32), parameter([[3.0]], F32)])
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    other.step()
+    optimizer = make(params[:2])
+    train(optimizer, params[:2], INF)
+    optimizer.optimizer.load_state_dict(other.state_dict())
+    assert optimizer.overflow
+    assert len(optimizer.state) == 2
+
+
+def test_what_has_arrived_is_told_by_steps_too(
+    params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: True)
+    optimizer = make(params, dynamic_loss_scale=False, static_loss_scale=2.0)
+    for _ in range(10):
+        optimizer.zero_grad()
+        pull((params[0], 1.0)).backward()
+        optimizer.step()
+        assert len(device_scale._in_flight) == 1
+
+
+def test_news_keep_no_optimizer_alive(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, 1.0, 1.0)
+    gone = weakref.ref(optimizer), weakref.ref(optimizer.optimizer)
+    del optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    assert len(device_scale._in_flight) == 2
+    device_scale.settle(wait=True)
+
+
+# In a CUDA graph.
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    SHIM.cuda_on_cpu_capture(True)
+    try:
+        yield
+    finally:
+        SHIM.cuda_on_cpu_capture(False)
+
+
+@scalings
+def test_replays_of_a_step_keep_scale_and_counts(scaling: Any) -> None:
+    """Backward runs on torch's own operators, which the shim does not capture."""
+    captured, plain = (
+        UTILS(FusedAdam([parameter([1.0, 2.0], F16)]), verbose=False, **scaling) for _ in range(2)
+    )
+    weights = [optimizer.fp16_groups[0][0] for optimizer in (captured, plain)]
+    for optimizer, weight in zip((captured, plain), weights, strict=True):
+        train(optimizer, [weight], 1.0)
+    with capture():
+        captured.step()
+    assert captured.cur_iter == 1
+    for value in (1.0, INF, NAN, 2.0, 3.0, 4.0, INF, 0.5):
+        for optimizer, weight in zip((captured, plain), weights, strict=True):
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.backward(pull((weight, value)))
+        SHIM.cuda_on_cpu_replay()
+        plain.step()
+        assert captured._overflow is None
+        captured._grads.end_step()  # The host does not know that the graph has run.
+        assert captured.overflow == plain.overflow
+        assert captured.loss_scale == plain.loss_scale
+        scaler, plain_scaler = captured.loss_scaler, plain.loss_scaler
+        if isinstance(scaler, DynamicLossScaler):
+            values = scaler.loss_scale_value, plain_scaler.loss_scale_value
+            assert values[0] == values[1]
+        assert torch.equal(*weights)
+
+
+def test_options_are_refreshed_between_replays() -> None:
+    captured, plain = (make([parameter([1.0, 2.0], F16)]) for _ in range(2))
+    weights = [optimizer.fp16_groups[0][0] for optimizer in (captured, plain)]
+    for optimizer, weight in zip((captured, plain), weights, strict=True):
+        train(optimizer, [weight], 1.0)
+    with capture():
+        captured.step()
+    for optimizer, weight in zip((captured, plain), weights, strict=True):
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.backward(pull((weight, 1.0)))
+    captured.refresh_hyperparameters()
+    SHIM.cuda_on_cpu_replay()
+    plain.step()
+    assert torch.equal(*weights)
+
+
+def test_hooks_have_the_host_wait_as_before(params: Any) -> None:
+    optimizer = make(params)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(optimizer, params, 1.0, INF, 1.0)
+    assert len(calls) == 2
+    assert len(device_scale._in_flight) == 0
+
+
+def test_both_faces_start_where_they_did(params: Any) -> None:
+    for face, start in ((UTILS, 2.0**32), (optimizers.FP16_Optimizer, 2.0**16)):
+        optimizer = face(FusedAdam(params[:1]), dynamic_loss_scale=True, verbose=False)
+        value = optimizer.loss_scaler.loss_scale_value
+        train(optimizer, params[:1], INF)
+        assert optimizer.loss_scaler.loss_scale_value == dataclasses.replace(value, scale=start / 2)
+
+
+def test_a_scale_that_was_set_cannot_be_captured(params: Any) -> None:
+    optimizer = make(params)
+    train(optimizer, params, 1.0)
+    optimizer.loss_scale = 64.0
+    with capture(), pytest.raises(RuntimeError, match="the loss scale was set, or never used"):
+        optimizer.step()
+    train(optimizer, params, 1.0)
+    with capture():
+        optimizer.step()
+
+
+def test_a_scale_that_is_set_between_replays_counts() -> None:
+    optimizer = make([parameter([1.0, 2.0], F16)])
+    weight = optimizer.fp16_groups[0][0]
+    train(optimizer, [weight], 1.0)
+    with capture():
+        optimizer.step()
+    optimizer.loss_scale = 64.0
+    assert optimizer._steps._scale.scale == 64.0  # A replay asks nobody.
+    for value, scale in ((1.0, 64.0), (INF, 64.0), (INF, 32.0)):
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.backward(pull((weight, value)))
+        assert weight.grad is not None
+        assert value == INF or weight.grad[0] == 64.0
+        SHIM.cuda_on_cpu_replay()
+        assert optimizer.loss_scale == scale
+
+
+def test_gradients_kept_over_a_step_are_rescaled_after_a_capture() -> None:
+    captured, plain = (make([parameter([1.0, 2.0], F16)]) for _ in range(2))
+    weights = [optimizer.fp16_groups[0][0] for optimizer in (captured, plain)]
+    for optimizer, weight in zip((captured, plain), weights, strict=True):
+        train(optimizer, [weight], 1.0)
+        with capture() if optimizer is captured else contextlib.nullcontext():
+            optimizer.step()
+    plain.load_state_dict(captured.state_dict())
+    for optimizer, weight in zip((captured, plain), weights, strict=True):
+        with torch.no_grad():
+            weight.copy_(weights[0])
+        for _ in range(7):  # The scale grows now and then.
+            optimizer.backward(pull((weight, 1.0)))
+            optimizer.step()
+    assert captured.loss_scale == plain.loss_scale
+    assert weights[0].grad is not None
+    assert torch.equal(*(weight.grad for weight in weights))

@@ -1,0 +1,103 @@
+"""Bugs planted where the step plan meets CUDA: csrc/cuda/stepper.cpp, csrc/step/."""
+
+from __future__ import annotations
+
+from nets import INSIDE
+from planted_bugs import WRONG_BITS, PlantedBug
+
+STEPPER = f"{INSIDE}/test_stepper.py"
+UNWAITED = f"{INSIDE}/test_unwaited_steps.py"
+NET = "plan, forward"
+NOT_REFUSED = "Failed: DID NOT RAISE"
+FREED = r"AddressSanitizer: heap-use-after-free"
+
+PLANTED_PLAN_BUGS = {
+    "a table is kept that does not fit": PlantedBug(
+        "cuda/stepper.cpp",
+        "if (!fits) impl_->build(task, current);",
+        "if (!impl_->resident.has_value()) impl_->build(task, current);",
+        f"{STEPPER}::test_a_graph_outlives_steps_unlike_it",
+        rf"{FREED}|AddressSanitizer|{WRONG_BITS}",
+        net=NET,
+    ),
+    "a table is freed that a graph replays": PlantedBug(
+        "cuda/stepper.cpp",
+        "replayed.push_back(std::move(*resident));",
+        "replayed.clear();",
+        f"{STEPPER}::test_a_graph_outlives_steps_unlike_it",
+        FREED,
+        net=NET,
+    ),
+    "nobody waits for the other stream": PlantedBug(
+        "cuda/stepper.cpp",
+        "    wait_for(*stream, current);\n",
+        "",
+        f"{STEPPER}::test_steps_on_one_stream_wait_for_those_on_the_other",
+        r"cuda_on_cpu: a kernel on stream 1 does not wait for stream 0",
+        net=NET,
+    ),
+    "a refresh does not wait for the other stream": PlantedBug(
+        "cuda/stepper.cpp",
+        "  impl_->follow(current);\n  impl_->refresh(",
+        "  impl_->refresh(",
+        f"{STEPPER}::test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream",
+        r"cuda_on_cpu: a kernel on stream 0 does not wait for stream 1",
+        net=NET,
+    ),
+    "the outcome is read where it is not": PlantedBug(
+        "cuda/stepper.cpp",
+        "narrow(0, table.outcome_offset(), ",
+        "narrow(0, 0, ",
+        f"{STEPPER}::test_the_host_hears_of_norms_and_of_inf",
+        r"AssertionError|assert ",
+        net=NET,
+    ),
+    "a step that the host waits for is captured": PlantedBug(
+        "cuda/stepper.cpp",
+        "TORCH_CHECK(!wait,",
+        "TORCH_CHECK(true,",
+        f"{STEPPER}::test_a_step_of_which_the_host_wants_to_hear_cannot_be_captured",
+        NOT_REFUSED,
+        net=NET,
+    ),
+    "changed options are captured": PlantedBug(
+        "cuda/stepper.cpp",
+        "TORCH_CHECK(fits && impl_->resident->table.knows_groups(task),",
+        "TORCH_CHECK(fits,",
+        f"{STEPPER}::test_a_step_unlike_the_last_one_cannot_be_captured -k lr",
+        NOT_REFUSED,
+        net=NET,
+    ),
+    "the step leaves the loss scale as it is": PlantedBug(
+        "cuda/stepper.cpp",
+        "  run.loss_scale = loss_scale;\n",
+        "",
+        f"{UNWAITED}::test_a_scale_that_is_set_between_steps_counts",
+        r"AssertionError|assert ",
+        net=NET,
+    ),
+    "found_inf is that of the last step": PlantedBug(
+        "step/adam_plan.cpp",
+        "  task_.found_inf = nullptr;\n",
+        "",
+        "tests/test_fused_adam_grad_scaler.py",
+        r"assert not torch\.equal\(param, before\)",
+        net=NET,
+    ),
+    "numbers on the device are freed before the step": PlantedBug(
+        "step/hyperparameters.cpp",
+        "  kept_.push_back(here);\n",
+        "",
+        f"{STEPPER}::test_an_lr_that_is_converted_for_the_step_lives_as_long",
+        FREED,
+        net=NET,
+    ),
+    "an empty gradient is none": PlantedBug(
+        "step/row_memory.h",
+        "if (grad.data == nullptr) grad.data = step;",
+        "",
+        f"{STEPPER}::test_steps_of_an_empty_parameter_are_counted",
+        r"AssertionError|assert ",
+        net=NET,
+    ),
+}

@@ -1,0 +1,182 @@
+"""Bugs planted into the fused step of csrc/cuda/step*."""
+
+from __future__ import annotations
+
+from nets import INSIDE
+from planted_bugs import UNDEFINED, WRONG_BITS, PlantedBug
+
+STEP = f"{INSIDE}/test_step.py"
+DECISIONS = f"{INSIDE}/test_step_decisions.py"
+TABLE = f"{INSIDE}/test_step_table.py"
+
+ONE_STEP = f"{STEP}::test_a_step_is_that_of_the_operators -k fp32-fp16-fp16"
+STEPS = f"{STEP}::test_steps_follow_each_other"
+MANY_ROWS = f"{STEP}::test_more_rows_than_one_launch_takes_are_stepped -k 5000-checked"
+CLIPPING = f"{DECISIONS}::test_gradients_are_clipped"
+OVERFLOWS = f"{DECISIONS}::test_inf_and_nan_change_nothing_but_the_loss_scale"
+LOSS_SCALES = f"{DECISIONS}::test_the_loss_scale_is_that_of_the_host_to_the_bit"
+
+WRONG_NUMBER = r"AssertionError: \S+ is not \S+"
+READ_BEHIND = r"AddressSanitizer: (heap-buffer-overflow|SEGV)"
+
+PLANTED_STEP_BUGS = {
+    # --- blocks that come to an end
+    "the count of blocks is not reset": PlantedBug(
+        "cuda/last_block.h",
+        "atomicInc(arrived, blocks - 1) == blocks - 1;",
+        "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
+        LOSS_SCALES,
+        r"assert state\.value == ",
+    ),
+    "each launch has a last block": PlantedBug(
+        "cuda/step_run.cu",
+        "check.all_blocks += blocks_of(check, reads_grads);",
+        "check.all_blocks = blocks_of(check, reads_grads);",
+        MANY_ROWS,
+        WRONG_NUMBER,
+    ),
+    "threads do not wait to hear whether theirs is the last block": PlantedBug(
+        "cuda/last_block.h",
+        "  }\n  __syncthreads();\n",
+        "  }\n",
+        STEPS,
+        UNDEFINED + "load of value 255, which is not a valid value for type 'bool'",
+        net="narrow grid, backward",
+    ),
+    "the scale is updated before all have read it": PlantedBug(
+        "cuda/step_decide.h",
+        "  __syncthreads();\n  if (threadIdx.x == 0) {\n    control",
+        "  if (threadIdx.x == 0) {\n    control",
+        LOSS_SCALES,
+        r"AssertionError: \[.*\] for \d+",
+    ),
+    "the scale is read after its update": PlantedBug(
+        "cuda/step_decide.h",
+        "found_inf), scale, norm, {}};",
+        "found_inf), value_of(decision.scale), norm, {}};",
+        LOSS_SCALES,
+        r"assert outcome\.scale == scale",
+    ),
+    "one row is named again and again": PlantedBug(
+        "cuda/step_decide.h",
+        "if (row < begin || ",
+        "if (",
+        f"{DECISIONS}::test_the_first_rows_with_inf_or_nan_are_named -k 2",
+        r"assert outcome\.nonfinite_rows == ",
+    ),
+    "an overflow is found again in the next step": PlantedBug(
+        "cuda/step_decide.h",
+        "  control.found_inf = 0;\n",
+        "",
+        f"{OVERFLOWS} -k inf",
+        r"assert outcome\.found_inf == 0",
+    ),
+    "pass 2 does not look whether to step": PlantedBug(
+        "cuda/step_adam.cu",
+        "if (memory.outcome->found_inf != 0.0f) return;",
+        "",
+        f"{OVERFLOWS} -k inf",
+        WRONG_BITS,
+    ),
+    # --- which numbers a block takes
+    "pass 2 begins one chunk too late": PlantedBug(
+        "cuda/step_adam.cu",
+        "adam.end_chunk - 1 - static_cast",
+        "adam.end_chunk - static_cast",
+        ONE_STEP,
+        READ_BEHIND,
+    ),
+    "pass 2 leaves the first chunk out": PlantedBug(
+        "cuda/step_adam.cu",
+        "launch(step_kernel, std::min(end, kMaxBlocks), stream,",
+        "launch(step_kernel, std::min(end, kMaxBlocks) - 1, stream,",
+        ONE_STEP,
+        WRONG_BITS,
+    ),
+    "only the last array decides which vectors are aligned": PlantedBug(
+        "cuda/loops.h",
+        "heads &= aligned_heads(array);",
+        "heads = aligned_heads(array);",
+        f"{STEP}::test_every_pair_of_offsets_is_stepped",
+        UNDEFINED + r"(load of|store to|reference binding to) misaligned address",
+    ),
+    "gradients are read where they were": PlantedBug(
+        "cuda/step_run.cu",
+        "task.rows[check.first_row + i].grad.data;",
+        "rows_[check.first_row + i].grad.data;",
+        STEPS,
+        r"AddressSanitizer: heap-use-after-free|" + WRONG_BITS,
+    ),
+    # --- sums over chunks
+    "a missing gradient leaves its old sum": PlantedBug(
+        "cuda/step_check.cu",
+        "  if (check.decision.sums) {\n",
+        "  if (check.decision.sums && grad_of(check, chunk.row) != nullptr) {\n",
+        f"{STEP}::test_a_row_without_a_gradient_is_left_alone",
+        WRONG_NUMBER,
+    ),
+    "groups beyond the number of warps are not summed": PlantedBug(
+        "cuda/step_decide.h",
+        "group += kBlockSize / kWarpSize) {",
+        "group += kBlockSize) {",
+        f"{TABLE}::test_many_groups_may_change_at_once -k 40-checked",
+        WRONG_NUMBER,
+    ),
+    "a group of many chunks is summed by its first warp alone": PlantedBug(
+        "cuda/step_decide.h",
+        "sum_chunks(memory.chunk_sums, chunks, threadIdx.x, kBlockSize);",
+        "sum_chunks(memory.chunk_sums, chunks, lane, kBlockSize);",
+        f"{STEP}::test_a_group_of_more_chunks_than_a_warp_takes_is_summed",
+        WRONG_NUMBER,
+    ),
+    # --- what a row is stepped with
+    "plain gradients are unscaled": PlantedBug(
+        "cuda/step_adam.cu",
+        "chunk.facts.scaled ? outcome.scaled_factor : outcome.plain_factor",
+        "outcome.scaled_factor",
+        ONE_STEP,
+        WRONG_BITS,
+    ),
+    "all groups have the factors of the first": PlantedBug(
+        "cuda/step_adam.cu",
+        "memory.group_outcomes[group];",
+        "memory.group_outcomes[0 * group];",
+        f"{CLIPPING} -k unchecked-each",
+        WRONG_BITS,
+    ),
+    "all groups are clipped by their own norm": PlantedBug(
+        "cuda/step_decide.h",
+        "if (check.decision.clip_by_global_norm) clipped = all;",
+        "",
+        f"{CLIPPING} -k unchecked-global",
+        WRONG_NUMBER,
+    ),
+    "bias corrections are those of the step before": PlantedBug(
+        "cuda/step_check.cu",
+        "*facts.step + 1.0f;",
+        "*facts.step;",
+        ONE_STEP,
+        WRONG_BITS,
+    ),
+    "each block counts a step": PlantedBug(
+        "cuda/step_adam.cu",
+        "if (chunk.index == 0) *row.step += 1.0f;",
+        "*row.step += 1.0f;",
+        ONE_STEP,
+        WRONG_BITS,
+    ),
+    "options are read while they are written": PlantedBug(
+        "cuda/step_decide.h",
+        "if (carried < 0 || carried >= check.groups) return",
+        "return",
+        f"{TABLE}::test_a_changed_option_counts_at_once -k beta1-unchecked",
+        WRONG_BITS,
+    ),
+    "options that were sent are forgotten": PlantedBug(
+        "cuda/step_run.cu",
+        "      changed = {0, 0};\n    }\n    remember(task.groups);\n",
+        "      changed = {0, 0};\n    }\n",
+        f"{TABLE}::test_a_changed_option_counts_at_once -k lr-unchecked",
+        r"assert step\.knows_groups\(task\)",
+    ),
+}

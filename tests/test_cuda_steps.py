@@ -1,0 +1,163 @@
+"""What a step on a GPU launches, waits for and allocates; and steps in real CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F16, F32, INF, parameter, pull
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from apex_mp import device_scale
+from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = pytest.mark.cuda_only
+
+STEPS = 10
+BLOCK = "the steps"
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def launches_and_waits(step: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """Names of our kernels, and of all that the host waited for or copied from pageable memory."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function(BLOCK):
+            for _ in range(STEPS):
+                step()
+        torch.cuda.synchronize()
+    events = list(profiler.events())
+    block = next(event for event in events if event.name == BLOCK).time_range
+    kernels = [event.name for event in events if "apex_mp" in event.name and "kernel" in event.name]
+    waits = [
+        event.name
+        for event in events
+        if ("Pageable" in event.name)
+        or (event.name in WAITS and block.start <= event.time_range.start <= block.end)
+    ]
+    return kernels, waits
+
+
+def fused(device: torch.device, count: int, max_grad_norm: float) -> FusedAdam:
+    params = [parameter([1.0] * (1 + i % 7), F32, device) for i in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    groups = [{"params": params[: count // 3]}, {"params": params[count // 3 :], "lr": 0.02}]
+    return FusedAdam(groups, max_grad_norm=max_grad_norm)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0], ids=["", "clipped"])
+@pytest.mark.parametrize(("count", "launches"), [(300, 2), (4_000, 2), (8_001, 4)])
+def test_a_step_of_fused_adam_is_few_launches_and_no_wait(
+    count: int, launches: int, max_grad_norm: float, device: torch.device
+) -> None:
+    optimizer = fused(device, count, max_grad_norm)
+    optimizer.step()
+    optimizer.step()
+    kernels, waits = launches_and_waits(optimizer.step)
+    assert len(kernels) == launches * STEPS, kernels[:20]
+    assert waits == []
+
+
+def mixed(device: torch.device, **options: Any) -> tuple[FP16_Optimizer, list[Any]]:
+    params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F32, device)]
+    options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 1024.0}, **options}
+    return FP16_Optimizer(FusedAdam(params, max_grad_norm=1.0), verbose=False, **options), params
+
+
+def train(optimizer: FP16_Optimizer, params: list[Any], factor: torch.Tensor | float) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.backward(sum((param.float() * factor).sum() for param in params))
+    optimizer.step()
+
+
+def test_a_training_step_of_fp16_optimizer_waits_for_nothing(device: torch.device) -> None:
+    optimizer, params = mixed(device)
+    train(optimizer, params, 1.0)
+    train(optimizer, params, 1.0)
+    kernels, waits = launches_and_waits(lambda: train(optimizer, params, 1.0))
+    # Two of the step; one unscales the float32 parameter.
+    assert len(kernels) == 3 * STEPS, kernels[:20]
+    assert waits == []
+    with nothing_waits():
+        for _ in range(5):
+            train(optimizer, params, 1.0)
+    assert optimizer.cur_iter == 17
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0], ids=["", "clipped"])
+def test_steps_allocate_nothing_on_the_device(max_grad_norm: float, device: torch.device) -> None:
+    def allocations() -> Any:
+        return torch.cuda.memory_stats(device)["allocation.all.allocated"]
+
+    optimizer = fused(device, 300, max_grad_norm)
+    optimizer.step()
+    before = allocations()
+    for _ in range(STEPS):
+        optimizer.step()
+    assert allocations() == before
+
+
+def test_overflows_are_told_of_with_the_names_of_parameters(device: torch.device) -> None:
+    optimizer, params = mixed(device)
+    values = [1.0, INF, 1.0, 1.0, INF]
+    for value in values:
+        optimizer.zero_grad()
+        optimizer.backward(pull((params[0], value), (params[1], 1.0)))
+        optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.overflow
+    assert optimizer.loss_scale == 256.0
+    assert [str(one) for one in optimizer.overflow_report] == [
+        "group 0, parameter 0 [2]: inf or NaN"
+    ]
+
+
+def test_replays_of_a_whole_iteration_are_iterations(device: torch.device) -> None:
+    captured, params = mixed(device)
+    plain, plain_params = mixed(device)
+    factor = torch.ones((), device=device)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train(captured, params, factor)
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(3):
+        train(plain, plain_params, 1.0)
+    graph = torch.cuda.CUDAGraph()
+    device_scale.settle(wait=True)
+    with torch.cuda.graph(graph):
+        train(captured, params, factor)
+    for value in (1.0, INF, 2.0, float("nan"), 0.5, 4.0):
+        factor.fill_(value)
+        graph.replay()
+        train(plain, plain_params, value)
+        assert captured.overflow == plain.overflow
+        assert captured.loss_scale == plain.loss_scale
+        for one, other in zip(params, plain_params, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_capture_without_a_step_before_is_refused(device: torch.device) -> None:
+    optimizer = fused(device, 3, 0.0)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"cannot be captured in a CUDA graph\. Take one step"),
+        torch.cuda.graph(graph),
+    ):
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert not optimizer.state

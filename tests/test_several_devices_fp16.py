@@ -1,0 +1,126 @@
+"""FP16_Optimizer around a FusedAdam on several devices: scales, masters, clipping, overflows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import INF, assert_same
+from plan_cases import parameter
+from several_devices_cases import count_of_plans, side_of, spread
+from test_step_plan_fp16 import CHANGES, DTYPES, EDITS, SHAPES, Fp16Run
+from tolerances import TRAJECTORY_TOLERANCES, assert_near
+
+from apex_mp import device_scale
+from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.optimizers import _device_part
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["waited", "unwaited"])
+def two_sides(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.setattr(_device_part, "device_of", side_of)
+    waited = request.param
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", set() if waited else {device.type})
+    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+    yield
+    device_scale._in_flight.clear()
+
+
+@pytest.fixture
+def fused_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no step go by the legacy call."""
+    monkeypatch.setattr(FP16_Optimizer, "_step_legacy", None)
+
+
+def make_run(**options: Any) -> Fp16Run:
+    torch.manual_seed(0)
+    model = [
+        [parameter(*shape, dtype=dtype) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+        for _ in range(2)
+    ]
+    return Fp16Run(model, **options)
+
+
+def make_spread_run(**options: Any) -> Fp16Run:
+    run = make_run(**options)
+    spread(run.inner)
+    return run
+
+
+each_limit = pytest.mark.parametrize("limit", [0.0, 0.3])
+each_clip = pytest.mark.parametrize("clip", ["group", "global"])
+
+
+@pytest.mark.usefixtures("fused_only")
+@each_limit
+@each_clip
+def test_mixed_groups_are_stepped_and_clipped_as_in_float64(clip: str, limit: float) -> None:
+    run = make_spread_run(clip=clip, limit=limit)
+    run.train(3)
+    run.missing = lambda step, index: (step + index) % 3 == 0
+    run.train(4)
+    assert count_of_plans(run.inner) == 2
+
+
+@pytest.mark.usefixtures("fused_only")
+@each_limit
+@each_clip
+def test_steps_are_those_of_one_plan(clip: str, limit: float) -> None:
+    runs = make_spread_run(clip=clip, limit=limit), make_run(clip=clip, limit=limit)
+    for run in runs:
+        run.train(4)
+    if not limit:
+        assert_same(*(run.everything() for run in runs))
+    for ours, theirs in zip(*(run.everything() for run in runs), strict=True):
+        if ours.dtype == torch.float32:
+            assert_near(ours, theirs, TRAJECTORY_TOLERANCES[ours.dtype])
+
+
+@pytest.mark.usefixtures("fused_only")
+@each_limit
+@pytest.mark.parametrize(("edit", "factor"), EDITS.values(), ids=EDITS)
+def test_gradients_that_somebody_has_looked_at_are_used(
+    edit: Callable[[Any], None], factor: float, limit: float
+) -> None:
+    run = make_spread_run(limit=limit, clip="global")
+    run.train(1)
+    before = run.edit
+    run.edit, run.factor = edit, factor
+    run.train(2)
+    run.edit, run.factor = before, 1.0
+    run.train(1)
+
+
+@pytest.mark.usefixtures("fused_only")
+@each_clip
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
+@pytest.mark.parametrize("index", [0, 1, 9, 10], ids=["fp16", "fp32", "other group", "other fp32"])
+def test_an_overflow_on_one_device_changes_nothing(
+    index: int, steps_before: int, clip: str
+) -> None:
+    run = make_spread_run(limit=0.3, clip=clip)
+    run.train(steps_before)
+    run.give()
+    run.params[index].grad.view(-1)[-1] = INF  # type: ignore[union-attr]
+    before, states = run.everything(), len(run.optimizer.state)
+    run.optimizer.step()
+    assert run.optimizer.overflow
+    assert_same(run.everything(), before)
+    assert len(run.optimizer.state) == states
+    run.train(2)
+
+
+@each_limit
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_steps_after_a_change_are_those_of_masters_in_float64(
+    change: Callable[[Fp16Run], None], limit: float
+) -> None:
+    run = make_spread_run(limit=limit)
+    run.train(2)
+    change(run)
+    run.train(3)
+    assert count_of_plans(run.inner) == 2

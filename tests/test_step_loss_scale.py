@@ -1,0 +1,94 @@
+"""A loss scale that the step itself brings up to date, on the device of the parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F32, INF, parameter
+
+from apex_mp import _C
+from apex_mp._step_request import StepRequest
+from apex_mp.device_scale import DeviceScale
+from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
+from apex_mp.optimizers import FusedAdam
+
+RULE = DynamicLossScale(
+    256.0, growth_interval=3, min_scale=16.0, max_scale=1024.0, hysteresis=2, growth_factor=3.0
+)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waited", "unwaited"])
+def test_a_step_updates_it_by_the_rule_of_the_host(wait: bool, device: torch.device) -> None:
+    rule, scale = RULE, DeviceScale(RULE, device)
+    weight = parameter([1.0, 2.0], F32, device)
+    optimizer = FusedAdam([weight])
+    for overflow in random.Random(3).choices([True, False], [1, 2], k=40):
+        weight.grad = torch.full_like(weight, INF if overflow else 256.0)
+        request = StepRequest(check=True, wait=wait, loss_scale=scale)
+        optimizer.step(grads=request, scale=scale.scale.clone())
+        rule = rule.update(overflow)
+        assert scale.read() == rule
+        assert request.outcome is not None
+        if wait or device.type == "cpu":
+            assert request.outcome.is_known
+            assert request.outcome.found_inf == overflow
+
+
+def test_gradients_are_divided_by_the_scale_before_its_update(device: torch.device) -> None:
+    scale = DeviceScale(dataclasses.replace(RULE, growth_interval=1), device)
+    weight = parameter([1.0], F32, device)
+    optimizer = FusedAdam([weight], betas=(0.0, 0.999))
+    weight.grad = torch.full_like(weight, 512.0)
+    optimizer.step(grads=StepRequest(check=True, loss_scale=scale), scale=scale.scale)
+    assert optimizer.state[weight]["exp_avg"] == 2.0
+    assert scale.scale == 768.0
+
+
+def test_a_static_scale_is_nothing_to_update(device: torch.device) -> None:
+    assert DeviceScale(StaticLossScale(8.0), device).for_step() is None
+
+
+RULES = {
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "min_scale": 1.0,
+    "max_scale": 2.0,
+    "growth_interval": 1,
+    "hysteresis": 1,
+}
+FAULTS = {
+    "scale is of dtype Double; it must be Float": {"scale": torch.zeros((), dtype=torch.float64)},
+    "good_steps is of dtype Long; it must be Int": {
+        "good_steps": torch.zeros((), dtype=torch.long)
+    },
+    "overflows has 2 elements; it must have 1": {"overflows": torch.zeros(2, dtype=torch.int32)},
+    "good_steps is on meta": {"good_steps": torch.zeros((), dtype=torch.int32, device="meta")},
+}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("message", "wrong"), FAULTS.items(), ids=FAULTS)
+def test_tensors_that_are_no_loss_scale_are_refused(message: str, wrong: dict[str, Any]) -> None:
+    right = {
+        "scale": torch.ones(()),
+        "good_steps": torch.zeros((), dtype=torch.int32),
+        "overflows": torch.zeros((), dtype=torch.int32),
+    }
+    with pytest.raises(RuntimeError, match=message):
+        _C.DeviceLossScale(**{**right, **wrong}, **RULES)
+
+
+@pytest.mark.cpu_only
+def test_a_loss_scale_elsewhere_is_refused_before_anything_changes() -> None:
+    weight = parameter([1.0], F32)
+    weight.grad = torch.ones_like(weight)
+    optimizer = FusedAdam([weight])
+    scale = DeviceScale(RULE, torch.device("meta"))
+    with pytest.raises(RuntimeError, match="the loss scale is on meta, the parameters are on cpu"):
+        optimizer.step(grads=StepRequest(check=True, loss_scale=scale))
+    assert not optimizer.state
+    assert weight == 1.0

@@ -1,0 +1,431 @@
+"""The step plan after parameters, their memory, their groups or their gradients are replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from fused_adam_cases import BF16, F16, F32, F64
+from plan_cases import KINDS, SHAPES, Run, fresh_grad, make_run, parameter
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterList
+
+from apex_mp.optimizers import FusedAdam
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def like(param: Tensor) -> Parameter:
+    return Parameter(torch.randn_like(param, dtype=F64).to(param.dtype))
+
+
+# --- Parameters
+
+
+def put_another_in_its_place(run: Run) -> None:
+    run.listed[1] = like(run.listed[1])
+
+
+def put_another_in_its_place_with_its_state(run: Run) -> None:
+    old, run.listed[1] = run.listed[1], like(run.listed[1])
+    run.optimizer.state[run.listed[1]] = run.optimizer.state.pop(old)
+
+
+def put_another_of_another_shape_in_its_place(run: Run) -> None:
+    run.listed[1] = parameter(6, 2, 2, dtype=run.listed[1].dtype)
+
+
+def reverse(run: Run) -> None:
+    run.listed.reverse()
+
+
+def rotate(run: Run) -> None:
+    run.listed.append(run.listed.pop(0))
+
+
+def shorten(run: Run) -> None:
+    del run.listed[1]
+
+
+def shorten_at_the_end(run: Run) -> None:
+    run.listed.pop()
+
+
+def shorten_with_the_state(run: Run) -> None:
+    run.optimizer.state.pop(run.listed.pop(1))
+
+
+def shorten_and_extend(run: Run) -> None:
+    run.listed.pop(0)
+    run.listed.append(parameter(7))
+
+
+def extend(run: Run) -> None:
+    run.listed.append(parameter(7))
+
+
+def insert_at_the_front(run: Run) -> None:
+    run.listed.insert(0, parameter(7, dtype=F16))
+
+
+def give_the_group_another_list(run: Run) -> None:
+    run.group["params"] = [parameter(3), *reversed(run.listed)]
+
+
+def move_data(run: Run) -> None:
+    for param in run.listed:
+        param.data = param.data.clone()
+
+
+def exchange_data(run: Run) -> None:
+    one, other = parameter(9), parameter(9)
+    run.listed.extend([one, other])
+    run.train(2)
+    one.data, other.data = other.data, one.data
+
+
+def give_data_another_shape_and_drop_the_state(run: Run) -> None:
+    run.listed[1].data = run.listed[1].data.new_ones(8, 2)
+    del run.optimizer.state[run.listed[1]]
+
+
+def give_data_and_state_another_shape(run: Run) -> None:
+    param = run.listed[1]
+    param.grad = None
+    param.data = param.data.new_ones(30, 20)
+    state = run.optimizer.state[param]
+    for key in state.keys() - {"step"}:
+        state[key] = torch.ones(30, 20, dtype=state[key].dtype)
+
+
+def lay_data_otherwise(run: Run) -> None:
+    run.listed[1].data = run.listed[1].data.t().contiguous().t()
+    run.listed[3].data = run.listed[3].data.contiguous(memory_format=torch.channels_last)
+
+
+def exchange_in_torch(run: Run) -> None:
+    for param in run.listed:
+        param.grad = None
+    torch.utils.swap_tensors(run.listed[1], like(run.listed[1]))
+    torch.utils.swap_tensors(run.listed[5], like(run.listed[5]))
+
+
+def exchange_two_parameters_in_torch(run: Run) -> None:
+    one, other = parameter(9), parameter(9)
+    run.listed.extend([one, other])
+    run.train(2)
+    one.grad = other.grad = None
+    torch.utils.swap_tensors(one, other)
+
+
+# --- Groups
+
+
+def add_a_group(run: Run) -> None:
+    run.optimizer.add_param_group({"params": [parameter(7), parameter(2, 2, dtype=F16)], "lr": 1.0})
+
+
+def add_a_group_in_front(run: Run) -> None:
+    add_a_group(run)
+    run.optimizer.param_groups.insert(0, run.optimizer.param_groups.pop())
+
+
+def add_an_empty_group(run: Run) -> None:
+    run.optimizer.add_param_group({"params": []})
+    run.optimizer.param_groups.reverse()
+
+
+def remove_a_group(run: Run) -> None:
+    add_a_group(run)
+    run.train(2)
+    del run.optimizer.param_groups[0]
+
+
+def exchange_groups(run: Run) -> None:
+    add_a_group(run)
+    run.train(2)
+    run.optimizer.param_groups.reverse()
+
+
+def exchange_the_lists_of_groups(run: Run) -> None:
+    add_a_group(run)
+    run.train(2)
+    one, other = run.optimizer.param_groups[0], run.optimizer.param_groups[-1]
+    one["params"], other["params"] = other["params"], one["params"]
+
+
+def move_a_parameter_to_another_group(run: Run) -> None:
+    add_a_group(run)
+    run.optimizer.param_groups[-1]["params"].insert(0, run.listed.pop(1))
+
+
+def empty_the_lists(run: Run) -> None:
+    run.train(1)
+    kept = run.listed[:]
+    run.listed.clear()
+    run.train(1)
+    run.listed.extend(kept)
+
+
+# --- Gradients: `make_grad` for the steps to come
+
+
+def in_turns(run: Run) -> None:
+    run.make_grad = lambda p, step, i: None if (step + i) % 3 == 0 else fresh_grad(p, step, i)
+
+
+def for_the_first_only(run: Run) -> None:
+    run.make_grad = lambda p, step, i: fresh_grad(p, step, i) if i == 0 else None
+
+
+def for_nobody(run: Run) -> None:
+    run.make_grad = lambda p, step, i: None
+
+
+def the_same_memory_again(run: Run) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def make(param: Tensor, step: int, index: int) -> Tensor:
+        grad = fresh_grad(param, step, index)
+        return kept.setdefault(index, torch.empty_like(grad)).copy_(grad)
+
+    run.make_grad = make
+
+
+def views_at_odd_offsets(run: Run) -> None:
+    def make(param: Tensor, step: int, index: int) -> Tensor:
+        grad = fresh_grad(param, step, index).contiguous()
+        flat = torch.full((3 + grad.numel() + 1,), float("nan"), dtype=grad.dtype)
+        flat[3:-1] = grad.reshape(-1)
+        return flat[3:-1].view(param.shape)
+
+    run.make_grad = make
+
+
+def views_into_one_buffer(run: Run) -> None:
+    buffers = {dtype: torch.zeros(20_000, dtype=dtype) for dtype in (F16, BF16, F32, F64)}
+    ends = dict.fromkeys(buffers, 1)
+
+    def make(param: Tensor, step: int, index: int) -> Tensor:
+        end = ends[param.dtype] + param.numel()
+        view = buffers[param.dtype][ends[param.dtype] : end].view(param.shape)
+        ends[param.dtype] = end + step % 2
+        return view.copy_(fresh_grad(param, step, index))
+
+    run.make_grad = make
+
+
+def with_gaps(run: Run) -> None:
+    def make(param: Tensor, step: int, index: int) -> Tensor:
+        grad = fresh_grad(param, step, index)
+        return torch.stack([grad, grad + 1], dim=-1)[..., 0]
+
+    run.make_grad = make
+
+
+def of_another_layout(run: Run) -> None:
+    def make(param: Tensor, step: int, index: int) -> Tensor:
+        grad = fresh_grad(param, step, index)
+        if grad.dim() == 4:
+            return grad.contiguous(memory_format=torch.channels_last)
+        return grad.t().contiguous().t() if grad.dim() == 2 else grad
+
+    run.make_grad = make
+
+
+def expanded(run: Run) -> None:
+    run.make_grad = lambda p, step, i: torch.full((), 0.5 + step, dtype=p.dtype).expand(p.shape)
+
+
+def made_in_inference_mode(run: Run) -> None:
+    def make(param: Tensor, step: int, index: int) -> Tensor:
+        with torch.inference_mode():
+            return fresh_grad(param, step, index)
+
+    run.make_grad = make
+
+
+def given_by_list(run: Run) -> None:
+    run.by_list = True
+
+
+def of_other_dtypes(run: Run) -> None:
+    run.by_list = True
+    dtypes = (F16, BF16, F32, F64)
+    run.make_grad = lambda p, step, i: fresh_grad(p, step, i).to(dtypes[(step + i) % 4])
+
+
+def given_by_list_and_then_not(run: Run) -> None:
+    run.by_list = True
+    run.train(2)
+    run.by_list = False
+
+
+CHANGES: tuple[Callable[[Run], None], ...] = (
+    put_another_in_its_place,
+    put_another_in_its_place_with_its_state,
+    put_another_of_another_shape_in_its_place,
+    reverse,
+    rotate,
+    shorten,
+    shorten_at_the_end,
+    shorten_with_the_state,
+    shorten_and_extend,
+    extend,
+    insert_at_the_front,
+    give_the_group_another_list,
+    move_data,
+    exchange_data,
+    give_data_another_shape_and_drop_the_state,
+    give_data_and_state_another_shape,
+    lay_data_otherwise,
+    exchange_in_torch,
+    exchange_two_parameters_in_torch,
+    add_a_group,
+    add_a_group_in_front,
+    add_an_empty_group,
+    remove_a_group,
+    exchange_groups,
+    exchange_the_lists_of_groups,
+    move_a_parameter_to_another_group,
+    empty_the_lists,
+    in_turns,
+    for_the_first_only,
+    for_nobody,
+    the_same_memory_again,
+    views_at_odd_offsets,
+    views_into_one_buffer,
+    with_gaps,
+    of_another_layout,
+    expanded,
+    made_in_inference_mode,
+    given_by_list,
+    of_other_dtypes,
+    given_by_list_and_then_not,
+)
+
+
+@each_kind
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_steps_after_a_change_are_those_of_a_new_optimizer(
+    change: Callable[[Run], None], kind: str
+) -> None:
+    run = make_run(kind)
+    run.train(2)
+    change(run)
+    run.train(3)
+
+
+@pytest.mark.parametrize("keep_state", [False, True], ids=["new state", "state moved"])
+@pytest.mark.parametrize("index", [0, 2, 5], ids=["first", "middle", "last"])
+def test_a_new_parameter_at_the_address_of_a_freed_one_is_a_new_one(
+    index: int, keep_state: bool
+) -> None:
+    reused = 0
+    for _ in range(20):
+        run = make_run("fp32")
+        run.train(2)
+        values = torch.randn_like(run.listed[index])
+        address, state = id(run.listed[index]), run.optimizer.state.pop(run.listed[index])
+        del run.listed[index]
+        new = Parameter(values)
+        reused += id(new) == address
+        run.listed.insert(index, new)
+        if keep_state:
+            run.optimizer.state[new] = state
+        run.train(2)
+        assert run.optimizer.state[new]["step"] == (4 if keep_state else 2)
+    assert reused > 0  # else CPython has given none of them the old address
+
+
+def test_a_new_parameter_at_the_address_of_a_freed_one_may_be_elsewhere_in_the_list() -> None:
+    reused = 0
+    for _ in range(20):
+        run = make_run("fp32")
+        run.train(2)
+        shape, address = run.listed[0].shape, id(run.listed[0])
+        run.optimizer.state.pop(run.listed.pop(0))
+        run.listed.append(parameter(*shape))
+        reused += id(run.listed[-1]) == address
+        run.train(2)
+    assert reused > 0
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 33, 1100])
+def test_however_many_parameters_there_are_each_gets_its_own_step(count: int) -> None:
+    run = Run(FusedAdam([parameter(1 + i % 3) for i in range(count)], lr=0.1))
+    in_turns(run)
+    run.train(2)
+    run.listed.reverse()
+    run.train(1)
+
+
+def test_groups_without_parameters_step() -> None:
+    optimizer = FusedAdam([{"params": []}, {"params": []}], max_grad_norm=1.0)
+    optimizer.step()
+    optimizer.step(grads=[[], []])
+    assert not optimizer.state
+
+
+def test_two_optimizers_of_one_parameter_keep_their_own_state() -> None:
+    shared = parameter(5)
+    runs = [
+        Run(FusedAdam([shared, parameter(3)], lr=0.1)),
+        Run(FusedAdam([parameter(2), shared], lr=0.01)),
+    ]
+    for _ in range(3):
+        for run in runs:
+            run.train(1)
+    assert [run.optimizer.state[shared]["step"].item() for run in runs] == [3, 3]
+
+
+def test_a_copied_optimizer_and_the_first_step_on_independently() -> None:
+    run = make_run("two groups, mixed")
+    run.train(2)
+    other = Run(copy.deepcopy(run.optimizer), steps_taken=50)
+    for one in (run, other, run, other):
+        one.train(1)
+    assert run.params[0] is not other.params[0]
+    assert not torch.equal(run.params[0], other.params[0])
+
+
+# --- Conversions of a model
+
+
+CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Module], Module]]] = {
+    "half": (F32, lambda m: m.half()),
+    "bfloat16": (F32, lambda m: m.bfloat16()),
+    "float": (F16, lambda m: m.float()),
+    "channels_last": (F32, lambda m: m.to(memory_format=torch.channels_last)),
+    "to the same": (F32, lambda m: m.to(F32)),
+}
+
+
+@contextmanager
+def conversions_that_swap(swap: bool) -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["set .data", "swap tensors"])
+@pytest.mark.parametrize(("dtype", "convert"), CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize("grads", ["kept", "dropped"])
+def test_steps_after_a_conversion_of_the_model_are_those_of_a_new_optimizer(
+    dtype: torch.dtype, convert: Callable[[Module], Module], swap: bool, grads: str
+) -> None:
+    shapes = [shape for shape in SHAPES if len(shape) == 4] * 3
+    module = ParameterList([parameter(*shape, dtype=dtype) for shape in shapes])
+    run = Run(FusedAdam(module.parameters(), lr=0.1))
+    run.train(2)
+    if grads == "dropped":
+        module.zero_grad()
+    with conversions_that_swap(swap):
+        convert(module)
+    run.train(2)

@@ -1,0 +1,377 @@
+"""What the step plan refuses, that nothing has changed then, and that it keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import F16, F64, Unchanged, copies_of
+from plan_cases import Run, fresh_grad, make_run, parameter
+from tolerances import assert_same_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
+
+from apex_mp._step_request import StepRequest
+from apex_mp.optimizers import FusedAdam
+
+
+def give(run: Run) -> None:
+    for index, param in enumerate(run.params):
+        param.grad = fresh_grad(param, 5, index)
+
+
+class Wrapper(Tensor):
+    """A tensor whose numbers lie in another."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(one: Any) -> Any:
+            return one.inner if isinstance(one, Wrapper) else one
+
+        result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        return tree_map(lambda one: Wrapper(one) if isinstance(one, Tensor) else one, result)
+
+
+def fake(tensor: Tensor) -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+FOREIGN: dict[str, Callable[[Tensor], Tensor]] = {
+    "a FakeTensor": fake,
+    "a wrapper subclass": Wrapper,
+    "a lazy negation": lambda tensor: torch._neg_view(tensor.detach()),
+}
+each_foreign = pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
+
+
+@each_warmth
+@each_foreign
+@pytest.mark.parametrize("place", ["params", "grads", "output_params"])
+def test_a_tensor_whose_numbers_do_not_lie_in_its_memory_is_refused_by_name(
+    place: str, make: Callable[[Tensor], Tensor], steps_before: int
+) -> None:
+    optimizer = FusedAdam([parameter(4, 3) for _ in range(20)], lr=0.1)
+    params = optimizer.param_groups[0]["params"]
+    Run(optimizer).train(steps_before)
+    good = params[17]
+    grads = [torch.ones(4, 3) for _ in params]
+    outputs = [Parameter(torch.zeros(4, 3)) for _ in params]
+    lists = {"params": params, "grads": grads, "output_params": outputs}
+    with Unchanged(optimizer, outputs):
+        given = lists[place][17]
+        lists[place][17] = make(given)  # type: ignore[index]
+        with pytest.raises(
+            (TypeError, RuntimeError), match=rf"FusedAdam: {place}\[0\]\[17\] has the dispatch key"
+        ):
+            optimizer.step(grads=[grads], output_params=[outputs])
+        params[17] = good
+        outputs[17] = outputs[17] if place != "output_params" else given
+    assert len(optimizer.state) == (20 if steps_before else 0)
+
+
+@each_foreign
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step", "master_param"])
+def test_state_whose_numbers_do_not_lie_in_its_memory_is_refused_by_name(
+    key: str, make: Callable[[Tensor], Tensor]
+) -> None:
+    run = make_run("bf16 with masters")
+    run.train(2)
+    state = run.optimizer.state[run.params[3]]
+    good = state[key]
+    with Unchanged(run.optimizer):
+        state[key] = make(good)
+        give(run)
+        with pytest.raises(
+            (TypeError, RuntimeError), match=rf"FusedAdam: {key}\[0\]\[3\] has the dispatch key"
+        ):
+            run.optimizer.step()
+        state[key] = good
+
+
+WRONG_STATE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "fp16 moment": ("exp_avg", lambda t: t.half()),
+    "fp64 moment": ("exp_avg_sq", lambda t: t.double()),
+    "larger moment": ("exp_avg", lambda t: t.new_zeros(9)),
+    "smaller moment": ("exp_avg_sq", lambda t: t.flatten()[:-1]),
+    "moment with gaps": ("exp_avg", lambda t: torch.stack([t, t], -1)[..., 0].expand(5, 4, 3)),
+    "fp16 master": ("master_param", lambda t: t.half()),
+    "larger master": ("master_param", lambda t: t.new_zeros(9)),
+    "fp64 step": ("step", lambda t: t.double()),
+    "int step": ("step", lambda t: t.int()),
+    "two steps": ("step", lambda t: t.expand(2).clone()),
+    "moment on meta": ("exp_avg", lambda t: t.to("meta")),
+}
+
+
+@pytest.mark.parametrize(("key", "spoil"), WRONG_STATE.values(), ids=WRONG_STATE)
+def test_state_that_does_not_fit_is_refused_by_name_and_a_new_state_is_not_made(
+    key: str, spoil: Callable[[Tensor], Tensor]
+) -> None:
+    run = make_run("bf16 with masters")
+    run.train(2)
+    run.listed.insert(0, parameter(3))  # would get a state
+    state = run.optimizer.state[run.params[2]]
+    good = state[key]
+    with Unchanged(run.optimizer):
+        state[key] = spoil(good)
+        give(run)
+        with pytest.raises((TypeError, RuntimeError), match=rf"FusedAdam: {key}\[0\]\[2\] "):
+            run.optimizer.step()
+        state[key] = good
+
+
+def test_state_that_does_not_fit_is_refused_before_a_master_is_made_beside_it() -> None:
+    run = Run(FusedAdam([parameter(5, dtype=F16), parameter(6, dtype=F16)]))
+    run.train(2)
+    state = run.optimizer.state[run.params[1]]
+    good = state["exp_avg"]
+    run.group["master_weights"] = True
+    with Unchanged(run.optimizer):
+        state["exp_avg"] = good.half()
+        give(run)
+        with pytest.raises((TypeError, RuntimeError), match=r"exp_avg\[0\]\[1\] is of dtype Half"):
+            run.optimizer.step()
+        state["exp_avg"] = good
+
+
+def test_a_larger_parameter_than_its_state_is_refused_by_name() -> None:
+    run = make_run("fp32")
+    run.train(2)
+    param = run.params[0]
+    param.grad = None
+    param.data = torch.ones(50)
+    give(run)
+    with Unchanged(run.optimizer), pytest.raises(RuntimeError, match=r"exp_avg\[0\]\[0\] has"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("convert", ["float", "double"])
+def test_moments_of_another_precision_than_the_parameter_needs_are_refused(convert: str) -> None:
+    dtype = F64 if convert == "float" else torch.float32
+    run = Run(FusedAdam([parameter(5, dtype=dtype), parameter(3)]))
+    run.train(2)
+    param = run.params[0]
+    param.grad = None
+    param.data = getattr(param.data, convert)()
+    give(run)
+    with Unchanged(run.optimizer), pytest.raises((TypeError, RuntimeError), match="exp_avg"):
+        run.optimizer.step()
+
+
+@each_warmth
+@pytest.mark.parametrize("meta", [[1], [0, 1]], ids=["one parameter", "all"])
+def test_a_parameter_on_meta_is_refused_by_a_sentence(meta: list[int], steps_before: int) -> None:
+    run = Run(FusedAdam([parameter(3), parameter(4)], lr=0.1))
+    run.train(steps_before)
+    kept = run.listed[:]
+    with Unchanged(run.optimizer):
+        for index in meta:
+            run.listed[index] = Parameter(kept[index].detach().to("meta"))
+            run.listed[index].grad = torch.empty_like(run.listed[index])
+        kept[0].grad = torch.ones(3)
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)meta"):
+            run.optimizer.step()
+        run.listed[:] = kept
+
+
+@each_warmth
+def test_a_sparse_gradient_behind_others_changes_nothing(steps_before: int) -> None:
+    run = Run(FusedAdam([parameter(4, 3) for _ in range(20)], master_weights=True))
+    run.train(steps_before)
+    for param in run.params:
+        param.grad = torch.ones_like(param)
+    run.params[18].grad = torch.ones(4, 3).to_sparse()
+    with Unchanged(run.optimizer), pytest.raises(RuntimeError, match="sparse"):
+        run.optimizer.step()
+    assert bool(run.optimizer.state) == bool(steps_before)
+    run.train(2)
+
+
+WRONG_OPTIONS: dict[str, tuple[str, Any]] = {
+    "lr of two": ("lr", torch.ones(2)),
+    "lr that is a word": ("lr", "high"),
+    "one beta": ("betas", (0.9,)),
+    "beta of 1": ("betas", (0.9, 1.0)),
+    "betas that are a number": ("betas", 0.9),
+    "eps that is None": ("eps", None),
+    "negative eps": ("eps", -1.0),
+}
+
+
+@each_warmth
+@pytest.mark.parametrize(("name", "value"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+def test_a_wrong_option_of_the_last_group_changes_nothing(
+    name: str, value: Any, steps_before: int
+) -> None:
+    run = make_run("two groups, mixed")
+    run.train(steps_before)
+    group = run.optimizer.param_groups[1]
+    before = group[name]
+    with Unchanged(run.optimizer):
+        group[name] = value
+        give(run)
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            run.optimizer.step()
+        group[name] = before
+    run.train(2)
+
+
+def test_an_option_that_is_missing_is_named() -> None:
+    run = make_run("fp32")
+    run.train(1)
+    del run.group["eps"]
+    with pytest.raises(KeyError, match="eps"):
+        run.optimizer.step()
+
+
+NO_LIST: dict[str, Callable[[list[Any]], Any]] = {
+    "a tuple": tuple,
+    "None": lambda params: None,
+    "a list with a word": lambda params: ["weight", *params],
+    "a list with None": lambda params: [*params, None],
+}
+
+
+@pytest.mark.parametrize("spoil", NO_LIST.values(), ids=NO_LIST)
+def test_params_that_are_no_list_of_tensors_raise(spoil: Callable[[list[Any]], Any]) -> None:
+    run = make_run("fp32")
+    run.train(2)
+    params = run.group["params"]
+    with Unchanged(run.optimizer):
+        run.group["params"] = spoil(params)
+        with pytest.raises((TypeError, AttributeError)):
+            run.optimizer.step()
+        run.group["params"] = params
+    run.train(2)
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_step_that_is_skipped_leaves_no_state_and_another_does(found_inf: float) -> None:
+    run = make_run("two groups, mixed")
+    for index, param in enumerate(run.params):
+        param.grad = fresh_grad(param, 0, index)
+    before = [param.detach().clone() for param in run.params]
+    run.optimizer.found_inf = torch.tensor(found_inf)
+    run.optimizer.step()
+    del run.optimizer.found_inf
+    assert len(run.optimizer.state) == (0 if found_inf else len(run.params))
+    if found_inf:
+        for param, old in zip(run.params, before, strict=True):
+            assert_same_bits(param.detach(), old)
+    run.train(2)
+
+
+def test_a_parameter_that_is_listed_twice_is_stepped_as_by_torch_or_refused() -> None:
+    param = parameter(5)
+    (twin,) = copies_of([param])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = FusedAdam([param, param], lr=0.1, weight_decay=0.0)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        expected = torch.optim.AdamW([twin, twin], lr=0.1, weight_decay=0.0, foreach=False)
+    for step in range(3):
+        param.grad = twin.grad = fresh_grad(param, step, 0)
+        expected.step()
+        try:
+            optimizer.step()
+        except (RuntimeError, ValueError) as error:
+            refusal = str(error)
+            break
+    else:
+        torch.testing.assert_close(param, twin)
+        return
+    assert "INTERNAL ASSERT" not in refusal
+    assert not optimizer.state
+
+
+def test_an_output_that_is_the_parameter_or_shares_its_memory_changes_nothing() -> None:
+    params = [parameter(700) for _ in range(3)]
+    optimizer, expected = FusedAdam(params, lr=0.1), FusedAdam(copies_of(params), lr=0.1)
+    for step in range(3):
+        grads = [fresh_grad(param, step, index) for index, param in enumerate(params)]
+        optimizer.step(grads=grads, output_params=[params[0], params[1].data, None])
+        expected.step(grads=grads)
+    for param, wanted in zip(params, expected.param_groups[0]["params"], strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+
+
+# --- Nothing is kept alive
+
+
+def alive(references: list[weakref.ref[Any]]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def test_a_warm_plan_keeps_no_parameter_gradient_or_state_alive() -> None:
+    run = make_run("two groups, mixed")
+    run.make_grad = lambda p, step, i: torch.stack([fresh_grad(p, step, i)] * 2, -1)[..., 0]
+    run.train(3)
+    kept = [weakref.ref(param) for param in run.params]
+    kept += [weakref.ref(param.grad) for param in run.params]
+    kept += [weakref.ref(t) for state in run.optimizer.state.values() for t in state.values()]
+    assert alive(kept) == len(kept)
+    run.optimizer.zero_grad()
+    run.optimizer.state.clear()
+    for group in run.optimizer.param_groups:
+        group["params"].clear()
+    assert alive(kept) == 0
+
+
+class GradOnDemand(Parameter):
+    """A parameter that makes its gradient when it is asked for it."""
+
+    made: weakref.ref[Tensor] | None = None
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor:
+        grad = torch.ones_like(self)
+        self.made = weakref.ref(grad)
+        return grad
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["step", "refused step"])
+def test_a_gradient_that_was_made_on_demand_is_free_after_the_step(refused: bool) -> None:
+    param, other = GradOnDemand(torch.ones(5)), parameter(3)
+    optimizer = FusedAdam([param, other])
+    other.grad = torch.ones(3).to_sparse() if refused else torch.ones(3)
+    if refused:
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert param.made is not None
+    assert alive([param.made]) == 0
+
+
+@pytest.mark.parametrize("lists", [[[None]], [[None, None], [None]], [None], [[None] * 3]])
+def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
+    lists: Any, device: torch.device
+) -> None:
+    params = [Parameter(torch.ones(2, device=device)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}])
+    if lists == [[None, None], [None]]:  # the one that fits
+        optimizer.step(grads=StepRequest(grads_of=lists))
+        assert [state["step"].item() for state in optimizer.state.values()] == [1.0] * 3
+        return
+    with pytest.raises(ValueError, match="is not a list with one item for each of its"):
+        optimizer.step(grads=StepRequest(grads_of=lists))
+    assert not optimizer.state
