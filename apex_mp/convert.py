@@ -1,0 +1,265 @@
+"""Checkpoints from one precision to another: float32 into fp16 models, and masters back out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex_mp import fp16_utils
+from apex_mp._rename import renamed
+from apex_mp.master import LOW_PRECISION
+
+__all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
+
+_Report: TypeAlias = Callable[[str], Any] | None
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def rename(state_dict: Mapping[str, Any], model: nn.Module) -> OrderedDict[str, Any]:
+    """Return a state_dict with the keys that a model has.
+
+    Prefixes of wrappers are taken away from all keys or put before all: "module." (DataParallel,
+    DistributedDataParallel), "network." (FP16Model), "1." (network_to_half), "0." (a Sequential),
+    also several of them. Tensors are not copied.
+
+    Args:
+        state_dict: Of the model, wrapped or not, by names.
+        model: Whose `state_dict()` has the keys wanted.
+
+    Raises:
+        ValueError: No prefix makes the keys fit, or several do and mean different things.
+    """
+    return renamed(state_dict, [*model.state_dict()])
+
+
+def load(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    optimizer: Any = None,
+    *,
+    report: _Report = None,
+) -> None:
+    """Load a checkpoint of any precision into a model, and unrounded into its masters.
+
+    The model's tensors keep their dtypes: a float32 value is rounded to a float16 weight, batch
+    norms that were left in float32 stay exact. Keys are renamed as by `rename`.
+
+    Args:
+        model: In mixed precision or not; wrapped, or not.
+        state_dict: A model's, for example of a float32 run.
+        optimizer: The one that steps the model, or a list: an FP16_Optimizer that was made before
+            has masters of the old weights, and writes them to the model at the next step, unless it
+            is given here. After `amp.initialize` it is not needed [None].
+        report: Called with one line for each tensor, "name from dtype to dtype"; `print` will do
+            [None].
+
+    Raises:
+        ValueError: Keys or shapes do not fit, or a value is too large for the model's dtype;
+            nothing is changed.
+    """
+    state = rename(state_dict, model)
+    tensors = _tensors(model)
+    _check_keys(state, model)
+    for name, value in state.items():
+        if name in tensors and torch.is_tensor(value):
+            tensor = tensors[name][1]
+            _check_value(name, value, tensor)
+            _tell(report, name, value.dtype, tensor.dtype)
+    master_of = _masters_of(optimizer)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        for name, (_, tensor) in tensors.items():
+            if id(tensor) in master_of and name in state:
+                master_of[id(tensor)].copy_(state[name])
+
+
+def to_mixed(
+    state_dict: Mapping[str, Any], model: nn.Module, *, report: _Report = None
+) -> OrderedDict[str, Any]:
+    """Return a state_dict in a model's dtypes, for a file of its size; batch norm statistics stay.
+
+    Masters would be loaded from it rounded: `load` takes the float32 state_dict itself.
+
+    Args:
+        state_dict: A model's, for example of a float32 run.
+        model: In mixed precision.
+        report: As for `load` [None].
+
+    Raises:
+        ValueError: Keys or shapes do not fit, or a value is too large for the model's dtype.
+    """
+    state, tensors = rename(state_dict, model), _tensors(model)
+    _check_keys(state, model)
+    for name, value in state.items():
+        if name not in tensors or not torch.is_tensor(value):
+            continue
+        module, tensor = tensors[name]
+        _check_value(name, value, tensor)
+        dtype = tensor.dtype if tensor.is_floating_point() else value.dtype
+        if isinstance(module, _BatchNorm) and name.endswith(_STATISTICS):
+            dtype = torch.float32
+        state[name] = value.detach().to(dtype)
+        _tell(report, name, value.dtype, dtype)
+    return state
+
+
+def to_float32(state_dict: Mapping[str, Any], *, report: _Report = None) -> OrderedDict[str, Any]:
+    """Return a state_dict whose float16 and bfloat16 tensors have become float32.
+
+    Nothing comes back that was rounded away: `masters` has what an optimizer still knows.
+
+    Args:
+        state_dict: A model's.
+        report: As for `load` [None].
+    """
+    state = _copied(state_dict)
+    for name, value in state.items():
+        if torch.is_tensor(value):
+            state[name] = _widened(value)
+            _tell(report, name, value.dtype, state[name].dtype)
+    return state
+
+
+def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> OrderedDict[str, Any]:
+    """Return a model's state_dict in float32, with masters in place of weights that were rounded.
+
+    A float32 model loads it: its keys are those of the network without wrappers. Tensors are
+    copies.
+
+    Args:
+        model: In mixed precision; wrapped, or not.
+        optimizer: The one that steps it, or a list: an FP16_Optimizer, one that went through
+            `amp.initialize`, or a FusedAdam with `master_weights=True`.
+        report: As for `load`; the first dtype is that of the model's own tensor [None].
+
+    Raises:
+        ValueError: A low-precision parameter that requires grad has no master there.
+    """
+    network = _without_wrappers(model)
+    master_of, state = _masters_of(optimizer), _copied(network.state_dict())
+    tensors = _tensors(network)
+    lost = [
+        name
+        for name, (_, tensor) in tensors.items()
+        if tensor.dtype in LOW_PRECISION and tensor.requires_grad and id(tensor) not in master_of
+    ]
+    if lost:
+        raise ValueError(
+            f"convert.masters: {lost[0]} is in {tensors[lost[0]][1].dtype} and has no master in "
+            "this optimizer; give the optimizer that steps the model"
+        )
+    for name, value in state.items():
+        if not torch.is_tensor(value):
+            continue
+        tensor = tensors[name][1] if name in tensors else value
+        state[name] = _widened(master_of.get(id(tensor), value).detach()).clone()
+        _tell(report, name, tensor.dtype, state[name].dtype)
+    return state
+
+
+def _copied(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A dict of the same tensors, with what torch keeps beside them: versions of modules."""
+    copied = OrderedDict(state_dict)
+    vars(copied).update(vars(state_dict) if isinstance(state_dict, OrderedDict) else {})
+    return copied
+
+
+def _masters_of(optimizer: Any) -> dict[int, Tensor]:
+    """Masters by the id() of their model's parameters."""
+    if optimizer is None:
+        return {}
+    found: dict[int, Tensor] = {}
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if isinstance(one, fp16_utils.FP16_Optimizer):
+            model_of = one._grads.model_of
+        else:
+            model_of = getattr(one, "_amp_model_of", {})
+        found |= {id(param): master for master, param in model_of.items()}
+        found |= {
+            id(param): state["master_param"]
+            for param, state in one.state.items()
+            if "master_param" in state
+        }
+    return found
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif (hidden := _hidden_child(model)) is not None:
+            model = getattr(model, hidden)
+        else:
+            return model
+
+
+def _hidden_child(module: nn.Module) -> str | None:
+    """The child that the module's state_dict leaves out of its keys, if it is one of ours."""
+    if isinstance(module, fp16_utils.FP16Model):
+        return "network"
+    of_two = isinstance(module, nn.Sequential) and len(module) == 2
+    return "1" if of_two and isinstance(module[0], fp16_utils.tofp16) else None  # type: ignore[index]
+
+
+def _tensors(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
+    """The model's own tensors by their keys in its state_dict, each with the module it is in."""
+    keys = {*model.state_dict()}
+    found: dict[str, tuple[nn.Module, Tensor]] = {}
+    for prefix, module in _walk(model, ""):
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None and prefix + name in keys:
+                found[prefix + name] = module, tensor
+    return found
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, module
+    hidden = _hidden_child(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, prefix if name == hidden else f"{prefix}{name}.")
+
+
+def _check_keys(state: Mapping[str, Any], model: nn.Module) -> None:
+    wanted = model.state_dict()
+    missing = [
+        key for key in wanted if key not in state and not key.endswith("num_batches_tracked")
+    ]
+    unexpected = [key for key in state if key not in wanted]
+    if missing or unexpected:
+        raise ValueError(
+            f"convert: the state_dict lacks {missing} and has {unexpected}, which the model has "
+            "not; they must fit"
+        )
+
+
+def _check_value(name: str, value: Tensor, tensor: Tensor) -> None:
+    if value.shape != tensor.shape:
+        raise ValueError(
+            f"convert: {name} has shape {[*value.shape]}, the model's has {[*tensor.shape]}; they "
+            "must match"
+        )
+    if tensor.dtype == torch.float16 and value.is_floating_point():
+        lost = torch.isinf(value.to(tensor.dtype)) & ~torch.isinf(value)
+        if bool(lost.any()):
+            largest = value[lost].abs().max().item()
+            raise ValueError(f"convert: {name} holds {largest:g}, which float16 cannot hold")
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in LOW_PRECISION else value
+
+
+def _tell(report: _Report, name: str, before: torch.dtype, after: torch.dtype) -> None:
+    if report is not None:
+        report(f"{name} from {_short(before)} to {_short(after)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""The inner optimizer's part of a checkpoint: checked by group and parameter, loaded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# State of torch's optimizers and of FusedAdam that has the parameter's shape. torch does not check
+# it when it loads; the next step fails, or broadcasts.
+_LIKE_PARAM = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "master_param",
+)
+
+
+def check(who: str, saved: Any, optimizer: Any) -> None:
+    """Raise an error if a state_dict is not one for an optimizer of these groups.
+
+    An optimizer with hooks that may make another state of it is left to check for itself.
+
+    Args:
+        who: The class that loads, for the message.
+        saved: What an optimizer's `state_dict()` returned.
+        optimizer: The optimizer that is to load it.
+
+    Raises:
+        TypeError: It is no state_dict.
+        ValueError: Groups, parameters or shapes do not fit; the message names group and parameter.
+    """
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
+        return
+    if not isinstance(saved, Mapping):
+        kind = type(saved).__name__
+        raise TypeError(
+            f"{who}.load_state_dict: the optimizer's state is a {kind}; it must be a dict"
+        )
+    missing = [key for key in ("state", "param_groups") if key not in saved]
+    if missing:
+        raise ValueError(
+            f"{who}.load_state_dict: keys {missing} are missing from the optimizer's state, which "
+            f"has {[*saved]}; it must be what an optimizer's state_dict() returned"
+        )
+    ours, theirs = optimizer.param_groups, saved["param_groups"]
+    if len(theirs) != len(ours):
+        raise ValueError(
+            f"{who}.load_state_dict: the saved optimizer has {len(theirs)} parameter groups, this "
+            f"one has {len(ours)}; they must match"
+        )
+    for number, (group, saved_group) in enumerate(zip(ours, theirs, strict=True)):
+        if len(saved_group["params"]) != len(group["params"]):
+            raise ValueError(
+                f"{who}.load_state_dict: group {number} of the saved optimizer has "
+                f"{len(saved_group['params'])} parameters, that of this one has "
+                f"{len(group['params'])}; they must match"
+            )
+        misfit = _misfit(saved["state"], saved_group, group)
+        if misfit is not None and has_known_state(optimizer):
+            index, key, shape, wanted = misfit
+            raise ValueError(
+                f"{who}.load_state_dict: {key} of parameter {index} in group {number} has shape "
+                f"{shape}, its parameter {wanted}; they must match"
+            )
+
+
+def has_known_state(optimizer: Any) -> bool:
+    """Tell whether the names of `_LIKE_PARAM` mean to an optimizer what they mean to torch."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "apex_mp.optimizers."))
+
+
+def fits(states: Mapping[Any, Any], saved_group: Mapping[str, Any], group: Any) -> bool:
+    """Tell whether the shapes in the states of a group are those of its parameters."""
+    return _misfit(states, saved_group, group) is None
+
+
+def _misfit(
+    states: Mapping[Any, Any], saved_group: Mapping[str, Any], group: Mapping[str, Any]
+) -> tuple[int, str, list[int], list[int]] | None:
+    """The first state of another shape: the parameter's index, key, shape and wanted shape."""
+    pairs = zip(saved_group["params"], group["params"], strict=True)
+    for index, (saved, param) in enumerate(pairs):
+        state = states.get(saved) or {}
+        for key in _LIKE_PARAM:
+            value = state.get(key)
+            if torch.is_tensor(value) and value.shape != param.shape:
+                return index, key, [*value.shape], [*param.shape]
+    return None
+
+
+def load(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Let an optimizer load a state_dict, and put back what it had if it raises."""
+    before = optimizer.state, optimizer.param_groups
+    try:
+        optimizer.load_state_dict(saved)
+    except BaseException:
+        # torch sets both, and then looks at the steps.
+        optimizer.state, optimizer.param_groups = before
+        raise

@@ -1,0 +1,380 @@
+"""apex_mp.convert: float32 checkpoints into mixed precision, masters out of it, and their keys."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import BF16, F16, F32, F64, faces, pull
+from torch import nn
+
+from apex_mp import amp, convert
+from apex_mp.fp16_utils import FP16_Optimizer, FP16Model, network_to_half
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.bn = nn.BatchNorm2d(2)
+        self.out = nn.Sequential(nn.ReLU(), nn.Linear(8, 3))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        with torch.no_grad():
+            self.bn.running_mean.add_(1 / 3)
+            self.bn.running_var.add_(1 / 7)
+
+
+WRAPS: dict[str, Any] = {
+    "plain": lambda net: net,
+    "half": lambda net: net.half(),
+    "network_to_half": network_to_half,
+    "FP16Model": FP16Model,
+    "DataParallel": nn.DataParallel,
+    "DataParallel of network_to_half": lambda net: nn.DataParallel(network_to_half(net)),
+    "FP16Model of DataParallel": lambda net: FP16Model(nn.DataParallel(net)),
+}
+wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
+
+
+def float32_state() -> OrderedDict[str, Any]:
+    torch.manual_seed(11)
+    return copy.deepcopy(OrderedDict(Net().state_dict()))
+
+
+def adam(params: Any) -> Any:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+# Into a model.
+
+
+@wraps
+def test_a_float32_checkpoint_goes_into_a_model_of_any_dtype_and_wrapper(wrap: Any) -> None:
+    state, model = float32_state(), wrap(Net())
+    dtypes = [tensor.dtype for tensor in [*model.parameters(), *model.buffers()]]
+    convert.load(model, state)
+    assert [tensor.dtype for tensor in [*model.parameters(), *model.buffers()]] == dtypes
+    for (name, value), wanted in zip(model.state_dict().items(), state.values(), strict=True):
+        assert torch.equal(value, wanted.to(value.dtype)), name
+
+
+@pytest.mark.parametrize("wrap", [network_to_half, FP16Model])
+def test_batch_norms_in_float32_get_their_statistics_unrounded(wrap: Any) -> None:
+    state, model = float32_state(), wrap(Net())
+    assert model.state_dict()["bn.running_mean"].dtype == F32
+    convert.load(model, state)
+    for name in ("bn.running_mean", "bn.running_var", "bn.weight"):
+        assert torch.equal(model.state_dict()[name], state[name])
+    assert not torch.equal(state["bn.running_var"], state["bn.running_var"].half().float())
+
+
+def test_each_tensor_is_told_of_in_one_line() -> None:
+    lines: list[str] = []
+    model = nn.DataParallel(network_to_half(Net()))
+    convert.load(model, float32_state(), report=lines.append)
+    assert (
+        lines
+        == [
+            "module.conv.weight from float32 to float16",
+            "module.conv.bias from float32 to float16",
+            "module.bn.weight from float32 to float32",
+            "module.bn.bias from float32 to float32",
+            "module.bn.running_mean from float32 to float32",
+            "module.bn.running_var from float32 to float32",
+            "module.bn.num_batches_tracked from int64 to int64",
+            "module.out.1.weight from float32 to float16",
+            "module.out.1.bias from float32 to float16",
+            "module.mask from bool to bool",
+        ][-1:]
+        + lines[1:]
+    )
+    told: list[str] = []
+    mixed = convert.to_mixed(float32_state(), model, report=told.append)
+    assert sorted(told) == sorted(lines)
+    back: list[str] = []
+    convert.to_float32(mixed, report=back.append)
+    assert "module.conv.weight from float16 to float32" in back
+    assert "module.bn.running_mean from float32 to float32" in back
+    assert len(back) == len(lines) == 10
+
+
+@faces
+@pytest.mark.parametrize("make", [adam, FusedAdam], ids=["Adam", "FusedAdam"])
+def test_masters_get_the_float32_values_before_they_are_rounded(make: Any, face: Any) -> None:
+    state, model = float32_state(), network_to_half(Net())
+    optimizer = face(make(model.parameters()), 64.0, verbose=False)
+    convert.load(model, state, optimizer)
+    exported = convert.masters(model, optimizer)
+    for name, value in state.items():
+        assert torch.equal(exported[name], value), name
+    assert not torch.equal(exported["conv.weight"], model[1].conv.weight.float())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert torch.equal(model[1].conv.weight, state["conv.weight"].half())
+
+
+@pytest.mark.parametrize("give", [True, False])
+def test_masters_of_o2_are_loaded_unrounded_too(give: bool) -> None:
+    state, model = float32_state(), Net()
+    optimizer = adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    convert.load(model, state, optimizer if give else None)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    lines: list[str] = []
+    convert.load(model, state, report=lines.append)
+    assert "conv.weight from float32 to float16" in lines
+    assert torch.equal(model.conv.weight, state["conv.weight"].half())
+
+
+def test_masters_that_fused_adam_keeps_itself_are_loaded_and_exported() -> None:
+    state, model = float32_state(), Net().half()
+    optimizer = FusedAdam(model.parameters(), lr=0.0, master_weights=True)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    convert.load(model, state, optimizer)
+    exported = convert.masters(model, optimizer)
+    for name in ("conv.weight", "bn.weight", "out.1.bias"):
+        assert torch.equal(exported[name], state[name])
+
+
+def test_to_mixed_gives_the_models_dtypes_and_float32_statistics() -> None:
+    state = float32_state()
+    mixed = convert.to_mixed(state, network_to_half(Net()))
+    assert mixed["conv.weight"].dtype == F16
+    assert mixed["bn.weight"].dtype == mixed["bn.running_var"].dtype == F32
+    assert mixed["mask"].dtype == torch.bool
+    whole = convert.to_mixed(state, Net().half())
+    assert whole["bn.weight"].dtype == F16
+    assert torch.equal(whole["bn.running_mean"], state["bn.running_mean"])
+    assert whole["bn.running_mean"].dtype == F32
+    assert convert.to_mixed(state, Net().bfloat16())["conv.bias"].dtype == BF16
+    assert {value.dtype for value in state.values()} == {F32, torch.int64, torch.bool}
+
+
+def test_to_float32_widens_what_is_narrow_and_nothing_else() -> None:
+    state: dict[str, Any] = {
+        "half": torch.tensor([1 / 3], dtype=F16),
+        "bf16": torch.tensor([1 / 3], dtype=BF16),
+        "double": torch.tensor([1 / 3], dtype=F64),
+        "count": torch.tensor(3),
+        "extra": "text",
+    }
+    wide = convert.to_float32(state)
+    dtypes = [wide[key].dtype for key in ("half", "bf16", "double", "count")]
+    assert dtypes == [F32, F32, F64, torch.int64]
+    assert wide["extra"] == "text"
+    assert wide["half"].item() == state["half"].item()
+
+
+# Masters out of an optimizer.
+
+
+def trained(model: nn.Module, optimizer: FP16_Optimizer) -> None:
+    params = [*model.parameters()]
+    optimizer.backward(pull(*((param, 2.0**-12) for param in params)))
+    optimizer.step()
+
+
+@faces
+@pytest.mark.parametrize(
+    "wrap", [WRAPS[name] for name in WRAPS if name not in ("plain", "DataParallel")]
+)
+def test_masters_are_a_float32_state_dict_of_the_plain_network(wrap: Any, face: Any) -> None:
+    model = wrap(Net())
+    optimizer = face(torch.optim.SGD(model.parameters(), lr=2.0**-4), 64.0, verbose=False)
+    trained(model, optimizer)
+    state = convert.masters(model, optimizer)
+    plain = Net()
+    assert [*state] == [*plain.state_dict()]
+    assert state._metadata == plain.state_dict()._metadata
+    plain.load_state_dict(state)
+    for ours, theirs in zip(plain.parameters(), optimizer.param_groups[0]["params"], strict=True):
+        assert ours.dtype == F32
+        assert torch.equal(ours, theirs)
+    weight = state["conv.weight"]
+    assert not torch.equal(weight, weight.half().float())
+    before = weight.clone()
+    trained(model, optimizer)
+    assert torch.equal(weight, before)
+
+
+def test_masters_of_o2_are_exported() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for master in amp.master_params(optimizer):
+        master.grad = torch.full_like(master, 2.0**-12)
+    optimizer.step()
+    state, lines = convert.masters(nn.DataParallel(model), [optimizer]), []
+    convert.masters(model, optimizer, report=lines.append)
+    assert lines[0] in ("conv.weight from float16 to float32", "mask from bool to bool")
+    for (name, _), master in zip(
+        model.named_parameters(), amp.master_params(optimizer), strict=True
+    ):
+        assert torch.equal(state[name], master)
+
+
+def test_a_frozen_weight_is_widened_and_one_without_a_master_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    model[0].requires_grad_(False)
+    optimizer = FP16_Optimizer(adam([*model.parameters()]), verbose=False)
+    state = convert.masters(model, optimizer)
+    assert torch.equal(state["0.weight"], model[0].weight.float())
+    other = FP16_Optimizer(adam([*nn.Linear(2, 2).half().parameters()]), verbose=False)
+    with pytest.raises(ValueError, match=r"1\.weight is in torch\.float16 and has no master"):
+        convert.masters(model, other)
+
+
+def test_a_float32_model_needs_no_masters() -> None:
+    model = Net()
+    state = convert.masters(model, adam(model.parameters()))
+    assert torch.equal(state["conv.weight"], model.conv.weight)
+
+
+def test_what_convert_makes_is_loaded_with_weights_only() -> None:
+    model = network_to_half(Net())
+    optimizer = FP16_Optimizer(adam(model.parameters()), verbose=False)
+    masters = convert.masters(model, optimizer)
+    for state in (masters, convert.to_mixed(masters, model), convert.to_float32(masters)):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert [*loaded] == [*state]
+        assert loaded._metadata == state._metadata
+
+
+# What does not fit changes nothing.
+
+
+def huge(state: Any) -> None:
+    state["out.1.weight"][0, 0] = 1e5
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "too large": (huge, "out.1.weight holds 100000, which float16 cannot hold"),
+    "another shape": (
+        lambda state: state.update({"out.1.bias": torch.ones(4)}),
+        "out.1.bias has shape [4], the model's has [3]; they must match",
+    ),
+    "missing": (lambda state: state.pop("conv.bias"), "lacks ['conv.bias'] and has []"),
+    "unexpected": (lambda state: state.update(more=1), "lacks [] and has ['more']"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str) -> None:
+    damage, words = DAMAGES[case]
+    state, model = float32_state(), network_to_half(Net())
+    damage(state)
+    optimizer = FP16_Optimizer(adam(model.parameters()), verbose=False)
+    before = [str(model.state_dict()), str(optimizer.state_dict())]
+    for convert_it in (
+        lambda: convert.load(model, state, optimizer),
+        lambda: convert.to_mixed(state, model),
+    ):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            convert_it()
+        assert words in str(raised.value)
+    assert [str(model.state_dict()), str(optimizer.state_dict())] == before
+
+
+def test_an_inf_that_was_there_before_stays() -> None:
+    state = {"weight": torch.tensor([[float("inf")]])}
+    model = nn.Linear(1, 1, bias=False).half()
+    convert.load(model, state)
+    assert model.weight.item() == float("inf")
+
+
+def test_batch_norms_of_before_num_batches_tracked_load() -> None:
+    state = float32_state()
+    del state["bn.num_batches_tracked"]
+    state._metadata = OrderedDict()
+    model = network_to_half(Net())
+    model[1].bn.num_batches_tracked.fill_(7)
+    convert.load(model, OrderedDict((f"module.1.{key}", value) for key, value in state.items()))
+    assert torch.equal(model[1].bn.running_mean, state["bn.running_mean"])
+    assert model[1].bn.num_batches_tracked.item() == 7
+
+
+# Keys.
+
+
+@wraps
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "1.", "network.", "module.1.", "module.network.", "0.", "1.module."]
+)
+def test_prefixes_of_wrappers_are_found_and_replaced(prefix: str, wrap: Any) -> None:
+    state, model = Net().state_dict(), wrap(Net())
+    saved = OrderedDict((prefix + key, value) for key, value in state.items())
+    renamed = convert.rename(saved, model)
+    assert [*renamed] == [*model.state_dict()]
+    assert all(map(lambda a, b: a is b, renamed.values(), state.values()))
+
+
+def test_versions_of_modules_move_with_their_keys() -> None:
+    wrapped, plain = nn.DataParallel(Net()), Net()
+    there = convert.rename(wrapped.state_dict(), plain)._metadata
+    assert there == plain.state_dict()._metadata
+    back = convert.rename(plain.state_dict(), wrapped)._metadata
+    wanted = dict(wrapped.state_dict()._metadata)
+    del wanted[""]  # The wrapper's own.
+    assert back == wanted
+
+
+def test_a_sequential_keeps_its_positions() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert [*convert.rename(model.state_dict(), model)] == [*model.state_dict()]
+    wrapped = {f"1.{key}": value for key, value in model.state_dict().items()}
+    assert [*convert.rename(wrapped, model)] == [*model.state_dict()]
+
+
+class Odd(nn.Module):
+    """Has a parameter, and one of the same name in a child that is called like a wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.module = nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("saved", "model", "words"),
+    [
+        (["module.weight"], Odd(), "the keys fit in several ways, with '' for '' (1 of 2) or with"),
+        (
+            ["1.weight", "1.bias"],
+            nn.Sequential(nn.Linear(2, 2)),
+            "the keys begin with '1.', the model's with '0.'; these may be wrappers or positions",
+        ),
+        (
+            ["encoder.w", "encoder.b"],
+            nn.Linear(2, 2),
+            "no key is one of the model's; there is 'encoder.w', the model has 'weight'",
+        ),
+        ([], nn.Linear(2, 2), "there is 'no key', the model has 'weight'"),
+    ],
+    ids=["several ways", "positions", "none", "empty"],
+)
+def test_keys_that_might_mean_several_things_are_refused(
+    saved: list[str], model: nn.Module, words: str
+) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        convert.rename(dict.fromkeys(saved, torch.ones(2, 2)), model)
+    assert words in str(raised.value)
+
+
+def test_a_part_of_the_keys_may_be_renamed_when_there_is_one_way() -> None:
+    renamed = convert.rename({"module.weight": torch.ones(2, 2), "module.new": 1}, nn.Linear(2, 2))
+    assert [*renamed] == ["weight", "new"]

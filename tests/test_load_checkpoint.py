@@ -1,0 +1,361 @@
+"""load_checkpoint: old files load with the scalers that they hold, hostile ones run nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tarfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F16, FACES, parameter, pull
+from pickle_cases import (
+    CONTAINERS,
+    as_old_file,
+    as_zip,
+    built,
+    by_global,
+    by_instance,
+    by_stack_global,
+    save_object,
+)
+
+import apex_mp
+from apex_mp import amp, fp16_utils, loss_scale
+from apex_mp.amp.scaler import LossScaler as AmpLossScaler
+from apex_mp.fp16_utils import DynamicLossScaler, LossScaler
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = pytest.mark.cpu_only
+
+OLD = "apex.fp16_utils.loss_scaler"
+formats = pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
+containers = pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS.keys())
+
+DYNAMIC = {
+    "cur_scale": 2.0**20,
+    "cur_iter": 70,
+    "last_overflow_iter": 60,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+}
+OF_AMP_2018 = {
+    "_loss_scale": 2.0**15,
+    "_max_loss_scale": 2.0**24,
+    "_scale_seq_len": 2000,
+    "_unskipped": 17,
+    "_overflow_buf": torch.zeros(4, dtype=torch.uint8),
+}
+OF_AMP_2019 = {
+    **OF_AMP_2018,
+    "dynamic": True,
+    "_min_loss_scale": 4.0,
+    "_has_overflow": False,
+}
+
+
+@formats
+@pytest.mark.parametrize("package", ["apex", "apex_mp"])
+def test_the_scalers_of_fp16_utils_arrive_as_ours(package: str, new: bool, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    options = {"_use_new_zipfile_serialization": new}
+    name = OLD.replace("apex", package)
+    save_object(path, f"{name}.DynamicLossScaler", DYNAMIC, **options)
+    loaded = apex_mp.load_checkpoint(path)
+    assert type(loaded["scaler"]) is DynamicLossScaler
+    assert DYNAMIC.items() <= vars(loaded["scaler"]).items()
+    assert loaded["tensor"].tolist() == [0.0, 1.0, 2.0]
+    loaded["scaler"].update_scale(True)
+    assert loaded["scaler"].loss_scale == 2.0**19
+    save_object(path, f"{name}.LossScaler", {"cur_scale": 128.0}, **options)
+    scaler = apex_mp.load_checkpoint(str(path))["scaler"]
+    assert type(scaler) is LossScaler
+    assert scaler.loss_scale == 128.0
+
+
+@formats
+def test_the_scalers_of_amp_arrive_as_ours(new: bool, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    for attributes in (OF_AMP_2018, OF_AMP_2019):
+        save_object(
+            path, "apex.amp.scaler.LossScaler", attributes, _use_new_zipfile_serialization=new
+        )
+        scaler = apex_mp.load_checkpoint(path)["scaler"]
+        assert type(scaler) is AmpLossScaler
+        assert (scaler.loss_scale(), scaler._unskipped, scaler.dynamic) == (2.0**15, 17, True)
+        assert (scaler.value.growth_interval, scaler.value.max_scale) == (2000, 2.0**24)
+    assert scaler.value.min_scale == 4.0
+    save_object(
+        path, "apex.amp.scaler.LossScaler", {**OF_AMP_2019, "dynamic": False, "_loss_scale": 64.0}
+    )
+    scaler = apex_mp.load_checkpoint(path)["scaler"]
+    assert (scaler.loss_scale(), scaler.dynamic) == (64.0, False)
+
+
+@formats
+@pytest.mark.parametrize("face", FACES.values(), ids=FACES.keys())
+@pytest.mark.parametrize(
+    ("name", "attributes", "scale", "window"),
+    [
+        (f"{OLD}.DynamicLossScaler", DYNAMIC, 2.0**20, 1000),
+        ("apex.amp.scaler.LossScaler", OF_AMP_2019, 2.0**15, 2000),
+    ],
+    ids=["fp16_utils", "amp"],
+)
+def test_a_run_of_2019_goes_on_from_its_file(
+    name: str, attributes: Any, scale: float, window: int, face: Any, new: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    weight = parameter([1.0, 2.0])
+    saver = fp16_utils.FP16_Optimizer(torch.optim.Adam([weight]), 2.0, verbose=False)
+    saver.backward(pull((weight, [0.5, 1.0])))
+    saver.step()
+    save_object(path, name, attributes, _use_new_zipfile_serialization=new)
+    state = {**saver.state_dict(), "loss_scaler": apex_mp.load_checkpoint(path)["scaler"]}
+    state["dynamic_loss_scale"] = True
+    del state["cur_iter"]
+    again = parameter([0.0, 0.0])
+    optimizer = face(torch.optim.Adam([again]), verbose=False)
+    optimizer.load_state_dict(state)
+    assert torch.equal(again, weight)
+    assert (optimizer.loss_scale, optimizer.scale_window) == (scale, window)
+    again.grad = None
+    optimizer.backward(pull((again, [2.0**-9, 2.0**-10])))
+    optimizer.step()
+    assert not optimizer.overflow
+    assert not torch.equal(again, weight)
+
+
+def test_what_torch_knows_loads_as_by_torch(tmp_path: Path) -> None:
+    path = tmp_path / "plain.pt"
+    model = torch.nn.BatchNorm1d(3)
+    saved = {"model": model.state_dict(), "step": 3, "device": torch.device("cpu"), "half": F16}
+    torch.save(saved, path)
+    loaded = apex_mp.load_checkpoint(path)
+    assert isinstance(loaded["model"], OrderedDict)
+    assert loaded["model"]._metadata == saved["model"]._metadata
+    assert str(loaded) == str(saved)
+    with path.open("rb") as file:
+        assert str(apex_mp.load_checkpoint(file, map_location="cpu")) == str(saved)
+    meta = apex_mp.load_checkpoint(path, map_location="meta")
+    assert meta["model"]["weight"].is_meta
+
+
+def plain_states() -> dict[str, Any]:
+    """Every state_dict that the package writes."""
+    handle = amp.init(device_type="cpu")
+    weight = torch.nn.Parameter(torch.ones(2))
+    half = parameter([1.0, 2.0])
+    states = {
+        "handle": handle.state_dict(),
+        "amp scaler": AmpLossScaler().state_dict(),
+        "static scaler": LossScaler(2.0).state_dict(),
+        "dynamic scaler": DynamicLossScaler().state_dict(),
+        "loss_scale": loss_scale.to_dict(loss_scale.AMP_PRESET),
+    }
+    for name, face in FACES.items():
+        for dynamic in (True, False):
+            optimizer = face(FusedAdam([parameter([1.0])]), 2.0, dynamic, verbose=False)
+            optimizer.backward(pull((optimizer.all_fp16_params[0], 1.0)))
+            optimizer.step()
+            states[f"{name} {dynamic}"] = optimizer.state_dict()
+    fused = FusedAdam([half], master_weights=True)
+    half.grad = torch.ones_like(half)
+    fused.step()
+    states["FusedAdam"] = fused.state_dict()
+    states["OptimWrapper"] = handle.wrap_optimizer(FusedAdam([weight]), 2).state_dict()
+    handle._deactivate()
+    model = torch.nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    states |= {"amp": amp.state_dict(), "O2": model.state_dict(), "SGD": optimizer.state_dict()}
+    for wrap in (fp16_utils.network_to_half, fp16_utils.FP16Model):
+        states[wrap.__name__] = wrap(torch.nn.Linear(2, 2)).state_dict()
+    return states
+
+
+@formats
+@pytest.mark.usefixtures("amp_off")
+def test_every_state_dict_of_ours_loads_with_weights_only(new: bool, tmp_path: Path) -> None:
+    for name, state in plain_states().items():
+        torch.save(state, tmp_path / name, _use_new_zipfile_serialization=new)
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        assert str(loaded) == str(state), name
+        assert str(apex_mp.load_checkpoint(tmp_path / name)) == str(state), name
+
+
+# Files that ask for something else.
+
+RAN = "APEX_MP_TEST_RAN"
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "os.system": (by_global("os", "system", f"touch {RAN}"), "asks for os.system;"),
+    "posix.system": (by_global("posix", "system", f"touch {RAN}"), "asks for posix.system;"),
+    "builtins.eval": (
+        by_global("builtins", "eval", f"__import__('os').mkdir({RAN!r})"),
+        "asks for builtins.eval;",
+    ),
+    "eval of Python 2": (
+        by_global("__builtin__", "eval", f"__import__('os').mkdir({RAN!r})"),
+        "asks for __builtin__.eval;",
+    ),
+    "an attribute path": (
+        by_global("torch", "os.system", f"touch {RAN}"),
+        "asks for torch.os.system;",
+    ),
+    "a module path": (by_global("torch.os", "system", f"touch {RAN}"), "asks for torch.os.system;"),
+    "getattr": (by_global("builtins", "getattr", "x", "y"), "asks for builtins.getattr;"),
+    "STACK_GLOBAL": (by_stack_global("os", "system", f"touch {RAN}"), "asks for os.system;"),
+    "INST": (by_instance("os", "system", f"touch {RAN}"), "asks for os.system;"),
+    "another class of apex": (
+        by_global("apex.fp16_utils.fp16_optimizer", "FP16_Optimizer"),
+        "asks for apex.fp16_utils.fp16_optimizer.FP16_Optimizer;",
+    ),
+    "a path through a scaler": (
+        by_global(OLD, "LossScaler.__init__.__globals__"),
+        f"asks for {OLD}.LossScaler.__init__.__globals__;",
+    ),
+    "a scaler that is called": (
+        by_global(OLD, "LossScaler"),
+        f"asks for a call of {OLD}.LossScaler",
+    ),
+    "a scaler that is called with arguments": (
+        by_global(OLD, "DynamicLossScaler", "x" * 99, [1]),
+        f"asks for a {OLD}.DynamicLossScaler with arguments, ('xxx",
+    ),
+    "a scaler made with arguments": (
+        built(f"{OLD}.LossScaler", {"cur_scale": 1.0}, 3),
+        f"asks for a {OLD}.LossScaler with arguments, (3,)",
+    ),
+    "attributes that are a list": (
+        built(f"{OLD}.LossScaler", [1]),
+        f"asks for a {OLD}.LossScaler whose attributes are a list",
+    ),
+    "attributes in slots": (
+        built(f"{OLD}.LossScaler", ({}, {"cur_scale": 1.0})),
+        "whose attributes are a tuple",
+    ),
+    "attributes that are None": (built(f"{OLD}.LossScaler", None), "whose attributes are a None"),
+    "a method among the attributes": (
+        built(f"{OLD}.LossScaler", {"cur_scale": 1.0, "backward": print.__name__}),
+        "['backward'] unknown",
+    ),
+    "an attribute missing": (
+        built(f"{OLD}.DynamicLossScaler", {"cur_scale": 1.0}),
+        "['cur_iter', 'last_overflow_iter'] are missing",
+    ),
+    "a scale that is a word": (
+        built(f"{OLD}.LossScaler", {"cur_scale": "1"}),
+        "scale is '1'; it must be a number",
+    ),
+    "a scale that is a tensor of 2018's list": (
+        built(f"{OLD}.DynamicLossScaler", {**DYNAMIC, "scale_window": [3]}),
+        "a apex.fp16_utils.loss_scaler.DynamicLossScaler that makes no sense",
+    ),
+    "an attribute of amp's that it never had": (
+        built("apex.amp.scaler.LossScaler", {**OF_AMP_2019, "_overflow_buf": 0, "_value": 3}),
+        "'_value'",
+    ),
+    "a window of amp's that is a word": (
+        built("apex.amp.scaler.LossScaler", {"_loss_scale": 2.0, "_scale_seq_len": "long"}),
+        "growth_interval is 'long'; it must be an int",
+    ),
+}
+
+
+@containers
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_file_that_asks_for_something_else_is_refused_by_name(
+    case: str, container: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickled, words = HOSTILE[case]
+    container(pickled, tmp_path / "hostile.pt")
+    with pytest.raises(pickle.UnpicklingError) as raised:
+        apex_mp.load_checkpoint("hostile.pt")
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("load_checkpoint: hostile.pt asks for ")
+    assert "weights_only=False" not in str(raised.value)
+    with (tmp_path / "hostile.pt").open("rb") as file:
+        file.seek(0)
+        with pytest.raises(pickle.UnpicklingError) as again:
+            apex_mp.load_checkpoint(file)
+    assert words in str(again.value)
+    assert os.listdir(tmp_path) == ["hostile.pt"]
+
+
+@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "STACK_GLOBAL"])
+def test_the_hostile_files_do_run_when_pickle_reads_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(HOSTILE[name][0])  # Otherwise the test above would prove nothing.
+    assert os.listdir(tmp_path) == [RAN]
+
+
+@containers
+def test_a_scaler_that_never_gets_its_attributes_is_refused(container: Any, tmp_path: Path) -> None:
+    container(b"\x80\x02" + f"c{OLD}\nLossScaler\n".encode() + b")\x81.", tmp_path / "x.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"LossScaler without its attributes"):
+        apex_mp.load_checkpoint(tmp_path / "x.pt")
+
+
+def test_state_for_a_scaler_that_has_its_own_is_refused(tmp_path: Path) -> None:
+    good = built(f"{OLD}.LossScaler", {"cur_scale": 1.0})
+    as_zip(
+        good[:-1] + pickle.dumps({"cur_scale": "x"}, protocol=2)[2:-1] + b"b.", tmp_path / "x.pt"
+    )
+    with pytest.raises(pickle.UnpicklingError, match="Can only build Tensor"):
+        apex_mp.load_checkpoint(tmp_path / "x.pt")
+
+
+def test_the_names_of_2019_are_forgotten_after_a_load(tmp_path: Path) -> None:
+    before = {*torch.serialization.get_safe_globals()}
+    save_object(tmp_path / "old.pt", f"{OLD}.LossScaler", {"cur_scale": 2.0})
+    apex_mp.load_checkpoint(tmp_path / "old.pt")
+    as_old_file(HOSTILE["os.system"][0], tmp_path / "hostile.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        apex_mp.load_checkpoint(tmp_path / "hostile.pt")
+    assert {*torch.serialization.get_safe_globals()} == before
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "old.pt", weights_only=True)
+
+
+def test_threads_may_load_at_the_same_time(tmp_path: Path) -> None:
+    save_object(tmp_path / "old.pt", f"{OLD}.DynamicLossScaler", DYNAMIC)
+    loaded: list[Any] = []
+
+    def load() -> None:
+        loaded.extend(apex_mp.load_checkpoint(tmp_path / "old.pt")["scaler"] for _ in range(5))
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [type(scaler) for scaler in loaded] == [DynamicLossScaler] * 20
+
+
+def test_a_tar_file_of_2016_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "old.tar"
+    with tarfile.open(path, "w") as archive:
+        pickled = by_global("os", "system", f"touch {RAN}")
+        for name in ("storages", "tensors", "pickle"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(pickled)
+            archive.addfile(entry, io.BytesIO(pickled))
+    for given in (path, io.BytesIO(path.read_bytes())):
+        with pytest.raises(
+            pickle.UnpicklingError, match=r"in the tar format of PyTorch before 0\.2"
+        ):
+            apex_mp.load_checkpoint(given)
+
+
+def test_pickles_of_a_later_protocol_are_refused_in_torchs_words(tmp_path: Path) -> None:
+    torch.save({"step": 1}, tmp_path / "new.pt", pickle_protocol=4)
+    with pytest.raises(pickle.UnpicklingError, match=r"refuses \(Unsupported operand 149\)"):
+        apex_mp.load_checkpoint(tmp_path / "new.pt")
