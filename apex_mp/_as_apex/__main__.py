@@ -1,0 +1,41 @@
+"""Print the tables of docs/apex_names.md: `python -m apex_mp._as_apex`."""
+
+from __future__ import annotations
+
+from apex_mp._as_apex.eras import ERAS, Era
+from apex_mp._as_apex.table import MISSING, MODULES
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _rows_of(module: str) -> list[str]:
+    rows = [
+        f"| `{module}` | {_code(names.split())} | `{home}` |"
+        for home, names in MODULES[module].items()
+    ]
+    rows += [
+        f"| `{module}` | `{name}` | not here: {instead} |"
+        for name, instead in MISSING.get(module, {}).items()
+    ]
+    return rows or [f"| `{module}` | its modules | |"]
+
+
+def _row_of(era: Era) -> str:
+    others = [f"`{module}.{name}`: `{home}`" for (module, name), home in era.homes.items()]
+    absent = _code([".".join(place) for place in era.absent]) or "none"
+    return f'| `"{era.name}"` | {"; ".join(others)} | {absent} |'
+
+
+def tables() -> str:
+    """Return both tables in Markdown: modules and names, then eras."""
+    lines = ["| module | names | here |", "|---|---|---|"]
+    lines += [row for module in MODULES for row in _rows_of(module)]
+    lines += ["", "| era | of another module than above | absent |", "|---|---|---|"]
+    lines += [_row_of(era) for era in ERAS.values()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(tables())

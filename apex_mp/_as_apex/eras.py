@@ -1,0 +1,58 @@
+"""What differed between the eras of apex: which object a name stands for, and which names were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Place = tuple[str, str]
+
+_HERE = "apex_mp._as_apex"
+_LATER_OPTIMIZERS = frozenset(
+    {
+        ("apex.optimizers", "FusedLAMB"),
+        ("apex.optimizers", "FusedNovoGrad"),
+        ("apex.optimizers", "FusedSGD"),
+        ("amp_C", "multi_tensor_lamb"),
+        ("amp_C", "multi_tensor_lamb_stage1_cuda"),
+        ("amp_C", "multi_tensor_lamb_stage2_cuda"),
+        ("amp_C", "multi_tensor_novograd"),
+    }
+)
+_LATER_ADAM = {
+    ("apex.optimizers", "FusedAdam"): f"{_HERE}.since_2019_08",
+    ("apex.optimizers.fused_adam", "FusedAdam"): f"{_HERE}.since_2019_08",
+}
+
+
+@dataclass(frozen=True)
+class Era:
+    """One state of apex.
+
+    Attributes:
+        name: Year and month.
+        homes: Names that another module than that of the table holds.
+        absent: Names of the table that there were not.
+    """
+
+    name: str
+    homes: dict[Place, str] = field(default_factory=dict)
+    absent: frozenset[Place] = frozenset()
+
+
+ERAS = {
+    era.name: era
+    for era in (
+        Era(
+            "2019-03",
+            {
+                ("apex.amp", "init"): f"{_HERE}.until_2019_08",
+                ("apex.amp.amp", "init"): f"{_HERE}.until_2019_08",
+                ("apex.optimizers", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
+                ("apex.optimizers.fp16_optimizer", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
+            },
+            _LATER_OPTIMIZERS,
+        ),
+        Era("2019-08", _LATER_ADAM),
+        Era("2020", _LATER_ADAM, frozenset({("apex.optimizers", "FP16_Optimizer")})),
+    )
+}

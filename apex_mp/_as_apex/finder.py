@@ -1,0 +1,95 @@
+"""The meta path finder that makes the modules of apex, in memory, when they are imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from apex_mp._as_apex.eras import Era
+from apex_mp._as_apex.missing import stand_in
+from apex_mp._as_apex.table import EAGER, MISSING, MODULES, TOP_LEVEL, is_package
+
+
+class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads every module of the table, as it was in one era.
+
+    Args:
+        era: Which.
+    """
+
+    def __init__(self, era: Era) -> None:
+        self.era = era
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of the table, None for any other."""
+        if fullname not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, origin="apex_mp", is_package=is_package(fullname))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a new module with its submodules and names."""
+        here = module.__name__
+        module.__doc__ = f"{here}, by apex_mp, as of {self.era.name}."
+        children = EAGER if here == "apex" else _children(here)
+        for child in children:
+            importlib.import_module(child)
+        # Last: apex.amp._amp_state is a module, and then an object in apex.amp.
+        names = self.names(here)
+        vars(module).update(names)
+        shown = names or [child.rpartition(".")[2] for child in children]
+        public = [name for name in shown if not name.startswith("_")]
+        vars(module)["__all__"] = sorted(public)
+
+    def names(self, module: str) -> dict[str, Any]:
+        """Return what a module of the table holds in this era, submodules apart."""
+        absent, homes = self.era.absent, self.era.homes
+        found: dict[str, Any] = {}
+        for home, names in MODULES[module].items():
+            for name in names.split():
+                place = (module, name)
+                if place not in absent:
+                    source = importlib.import_module(homes.get(place, home))
+                    found[name] = getattr(source, name)
+        for name, instead in MISSING.get(module, {}).items():
+            if (module, name) not in absent:
+                found[name] = stand_in(module, name, instead)
+        return found
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context
+    ) -> Iterator[importlib.metadata.Distribution]:
+        """Yield a distribution named apex: libraries ask importlib.metadata for its version."""
+        if context.name is None or context.name.lower() == "apex":
+            yield _Distribution()
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """Package metadata as apex had it: version 0.1, for ever."""
+
+    _FILES: ClassVar = {
+        "METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n",
+        "top_level.txt": "\n".join(TOP_LEVEL),
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of a metadata file, None where there is none."""
+        return self._FILES.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        """Return where a file of the package would be."""
+        return Path(__file__).parent / str(path)
+
+
+def _children(module: str) -> list[str]:
+    return [name for name in MODULES if name.rpartition(".")[0] == module]

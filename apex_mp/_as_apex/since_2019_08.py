@@ -1,0 +1,65 @@
+"""FusedAdam with the arguments it has had since August 2019."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from apex_mp import optimizers
+from apex_mp.multi_tensor_apply import amp_C
+
+
+class FusedAdam(optimizers.FusedAdam):
+    """`apex_mp.optimizers.FusedAdam` with `adam_w_mode` before `weight_decay`.
+
+    Args:
+        params: As there; likewise the others.
+        lr: As there.
+        bias_correction: As there.
+        betas: As there.
+        eps: As there.
+        adam_w_mode: As there.
+        weight_decay: As there.
+        amsgrad: As there.
+        set_grad_none: Whether `zero_grad()` sets gradients to None instead of zero [True].
+        **options: Further arguments of `apex_mp.optimizers.FusedAdam`, by name.
+    """
+
+    # fairseq looks for it, to tell this FusedAdam from the one before.
+    multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            set_grad_none=set_grad_none,
+            **options,
+        )
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: To None instead of zero [None: as `set_grad_none` says].
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

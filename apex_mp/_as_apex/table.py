@@ -1,0 +1,166 @@
+"""Every module and name of apex that scripts import, and where it lives here: data.
+
+`docs/apex_names.md` shows this table to users, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+_REGISTRY = (
+    "float_function half_function promote_function register_float_function "
+    "register_half_function register_promote_function"
+)
+_FRONTEND = "disable_casts initialize load_state_dict scale_loss state_dict"
+_CONVERSIONS = (
+    "BN_convert_float FP16Model clip_grad_norm convert_module convert_network "
+    "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists "
+    "to_python_float tofp16"
+)
+_MULTI_TENSOR = "MultiTensorApply multi_tensor_applier"
+_SYNC_BN = "SyncBatchNorm convert_syncbn_model create_syncbn_process_group"
+
+# module: {where its names live here: the names}
+MODULES: dict[str, dict[str, str]] = {
+    "apex": {},
+    "apex.amp": {
+        "apex_mp.amp": f"AmpHandle NoOpHandle _amp_state init master_params {_REGISTRY} {_FRONTEND}"
+    },
+    "apex.amp._amp_state": {
+        "apex_mp.amp._amp_state": "AmpState _amp_state master_params maybe_print warn_or_err"
+    },
+    "apex.amp.amp": {"apex_mp.amp.amp": f"init {_REGISTRY}"},
+    "apex.amp.frontend": {"apex_mp.amp.frontend": "initialize load_state_dict state_dict"},
+    "apex.amp.handle": {
+        "apex_mp.amp.handle": "AmpHandle NoOpHandle",
+        "apex_mp.amp.frontend": "disable_casts scale_loss",
+    },
+    "apex.amp.lists": {},
+    "apex.amp.lists.functional_overrides": {
+        "apex_mp.amp.lists.functional_overrides": "BANNED_FUNCS FP16_FUNCS FP32_FUNCS MODULE"
+    },
+    "apex.amp.lists.tensor_overrides": {
+        "apex_mp.amp.lists.tensor_overrides": ("CASTS FP16_FUNCS FP32_FUNCS MODULE SEQUENCE_CASTS")
+    },
+    "apex.amp.lists.torch_overrides": {
+        "apex_mp.amp.lists.torch_overrides": "CASTS FP16_FUNCS FP32_FUNCS MODULE SEQUENCE_CASTS"
+    },
+    "apex.amp.opt": {"apex_mp.amp.opt": "OptimWrapper"},
+    "apex.amp.scaler": {"apex_mp.amp.scaler": "LossScaler"},
+    "apex.contrib": {},
+    "apex.contrib.optimizers": {
+        "apex_mp.optimizers": "FP16_Optimizer",
+        "apex_mp._as_apex.contrib": "FusedAdam",
+    },
+    "apex.contrib.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
+    "apex.contrib.optimizers.fused_adam": {"apex_mp._as_apex.contrib": "FusedAdam"},
+    "apex.fp16_utils": {
+        "apex_mp.fp16_utils": f"DynamicLossScaler FP16_Optimizer LossScaler {_CONVERSIONS}"
+    },
+    "apex.fp16_utils.fp16_optimizer": {
+        "apex_mp.fp16_utils": f"DynamicLossScaler FP16_Optimizer LossScaler {_CONVERSIONS}"
+    },
+    "apex.fp16_utils.fp16util": {"apex_mp.fp16_utils": _CONVERSIONS},
+    "apex.fp16_utils.loss_scaler": {
+        "apex_mp.fp16_utils": "DynamicLossScaler LossScaler to_python_float"
+    },
+    "apex.multi_tensor_apply": {"apex_mp.multi_tensor_apply": _MULTI_TENSOR},
+    "apex.multi_tensor_apply.multi_tensor_apply": {"apex_mp.multi_tensor_apply": _MULTI_TENSOR},
+    "apex.normalization": {"apex_mp.normalization": "FusedLayerNorm"},
+    "apex.normalization.fused_layer_norm": {
+        "apex_mp.normalization.fused_layer_norm": (
+            "FusedLayerNorm fused_layer_norm fused_layer_norm_affine"
+        )
+    },
+    "apex.optimizers": {"apex_mp.optimizers": "FP16_Optimizer FusedAdam"},
+    "apex.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
+    "apex.optimizers.fused_adam": {"apex_mp.optimizers": "FusedAdam"},
+    "apex.optimizers.fused_lamb": {},
+    "apex.optimizers.fused_novograd": {},
+    "apex.optimizers.fused_sgd": {},
+    "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel Reducer {_SYNC_BN}"},
+    "apex.parallel.LARC": {"apex_mp.parallel.LARC": "LARC"},
+    "apex.parallel.distributed": {
+        "apex_mp.parallel.distributed": "DistributedDataParallel Reducer",
+        "apex_mp.multi_tensor_apply.apex_C": "flatten unflatten",
+    },
+    "apex.parallel.optimized_sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
+    "apex.parallel.sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
+    "apex.RNN": {},
+    "apex.RNN.models": {},
+    "apex.reparameterization": {},
+    "apex.reparameterization.weight_norm": {},
+    "amp_C": {
+        "apex_mp.multi_tensor_apply.amp_C": (
+            "multi_tensor_adam multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale "
+            "multi_tensor_sgd scale_check_overflow"
+        )
+    },
+    "apex_C": {"apex_mp.multi_tensor_apply.apex_C": "flatten unflatten"},
+    "fused_adam_cuda": {"apex_mp.multi_tensor_apply.fused_adam_cuda": "adam"},
+    "fused_layer_norm_cuda": {
+        "apex_mp.normalization.fused_layer_norm_cuda": (
+            "backward backward_affine forward forward_affine"
+        )
+    },
+}
+TOP_LEVEL = tuple(name for name in MODULES if "." not in name)
+# What `import apex` imports; the rest comes when it is asked for.
+EAGER = [
+    "apex.amp",
+    "apex.fp16_utils",
+    "apex.multi_tensor_apply",
+    "apex.normalization",
+    "apex.optimizers",
+    "apex.parallel",
+]
+
+_LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
+_NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
+_SGD = "use torch.optim.SGD, with apex_mp.fp16_utils.FP16_Optimizer around it for fp16 weights"
+_RNN = "use torch.nn.{}; amp casts it as it did this one"
+_MLSTM = "there is no such cell in torch: keep the old module's code, which needs no apex"
+_WEIGHT_NORM = "use torch.nn.utils.parametrizations.weight_norm on each module"
+_NO_WEIGHT_NORM = "use torch.nn.utils.parametrize.remove_parametrizations"
+_STAGES = "take the step with torch.optim.AdamW"
+
+# module: {a name that scripts import and that is not here: what to use instead}
+MISSING: dict[str, dict[str, str]] = {
+    "apex.optimizers": {"FusedLAMB": _LAMB, "FusedNovoGrad": _NOVOGRAD, "FusedSGD": _SGD},
+    "apex.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
+    "apex.optimizers.fused_novograd": {"FusedNovoGrad": _NOVOGRAD},
+    "apex.optimizers.fused_sgd": {"FusedSGD": _SGD},
+    "apex.contrib.optimizers": {"FusedLAMB": _LAMB},
+    "apex.RNN": {
+        "LSTM": _RNN.format("LSTM"),
+        "GRU": _RNN.format("GRU"),
+        "ReLU": _RNN.format('RNN(nonlinearity="relu")'),
+        "Tanh": _RNN.format("RNN"),
+        "mLSTM": _MLSTM,
+    },
+    "apex.RNN.models": {
+        "LSTM": _RNN.format("LSTM"),
+        "GRU": _RNN.format("GRU"),
+        "ReLU": _RNN.format('RNN(nonlinearity="relu")'),
+        "Tanh": _RNN.format("RNN"),
+        "mLSTM": _MLSTM,
+    },
+    "apex.reparameterization": {
+        "apply_weight_norm": _WEIGHT_NORM,
+        "remove_weight_norm": _NO_WEIGHT_NORM,
+        "apply_reparameterization": _WEIGHT_NORM,
+        "remove_reparameterization": _NO_WEIGHT_NORM,
+        "WeightNorm": _WEIGHT_NORM,
+        "Reparameterization": "use torch.nn.utils.parametrize.register_parametrization",
+    },
+    "apex.reparameterization.weight_norm": {"WeightNorm": _WEIGHT_NORM},
+    "amp_C": {
+        "multi_tensor_lamb": _LAMB,
+        "multi_tensor_lamb_stage1_cuda": _STAGES,
+        "multi_tensor_lamb_stage2_cuda": _STAGES,
+        "multi_tensor_novograd": _NOVOGRAD,
+    },
+}
+
+
+def is_package(module: str) -> bool:
+    """Tell whether other modules lie in this one."""
+    return any(other.startswith(f"{module}.") for other in MODULES)

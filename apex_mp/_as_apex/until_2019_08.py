@@ -1,0 +1,39 @@
+"""What apex had another way until the summer of 2019: the order of amp.init, the first scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from apex_mp import amp, optimizers
+
+
+class FP16_Optimizer(optimizers.FP16_Optimizer):
+    """`apex_mp.optimizers.FP16_Optimizer` whose dynamic loss scale starts at 2**32."""
+
+    _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
+
+
+def init(
+    enabled: bool = True,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    **options: Any,
+) -> amp.AmpHandle | amp.NoOpHandle:
+    """Call `apex_mp.amp.init` with the arguments in the order of early 2019.
+
+    Args:
+        enabled: As there; likewise the others.
+        enable_caching: As there.
+        verbose: As there.
+        allow_banned: As there.
+        **options: Further arguments of `apex_mp.amp.init`, by name.
+    """
+    return amp.init(
+        enabled,
+        enable_caching=enable_caching,
+        verbose=verbose,
+        allow_banned=allow_banned,
+        **options,
+    )

@@ -1,0 +1,39 @@
+"""Make a process what the settings of a run say."""
+
+from __future__ import annotations
+
+import sys
+
+from apex_mp._as_apex import install_as_apex
+from apex_mp._run import cpu, modernize
+from apex_mp._run.replacements import Replacements
+from apex_mp._run.settings import Settings
+
+
+def apply(settings: Settings, *, child: bool) -> Replacements:
+    """Install the name apex, and what else is asked for.
+
+    Args:
+        settings: The options.
+        child: A parent process has announced them already.
+
+    Returns:
+        What was replaced in torch and elsewhere.
+
+    Raises:
+        RuntimeError: See `install_as_apex`.
+    """
+    install_as_apex(settings.era, settings.force)
+    replacements = Replacements()
+    if settings.modernize:
+        modernize.supply(replacements)
+    if settings.device == "cpu":
+        if not child:
+            print(cpu.ANNOUNCEMENT, file=sys.stderr)
+        cpu.redirect(replacements)
+    return replacements
+
+
+def apply_in_child() -> None:
+    """Do in a child process what the parent did: sitecustomize.py calls it."""
+    apply(Settings.from_parent(), child=True)

@@ -1,0 +1,82 @@
+"""Carries a run of `python -m apex_mp run` into child processes, by way of PYTHONPATH.
+
+Python imports this when it starts. It does nothing but wait: when torch or apex is first imported,
+apex_mp is, and makes the process what its parent was. Then it runs the sitecustomize that it hides.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+_APEX = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+
+
+class _Waiting:
+    """A meta path finder that finds nothing, and acts when somebody asks for torch or apex."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for what was waited for, None for all else."""
+        if name == "torch":
+            return self._torch(path)
+        if name.partition(".")[0] in _APEX and self in sys.meta_path:
+            import torch  # noqa: F401  # which sets everything up
+
+            for finder in sys.meta_path:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+    def _torch(self, path: Sequence[str] | None) -> ModuleSpec | None:
+        """Return torch's own spec, of which the loader sets everything up afterwards."""
+        sys.meta_path.remove(self)
+        spec = None
+        for finder in sys.meta_path:
+            spec = finder.find_spec("torch", path)
+            if spec is not None:
+                break
+        if spec is None or spec.loader is None:
+            return spec
+        loader = spec.loader
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del vars(loader)["exec_module"]
+            load(module)
+            _set_up()
+
+        vars(loader)["exec_module"] = exec_module
+        return spec
+
+
+def _set_up() -> None:
+    # The copy of apex_mp that this file belongs to, whatever else is installed.
+    sys.path.insert(0, _ROOT)
+    try:
+        from apex_mp._run.apply import apply_in_child
+    finally:
+        sys.path.remove(_ROOT)
+    apply_in_child()
+
+
+def _run_the_hidden_one() -> None:
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if "APEX_MP_RUN" in os.environ:
+    sys.meta_path.insert(0, _Waiting())
+_run_the_hidden_one()

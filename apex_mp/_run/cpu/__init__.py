@@ -1,0 +1,24 @@
+"""`--device cpu`: what a script puts on a GPU lies on the CPU.
+
+The script is told that there is one GPU; torch itself and apex_mp, which look at who asks, are told
+the truth. So what torch does for GPUs alone stays off, while the script's own conditions pass.
+"""
+
+from __future__ import annotations
+
+from apex_mp._run.cpu import cuda_module, libraries, places, tensors
+from apex_mp._run.replacements import Replacements
+
+ANNOUNCEMENT = (
+    "apex_mp run: --device cpu: everything that the script puts on a GPU lies on the CPU; "
+    "torch.cuda answers as if there were one"
+)
+
+
+def redirect(replacements: Replacements) -> None:
+    """Make "cuda" mean the CPU in this process."""
+    # tensors first: the lists of torch's factories are made of the originals.
+    tensors.replace(replacements)
+    places.replace(replacements)
+    cuda_module.replace(replacements)
+    libraries.replace(replacements)

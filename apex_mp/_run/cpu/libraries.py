@@ -1,0 +1,96 @@
+"""Checkpoints, processes, parallel models and autocast: a GPU in their arguments is the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from apex_mp._run.cpu.places import on_cpu, type_on_cpu
+from apex_mp._run.replacements import Replacements
+
+
+def replace(replacements: Replacements) -> None:
+    """Replace what takes a device or a backend beside tensors."""
+    replacements.set(torch, "load", _load(torch.load))
+    for name, change in (
+        ("set_default_tensor_type", type_on_cpu),
+        ("set_default_device", on_cpu),
+    ):
+        replacements.set(torch, name, _first(getattr(torch, name), change))
+    autocast = torch.amp.autocast_mode.autocast
+    replacements.set(autocast, "__init__", _autocast(autocast.__init__))
+    scaler = torch.amp.GradScaler
+    replacements.set(scaler, "__init__", _keyword_or_second(scaler.__init__))
+    if not distributed.is_available():
+        return
+    for name in ("init_process_group", "new_group"):
+        replacements.set(distributed, name, _with_gloo(getattr(distributed, name)))
+    parallel = torch.nn.parallel.DistributedDataParallel
+    replacements.set(parallel, "__init__", _without_devices(parallel.__init__))
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # A dictionary names GPUs on both sides.
+        gone = map_location is None or isinstance(map_location, dict)
+        return original(f, "cpu" if gone else on_cpu(map_location), *args, **kwargs)
+
+    return load
+
+
+def _first(original: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(value: Any) -> Any:
+        return original(change(value))
+
+    return wrapper
+
+
+def _autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if device_type == "cuda":
+            device_type = "cpu"
+            if not args and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float16  # That of CUDA; the CPU's is bfloat16.
+        original(self, device_type, *args, **kwargs)
+
+    return __init__
+
+
+def _keyword_or_second(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, on_cpu(device), *args, **kwargs)
+
+    return __init__
+
+
+def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        return original(*("gloo" if arg == "nccl" else arg for arg in args), **kwargs)
+
+    return wrapper
+
+
+def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(  # noqa: N807
+        self: Any,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(self, module, None, None, *args, **kwargs)
+
+    return __init__

@@ -1,0 +1,50 @@
+"""What names a device: a string, a number or a torch.device; "cuda" becomes the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex_mp._run.replacements import Replacements
+
+
+def on_cpu(device: Any) -> Any:
+    """Return a device as the script gave it, or the CPU in the place of a GPU."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int) or (
+        isinstance(device, str) and device.partition(":")[0] in ("cuda", "gpu")
+    ):
+        return "cpu"
+    return device
+
+
+def type_on_cpu(kind: Any) -> Any:
+    """Return a tensor type on the CPU: "torch.FloatTensor" for "torch.cuda.FloatTensor"."""
+    return kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind
+
+
+def replace(replacements: Replacements) -> None:
+    """Let torch.device and torch.Generator make CPU ones."""
+    for name in ("device", "Generator"):
+        replacements.set(torch, name, _stand_in(getattr(torch, name)))
+
+
+def _stand_in(real: Any) -> type:
+    """Return a class that makes objects of the class `real`, and that knows its instances."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 2:  # torch.device("cuda", 0)
+                args = (on_cpu(args[0]),) if args[0] == "cuda" else args
+            kwargs = {name: on_cpu(value) for name, value in kwargs.items() if name != "index"}
+            return real(*map(on_cpu, args), **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, real)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, real)
+
+    return Meta(real.__name__, (), {"__module__": "torch", "__doc__": real.__doc__})

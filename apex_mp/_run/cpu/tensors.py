@@ -1,0 +1,113 @@
+"""Tensors and modules: what is made on a GPU, or moved there, is on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.jit import _builtins
+from torch.utils import _device
+
+from apex_mp._run.cpu.places import on_cpu, type_on_cpu
+from apex_mp._run.replacements import Replacements, called_by_torch
+
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like")
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def replace(replacements: Replacements) -> None:
+    """Replace what takes a device, in torch, Tensor and Module."""
+    for name in _factories():
+        replacements.set(torch, name, _factory(getattr(torch, name)))
+    for name in _NEW:
+        replacements.set(Tensor, name, _keyword(getattr(Tensor, name)))
+    for owner in (Tensor, torch.nn.Module):
+        replacements.set(owner, "to", _to(owner.to))
+    replacements.set(Tensor, "cpu", _cpu(Tensor.cpu))
+    replacements.set(Tensor, "type", _type(Tensor.type))
+    replacements.set(Tensor, "is_cuda", _is_cuda(Tensor.is_cuda))
+    for name in ("cuda", "pin_memory"):
+        replacements.set(Tensor, name, _itself)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        replacements.set(storage, "cuda", _itself)
+    replacements.set(Tensor, "record_stream", lambda self, stream: None)
+    replacements.set(Tensor, "get_device", _get_device(Tensor.get_device))
+
+
+def _factories() -> list[str]:
+    known = {function.__name__ for function in _device._device_constructors()}
+    return sorted(name for name in {*known, *_LIKE, "zeros_like"} if hasattr(torch, name))
+
+
+def _keyword(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what takes a device by name only."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    wrapper = _keyword(original)
+    operator = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]
+    if operator is not None:  # torch.jit.script then takes the one for the other
+        _builtins._register_builtin(wrapper, operator)
+    return wrapper
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    original = _keyword(original)
+
+    @functools.wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *map(on_cpu, args[:1]), *args[1:], **kwargs)
+
+    return to
+
+
+def _itself(self: Any, *_: Any, **__: Any) -> Any:
+    """Return the object: it is where it belongs."""
+    return self
+
+
+def _cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A copy, as from a GPU: scripts keep it while they go on changing the original."""
+        moved = original(self, *args, **kwargs)
+        return moved.clone() if moved is self and not called_by_torch() else moved
+
+    return cpu
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, type_on_cpu(dtype), *args, **kwargs)
+        name = original(self)
+        # Scripts sort tensors by such names, and lose all that are not on a GPU.
+        return name if called_by_torch() else name.replace("torch.", "torch.cuda.", 1)
+
+    return type_
+
+
+def _is_cuda(original: Any) -> property:
+    def is_cuda(self: Tensor) -> bool:
+        return bool(original.__get__(self)) or not called_by_torch()
+
+    return property(is_cuda)
+
+
+def _get_device(original: Callable[..., int]) -> Callable[..., int]:
+    def get_device(self: Tensor) -> int:
+        return original(self) if called_by_torch() else 0
+
+    return get_device

@@ -1,0 +1,12 @@
+"""`--modernize`: what later versions took away; each thing is named on stderr at its first use."""
+
+from __future__ import annotations
+
+from apex_mp._run.modernize import masks, python, torch_functions, training
+from apex_mp._run.replacements import Replacements
+
+
+def supply(replacements: Replacements) -> None:
+    """Bring back in this process what scripts of 2018-2019 rely on."""
+    for module in (python, torch_functions, masks, training):
+        module.supply(replacements)

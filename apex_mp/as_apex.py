@@ -1,0 +1,9 @@
+"""`import apex_mp.as_apex` makes `apex` importable: `apex_mp.install_as_apex()` as an import.
+
+Where it is installed already, of whatever era, it stays as it is.
+"""
+
+from apex_mp._as_apex import install_as_apex, installed_era
+
+if installed_era() is None:
+    install_as_apex()

@@ -1,0 +1,6 @@
+"""Functions over lists of tensors, called as apex called its compiled ones."""
+
+from apex_mp.multi_tensor_apply import amp_C, apex_C, fused_adam_cuda
+from apex_mp.multi_tensor_apply.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+
+__all__ = ["MultiTensorApply", "amp_C", "apex_C", "fused_adam_cuda", "multi_tensor_applier"]

@@ -1,0 +1,165 @@
+"""The compiled module amp_C of apex, as functions of the operators here.
+
+All take `(chunk_size, overflow_buf, tensor_lists, ...)`. `chunk_size` has no effect. `overflow_buf`
+is a tensor of one element, an int32 in old code; it is raised to 1 and never cleared. Tensors may
+lie on the CPU too. `scale_check_overflow` is from before that convention.
+
+Raises, in every function:
+    RuntimeError: The lists are of the wrong number, empty, or do not fit each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp import _ops
+from apex_mp.multi_tensor_apply._arguments import Lists, check_lists, number, raising
+from apex_mp.multi_tensor_apply._sgd import multi_tensor_sgd
+
+__all__ = [
+    "multi_tensor_adam",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "scale_check_overflow",
+]
+
+
+def multi_tensor_scale(
+    chunk_size: int, overflow_buf: Tensor, tensor_lists: Lists, scale: float | Tensor
+) -> None:
+    """Write `input * scale` to the outputs: `[inputs, outputs]`.
+
+    inf and NaN are passed on, and raise the flag. A flag that is up already changes nothing.
+    """
+    check_lists("multi_tensor_scale", tensor_lists, ("inputs", "outputs"))
+    with raising(overflow_buf) as found_inf:
+        _ops.unscale_(tensor_lists[0], tensor_lists[1], number(scale), found_inf)
+
+
+def multi_tensor_axpby(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    a: float | Tensor,
+    b: float | Tensor,
+    arg_to_check: int = -1,
+) -> None:
+    """Write `a * x + b * y` to the outputs: `[x, y, outputs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: Raised if what is checked holds inf or NaN.
+        tensor_lists: As above.
+        a: Factor of `x`.
+        b: Factor of `y`.
+        arg_to_check: 0 checks `x`, 1 `y`, -1 both; before 2019-04-03 there was no such argument
+            [-1].
+    """
+    check_lists("multi_tensor_axpby", tensor_lists, ("x", "y", "outputs"))
+    x, y, out = tensor_lists
+    with raising(overflow_buf) as found_inf:
+        _ops.axpby_(x, y, out, number(a), number(b), found_inf, tested=arg_to_check)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, overflow_buf: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the l2 norm of all tensors of `[tensors]`, and the norm of each if asked for.
+
+    Returns:
+        Two float32 vectors: one element, and as many as there are tensors or none. A norm that is
+        inf or NaN raises the flag.
+    """
+    check_lists("multi_tensor_l2norm", tensor_lists, ("tensors",))
+    tensors = tensor_lists[0]
+    with raising(overflow_buf) as found_inf:
+        if per_tensor:
+            norm, norms = _ops.l2_norms(tensors)
+        else:
+            norm, norms = _ops.l2_norm(tensors), torch.empty(0, device=tensors[0].device)
+        found_inf.logical_or_(~norm.isfinite())
+    return norm.float().reshape(1), norms.float()
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Take one Adam step: `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above; moments of float32 (float64 for float64 parameters).
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        step: This step's number, from 1.
+        mode: 0 adds weight decay to the gradient, 1 decays the parameter (AdamW).
+        bias_correction: Not 0: correct the moments' start at zero.
+        weight_decay: Decay factor.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs")
+    check_lists("multi_tensor_adam", tensor_lists, names)
+    grads, params, exp_avgs, exp_avg_sqs = tensor_lists
+    with raising(overflow_buf) as found_inf:
+        _ops.adam_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps_before(step, params),
+            None,
+            lr=number(lr),
+            inv_scale=number(1.0),
+            found_inf=found_inf,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=mode == 1,
+            bias_correction=bool(bias_correction),
+            eps_inside_sqrt=False,
+        )
+
+
+def scale_check_overflow(
+    grads: Tensor, scale: float, overflow_buf: Tensor, downscaled_grads: Tensor
+) -> None:
+    """Write `grads * scale` to `downscaled_grads`, as until 2019-03; inf and NaN raise the flag.
+
+    Args:
+        grads: One tensor.
+        scale: The factor.
+        overflow_buf: A tensor of one element.
+        downscaled_grads: One float32 tensor, which may be `grads`.
+
+    Raises:
+        RuntimeError: The output is not float32, or sizes differ.
+    """
+    if downscaled_grads.dtype != torch.float32:
+        raise RuntimeError(
+            f"scale_check_overflow: downscaled_grads is {downscaled_grads.dtype}; "
+            "it must be torch.float32 (master gradients)"
+        )
+    multi_tensor_scale(0, overflow_buf, [[grads], [downscaled_grads]], scale)
+
+
+def steps_before(step: int, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the step counts that the operator takes: those before this step."""
+    return [torch.full((), float(step - 1), device=param.device) for param in params]

@@ -1,0 +1,40 @@
+"""The compiled module apex_C of apex: many tensors in one vector, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all tensors, which are of one dtype, in one new vector.
+
+    Raises:
+        RuntimeError: There is no tensor, or their dtypes differ.
+    """
+    if not tensors:
+        raise RuntimeError("apex_C.flatten: tensors is empty; it must hold a tensor at least")
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise RuntimeError(
+            f"apex_C.flatten: tensors are of {', '.join(sorted(map(str, dtypes)))}; "
+            "they must be of one dtype"
+        )
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a vector into views of the sizes of `tensors`, in their order.
+
+    Raises:
+        RuntimeError: `flat` is shorter than all tensors together.
+    """
+    needed = sum(tensor.numel() for tensor in tensors)
+    if flat.numel() < needed:
+        raise RuntimeError(
+            f"apex_C.unflatten: flat has {flat.numel()} elements; tensors have {needed} together"
+        )
+    pieces = torch.split(flat[:needed], [tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

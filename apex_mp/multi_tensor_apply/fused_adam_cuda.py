@@ -1,0 +1,75 @@
+"""The compiled module fused_adam_cuda of apex: one Adam step of one tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex_mp import _ops
+from apex_mp.multi_tensor_apply._arguments import check_lists, number
+from apex_mp.multi_tensor_apply.amp_C import steps_before
+
+
+def adam(
+    p: Tensor,
+    out_p: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    scale: float,
+    step: int,
+    eps_mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Take one AdamW step, with the formula of `apex_mp.optimizers.FusedAdam`.
+
+    Args:
+        p: The parameter or its master; written.
+        out_p: Where the new parameter is also written, rounded to its dtype; an empty tensor, or
+            `p` itself, for nowhere.
+        exp_avg: First moment, float32 (float64 for a float64 parameter); written.
+        exp_avg_sq: Second moment, likewise.
+        grad: The gradient times `scale`.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        scale: The loss scale, which the gradient is divided by.
+        step: This step's number, from 1.
+        eps_mode: 0 adds eps under the square root, 1 outside.
+        bias_correction: Not 0: correct the moments' start at zero.
+        weight_decay: Decay factor, on the parameter itself.
+
+    Raises:
+        RuntimeError: Sizes differ, or an operator refuses a dtype or a device.
+    """
+    names = ("p", "exp_avg", "exp_avg_sq", "grad")
+    check_lists("fused_adam_cuda.adam", [[p], [exp_avg], [exp_avg_sq], [grad]], names)
+    copies = None
+    if out_p.numel() > 0 and out_p.data_ptr() != p.data_ptr():
+        check_lists("fused_adam_cuda.adam", [[p], [out_p]], ("p", "out_p"))
+        copies = [out_p]
+    with torch.no_grad():
+        _ops.adam_(
+            [p],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            steps_before(step, [p]),
+            copies,
+            lr=number(lr),
+            inv_scale=number(1.0 / scale),
+            found_inf=None,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=True,
+            bias_correction=bool(bias_correction),
+            eps_inside_sqrt=eps_mode == 0,
+        )

@@ -1,0 +1,42 @@
+"""MultiTensorApply: calls a function of `amp_C` with the chunk size as its first argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class MultiTensorApply:
+    """Call `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
+
+    Args:
+        chunk_size: Handed on; the operators here cut their work as they see fit.
+
+    Attributes:
+        available: Always True: the operators come with the package.
+        warned: Always False: there is no fallback to warn of.
+    """
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        """Do nothing: where the operators are missing, the package cannot be imported."""
+
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        noop_flag_buffer: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        *args: Any,
+    ) -> Any:
+        """Call `op` and return what it returns."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

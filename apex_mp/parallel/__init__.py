@@ -1,0 +1,18 @@
+"""Data parallelism with the names of apex.parallel, over torch.distributed."""
+
+from apex_mp.parallel import LARC
+from apex_mp.parallel.distributed import DistributedDataParallel, Reducer
+from apex_mp.parallel.sync_batchnorm import (
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]

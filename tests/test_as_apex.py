@@ -1,0 +1,369 @@
+"""The name `apex`: what each era brings, what is refused, and that it goes without a trace."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import apex_mp
+from apex_mp._as_apex.__main__ import tables
+from apex_mp._as_apex.eras import ERAS
+from apex_mp._as_apex.table import MISSING, MODULES, TOP_LEVEL
+from apex_mp.amp import _current
+
+pytestmark = pytest.mark.cpu_only
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "apex_names.md").read_text()
+# The contract: what old scripts import.
+CONTRACT = [
+    "apex",
+    "apex.amp",
+    "apex.amp._amp_state",
+    "apex.amp.scaler",
+    "apex.amp.lists.functional_overrides",
+    "apex.amp.lists.tensor_overrides",
+    "apex.amp.lists.torch_overrides",
+    "apex.fp16_utils",
+    "apex.fp16_utils.fp16util",
+    "apex.fp16_utils.loss_scaler",
+    "apex.fp16_utils.fp16_optimizer",
+    "apex.optimizers",
+    "apex.optimizers.fused_adam",
+    "apex.optimizers.fp16_optimizer",
+    "apex.optimizers.fused_lamb",
+    "apex.contrib.optimizers",
+    "apex.normalization",
+    "apex.normalization.fused_layer_norm",
+    "apex.parallel",
+    "apex.parallel.LARC",
+    "apex.parallel.distributed",
+    "apex.parallel.sync_batchnorm",
+    "apex.multi_tensor_apply",
+    "apex.reparameterization",
+    "apex.RNN",
+    "amp_C",
+    "apex_C",
+    "fused_adam_cuda",
+    "fused_layer_norm_cuda",
+]
+STAR = [
+    "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
+    "FP16_Optimizer",
+    "LossScaler",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+
+@pytest.fixture(autouse=True)
+def uninstalled() -> Iterator[None]:
+    yield
+    apex_mp.uninstall_as_apex()
+
+
+def params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2))]
+
+
+# What can be imported
+
+
+@pytest.mark.parametrize("era", ERAS)
+def test_every_module_of_the_contract_and_every_name_of_the_table_is_there(era: str) -> None:
+    apex_mp.install_as_apex(era)
+    for name in {*CONTRACT, *MODULES}:
+        module = importlib.import_module(name)
+        assert module.__name__ == name
+        wanted = {n for names in MODULES[name].values() for n in names.split()}
+        wanted |= set(MISSING.get(name, {}))
+        absent = {n for place, n in ERAS[era].absent if place == name}
+        missing = wanted - set(vars(module))
+        assert missing == absent & wanted, name
+
+
+def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
+    apex_mp.install_as_apex()
+    names: dict[str, Any] = {}
+    exec("import apex", names)
+    apex = names["apex"]
+    assert apex.amp.init is not None
+    assert apex.optimizers.FusedAdam is apex_mp.optimizers.FusedAdam
+    assert apex.parallel.DistributedDataParallel is apex_mp.parallel.DistributedDataParallel
+    assert apex.normalization.FusedLayerNorm is apex_mp.normalization.FusedLayerNorm
+
+
+def test_a_star_import_of_fp16_utils_brings_the_14_names() -> None:
+    apex_mp.install_as_apex()
+    names: dict[str, Any] = {}
+    exec("from apex.fp16_utils import *", names)
+    assert sorted(name for name in names if not name.startswith("__")) == STAR
+
+
+def test_amp_state_is_a_module_and_an_object_in_amp() -> None:
+    apex_mp.install_as_apex()
+    names: dict[str, Any] = {}
+    exec("import apex.amp._amp_state as module\nfrom apex.amp import _amp_state", names)
+    exec("from apex.amp._amp_state import _amp_state as same, maybe_print", names)
+    assert names["_amp_state"] is names["same"] is apex_mp.amp._amp_state
+
+
+def test_the_lists_of_amp_are_the_lists_that_count() -> None:
+    apex_mp.install_as_apex()
+    overrides = importlib.import_module("apex.amp.lists.torch_overrides")
+    source = importlib.import_module("apex_mp.amp.lists.torch_overrides")
+    assert overrides.FP16_FUNCS is source.FP16_FUNCS
+
+
+def test_what_is_not_here_says_at_its_use_what_to_take_instead() -> None:
+    apex_mp.install_as_apex("2020")
+    lamb: Any = importlib.import_module("apex.optimizers").FusedLAMB
+    with pytest.raises(NotImplementedError, match=r"FusedLAMB is not in apex_mp; use torch"):
+        lamb(params(), lr=0.1)
+
+    class Mine(lamb):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(NotImplementedError, match="FusedLAMB is not in apex_mp"):
+        Mine()
+    assert not isinstance(1, lamb)
+
+
+def test_a_name_that_apex_did_not_have_then_is_an_import_error() -> None:
+    apex_mp.install_as_apex()
+    with pytest.raises(ImportError, match="FusedRMSNorm"):
+        exec("from apex.normalization import FusedRMSNorm")
+    with pytest.raises(ModuleNotFoundError, match=r"apex\.transformer"):
+        exec("import apex.transformer")
+
+
+# Eras
+
+
+@pytest.fixture
+def handle() -> Iterator[None]:
+    yield
+    if _current.handle is not None:
+        _current.handle._deactivate()
+
+
+@pytest.mark.usefixtures("handle")
+def test_the_order_of_init_is_that_of_the_era() -> None:
+    apex_mp.install_as_apex()
+    init: Any = importlib.import_module("apex.amp").init
+    assert [*inspect.signature(init).parameters][:4] == [
+        "enabled", "enable_caching", "verbose", "allow_banned",
+    ]  # fmt: skip
+    # 0 is no loss scale here, but caching switched off.
+    handle = init(True, 0, True, device_type="cpu")
+    assert (handle.has_cache, handle.verbose) == (False, True)
+    assert handle._default_scaler.dynamic
+    apex_mp.uninstall_as_apex()
+    apex_mp.install_as_apex("2019-08")
+    later: Any = importlib.import_module("apex.amp").init
+    handle = later(True, 128.0, False, device_type="cpu")
+    assert handle._default_scaler.loss_scale() == 128.0
+    assert not handle.has_cache
+
+
+@pytest.mark.parametrize(
+    ("era", "module", "scale"),
+    [
+        ("2019-03", "apex.optimizers", 2.0**32),
+        ("2019-03", "apex.optimizers.fp16_optimizer", 2.0**32),
+        ("2019-08", "apex.optimizers", 2.0**16),
+        ("2020", "apex.contrib.optimizers", 2.0**16),
+        ("2019-03", "apex.fp16_utils", 2.0**32),
+    ],
+)
+def test_the_dynamic_scale_starts_where_it_did(era: str, module: str, scale: float) -> None:
+    apex_mp.install_as_apex(era)
+    make: Any = importlib.import_module(module).FP16_Optimizer
+    optimizer = make(torch.optim.SGD(params(), lr=0.1), dynamic_loss_scale=True, verbose=False)
+    assert optimizer.cur_scale == scale
+    assert optimizer.__class__.__name__ == "FP16_Optimizer"
+    assert isinstance(optimizer, apex_mp.fp16_utils.FP16_Optimizer)
+    given = make(torch.optim.SGD(params(), lr=0.1), 1.0, True, {"init_scale": 8.0}, verbose=False)
+    assert given.cur_scale == 8.0
+
+
+def test_fused_adam_takes_its_arguments_in_the_order_of_the_era() -> None:
+    apex_mp.install_as_apex()
+    early: Any = importlib.import_module("apex.optimizers").FusedAdam
+    group = early(params(), 0.1, True, (0.9, 0.99), 1e-6, True, 0.5, 2.0).param_groups[0]
+    assert (group["eps_inside_sqrt"], group["weight_decay"], group["max_grad_norm"]) == (
+        True, 0.5, 2.0,
+    )  # fmt: skip
+    apex_mp.uninstall_as_apex()
+    apex_mp.install_as_apex("2019-08")
+    later: Any = importlib.import_module("apex.optimizers").FusedAdam
+    optimizer = later(params(), 0.1, True, (0.9, 0.99), 1e-6, False, 0.5)
+    group = optimizer.param_groups[0]
+    assert (group["adam_w_mode"], group["weight_decay"]) == (False, 0.5)
+    assert (group["eps_inside_sqrt"], group["max_grad_norm"]) == (False, 0.0)
+    assert later.__name__ == "FusedAdam"
+    assert optimizer.multi_tensor_adam is not None
+
+
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_the_later_fused_adam_clears_gradients_as_it_was_told(set_grad_none: bool) -> None:
+    apex_mp.install_as_apex("2020")
+    make: Any = importlib.import_module("apex.optimizers").FusedAdam
+    (param,) = given = params()
+    optimizer = make(given, set_grad_none=set_grad_none)
+    param.grad = torch.ones(2)
+    optimizer.zero_grad()
+    assert (param.grad is None) == set_grad_none
+
+
+def test_the_contrib_fused_adam_takes_its_two_arguments() -> None:
+    apex_mp.install_as_apex("2020")
+    make: Any = importlib.import_module("apex.contrib.optimizers").FusedAdam
+    make(params(), use_mt=True)
+    with pytest.raises(ValueError, match=r"amp_scale_adjustment is 2\.0; it must be 1"):
+        make(params(), amp_scale_adjustment=2.0)
+
+
+# Refusals
+
+
+def test_an_unknown_era_is_refused() -> None:
+    with pytest.raises(ValueError, match="era is '2018'; it must be one of '2019-03'"):
+        apex_mp.install_as_apex("2018")
+    assert importlib.util.find_spec("apex") is None
+
+
+def test_installing_twice_does_nothing_and_another_era_is_refused() -> None:
+    apex_mp.install_as_apex()
+    finders = [*sys.meta_path]
+    apex_mp.install_as_apex()
+    assert sys.meta_path == finders
+    with pytest.raises(RuntimeError, match="era is '2020', but apex is installed as of '2019-03'"):
+        apex_mp.install_as_apex("2020")
+    apex_mp.uninstall_as_apex()
+    apex_mp.uninstall_as_apex()
+    apex_mp.install_as_apex("2020")
+
+
+@pytest.fixture
+def real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "apex"
+    (package / "amp").mkdir(parents=True)
+    (package / "__init__.py").write_text("real = True\n")
+    (package / "amp" / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("apex", "apex.amp"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return package
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_real_apex_is_hidden_by_force_only_and_comes_back(
+    imported: bool, real_apex: Path
+) -> None:
+    if imported:
+        importlib.import_module("apex.amp")
+    before = dict(sys.modules)
+    with pytest.raises(RuntimeError, match=r"apex can be imported already, from .*__init__\.py"):
+        apex_mp.install_as_apex()
+    assert sys.modules == before
+    apex_mp.install_as_apex(force=True)
+    assert not hasattr(importlib.import_module("apex.amp"), "real")
+    apex_mp.uninstall_as_apex()
+    assert sys.modules == before
+    assert importlib.import_module("apex.amp").real
+    for name in ("apex.amp", "apex"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL[1:])
+def test_a_real_compiled_module_is_not_hidden_either(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"{name} can be imported already"):
+        apex_mp.install_as_apex()
+
+
+def test_a_mere_folder_of_that_name_is_no_apex(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apex").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    apex_mp.install_as_apex()
+    assert importlib.import_module("apex.amp").init is not None
+
+
+# Coming and going
+
+
+def test_uninstalling_leaves_nothing_behind() -> None:
+    before, finders = dict(sys.modules), [*sys.meta_path]
+    importlib.import_module("apex_mp.as_apex")
+    for name in MODULES:
+        importlib.import_module(name)
+    apex_mp.uninstall_as_apex()
+    assert sys.modules == before
+    assert sys.meta_path == finders
+    assert not hasattr(apex_mp, "as_apex")
+    assert importlib.util.find_spec("apex") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+
+
+def test_the_import_installs_each_time_anew_and_keeps_an_era_that_is_there() -> None:
+    for _ in range(2):
+        importlib.import_module("apex_mp.as_apex")
+        assert importlib.util.find_spec("apex") is not None
+        apex_mp.uninstall_as_apex()
+    apex_mp.install_as_apex("2020")
+    importlib.import_module("apex_mp.as_apex")
+    with pytest.raises(RuntimeError, match="installed as of '2020'"):
+        apex_mp.install_as_apex()
+
+
+def test_nothing_is_written_to_disk(tmp_path: Path) -> None:
+    code = (
+        "import apex_mp.as_apex, importlib\n"
+        "from apex_mp._as_apex.table import MODULES\n"
+        "assert all(importlib.import_module(name) for name in MODULES)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert not [*tmp_path.iterdir()]
+
+
+# The page
+
+
+def test_the_page_holds_the_tables() -> None:
+    """`python -m apex_mp._as_apex` prints what belongs between the two marks."""
+    _, rest = PAGE.split("<!-- python -m apex_mp._as_apex -->\n")
+    shown, _ = rest.split("<!-- end -->")
+    assert shown.strip() == tables().strip()
+
+
+def test_each_new_import_that_the_page_names_can_be_imported() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert {"amp", "FP16_Optimizer", "FusedAdam", "multi_tensor_applier", "amp_C"} <= set(names)

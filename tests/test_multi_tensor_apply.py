@@ -1,0 +1,265 @@
+"""multi_tensor_applier and the compiled modules of apex, in their old calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex_mp.multi_tensor_apply import (
+    MultiTensorApply,
+    amp_C,
+    apex_C,
+    fused_adam_cuda,
+    multi_tensor_applier,
+)
+
+INF = float("inf")
+
+
+@pytest.fixture
+def flag(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def tensors(device: torch.device, *values: float, dtype: Any = torch.float32) -> list[Tensor]:
+    return [torch.full((3,), value, device=device, dtype=dtype) for value in values]
+
+
+def test_the_applier_hands_the_chunk_size_and_all_else_on(flag: Tensor) -> None:
+    assert multi_tensor_applier.available
+    assert not multi_tensor_applier.warned
+    assert multi_tensor_applier.chunk_size == 2048 * 32
+    called = MultiTensorApply(7)(lambda *args: args, flag, [[flag]], 1.0, 2)
+    assert called == (7, flag, [[flag]], 1.0, 2)
+
+
+def test_scale_writes_products_across_dtypes_and_leaves_the_flag(
+    flag: Tensor, device: torch.device
+) -> None:
+    inputs = tensors(device, 2.0, 4.0, dtype=torch.float16)
+    outputs = tensors(device, 0.0, 0.0)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [inputs, outputs], 0.5)
+    assert [out.tolist() for out in outputs] == [[1.0] * 3, [2.0] * 3]
+    assert flag.tolist() == [0]
+
+
+def test_scale_passes_inf_on_and_raises_the_flag_for_good(
+    flag: Tensor, device: torch.device
+) -> None:
+    bad = tensors(device, 1.0, INF)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [bad, bad], 2.0)
+    assert flag.tolist() == [1]
+    assert [t[0].item() for t in bad] == [2.0, INF]
+    good = tensors(device, 1.0)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [good, good], 2.0)
+    assert (flag.tolist(), good[0].tolist()) == ([1], [2.0] * 3)
+
+
+def test_parameters_are_written_although_they_require_grad(
+    flag: Tensor, device: torch.device
+) -> None:
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [tensors(device, 3.0), [param]], 1.0)
+    assert param.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(("checked", "raised"), [(-1, 1), (0, 0), (1, 1)])
+def test_axpby_looks_for_inf_where_it_is_told(
+    checked: int, raised: int, flag: Tensor, device: torch.device
+) -> None:
+    x, y, out = tensors(device, 1.0), tensors(device, INF), tensors(device, 0.0)
+    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 2.0, 1.0, checked)
+    assert (flag.item(), out[0].tolist()) == (raised, [INF] * 3)
+
+
+def test_axpby_of_early_2019_has_no_argument_to_check(flag: Tensor, device: torch.device) -> None:
+    x, y, out = tensors(device, 1.0), tensors(device, 10.0), tensors(device, 0.0)
+    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 2.0, 3.0)
+    assert (flag.item(), out[0].tolist()) == (0, [32.0] * 3)
+
+
+@pytest.mark.parametrize("per_tensor", [None, False, True])
+def test_l2norm_returns_a_vector_of_one_and_norms_on_request(
+    per_tensor: bool | None, flag: Tensor, device: torch.device
+) -> None:
+    lists = [[torch.tensor([3.0], device=device), torch.tensor([4.0, 0.0], device=device)]]
+    args = () if per_tensor is None else (per_tensor,)
+    norm, norms = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, lists, *args)
+    assert (norm.tolist(), norm.dtype, flag.item()) == ([5.0], torch.float32, 0)
+    assert norms.tolist() == ([3.0, 4.0] if per_tensor else [])
+
+
+def test_an_infinite_norm_raises_the_flag(flag: Tensor, device: torch.device) -> None:
+    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [tensors(device, INF)])
+    assert (norm.tolist(), flag.item()) == ([INF], 1)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam_takes_the_steps_of_torch(mode: int, flag: Tensor, device: torch.device) -> None:
+    ours = [torch.randn(5, device=device), torch.randn(2, device=device)]
+    theirs = [torch.nn.Parameter(param.clone()) for param in ours]
+    make = torch.optim.AdamW if mode else torch.optim.Adam
+    optimizer = make(theirs, lr=0.1, weight_decay=0.01, foreach=False)
+    moments = [[torch.zeros_like(param) for param in ours] for _ in range(2)]
+    for step in (1, 2, 3):
+        for param in theirs:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        lists = [[param.grad for param in theirs], ours, *moments]
+        rest = (0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.01)
+        multi_tensor_applier(amp_C.multi_tensor_adam, flag, lists, *rest)
+    for mine, param in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, param.detach())
+
+
+def test_adam_and_sgd_do_nothing_when_the_flag_is_up(flag: Tensor, device: torch.device) -> None:
+    flag.fill_(1)
+    lists = [tensors(device, value) for value in (1.0, 2.0, 3.0, 4.0)]
+    rest = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+    multi_tensor_applier(amp_C.multi_tensor_adam, flag, lists, *rest)
+    multi_tensor_applier(
+        amp_C.multi_tensor_sgd, flag, lists[:3], 0.0, 0.9, 0.0, 0.1, False, True, False, 1.0
+    )
+    assert [tensor[0].item() for (tensor,) in lists] == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_takes_the_steps_of_torch_and_writes_the_copy(
+    momentum: float, nesterov: bool, flag: Tensor, device: torch.device
+) -> None:
+    if nesterov and not momentum:
+        nesterov = False
+    ours = [torch.randn(5, device=device)]
+    theirs = [torch.nn.Parameter(ours[0].clone())]
+    optimizer = torch.optim.SGD(
+        theirs, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.01
+    )
+    buffers, copies = [torch.zeros_like(ours[0])], [torch.zeros(5, device=device).half()]
+    for step in range(3):
+        theirs[0].grad = torch.randn(5, device=device)
+        optimizer.step()
+        scaled = [theirs[0].grad * 128]
+        rest = (0.01, momentum, 0.0, 0.1, nesterov, step == 0, False, 1 / 128)
+        lists = [scaled, ours, buffers, copies]
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
+    torch.testing.assert_close(ours[0], theirs[0].detach())
+    assert torch.equal(copies[0], ours[0].half())
+
+
+def test_sgd_may_decay_after_momentum(flag: Tensor, device: torch.device) -> None:
+    lists = [tensors(device, value) for value in (1.0, 10.0, 0.0)]
+    rest = (0.5, 0.9, 0.0, 1.0, False, True, True, 1.0)
+    multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
+    assert [t[0].item() for (t,) in lists[1:]] == [10.0 - (1.0 + 5.0), 1.0]
+
+
+def test_sgd_dampens_all_but_the_first_gradient(flag: Tensor, device: torch.device) -> None:
+    lists = [tensors(device, value) for value in (1.0, 10.0, 0.0)]
+    for first in (True, False):
+        rest = (0.0, 0.5, 0.75, 1.0, False, first, False, 1.0)
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
+    assert [t[0].item() for (t,) in lists[1:]] == [10.0 - 1.0 - 0.75, 0.5 + 0.25]
+
+
+def test_scale_check_overflow_takes_single_tensors(flag: Tensor, device: torch.device) -> None:
+    grads = torch.tensor([2.0, 4.0], device=device).half()
+    out = torch.zeros(2, device=device)
+    amp_C.scale_check_overflow(grads, 0.5, flag, out)
+    assert (out.tolist(), flag.item()) == ([1.0, 2.0], 0)
+    with pytest.raises(RuntimeError, match=r"float16; it must be torch\.float32"):
+        amp_C.scale_check_overflow(grads, 0.5, flag, grads)
+
+
+@pytest.mark.parametrize(
+    ("lists", "sentence"),
+    [
+        ([[3]], "holds 1 lists; it must hold 2: inputs, outputs"),
+        ([[], []], "inputs is empty"),
+        ([[3], [3, 3]], "outputs holds 2 tensors, inputs holds 1"),
+        ([[3, 3], [3, 4]], r"outputs\[1\] has 4 elements, inputs\[1\] has 3"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused_and_nothing_is_written(
+    lists: list[list[int]], sentence: str, flag: Tensor, device: torch.device
+) -> None:
+    made = [[torch.full((size,), INF, device=device) for size in one] for one in lists]
+    with pytest.raises(RuntimeError, match=sentence):
+        amp_C.multi_tensor_scale(1, flag, made, 0.0)
+    assert flag.item() == 0
+    assert all(bool(t.isinf().all()) for one in made for t in one)
+
+
+def test_a_flag_of_more_elements_is_refused(device: torch.device) -> None:
+    lists = [tensors(device, 1.0), tensors(device, 0.0)]
+    with pytest.raises(RuntimeError, match="the overflow flag has 2 elements"):
+        amp_C.multi_tensor_scale(1, torch.zeros(2, device=device), lists, 1.0)
+
+
+# fused_adam_cuda and apex_C
+
+
+@pytest.mark.parametrize("eps_mode", [0, 1])
+@pytest.mark.parametrize("corrected", [0, 1])
+def test_fused_adam_cuda_steps_and_writes_the_copy(
+    eps_mode: int, corrected: int, device: torch.device
+) -> None:
+    p = torch.tensor([1.0], device=device)
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    grad = torch.tensor([2.0 * 64], device=device).half()
+    out_p = torch.zeros(1, device=device).half()
+    fused_adam_cuda.adam(
+        p, out_p, m, v, grad, 0.5, 0.9, 0.99, 0.1, 64.0, 1, eps_mode, corrected, 0.25
+    )
+    exp_avg, exp_avg_sq = (2.0, 4.0) if corrected else (0.2, 0.04)
+    denom = (exp_avg_sq + 0.1) ** 0.5 if eps_mode == 0 else exp_avg_sq**0.5 + 0.1
+    assert p.item() == pytest.approx(1.0 - 0.5 * 0.25 - 0.5 * exp_avg / denom)
+    assert (m.item(), v.item()) == (pytest.approx(0.2), pytest.approx(0.04))
+    assert torch.equal(out_p, p.half())
+
+
+def test_an_empty_copy_and_the_parameter_as_its_own_copy_mean_none(device: torch.device) -> None:
+    results = []
+    for own in (False, True):
+        p = torch.ones(2, device=device)
+        out_p = p if own else torch.tensor([], device=device)
+        m, v, grad = torch.zeros_like(p), torch.zeros_like(p), torch.ones_like(p)
+        fused_adam_cuda.adam(p, out_p, m, v, grad, 0.5, 0.9, 0.99, 1e-8, 1.0, 1, 1, 1, 0.0)
+        results.append(p.tolist())
+    assert results[0] == results[1] == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("wrong", ["out_p", "exp_avg", "exp_avg_sq", "grad"])
+def test_fused_adam_cuda_names_what_has_another_size(wrong: str, device: torch.device) -> None:
+    p = torch.ones(2, device=device)
+    given = {name: torch.zeros(2, device=device) for name in ("exp_avg", "exp_avg_sq", "grad")}
+    given["out_p"] = torch.zeros(2, device=device)
+    given[wrong] = torch.zeros(3, device=device)
+    with pytest.raises(RuntimeError, match=rf"{wrong}\[0\] has 3 elements, p\[0\] has 2"):
+        fused_adam_cuda.adam(
+            p, **given, lr=1.0, beta1=0.9, beta2=0.9, eps=1.0, scale=1.0, step=1, eps_mode=1,
+            bias_correction=1, weight_decay=0.0,
+        )  # fmt: skip
+    assert p.tolist() == [1.0, 1.0]
+
+
+def test_flatten_and_unflatten_are_each_others_way_back(device: torch.device) -> None:
+    parts = [torch.arange(6.0, device=device).view(2, 3), torch.tensor(7.0, device=device)]
+    flat = apex_C.flatten(parts)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7]
+    back = apex_C.unflatten(flat, parts)
+    assert [tuple(part.shape) for part in back] == [(2, 3), ()]
+    back[0].zero_()
+    assert flat.tolist() == [0] * 6 + [7]  # views
+
+
+def test_flatten_and_unflatten_say_what_does_not_fit(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="tensors is empty"):
+        apex_C.flatten([])
+    with pytest.raises(RuntimeError, match=r"torch\.float16, torch\.float32; they must"):
+        apex_C.flatten([*tensors(device, 1.0), *tensors(device, 1.0, dtype=torch.float16)])
+    with pytest.raises(RuntimeError, match="flat has 3 elements; tensors have 6 together"):
+        apex_C.unflatten(tensors(device, 1.0)[0], tensors(device, 1.0, 2.0))

@@ -1,0 +1,144 @@
+"""One script of each kind of project, as they were written: with the name apex, on no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apex_mp
+from apex_mp._run import cpu
+from apex_mp._run.replacements import Replacements
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+FOLDER = Path(__file__).parent / "old_scripts"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+@pytest.fixture
+def as_apex_on_cpu() -> Iterator[None]:
+    replacements = Replacements()
+    cpu.redirect(replacements)
+    apex_mp.install_as_apex()
+    yield
+    apex_mp.uninstall_as_apex()
+    replacements.undo()
+
+
+def run(script: str, **names: Any) -> dict[str, Any]:
+    path = FOLDER / f"{script}.py"
+    found: dict[str, Any] = {"__name__": "__main__", **names}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), found)
+    return found
+
+
+def test_there_is_a_script_for_each_kind_of_project() -> None:
+    assert len(SCRIPTS) == 10
+
+
+@pytest.mark.usefixtures("as_apex_on_cpu")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_old_script_trains_without_a_change(script: str, tmp_path: Path) -> None:
+    losses = run(script, store=f"file://{tmp_path}/store")["losses"]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.usefixtures("as_apex_on_cpu")
+def test_the_subclass_of_2019_reads_what_it_did() -> None:
+    names = run("sequence_to_sequence")
+    assert names["first_scale"] == 2.0**32
+    assert names["state"]["scale_factor"] == 2.0
+    assert names["state"]["cur_iter"] == 40
+
+
+def test_the_same_script_runs_by_the_command(tmp_path: Path) -> None:
+    root = str(Path(apex_mp.__file__).resolve().parent.parent)
+    script = (FOLDER / "bert_fine_tuning.py").read_text() + "\nprint(losses[-1] < losses[0])\n"
+    (tmp_path / "script.py").write_text(script)
+    result = subprocess.run(
+        [sys.executable, "-m", "apex_mp", "run", "--device", "cpu", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# Libraries that probe for apex, in the words that they use.
+
+
+def is_available_by_spec() -> bool:
+    return importlib.util.find_spec("apex") is not None
+
+
+def is_available_by_metadata() -> bool:
+    import importlib.metadata
+
+    if importlib.util.find_spec("apex") is None:
+        return False
+    try:
+        importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def is_available_by_submodule() -> bool:
+    try:
+        return importlib.util.find_spec("apex.amp") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+PROBES = [is_available_by_spec, is_available_by_metadata, is_available_by_submodule]
+
+
+@pytest.fixture(params=["2019-03", "2019-08", "2020"])
+def as_apex(request: pytest.FixtureRequest) -> Iterator[None]:
+    apex_mp.install_as_apex(request.param)
+    yield
+    apex_mp.uninstall_as_apex()
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_nobody_finds_an_apex_that_is_not_installed(probe: Any) -> None:
+    assert not probe()
+
+
+@pytest.mark.usefixtures("as_apex")
+@pytest.mark.parametrize("probe", PROBES)
+def test_who_finds_apex_finds_all_that_is_used_of_it(probe: Any) -> None:
+    assert probe()
+    names: dict[str, Any] = {}
+    exec("from apex import amp", names)
+    for name in ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"):
+        assert callable(getattr(names["amp"], name))
+    assert hasattr(names["amp"], "_amp_state")
+    exec("from apex.optimizers import FusedAdam", names)
+
+
+@pytest.mark.usefixtures("as_apex")
+def test_a_norm_of_later_years_is_left_to_the_library() -> None:
+    class PlainNorm:
+        pass
+
+    norm: Any = PlainNorm
+    try:
+        exec("from apex.normalization import FusedRMSNorm")
+    except ImportError:
+        pass
+    else:
+        norm = None
+    assert norm is PlainNorm

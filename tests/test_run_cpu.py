@@ -1,0 +1,215 @@
+"""`--device cpu`: what a script says to a GPU works without one, and torch itself is not fooled."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex_mp import amp
+from apex_mp._run import cpu
+from apex_mp._run.replacements import Replacements
+
+pytestmark = pytest.mark.cpu_only
+
+CUDA: Any = torch.cuda
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    replacements = Replacements()
+    cpu.redirect(replacements)
+    yield
+    replacements.undo()
+
+
+def file_of(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+PLACES = {
+    "cuda()": lambda x: x.cuda(),
+    "cuda(0)": lambda x: x.cuda(0, non_blocking=True),
+    "to name": lambda x: x.to("cuda"),
+    "to number": lambda x: x.to(0),
+    "to named argument": lambda x: x.to(device="cuda:1", dtype=torch.float64),
+    "to device": lambda x: x.to(torch.device("cuda", 0)),
+    "to device by number": lambda x: x.to(torch.device(0)),
+    "type": lambda x: x.type("torch.cuda.HalfTensor"),
+    "type class": lambda x: x.type(torch.cuda.FloatTensor),
+    "pinned": lambda x: x.pin_memory(),
+    "zeros": lambda x: torch.zeros(1, device="cuda"),
+    "tensor": lambda x: torch.tensor([1.0], device=0),
+    "like": lambda x: torch.zeros_like(x, device="cuda"),
+    "new": lambda x: x.new_zeros(1, device="cuda"),
+    "class": lambda x: torch.cuda.FloatTensor([1.0]),
+    "generator": lambda x: torch.randn(1, generator=torch.Generator(device="cuda"), device="cuda"),
+    "module": lambda x: nn.Linear(1, 1).cuda().weight,
+    "module to": lambda x: nn.Linear(1, 1).to("cuda").weight,
+    "module made there": lambda x: nn.Linear(1, 1, device="cuda").weight,
+    "load": lambda x: torch.load(file_of(x), map_location="cuda:0"),
+    "load with dict": lambda x: torch.load(file_of(x), map_location={"cuda:0": "cuda:1"}),
+    "load with function": lambda x: torch.load(
+        file_of(x), map_location=lambda storage, place: storage.cuda(0)
+    ),
+    "storage": lambda x: torch.tensor([]).set_(x.untyped_storage().cuda()),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_put_on_a_gpu_is_on_the_cpu(place: str) -> None:
+    moved = PLACES[place](torch.ones(1))
+    assert moved.device == CPU
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_script_is_told_that_there_is_one_gpu() -> None:
+    assert CUDA.is_available()
+    assert (CUDA.device_count(), CUDA.current_device()) == (1, 0)
+    assert torch.ones(1).is_cuda
+    assert torch.ones(1).get_device() == 0
+    assert torch.ones(1).half().type() == "torch.cuda.HalfTensor"
+    assert isinstance(torch.ones(1), CUDA.FloatTensor)
+    assert "CPU" in CUDA.get_device_name(0)
+    assert CUDA.get_device_capability() == (7, 0)
+    assert CUDA.get_device_properties(0).total_memory > 0
+    assert CUDA.memory_allocated() == CUDA.max_memory_allocated() == 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_torch_and_apex_mp_are_told_the_truth() -> None:
+    names = {"__name__": "torch.nn.anything", "torch": torch}
+    assert eval("torch.cuda.is_available()", names) is torch.backends.cuda.is_built()
+    assert not eval("torch.ones(1).is_cuda", names)
+    assert eval("torch.ones(1).type()", names) == "torch.FloatTensor"
+    torch.manual_seed(1)
+    model = nn.DataParallel(nn.Linear(1, 1).cuda(), device_ids=[0])
+    assert model(torch.ones(1, 1).cuda()).shape == (1, 1)
+
+
+@pytest.mark.usefixtures("on_cpu", "amp_off")
+def test_amp_casts_on_the_cpu() -> None:
+    amp.init()
+    assert nn.Linear(1, 1).cuda()(torch.ones(1, 1).cuda()).dtype == torch.float16
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_device_is_a_device() -> None:
+    device: Any = torch.device("cuda:0")
+    assert isinstance(device, torch.device)
+    assert issubclass(type(device), torch.device)
+    assert torch.device("cpu") == device
+    assert torch.device(type="cuda", index=0) == device
+    with torch.device("cuda"):
+        assert torch.ones(1).device == CPU
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_copy_for_the_cpu_does_not_change_with_the_model() -> None:
+    weight = torch.ones(1).cuda()
+    kept = weight.cpu()
+    weight.zero_()
+    assert kept.item() == 1.0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_events_measure_time_and_streams_wait_for_nothing() -> None:
+    start, end = CUDA.Event(enable_timing=True), CUDA.Event(enable_timing=True)
+    start.record()
+    time.sleep(0.002)
+    end.record()
+    CUDA.synchronize()
+    assert 2.0 <= start.elapsed_time(end) < 2000.0
+    side = CUDA.Stream()
+    with CUDA.device(0), CUDA.stream(side):
+        CUDA.current_stream().wait_stream(side)
+        side.synchronize()
+    torch.ones(1).record_stream(side)
+    assert end.query()
+    assert side.record_event().query()
+    for name in ("empty_cache", "init", "reset_max_memory_allocated"):
+        getattr(CUDA, name)()
+    CUDA.set_device(0)
+    CUDA.nvtx.range_push("step")
+    CUDA.nvtx.range_pop()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_seed_of_the_gpu_is_that_of_the_cpu() -> None:
+    def drawn() -> float:
+        return torch.rand(1, device="cuda").item()
+
+    CUDA.manual_seed_all(7)
+    state = CUDA.get_rng_state()
+    first = drawn()
+    CUDA.manual_seed(7)
+    assert drawn() == first
+    CUDA.set_rng_state(state)
+    assert drawn() == first
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning")
+def test_autocast_and_its_scaler_work_on_the_cpu() -> None:
+    model, x = nn.Linear(1, 1).cuda(), torch.ones(1, 1).cuda()
+    with torch.cuda.amp.autocast():
+        assert model(x).dtype == torch.float16
+    with torch.autocast("cuda"):
+        assert model(x).dtype == torch.float16
+    assert torch.cuda.amp.GradScaler().is_enabled()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_functions_for_torchscript_may_still_make_tensors() -> None:
+    def more(x: Tensor) -> Tensor:
+        return x + torch.zeros(1)
+
+    assert torch.jit.script(more)(torch.ones(1)).item() == 1.0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        assert torch.distributed.get_backend() == "gloo"
+        model = nn.parallel.DistributedDataParallel(
+            nn.Linear(1, 1).cuda(), device_ids=[0], output_device=0
+        )
+        model(torch.ones(1, 1).cuda()).sum().backward()
+        assert torch.distributed.new_group(backend="nccl") is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_default_tensor_type_may_be_that_of_a_gpu() -> None:
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert torch.ones(1).dtype == torch.float64
+    finally:
+        torch.set_default_tensor_type("torch.FloatTensor")
+
+
+def test_all_of_it_can_be_undone() -> None:
+    owners: list[Any] = [torch, Tensor, nn.Module, torch.cuda, torch.distributed]
+    before = [dict(vars(owner)) for owner in owners]
+    replacements = Replacements()
+    cpu.redirect(replacements)
+    assert [dict(vars(owner)) for owner in owners] != before
+    replacements.undo()
+    assert [dict(vars(owner)) for owner in owners] == before
+    if not torch.backends.cuda.is_built():
+        assert not CUDA.is_available()

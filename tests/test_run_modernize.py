@@ -1,0 +1,196 @@
+"""`--modernize`: each thing that it supplies, what it says of it, and that it can be undone."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import inspect
+import io
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex_mp._run import modernize
+from apex_mp._run.modernize import notes
+from apex_mp._run.replacements import Replacements
+
+pytestmark = pytest.mark.cpu_only
+
+NP: Any = numpy
+UINT8 = torch.tensor([1, 0, 1], dtype=torch.uint8)
+X = torch.tensor([1.0, 2.0, 3.0])
+IGNORED = torch.tensor([-100, -100])
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def zeroed(owner: str) -> list[float] | None:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.ones(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model if owner == "model" else sgd).zero_grad()
+    return None if model.weight.grad is None else model.weight.grad.flatten().tolist()
+
+
+def pickled() -> Any:
+    file = io.BytesIO()
+    torch.save(argparse.Namespace(a=1), file)
+    file.seek(0)
+    return torch.load(file).a
+
+
+def local_rank(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    return int(parser.parse_args(words).local_rank)
+
+
+def scheduler(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(torch.optim.lr_scheduler, name)(optimizer(), *args, **kwargs)
+
+
+# (what the script says, what it gets, a part of what is said on stderr)
+CASES: list[tuple[Callable[[], Any], Any, str]] = [
+    (lambda: importlib.import_module("torch._six").string_classes, (str, bytes), "torch._six"),
+    (lambda: importlib.import_module("torch._six").inf, math.inf, "torch._six"),
+    (pickled, 1, "weights_only=False"),
+    (lambda: X.masked_fill(UINT8, 0).tolist(), [0, 2, 0], "masked_fill with a uint8"),
+    (lambda: X.clone().masked_fill_(mask=UINT8, value=0).tolist(), [0, 2, 0], "masked_fill_"),
+    (lambda: X.masked_select(UINT8).tolist(), [1, 3], "masked_select"),
+    (lambda: torch.masked_select(X, UINT8).tolist(), [1, 3], "masked_select"),
+    (lambda: torch.where(UINT8, X, -X).tolist(), [1, -2, 3], "where with a uint8"),
+    (lambda: (1 - (X > 1)).tolist(), [1, 0, 0], "- with a bool mask"),
+    (lambda: ((X > 1) - (X > 2)).tolist(), [0, 1, 0], "- with a bool mask"),
+    (lambda: (~UINT8).tolist(), [0, 1, 0], "~ of a uint8 mask"),
+    (lambda: torch.full((1,), 3).dtype, torch.float32, "torch.full"),
+    (lambda: inspect.getargspec(lambda a, *b: 0)[:2], (["a"], "b"), "inspect.getargspec"),  # type: ignore[attr-defined]
+    (lambda: collections.Mapping, collections.abc.Mapping, "collections.Mapping"),  # type: ignore[attr-defined]
+    (lambda: (NP.int, NP.float, NP.object), (int, float, object), "numpy.float"),
+    (lambda: NP.float_, numpy.float64, "numpy.float_"),
+    (lambda: scheduler("ReduceLROnPlateau", verbose=True).patience, 10, "ReduceLROnPlateau"),
+    (
+        lambda: scheduler("ReduceLROnPlateau", "min", 0.1, 4, True, 0.5).threshold,
+        0.5,
+        "ReduceLROnPlateau",
+    ),
+    (lambda: scheduler("StepLR", 3, 0.1, -1, True).step_size, 3, "StepLR"),
+    (lambda: zeroed("model"), [0.0], "zero_grad"),
+    (lambda: zeroed("optimizer"), [0.0], "zero_grad"),
+    (lambda: nn.CrossEntropyLoss()(torch.ones(2, 3), IGNORED).item(), 0.0, "cross_entropy"),
+    (lambda: nn.functional.nll_loss(torch.ones(2, 3), IGNORED).item(), 0.0, "nll_loss"),
+    (lambda: torch.ones(2, 3).t().view(-1).shape, (6,), "Tensor.view"),
+    (lambda: iter(torch.utils.data.DataLoader([1])).next().item(), 1, "next()"),  # type: ignore[attr-defined, arg-type]
+    (lambda: local_rank("--local-rank=3"), 3, "--local-rank"),
+    (lambda: local_rank("--local-rank", "2"), 2, "--local-rank"),
+]
+
+
+@pytest.fixture
+def modern() -> Iterator[None]:
+    replacements = Replacements()
+    notes.forget()
+    modernize.supply(replacements)
+    yield
+    replacements.undo()
+
+
+@pytest.mark.usefixtures("modern")
+@pytest.mark.parametrize(("say", "get", "line"), CASES)
+def test_the_script_gets_what_it_got_then_and_hears_of_it_once(
+    say: Callable[[], Any], get: Any, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say() == get
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert line in said.err
+    assert all(text.startswith("apex_mp run: --modernize: ") for text in said.err.splitlines())
+    say()
+    assert capsys.readouterr().err == ""
+
+
+def outcome(say: Callable[[], Any]) -> Any:
+    try:
+        return say()
+    except (Exception, SystemExit) as error:
+        return error
+
+
+# So that this list shrinks when torch, or Python, changes its mind.
+@pytest.mark.parametrize(("say", "get", "line"), CASES)
+def test_without_it_the_script_gets_something_else(
+    say: Callable[[], Any], get: Any, line: str
+) -> None:
+    assert outcome(say) != get
+
+
+# What must stay as it is: (what a new script says, what it gets)
+UNTOUCHED: list[tuple[Callable[[], Any], Any]] = [
+    (lambda: torch.full((1,), 3, dtype=torch.int64).dtype, torch.int64),
+    (lambda: torch.full((1,), 3.0).dtype, torch.float32),
+    (lambda: (~torch.tensor([2, 1], dtype=torch.uint8)).tolist(), [253, 254]),
+    (lambda: (~(X > 1)).tolist(), [True, False, False]),
+    (lambda: (X - 1).tolist(), [0, 1, 2]),
+    (lambda: X.masked_fill(X > 2, 0).tolist(), [1, 2, 0]),
+    (lambda: X.view(3, 1).shape, (3, 1)),
+    (lambda: X.view(torch.int32).dtype, torch.int32),
+    (lambda: scheduler("StepLR", 3).gamma, 0.1),
+    (lambda: nn.functional.nll_loss(-torch.eye(2), torch.tensor([0, -100])).item(), 1.0),
+    (lambda: local_rank("--local_rank", "2"), 2),
+]
+
+
+@pytest.mark.usefixtures("modern")
+@pytest.mark.parametrize(("say", "get"), UNTOUCHED)
+def test_what_needs_nothing_is_left_alone_in_silence(
+    say: Callable[[], Any], get: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say() == get
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("modern")
+def test_errors_that_are_no_matter_of_years_stay_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = NP.nothing
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = collections.nothing  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = importlib.import_module("torch._six").nothing
+    with pytest.raises(RuntimeError, match=r"shape '.2.' is invalid"):
+        X.view(2)
+    loss = nn.functional.cross_entropy(torch.full((1, 2), math.nan), torch.tensor([1]))
+    assert loss.isnan()
+
+
+@pytest.mark.usefixtures("modern")
+def test_the_zero_loss_of_no_target_can_be_trained_on() -> None:
+    scores = torch.full((2, 3), math.inf, requires_grad=True)
+    loss = nn.functional.cross_entropy(scores, IGNORED)
+    assert loss.item() == 0.0
+    loss.backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[0.0] * 3] * 2
+
+
+def test_all_of_it_can_be_undone() -> None:
+    def look() -> list[Any]:
+        owners = [torch, Tensor, nn.Module, nn.functional, torch.optim.Optimizer, inspect]
+        owners += [collections, numpy, argparse.ArgumentParser, torch.optim.lr_scheduler.StepLR]
+        return [dict(vars(owner)) for owner in owners]
+
+    before, modules = look(), set(sys.modules)
+    replacements = Replacements()
+    modernize.supply(replacements)
+    assert look() != before
+    replacements.undo()
+    assert look() == before
+    assert set(sys.modules) == modules

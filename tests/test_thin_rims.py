@@ -1,0 +1,177 @@
+"""normalization and parallel: old names and arguments over what torch has today."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from apex_mp.normalization import FusedLayerNorm, fused_layer_norm, fused_layer_norm_cuda
+from apex_mp.parallel import (
+    LARC,
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# normalization
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_fused_layer_norm_is_torchs_with_the_same_keys(affine: bool) -> None:
+    ours, theirs = FusedLayerNorm((3, 4), 1e-3, affine), nn.LayerNorm((3, 4), 1e-3, affine)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(ours(x), theirs(x))
+    assert isinstance(ours, nn.LayerNorm)
+
+
+def test_the_functions_have_an_eps_of_their_own() -> None:
+    x, weight, bias = torch.randn(2, 4) * 1e-3, torch.randn(4), torch.randn(4)
+    plain = nn.functional.layer_norm(x, [4], eps=1e-6)
+    assert torch.equal(fused_layer_norm.fused_layer_norm(x, (4,)), plain)
+    affine = fused_layer_norm.fused_layer_norm_affine(x, (4,), weight, bias)
+    torch.testing.assert_close(affine, plain * weight + bias)
+
+
+def test_fused_layer_norm_cuda_has_the_gradients_of_autograd() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    gamma, beta = (torch.randn(4, requires_grad=True) for _ in range(2))
+    grad = torch.randn(2, 3, 4)
+    wanted = nn.functional.layer_norm(x, [4], gamma, beta, 1e-5)
+    wanted.backward(grad)
+    with torch.no_grad():
+        out, mean, invvar = fused_layer_norm_cuda.forward_affine(x, (4,), gamma, beta, 1e-5)
+        grads = fused_layer_norm_cuda.backward_affine(
+            grad, mean, invvar, x, (4,), gamma, beta, 1e-5
+        )
+    assert torch.equal(out, wanted)
+    assert mean.shape == invvar.shape == (6,)
+    for mine, theirs in zip(grads, (x.grad, gamma.grad, beta.grad), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_fused_layer_norm_cuda_without_weights() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    nn.functional.layer_norm(x, [4]).backward(torch.ones(2, 4))
+    with torch.no_grad():
+        _, mean, invvar = fused_layer_norm_cuda.forward(x, (4,), 1e-5)
+        grad = fused_layer_norm_cuda.backward(torch.ones(2, 4), mean, invvar, x, (4,), 1e-5)
+    torch.testing.assert_close(grad, x.grad)
+
+
+# parallel
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("arguments", "factor"),
+    [
+        ({}, 1.0),
+        ({"delay_allreduce": True, "message_size": 1}, 1.0),
+        ({"gradient_predivide_factor": 4.0}, 1.0),
+        ({"gradient_predivide_factor": 4.0, "gradient_average": False}, 0.25),
+        ({"allreduce_always_fp32": True}, 1.0),
+    ],
+)
+def test_distributed_data_parallel_reduces_gradients(
+    arguments: dict[str, Any], factor: float
+) -> None:
+    module = nn.Linear(3, 1)
+    model = DistributedDataParallel(module, **arguments)
+    model(torch.ones(2, 3)).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[2.0 * factor] * 3]
+    assert set(model.state_dict()) == {"module.weight", "module.bias"}
+
+
+def test_distributed_data_parallel_refuses_what_apex_refused() -> None:
+    with pytest.raises(ValueError, match="shared_param is given"):
+        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
+    with pytest.raises(ValueError, match="allreduce_trigger_params is given"):
+        DistributedDataParallel(nn.Linear(1, 1), delay_allreduce=True, allreduce_trigger_params=[])
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_reducer_averages_when_it_is_told() -> None:
+    module = nn.Linear(2, 1)
+    module(torch.ones(1, 2)).sum().backward()
+    Reducer(module).reduce()
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[1.0, 1.0]]
+    grads = [torch.ones(2)]
+    Reducer(grads).reduce()
+    assert grads[0].tolist() == [1.0, 1.0]
+
+
+def test_batch_norms_become_synchronised_and_keep_their_tensors() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2)), nn.InstanceNorm2d(2)
+    )
+    weight, mean = model[1][0].weight, model[1][0].running_mean
+    reference = copy.deepcopy(model)
+    converted: Any = convert_syncbn_model(model)
+    assert isinstance(converted[1][0], SyncBatchNorm)
+    assert isinstance(converted[2], nn.InstanceNorm2d)
+    assert converted[1][0].weight is weight
+    assert converted[1][0].running_mean is mean
+    x = torch.randn(3, 1, 2, 2)
+    assert torch.equal(converted(x), reference(x))
+    assert converted.state_dict().keys() == reference.state_dict().keys()
+    assert isinstance(convert_syncbn_model(nn.BatchNorm1d(2)), SyncBatchNorm)
+    assert not convert_syncbn_model(nn.BatchNorm1d(2).eval()).training
+
+
+@pytest.mark.usefixtures("one_process")
+def test_sync_batch_norm_of_one_process_runs_on_the_cpu_channels_last_too() -> None:
+    x = torch.randn(3, 4, 5, 2)
+    norm = SyncBatchNorm(2, channel_last=True, fuse_relu=True)
+    wanted = nn.BatchNorm2d(2)(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    torch.testing.assert_close(norm(x, z=x), (wanted + x).relu())
+    assert create_syncbn_process_group(0) is None
+    assert create_syncbn_process_group(1) is not None
+    with pytest.raises(ValueError, match="group_size is 2; it must divide"):
+        create_syncbn_process_group(2)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_larc_scales_each_gradient_by_its_local_rate(clip: bool) -> None:
+    params = [nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.zeros(1))]
+    inner = torch.optim.SGD(params, lr=0.5, weight_decay=0.1)
+    optimizer = LARC.LARC(inner, trust_coefficient=0.02, clip=clip, eps=0.0)
+    params[0].grad, params[1].grad = torch.tensor([0.0, 2.0]), torch.ones(1)
+    optimizer.step()
+    rate = 0.02 * 5.0 / (2.0 + 0.1 * 5.0)
+    factor = min(rate / 0.5, 1.0) if clip else rate
+    wanted = [3.0 - 0.5 * factor * 0.3, 4.0 - 0.5 * factor * 2.4]
+    assert params[0].tolist() == pytest.approx(wanted)
+    assert params[1].tolist() == [-0.5]  # of no norm: as it is
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert copy.deepcopy(optimizer).trust_coefficient == 0.02
+
+
+def test_the_old_arguments_come_in_their_old_order() -> None:
+    names = [*inspect.signature(DistributedDataParallel).parameters]
+    assert names[:4] == ["module", "message_size", "delay_allreduce", "shared_param"]
+    assert [*inspect.signature(LARC.LARC).parameters] == [
+        "optimizer", "trust_coefficient", "clip", "eps",
+    ]  # fmt: skip
