@@ -202,6 +202,69 @@ def adam_(
     )
 
 
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor] | None,
+    fresh: Sequence[Tensor] | None,
+    copies: Sequence[Tensor] | None,
+    *,
+    lr: Tensor,
+    inv_scale: Tensor,
+    found_inf: Tensor | None,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    wd_after_momentum: bool,
+) -> None:
+    """Take one step of stochastic gradient descent, as torch.optim.SGD does, with every tensor.
+
+    With u = grads[i] * inv_scale [+ weight_decay * param, unless wd_after_momentum]:
+
+        buffer  = momentum * buffer + (1 - dampening) * u     where fresh[i]: buffer = u
+        u       = buffer                                      nesterov: u + momentum * buffer
+        u      += weight_decay * param                        only with wd_after_momentum
+        param  -= lr * u
+
+    Without momentum the first two lines are left out. Math is float32, or float64 where a
+    parameter, gradient or buffer is.
+
+    Args:
+        params: Parameters, or fp32 masters; written.
+        grads: Gradients as they come, scaled or not, in any floating dtype; only read.
+        momentum_buffers: Where the gradients' moving sums are, in any floating dtype; written. None
+            if `momentum` is 0, and then only.
+        fresh: One float32 element for each buffer: if it is not 0 the buffer holds nothing yet, and
+            is only written; set to 0. None: all hold something.
+        copies: Where each new parameter is also written, rounded from the math type to the copy's
+            own dtype; or None.
+        lr: Learning rate.
+        inv_scale: Factor on the gradients: 1 / (loss scale * clip).
+        found_inf: One float32 element; if it is not 0 nothing at all is written.
+        momentum: Decay of the buffers, 0 or more.
+        dampening: What the gradient lacks of its full weight in the buffer.
+        weight_decay: Decay factor, 0 or more.
+        nesterov: Step along the gradient plus momentum times buffer.
+        wd_after_momentum: Decay the parameter itself instead of adding L2 to the gradient.
+    """
+    torch.ops.apex_mp.sgd_(
+        params,
+        grads,
+        momentum_buffers,
+        fresh,
+        copies,
+        lr,
+        inv_scale,
+        found_inf,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        wd_after_momentum=wd_after_momentum,
+    )
+
+
 def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32

@@ -350,7 +350,7 @@ def test_a_known_overflow_skips_with_a_check_and_without(found_inf: Any, check: 
 )
 def test_each_plan_gets_found_inf_in_one_form(found_inf: Any, flag: float) -> None:
     # A plan on CUDA refuses float64, one on the CPU does not.
-    assert_same_bits(_several_devices._as_flag(found_inf), torch.tensor(flag))
+    assert_same_bits(_several_devices.as_flag(found_inf), torch.tensor(flag))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from apex_mp import _ops
 from apex_mp.multi_tensor_apply._arguments import Lists, check_lists, number, raising
-from apex_mp.multi_tensor_apply._sgd import multi_tensor_sgd
 
 __all__ = [
     "multi_tensor_adam",
@@ -135,6 +134,58 @@ def multi_tensor_adam(
             adam_w_mode=mode == 1,
             bias_correction=bool(bias_correction),
             eps_inside_sqrt=False,
+        )
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float | Tensor,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float | Tensor,
+) -> None:
+    """Take one SGD step: `[grads, params, momentum_buffers]` or those and `[copies]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above; each new parameter is also written to its copy.
+        weight_decay: L2 factor.
+        momentum: Decay of the momentum buffers; with 0 they are left alone.
+        dampening: The gradient enters the buffer times 1 - dampening.
+        lr: Learning rate.
+        nesterov: Step along gradient plus momentum times buffer.
+        first_run: The buffers hold nothing yet, and become the gradients.
+        wd_after_momentum: Add the decay after momentum instead of before.
+        scale: Factor on the gradients.
+    """
+    names = ("grads", "params", "momentum_buffers", "copies")[: max(3, len(tensor_lists))]
+    check_lists("multi_tensor_sgd", tensor_lists, names)
+    grads, params, buffers = tensor_lists[:3]
+    fresh = None
+    if momentum and first_run:
+        fresh = [*torch.ones(len(params), device=params[0].device).unbind()]
+    with raising(overflow_buf) as found_inf:
+        _ops.sgd_(
+            params,
+            grads,
+            buffers if momentum else None,
+            fresh,
+            tensor_lists[3] if len(tensor_lists) > 3 else None,
+            lr=number(lr),
+            inv_scale=number(scale),
+            found_inf=found_inf,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
         )
 
 

@@ -2,5 +2,6 @@
 
 from apex_mp.optimizers.fp16_optimizer import FP16_Optimizer
 from apex_mp.optimizers.fused_adam import FusedAdam
+from apex_mp.optimizers.fused_sgd import FusedSGD
 
-__all__ = ["FP16_Optimizer", "FusedAdam"]
+__all__ = ["FP16_Optimizer", "FusedAdam", "FusedSGD"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import grads as _grads
+from apex_mp.optimizers._kept import Kept
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LIKE_PARAM = (*MOMENTS, "master_param")
@@ -53,16 +52,6 @@ def check_amsgrad(group: Mapping[str, Any]) -> None:
         raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """A tensor that Optimizer.load_state_dict passes on as it is.
-
-    A bare one it casts to the parameter's dtype, which loses the moments of a float16 parameter.
-    """
-
-    tensor: Tensor
-
-
 def adapt(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], options: Sequence[str]
 ) -> dict[str, Any]:
@@ -100,18 +89,6 @@ def adapt(
     return {**saved, "state": states, "param_groups": saved_groups}
 
 
-def unpack(
-    states: Mapping[Any, dict[str, Any]],
-) -> collections.defaultdict[Any, dict[str, Any]]:
-    """Return the states with the tensors that `adapt` has packed."""
-    plain: collections.defaultdict[Any, dict[str, Any]] = collections.defaultdict(dict)
-    for param, state in states.items():
-        plain[param] = {
-            key: value.tensor if isinstance(value, _Kept) else value for key, value in state.items()
-        }
-    return plain
-
-
 def _adapt_state(
     index: Any, state: Mapping[str, Any], param: Tensor, group_step: Any
 ) -> dict[str, Any]:
@@ -140,9 +117,9 @@ def _adapt_state(
                 f"{[*value.shape]}, its parameter {[*param.shape]}; they must match"
             )
         like_param = torch.empty_like(param, dtype=_dtype(key, param), requires_grad=False)
-        adapted[key] = _Kept(like_param.copy_(value))
+        adapted[key] = Kept(like_param.copy_(value))
     step = _count(index, adapted["step"])
-    adapted["step"] = _Kept(torch.tensor(step, dtype=torch.float32, device=param.device))
+    adapted["step"] = Kept(torch.tensor(step, dtype=torch.float32, device=param.device))
     return adapted
 
 

@@ -10,7 +10,31 @@ from torch import Tensor
 from apex_mp._step_request import Groups, Lists, StepRequest
 
 
+def scaling(
+    who: str, optimizer: Any, scale: float | Tensor, grads: Any
+) -> tuple[float | Tensor, Any]:
+    """Return what the gradients are divided by, and `found_inf` as GradScaler has set it or None.
+
+    Raises:
+        ValueError: The scale is not positive, or gradients were given inside GradScaler.
+    """
+    if not isinstance(scale, Tensor) and not scale > 0.0:
+        raise ValueError(f"{who}.step: scale is {scale}; it must be more than 0")
+    # GradScaler sets both around the call; grad_scale is None after unscale_.
+    found_inf = getattr(optimizer, "found_inf", None)
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and grads is not None:
+        raise ValueError(
+            f"{who}.step: grads was given inside GradScaler, which has looked for inf and "
+            "NaN in each parameter's .grad only; leave grads out"
+        )
+    if grad_scale is not None:
+        scale = grad_scale if scale == 1.0 else scale * grad_scale
+    return scale, found_inf
+
+
 def request(
+    who: str,
     grads: Iterable[Any] | StepRequest | None,
     output_params: Iterable[Any] | None,
     grad_norms: Iterable[float | Tensor] | None,
@@ -20,27 +44,27 @@ def request(
     if isinstance(grads, StepRequest):
         return grads
     return StepRequest(
-        grads=None if grads is None else _per_group("grads", grads, groups),
+        grads=None if grads is None else _per_group(who, "grads", grads, groups),
         copies=None
         if output_params is None
-        else _per_group("output_params", output_params, groups),
-        norms=None if grad_norms is None else _norm_per_group(grad_norms, groups),
+        else _per_group(who, "output_params", output_params, groups),
+        norms=None if grad_norms is None else _norm_per_group(who, grad_norms, groups),
     )
 
 
 def _norm_per_group(
-    grad_norms: Iterable[float | Tensor], groups: Groups
+    who: str, grad_norms: Iterable[float | Tensor], groups: Groups
 ) -> list[float | Tensor | None]:
     norms: list[float | Tensor | None] = list(grad_norms)
     if len(norms) != len(groups):
         raise ValueError(
-            f"FusedAdam.step: grad_norms has {len(norms)} numbers; it must have one for each of "
+            f"{who}.step: grad_norms has {len(norms)} numbers; it must have one for each of "
             f"the {len(groups)} parameter groups"
         )
     return norms
 
 
-def _per_group(name: str, given: Iterable[Any], groups: Groups) -> Lists:
+def _per_group(who: str, name: str, given: Iterable[Any], groups: Groups) -> Lists:
     """A list for each group, of the three forms that the legacy call has."""
     items = list(given)
     sizes = [len(group["params"]) for group in groups]
@@ -54,14 +78,14 @@ def _per_group(name: str, given: Iterable[Any], groups: Groups) -> Lists:
         lists = [items]
     if [len(one) for one in lists] != sizes:
         raise ValueError(
-            f"FusedAdam.step: {name} has lists of {[len(one) for one in lists]} tensors, "
+            f"{who}.step: {name} has lists of {[len(one) for one in lists]} tensors, "
             f"the parameter groups have {sizes}; they must match"
         )
     for i, one in enumerate(lists):
         for j, item in enumerate(one):
             if not (item is None or isinstance(item, Tensor)):
                 raise TypeError(
-                    f"FusedAdam.step: {name}[{i}][{j}] is a {type(item).__name__}; "
+                    f"{who}.step: {name}[{i}][{j}] is a {type(item).__name__}; "
                     "it must be a tensor or None"
                 )
     return lists

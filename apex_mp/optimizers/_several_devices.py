@@ -123,7 +123,7 @@ class SeveralDevices:
         loss_scale: DeviceScale | None,
     ) -> Outcome | Tensor:
         """Step; return what became of it, or where the first device is to tell it."""
-        skip = None if found_inf is None else _as_flag(found_inf)
+        skip = None if found_inf is None else as_flag(found_inf)
         if not self._parts:
             if loss_scale is not None:
                 loss_scale.update(torch.zeros((), device=loss_scale.device))
@@ -134,7 +134,7 @@ class SeveralDevices:
         self._read_norms(measured, clip_by_global_norm)
         if not check:
             return Outcome(self._step(skip), [])
-        found = _as_flag(measured[0])
+        found = as_flag(measured[0])
         skip = found if skip is None else torch.maximum(found, bring(skip, found.device))
         self._step(skip)
         if loss_scale is not None:
@@ -208,13 +208,13 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _as_flag(found_inf: float | Tensor) -> Tensor:
+def as_flag(found_inf: float | Tensor, who: str = "FusedAdam") -> Tensor:
     """As every plan takes it: what one refuses must not be found when others have stepped."""
     if not isinstance(found_inf, Tensor):  # GradScaler's sum over no gradients is the number 0.
         return torch.tensor(float(found_inf != 0), dtype=torch.float32, device="cpu")
     if found_inf.numel() != 1:
         raise ValueError(
-            f"FusedAdam: found_inf is a tensor of {found_inf.numel()} elements; it must have 1"
+            f"{who}: found_inf is a tensor of {found_inf.numel()} elements; it must have 1"
         )
     return (found_inf != 0).reshape(()).float()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp._step_request import Lists, Outcome, StepRequest
-from apex_mp.optimizers import _adam_state, _legacy_call
+from apex_mp.optimizers import _adam_state, _kept, _legacy_call
 from apex_mp.optimizers._several_devices import SeveralDevices
 
 _Plan: TypeAlias = "_C.AdamPlan | SeveralDevices"
@@ -147,19 +147,10 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not isinstance(scale, Tensor) and not scale > 0.0:
-            raise ValueError(f"FusedAdam.step: scale is {scale}; it must be more than 0")
-        # GradScaler sets both around the call; grad_scale is None after unscale_.
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        if found_inf is not None and grads is not None:
-            raise ValueError(
-                "FusedAdam.step: grads was given inside GradScaler, which has looked for inf and "
-                "NaN in each parameter's .grad only; leave grads out"
-            )
-        if grad_scale is not None:
-            scale = grad_scale if scale == 1.0 else scale * grad_scale
-        request = _legacy_call.request(grads, output_params, grad_norms, self.param_groups)
+        scale, found_inf = _legacy_call.scaling("FusedAdam", self, scale, grads)
+        request = _legacy_call.request(
+            "FusedAdam", grads, output_params, grad_norms, self.param_groups
+        )
         with torch.no_grad():
             self._step_by_plan(request, scale, found_inf)
         return loss
@@ -290,7 +281,7 @@ class FusedAdam(torch.optim.Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "state": _adam_state.unpack(state["state"])})
+        super().__setstate__({**state, "state": _kept.unpack(state["state"])})
 
 
 def _run(plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:

@@ -6,6 +6,7 @@
 #include "dtype.h"
 #include "math/adam.h"
 #include "math/axpby.h"
+#include "math/sgd.h"
 
 namespace apex_mp::cpu {
 
@@ -32,6 +33,14 @@ struct AdamChunk {
   int64_t count;
 };
 
+struct SgdChunk {
+  Out param;
+  In grad;
+  Out momentum_buffer;  // data == nullptr: there is no momentum
+  Out copy;             // data == nullptr: no low-precision copy is wanted
+  int64_t count;
+};
+
 struct Kernels {
   const char* level;
   CheckResult (*check)(In grad, int64_t count);
@@ -39,6 +48,7 @@ struct Kernels {
   int32_t (*unscale)(In src, Out dst, int64_t count, double inv_scale);
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
   void (*adam)(const AdamChunk& chunk, const math::AdamFactors<double>& factors);
+  void (*sgd)(const SgdChunk& chunk, const math::SgdFactors<double>& factors);
 };
 
 // The table for this processor, or the one asked for (level.h).

@@ -27,6 +27,7 @@
 #include "math/adam.h"
 #include "math/axpby.h"
 #include "math/check.h"
+#include "math/sgd.h"
 #include "math/unscale.h"
 
 namespace apex_mp::cpu::avx512 {

@@ -7,6 +7,7 @@
 #include "math/adam.h"
 #include "math/axpby.h"
 #include "math/check.h"
+#include "math/sgd.h"
 #include "math/unscale.h"
 
 #define APEX_MP_LEVEL 0

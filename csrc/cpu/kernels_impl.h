@@ -14,6 +14,7 @@
 #include "cpu/kernels/tiles.h"
 #include "cpu/kernels/check.h"
 #include "cpu/kernels/adam.h"
+#include "cpu/kernels/sgd.h"
 // clang-format on
 
 template <typename opmath_t>
@@ -69,4 +70,4 @@ int32_t axpby(In x, In y, Out out, int64_t count, const math::Axpby<double>& fac
   return axpby_chunk(x, y, out, count, narrow);
 }
 
-constexpr Kernels table(const char* level) { return {level, check, unscale, axpby, adam}; }
+constexpr Kernels table(const char* level) { return {level, check, unscale, axpby, adam, sgd}; }

@@ -2,8 +2,6 @@
 // over parameters, moments and gradients. Neither does anything when found_inf is set.
 #include "math/adam.h"
 
-#include <algorithm>
-
 #include "cuda/launch.h"
 #include "cuda/loops.h"
 #include "cuda/table.h"
@@ -11,24 +9,17 @@
 namespace apex_mp::cuda {
 namespace {
 
-struct StepTable {
-  static constexpr int kTensors = (kTableBytes - 16) / static_cast<int>(sizeof(float*));
-  float* steps[kTensors];
-  int64_t first_tensor;
-  int64_t tensors;
-};
-
 __device__ bool is_skipped(const Adam& task) {
   return task.found_inf != nullptr && *task.found_inf != 0.0f;
 }
 
 // One thread for each tensor: the powers of beta are dear in double, and shared by a whole tensor.
 __global__ void __launch_bounds__(kBlockSize)
-    prepare_kernel(const __grid_constant__ StepTable table, const Adam task) {
+    prepare_kernel(const __grid_constant__ FloatTable table, const Adam task) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kBlockSize + threadIdx.x;
   if (slot >= table.tensors || is_skipped(task)) return;
-  const float step = *table.steps[slot] + 1.0f;
-  *table.steps[slot] = step;
+  const float step = *table.floats[slot] + 1.0f;
+  *table.floats[slot] = step;
   task.factors[table.first_tensor + slot] =
       math::adam_factors(task.options, value_of(task.lr), step, value_of(task.inv_scale));
 }
@@ -52,14 +43,9 @@ __global__ void __launch_bounds__(kBlockSize, 4)
 
 void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, const Adam& task,
           cudaStream_t stream) {
-  const auto count = static_cast<int64_t>(steps.size());
-  StepTable table;
-  for (int64_t first = 0; first < count; first += StepTable::kTensors) {
-    table.first_tensor = first;
-    table.tensors = std::min<int64_t>(count - first, StepTable::kTensors);
-    std::copy_n(steps.begin() + first, table.tensors, table.steps);
+  for_each_float_table(steps, [&](const FloatTable& table) {
     launch(prepare_kernel, count_chunks(table.tensors, kBlockSize), stream, table, task);
-  }
+  });
   for_each_table(rows, [&](const Table<5>& rows_of_launch) {
     launch(adam_kernel, rows_of_launch.launch.chunks, stream, rows_of_launch, task);
   });

@@ -9,6 +9,7 @@
 
 #include "dtype.h"
 #include "math/adam.h"
+#include "math/sgd.h"
 #include "math/update_scale.h"
 
 namespace apex_mp::cuda {
@@ -22,7 +23,7 @@ struct Array {
 // One tensor of each list of an operator; element i of one belongs to element i of the others.
 template <int kArrays>
 struct Row {
-  Array arrays[kArrays];  // data == nullptr: there is none (adam's copy), or it is empty
+  Array arrays[kArrays];  // data == nullptr: there is none (a copy), or it is empty
   int64_t size;
   bool double_math;   // compute in double, not in float
   int32_t group = 0;  // for check(): which sum the tensor adds to
@@ -88,5 +89,17 @@ struct Adam {
 // Arrays: param, grad, exp_avg, exp_avg_sq, copy. steps[i] points to the step count of rows[i].
 void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, const Adam& task,
           cudaStream_t stream);
+
+struct Sgd {
+  math::SgdOptions options;
+  Number lr;
+  Number inv_scale;
+  const float* found_inf;  // nullptr: the step is always taken
+  bool* is_fresh;          // scratch memory, one for each row; nullptr: no buffer is fresh
+};
+// Arrays: param, grad, momentum_buffer, copy. fresh[i] points to the flag of rows[i]; none: no
+// buffer is fresh.
+void sgd(const std::vector<Row<4>>& rows, const std::vector<float*>& fresh, const Sgd& task,
+         cudaStream_t stream);
 
 }  // namespace apex_mp::cuda

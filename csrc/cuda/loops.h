@@ -1,10 +1,11 @@
-// What a block does with the numbers of its chunk: sums of squares, and Adam.
+// What a block does with the numbers of its chunk: sums of squares, Adam, and SGD.
 #pragma once
 
 #include "cuda/table.h"
 #include "cuda/vectors.h"
 #include "math/adam.h"
 #include "math/check.h"
+#include "math/sgd.h"
 
 namespace apex_mp::cuda {
 
@@ -83,6 +84,32 @@ __device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath
     store<cache>(p, param, index);
     store<cache>(avg, exp_avg, index);
     store<cache>(avg_sq, exp_avg_sq, index);
+    if (copy.data != nullptr) store(p, copy, index);
+  });
+}
+
+// Arrays: param, grad, momentum_buffer, copy.
+template <typename opmath_t>
+__device__ void sgd_numbers(const Part<4>& part, const math::SgdFactors<opmath_t>& factors) {
+  const Array& param = part.arrays[0];
+  const Array& grad = part.arrays[1];
+  const Array& buffer = part.arrays[2];
+  const Array& copy = part.arrays[3];
+  walk<opmath_t>(part, [&](int index, auto width) {
+    const auto raw_param = load<opmath_t, width>(param, index);
+    const auto raw_grad = load<opmath_t, width>(grad, index);
+    Raw<opmath_t, width> raw_moving = {};
+    if (buffer.data != nullptr) raw_moving = load<opmath_t, width>(buffer, index);
+    opmath_t p[width];
+    opmath_t g[width];
+    opmath_t moving[width];
+    widen(raw_param, param.dtype, p);
+    widen(raw_grad, grad.dtype, g);
+    widen(raw_moving, buffer.dtype, moving);
+#pragma unroll
+    for (int i = 0; i < width; ++i) math::sgd(p[i], moving[i], g[i], factors);
+    store(p, param, index);
+    if (buffer.data != nullptr) store(moving, buffer, index);
     if (copy.data != nullptr) store(p, copy, index);
   });
 }

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "cuda/kernels.h"
@@ -81,6 +82,27 @@ void for_each_table(const std::vector<Row<kArrays>>& rows, const Body& body) {
       table.double_math[slot] = row.double_math;
       chunks += count_chunks(row.size, kChunkSize);
     }
+    body(table);
+  }
+}
+
+// One float for each tensor: a step count, or a flag. Launches are by as many tensors as fit.
+struct FloatTable {
+  static constexpr int kTensors = (kTableBytes - 16) / static_cast<int>(sizeof(float*));
+  float* floats[kTensors];
+  int64_t first_tensor;
+  int64_t tensors;
+};
+
+// Calls body(table) for each launch that the floats need.
+template <typename Body>
+void for_each_float_table(const std::vector<float*>& floats, const Body& body) {
+  const auto count = static_cast<int64_t>(floats.size());
+  FloatTable table;
+  for (int64_t first = 0; first < count; first += FloatTable::kTensors) {
+    table.first_tensor = first;
+    table.tensors = std::min<int64_t>(count - first, FloatTable::kTensors);
+    std::copy_n(floats.begin() + first, table.tensors, table.floats);
     body(table);
   }
 }

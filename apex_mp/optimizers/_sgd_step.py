@@ -1,0 +1,267 @@
+"""One step of FusedSGD: which parameters have gradients, their norms, and calls of the operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from apex_mp import _ops
+from apex_mp import grads as _grads
+from apex_mp._step_request import StepRequest
+from apex_mp.device_scale import bring
+from apex_mp.optimizers._several_devices import is_capturing
+from apex_mp.optimizers._sgd_state import BUFFER
+
+Groups: TypeAlias = Sequence[dict[str, Any]]
+# One that the host knows, or a 0-dim float64 tensor on a device that nobody waits for.
+Number: TypeAlias = float | Tensor
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A parameter that has a gradient.
+
+    Attributes:
+        param: The parameter, or a master.
+        grad: Its gradient, which lies in memory as it does.
+        scaled: Whether the loss scale has scaled the gradient.
+        copy: Where the new parameter is also written.
+        group: Number of the parameter group.
+        index: Number in the group.
+    """
+
+    param: Tensor
+    grad: Tensor
+    scaled: bool
+    copy: Tensor | None
+    group: int
+    index: int
+
+
+def read(
+    request: StepRequest, groups: Groups, state: Mapping[Any, Mapping[str, Any]]
+) -> tuple[list[Row], list[tuple[int, int]]]:
+    """Return the parameters that have gradients, and group and index of the others.
+
+    All that the operator would refuse is refused here, before it has been called for any group.
+
+    Raises:
+        RuntimeError: A gradient, a copy or a momentum buffer does not fit its parameter.
+    """
+    rows: list[Row] = []
+    without_grad: list[tuple[int, int]] = []
+    for number, group in enumerate(groups):
+        for index, param in enumerate(group["params"]):
+            grad, scaled = _gradient(request, param, number, index)
+            if grad is None:
+                without_grad.append((number, index))
+                continue
+            row = Row(
+                param,
+                _grads.lie_as(grad, param),
+                scaled,
+                None if request.copies is None else request.copies[number][index],
+                number,
+                index,
+            )
+            _check(row, state.get(param, {}).get(BUFFER) if group["momentum"] else None)
+            rows.append(row)
+    return rows, without_grad
+
+
+def _gradient(
+    request: StepRequest, param: Tensor, number: int, index: int
+) -> tuple[Tensor | None, bool]:
+    if request.grads is not None:
+        return request.grads[number][index], True
+    if request.grads_of is None:
+        return param.grad, True
+    source = request.grads_of[number][index]
+    return (param.grad, False) if source is None else (source.grad, True)
+
+
+def _check(row: Row, buffer: Any) -> None:
+    param = row.param
+    place = f"[{row.group}][{row.index}]"
+    _check_floating("params" + place, param)
+    if not _is_dense(param):
+        raise RuntimeError(
+            f"FusedSGD: params{place} has sizes {[*param.shape]} and strides {[*param.stride()]}; "
+            "its elements must lie in memory without gaps or overlap, make it contiguous()"
+        )
+    peers = {"grads": row.grad, "output_params": row.copy, BUFFER + "s": buffer}
+    for name, peer in peers.items():
+        if not torch.is_tensor(peer):
+            continue
+        _check_floating(name + place, peer)
+        if peer.device != param.device:
+            raise RuntimeError(
+                f"FusedSGD: {name}{place} is on {peer.device}, params{place} on {param.device}; "
+                "they must be on one device"
+            )
+        if peer.stride() == param.stride() and peer.shape == param.shape:
+            continue
+        laid_anew = peer is buffer and peer.shape == param.shape
+        flat = peer.is_contiguous() and param.is_contiguous() and peer.numel() == param.numel()
+        if not (laid_anew or (flat and peer is not buffer)):
+            raise RuntimeError(
+                f"FusedSGD: {name}{place} has sizes {[*peer.shape]} and strides "
+                f"{[*peer.stride()]}, params{place} has {[*param.shape]} and "
+                f"{[*param.stride()]}; they must lie in memory in the same order"
+            )
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _FLOATING:
+        raise RuntimeError(
+            f"FusedSGD: {name} is of dtype {tensor.dtype}; it must be float16, bfloat16, float32 "
+            "or float64"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory without gaps or overlap, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def home_of(rows: Sequence[Row]) -> torch.device:
+    """The device that numbers of a step are on: the CPU only if all parameters are.
+
+    Raises:
+        RuntimeError: There are several devices, and one is capturing a CUDA graph.
+    """
+    devices = [*dict.fromkeys(row.param.device for row in rows)]
+    if len(devices) > 1:
+        # A replay would step one device; the others are stepped now, and never again.
+        for device in devices:
+            if is_capturing(device):
+                raise RuntimeError(
+                    f"FusedSGD: {device} is capturing a CUDA graph, but the parameters lie on "
+                    f"{len(devices)} devices, whose step cannot be captured; make a FusedSGD for "
+                    "each device"
+                )
+    others = [device for device in devices if device.type != "cpu"]
+    return others[0] if others else torch.device("cpu")
+
+
+def number_on(home: torch.device, value: float | Tensor) -> Number:
+    """Return a number as the host knows it, or where it need not wait for it."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu":
+        return float(value)
+    return bring(value.detach().reshape(()).double(), home)
+
+
+def measure(rows: Sequence[Row], groups: int, scale: Number, home: torch.device) -> Tensor:
+    """Look at all gradients; return numbers on `home`, as one float64 vector.
+
+    The first is not 0 if there is inf or NaN. Then come the l2 norm of each group's unscaled
+    gradients, and of all.
+    """
+    by_device: dict[torch.device, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row.param.device, []).append(row)
+    total = torch.zeros(1 + 2 * groups, dtype=torch.float64, device=home)
+    for device, here in by_device.items():
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        sum_sq = torch.zeros(2 * groups, dtype=torch.float64, device=device)
+        sums = [2 * row.group + (0 if row.scaled else 1) for row in here]
+        _ops.check_([row.grad for row in here], sums, found_inf, sum_sq)
+        total += bring(torch.cat([found_inf.double(), sum_sq]), home)
+    of_groups = total[1:].view(groups, 2)
+    scaled, plain = torch.cat([of_groups, of_groups.sum(0, keepdim=True)]).sqrt().unbind(1)
+    return torch.cat([total[:1], torch.hypot(scaled / scale, plain)])
+
+
+def clip_divisor(norm: Number, max_norm: float) -> Number:
+    """What gradients of this norm are divided by; the rule of csrc/math/clip.h."""
+    excess = (norm + 1e-6) / max_norm
+    if isinstance(excess, Tensor):
+        return torch.where(excess <= 1.0, 1.0, excess)  # A norm that is NaN stays NaN.
+    return 1.0 if excess <= 1.0 else excess
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What the gradients of each group are multiplied by.
+
+    Attributes:
+        scale: The scaled ones are divided by it.
+        divisors: What each group's are divided by too, so that they are clipped.
+    """
+
+    scale: Number
+    divisors: Sequence[Number]
+
+    def of(self, row: Row) -> Tensor:
+        """The factor for a gradient, on the CPU or on the parameter's device."""
+        divisor = self.divisors[row.group]
+        factor = 1.0 / (divisor * self.scale if row.scaled else divisor)
+        if isinstance(factor, Tensor):
+            return bring(factor, row.param.device)
+        return torch.tensor(factor, dtype=torch.float64, device="cpu")
+
+
+def take(
+    rows: Sequence[Row],
+    groups: Groups,
+    state: Mapping[Any, Mapping[str, Any]],
+    fresh: Mapping[Tensor, Tensor],
+    factors: Factors,
+    skip: Tensor | None,
+) -> None:
+    """Step all rows, unless `skip` is set.
+
+    Args:
+        rows: From `read`.
+        groups: The parameter groups.
+        state: Holds the momentum buffers of groups that have momentum.
+        fresh: The flags of those buffers that may hold nothing yet, by parameter.
+        factors: Of the gradients.
+        skip: 0-dim float32 or None.
+    """
+    calls: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        is_fresh = bool(groups[row.group]["momentum"]) and row.param in fresh
+        key = (row.param.device, row.group, row.scaled, row.copy is not None, is_fresh)
+        calls.setdefault(key, []).append(row)
+    for (device, number, _, has_copies, is_fresh), here in calls.items():
+        group = groups[number]
+        momentum = float(group["momentum"])
+        _ops.sgd_(
+            [row.param for row in here],
+            [row.grad for row in here],
+            [state[row.param][BUFFER] for row in here] if momentum else None,
+            [fresh[row.param] for row in here] if is_fresh else None,
+            [row.copy for row in here if row.copy is not None] if has_copies else None,
+            lr=_as_number(group["lr"], device),
+            inv_scale=factors.of(here[0]),
+            found_inf=None if skip is None else bring(skip, device),
+            momentum=momentum,
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            wd_after_momentum=bool(group["wd_after_momentum"]),
+        )
+
+
+def _as_number(value: float | Tensor, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    wide = value if value.dtype in (torch.float32, torch.float64) else value.double()
+    return wide.detach() if wide.device.type == "cpu" else bring(wide.detach(), device)

@@ -1,0 +1,378 @@
+"""FusedSGD: stochastic gradient descent with momentum, one call for the tensors of a group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from apex_mp import grads as _grads
+from apex_mp._step_request import StepRequest
+from apex_mp.device_scale import bring
+from apex_mp.optimizers import _kept, _legacy_call, _sgd_state, _sgd_step
+from apex_mp.optimizers._several_devices import Outcome, SeveralDevices, as_flag
+from apex_mp.optimizers._sgd_state import BUFFER
+from apex_mp.optimizers._sgd_step import Groups, Number, Row
+
+Rows: TypeAlias = Sequence[Row]
+
+
+class FusedSGD(torch.optim.Optimizer):
+    """SGD with momentum (Sutskever et al. 2013), one fused pass over the tensors of each group.
+
+    Equals `torch.optim.SGD` within rounding, and its `state_dict` can be loaded by that and the
+    other way round. Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on
+    several devices; gradients of any of these dtypes. Momentum buffers and math are float32, for
+    float64 parameters float64. Inside `torch.amp.GradScaler` the unscaling is part of the same
+    pass, and float16 gradients are welcome, as long as nobody calls `scaler.unscale_`.
+
+    Args:
+        params: Parameters, (name, parameter) pairs, or parameter groups.
+        lr: Learning rate, a float or a tensor of one element; needed here or in every group.
+        momentum: Decay of the momentum buffers, not negative; 0 keeps none [0].
+        dampening: What a gradient lacks of its full weight in the buffer, but for a parameter's
+            first one [0].
+        weight_decay: Decay factor, not negative [0].
+        nesterov: Step along the gradient plus momentum times buffer; needs momentum and no
+            dampening [False].
+        wd_after_momentum: Decay the weights themselves instead of adding L2 to the gradient
+            [False].
+        materialize_master_grads: No effect: a master's gradient is made when somebody looks at it
+            [True].
+        set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
+        max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
+
+    Raises:
+        ValueError: A hyperparameter is out of range, or a group has no lr.
+    """
+
+    # torch.amp.GradScaler then leaves unscaling and skipping to step(): it sets self.grad_scale and
+    # self.found_inf around the call.
+    _step_supports_amp_scaling = True
+    # FP16_Optimizer need not copy masters to the model after step(output_params=...).
+    _writes_output_params = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "wd_after_momentum": wd_after_momentum,
+            "max_grad_norm": max_grad_norm,
+        }
+        _check_hyperparameters(defaults)
+        _check_nesterov(defaults)
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    @property
+    def wd_after_momentum(self) -> bool:
+        """What the constructor was given."""
+        return bool(self.defaults["wd_after_momentum"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; options it lacks are the constructor's.
+
+        Raises:
+            ValueError: A hyperparameter is out of range, or there is no lr.
+        """
+        if isinstance(param_group, dict):  # torch says so otherwise
+            whole = {**self.defaults, **param_group}
+            _check_hyperparameters(whole)
+            _check_nesterov(whole)
+        super().add_param_group(param_group)
+
+    # Traced, it would be compiled anew for every value of lr, and never faster. Not by
+    # torch.compiler.disable, which imports the whole of Dynamo (a second) with this module.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Iterable[Any] | StepRequest | None = None,
+        output_params: Iterable[Any] | None = None,
+        scale: float | Tensor = 1.0,
+        grad_norms: Iterable[float | Tensor] | None = None,
+    ) -> Any:
+        """Take one step with every parameter that has a gradient.
+
+        Without arguments the gradients are each parameter's `.grad`. The other forms are the legacy
+        call of `FP16_Optimizer`.
+
+        Args:
+            closure: Computes the loss again and returns it.
+            grads: Gradients instead of `.grad`: a list for each group, or one flat list or
+                generator over all parameters; None where there is none.
+            output_params: Where each new parameter is also written in the output's dtype (fp16
+                model parameters, if `params` are their fp32 masters): as `grads`.
+            scale: The gradients are divided by it: the loss scale.
+            grad_norms: l2 norm of each group's gradients as given, that is, of the scaled ones;
+                saves the pass that `max_grad_norm` otherwise costs.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse, does not fit its parameter, or is on a device that
+                this build has no kernels for; or a step on several devices is captured in a graph.
+            ValueError: `grads`, `output_params` or `grad_norms` do not fit the groups, or a
+                hyperparameter has come out of range.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, found_inf = _legacy_call.scaling("FusedSGD", self, scale, grads)
+        request = _legacy_call.request(
+            "FusedSGD", grads, output_params, grad_norms, self.param_groups
+        )
+        with torch.no_grad():
+            request.outcome = self._step(request, scale, found_inf)
+        return loss
+
+    step.takes_request = True  # type: ignore[attr-defined]
+
+    def _step(
+        self, request: StepRequest, scale: float | Tensor, found_inf: float | Tensor | None
+    ) -> Outcome:
+        groups = self.param_groups
+        for group in groups:
+            _check_hyperparameters(group)
+        rows, request.without_grad = _sgd_step.read(request, groups, self.state)
+        home = _sgd_step.home_of(rows)
+        there = _sgd_step.number_on(home, scale)
+        skip = None if found_inf is None else as_flag(found_inf, "FusedSGD")
+        norms: Sequence[Number] = []
+        if request.check or _must_measure(groups, request):
+            measured = _sgd_step.measure(rows, len(groups), there, home)
+            norms = measured[1:].tolist() if home.type == "cpu" else measured[1:].unbind()
+            if request.check:
+                found = as_flag(measured[0], "FusedSGD")
+                skip = found if skip is None else torch.maximum(found, bring(skip, home))
+        told = skip
+        if skip is not None and home.type == "cpu":
+            skip = bring(skip, home)
+        if skip is not None and skip.device.type == "cpu":  # The host need not wait for it.
+            if skip.item():
+                _update(request, told)
+                return Outcome(True, _known(norms))
+            skip = None
+        divisors = _divisors(groups, request, there, norms, home)
+        made = self._make_buffers(rows)
+        try:
+            factors = _sgd_step.Factors(there, divisors)
+            _sgd_step.take(rows, groups, self.state, self._fresh, factors, skip)
+        except BaseException:
+            self._take_back(made)
+            raise
+        self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+        _update(request, told)
+        if skip is None:
+            self._settle(rows)
+            return Outcome(False, _known(norms))
+        if not request.check:
+            return Outcome(False, [])
+        return self._tell(
+            request, rows, made, torch.stack([skip.double(), *map(torch.as_tensor, norms[:-1])])
+        )
+
+    def _tell(
+        self, request: StepRequest, rows: Rows, made: Mapping[Tensor, Tensor], outcome: Tensor
+    ) -> Outcome:
+        """Have the host hear of a step now, or later."""
+        if not request.wait:
+            request.sent, request.read = outcome, SeveralDevices.read_outcome
+            if made:
+                request.undo_state = self._undo(made)
+            return Outcome(False, [], is_known=False)
+        known = SeveralDevices.read_outcome(outcome)
+        if known.found_inf:
+            self._take_back(made)
+        else:
+            self._settle(rows)
+        return known
+
+    # State. A step of which the host has yet to hear may not have been taken. A buffer of zeros
+    # then does as well as none, but for dampening, which spares a parameter's first gradient: so
+    # that a device can tell which is the first, such a buffer has a flag there.
+
+    @property
+    def _fresh(self) -> dict[Tensor, Tensor]:
+        """The flags of buffers that hold nothing yet, as far as the host knows; by parameter."""
+        flags: dict[Tensor, Tensor] = self.__dict__.setdefault("_fresh_flags", {})
+        return flags
+
+    def _make_buffers(self, rows: Rows) -> dict[Tensor, Tensor]:
+        """Give parameters the buffers that they lack, and return those.
+
+        A buffer that lies in memory in another order than its parameter is laid anew.
+        """
+        made: dict[Tensor, Tensor] = {}
+        for row in rows:
+            group = self.param_groups[row.group]
+            if not group["momentum"]:
+                continue
+            state = self.state[row.param]
+            if torch.is_tensor(state.get(BUFFER)):
+                state[BUFFER] = _grads.lie_as(state[BUFFER], row.param)
+                continue
+            state[BUFFER] = made[row.param] = _sgd_state.new_buffer(row.param)
+            if group["dampening"]:
+                self._fresh[row.param] = torch.ones((), device=row.param.device)
+        return made
+
+    def _settle(self, rows: Rows) -> None:
+        """After a step that was taken: its buffers hold something."""
+        for row in rows:
+            self._fresh.pop(row.param, None)
+
+    def _take_back(self, made: Mapping[Tensor, Tensor]) -> None:
+        """A step that was skipped or refused leaves no buffers behind."""
+        for param, buffer in made.items():
+            state = self.state.get(param, {})
+            if state.get(BUFFER) is buffer:
+                del state[BUFFER]
+                if not state:
+                    del self.state[param]
+            self._fresh.pop(param, None)
+
+    def _undo(self, made: Mapping[Tensor, Tensor]) -> Callable[[], None]:
+        """Return what takes buffers back that a step has made, unless another step came since."""
+        steps = self._steps_taken
+        weak = weakref.ref(self)
+
+        def undo() -> None:
+            optimizer = weak()
+            if optimizer is not None and optimizer._steps_taken == steps:
+                optimizer._take_back(made)
+
+        return undo
+
+    def _drop_fresh_buffers(self) -> None:
+        """Take away buffers that hold nothing yet, before others see them; the host waits."""
+        for param, flag in [*self._fresh.items()]:
+            if flag.item():
+                self._take_back({param: self.state[param][BUFFER]})
+        self._fresh.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and options, under the names by which torch.optim.SGD has them."""
+        self._drop_fresh_buffers()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of a FusedSGD, or of a torch.optim.SGD.
+
+        Options that the saved groups lack stay as they are here. Momentum buffers become float32
+        (float64 for float64 parameters), whatever the parameter's dtype. Tensors are copied.
+
+        Raises:
+            TypeError, ValueError: Groups do not fit, a hyperparameter is out of range, a
+                parameter's state is not that of SGD, or it was saved with maximize.
+        """
+
+        def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            adapted = _sgd_state.adapt(saved, self.param_groups, [*self.defaults])
+            for group in adapted["param_groups"]:
+                _check_hyperparameters({**self.defaults, **group})
+            return adapted
+
+        # As a hook it sees what the user's hooks have made of the state.
+        handle = self.register_load_state_dict_pre_hook(adapt)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
+        self._fresh.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._drop_fresh_buffers()
+        own = ("materialize_master_grads", "set_grad_none")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "state": _kept.unpack(state["state"])})
+
+
+def _must_measure(groups: Groups, request: StepRequest) -> bool:
+    """Whether a group is clipped by a norm that was not given."""
+    norms = request.norms or [None] * len(groups)
+    return any(
+        group["max_grad_norm"] > 0.0 and norm is None
+        for group, norm in zip(groups, norms, strict=True)
+    )
+
+
+def _divisors(
+    groups: Groups,
+    request: StepRequest,
+    scale: Number,
+    measured: Sequence[Number],
+    home: torch.device,
+) -> list[Number]:
+    """What each group's gradients are divided by to clip them."""
+    divisors: list[Number] = []
+    for number, group in enumerate(groups):
+        if not group["max_grad_norm"] > 0.0:
+            divisors.append(1.0)
+            continue
+        given = None if request.norms is None else request.norms[number]
+        if given is not None:
+            norm = _sgd_step.number_on(home, given) / scale
+        else:
+            norm = measured[-1 if request.clip_by_global_norm else number]
+        divisors.append(_sgd_step.clip_divisor(norm, group["max_grad_norm"]))
+    return divisors
+
+
+def _update(request: StepRequest, found_inf: Tensor | None) -> None:
+    """Bring the loss scale of a request that checks up to date."""
+    scale = request.loss_scale
+    if request.check and scale is not None and found_inf is not None:
+        scale.update(bring(found_inf, scale.device))
+
+
+def _known(norms: Sequence[Number]) -> list[float]:
+    """Norms of the groups, if the host knows them; the last is that of all."""
+    return [norm for norm in norms[:-1] if not isinstance(norm, Tensor)]
+
+
+def _check_hyperparameters(group: Mapping[str, Any]) -> None:
+    numbers = {name: group[name] for name in ("momentum", "weight_decay", "max_grad_norm")}
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"FusedSGD: lr is a tensor of {lr.numel()} elements; it must have 1")
+    # A tensor lr may live on a GPU; looking at it would make the host wait.
+    if not isinstance(lr, Tensor) and lr is not required:
+        numbers["lr"] = lr
+    for name, value in numbers.items():
+        if not value >= 0.0:
+            raise ValueError(f"FusedSGD: {name} is {value}; it must be 0 or more")
+
+
+def _check_nesterov(group: Mapping[str, Any]) -> None:
+    """Of new groups; a scheduler may take the momentum away for a while."""
+    if group["nesterov"] and not (group["momentum"] > 0.0 and group["dampening"] == 0.0):
+        raise ValueError(
+            f"FusedSGD: nesterov is True, momentum {group['momentum']} and dampening "
+            f"{group['dampening']}; it needs momentum and no dampening"
+        )

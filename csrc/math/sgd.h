@@ -1,0 +1,73 @@
+// One step of stochastic gradient descent for one number, with momentum as torch.optim.SGD has it
+// (Sutskever et al. 2013 for Nesterov's).
+#pragma once
+
+#include "math/common.h"
+
+namespace apex_mp::math {
+
+struct SgdOptions {
+  double momentum;  // 0: there is no momentum buffer
+  double dampening;
+  double weight_decay;
+  bool nesterov;
+  bool wd_after_momentum;  // decay the update; otherwise add weight_decay * param to the gradient
+};
+
+// What the update needs; the same for a whole tensor.
+template <typename opmath_t>
+struct SgdFactors {
+  opmath_t inv_scale;
+  opmath_t lr;
+  opmath_t momentum;
+  opmath_t one_minus_dampening;
+  opmath_t early_decay;  // one of the two is zero: the update has no branch for them
+  opmath_t late_decay;
+  bool has_momentum;
+  bool is_fresh;  // the buffer holds nothing yet
+  bool nesterov;
+};
+
+APEX_MP_MATH SgdFactors<double> sgd_factors(const SgdOptions& options, double lr, double inv_scale,
+                                            bool is_fresh) {
+  SgdFactors<double> factors;
+  factors.inv_scale = inv_scale;
+  factors.lr = lr;
+  factors.momentum = options.momentum;
+  factors.one_minus_dampening = 1.0 - options.dampening;
+  factors.early_decay = options.wd_after_momentum ? 0.0 : options.weight_decay;
+  factors.late_decay = options.wd_after_momentum ? options.weight_decay : 0.0;
+  factors.has_momentum = options.momentum != 0.0;
+  factors.is_fresh = is_fresh;
+  factors.nesterov = options.nesterov;
+  return factors;
+}
+
+APEX_MP_MATH SgdFactors<float> narrow(const SgdFactors<double>& factors) {
+  return {static_cast<float>(factors.inv_scale),
+          static_cast<float>(factors.lr),
+          static_cast<float>(factors.momentum),
+          static_cast<float>(factors.one_minus_dampening),
+          static_cast<float>(factors.early_decay),
+          static_cast<float>(factors.late_decay),
+          factors.has_momentum,
+          factors.is_fresh,
+          factors.nesterov};
+}
+
+// The branches are the same for a whole tensor: compilers take them out of the loop. Products are
+// rounded before they are added, where torch fuses the two: results differ by that rounding.
+template <typename opmath_t>
+APEX_MP_MATH void sgd(opmath_t& param, opmath_t& buffer, opmath_t scaled_grad,
+                      const SgdFactors<opmath_t>& factors) {
+  opmath_t update = scaled_grad * factors.inv_scale + factors.early_decay * param;
+  if (factors.has_momentum) {
+    buffer = factors.is_fresh ? update
+                              : factors.momentum * buffer + factors.one_minus_dampening * update;
+    update = factors.nesterov ? update + factors.momentum * buffer : buffer;
+  }
+  update = update + factors.late_decay * param;
+  param = param - factors.lr * update;
+}
+
+}  // namespace apex_mp::math
