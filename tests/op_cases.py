@@ -189,12 +189,34 @@ DTYPES: dict[str, list[Sequence[Dtypes]]] = {
         (MIXED, MIXED[::-1], (None,)),
         (MIXED, (F16, BF16, F16, F64), MIXED[::-1]),
     ],
+    # params, grads, momentum buffers, copies
+    "sgd_": [
+        ((F32,), (F32,), (F32,), (None,)),
+        ((F32,), (F32,), (None,), (F16,)),
+        ((F32,), (F16,), (F32,), (F16,)),  # fp32 masters of an fp16 model
+        ((F32,), (BF16,), (F32,), (BF16,)),  # fp32 masters of a bf16 model
+        ((F64,), (F64,), (F64,), (F32,)),
+        ((F16,), (F16,), (F16,), (None,)),  # an fp16 model without masters, as in apex
+        ((BF16,), (BF16,), (F32,), (None,)),
+        ((F16,), (F16,), (None,), (None,)),
+        ((F32,), (BF16,), (F64,), (F64,)),
+        (MIXED, MIXED[::-1], MIXED[1:], (None,)),
+        (MIXED, (F16, BF16, F16, F64), (F32, F64), MIXED[::-1]),
+    ],
 }
+# Lists of one float32 number for each tensor: step counts, and flags.
+OF_ONE_NUMBER = {"steps", "fresh"}
 
 # Every triple, for lists of one shape.
 ALL_TRIPLES = [((x,), (y,), (out,)) for x in FLOATS for y in FLOATS for out in FLOATS]
 ALL_ADAM = [
     ((param,), (grad,), (copy,)) for param in FLOATS for grad in FLOATS for copy in (None, *FLOATS)
+]
+ALL_SGD = [
+    ((param,), (grad,), (buffer,), (copy,))
+    for param in FLOATS
+    for grad in FLOATS
+    for buffer, copy in zip((None, *FLOATS), (F16, BF16, None, F64, F32), strict=True)
 ]
 
 
@@ -290,6 +312,30 @@ def sample_adam(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) 
     }
 
 
+def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
+    params = make_list(case, dtypes[0], device)
+    has_momentum = None not in dtypes[2]
+    # Every third buffer holds nothing yet.
+    fresh = [number(float(i % 3 == 1), device) for i in range(len(params))]
+    return {
+        "params": params,
+        "grads": make_list(case, dtypes[1], device, position=1),
+        "momentum_buffers": (
+            make_list(case, dtypes[2], device, position=2) if has_momentum else None
+        ),
+        "fresh": fresh if has_momentum else None,
+        "copies": None if None in dtypes[3] else make_list(case, dtypes[3], device, position=3),
+        "lr": number(0.01, device, F64),
+        "inv_scale": number(0.5, device),
+        "found_inf": torch.zeros(1, device=device),
+        "momentum": 0.9 if has_momentum else 0.0,
+        "dampening": 0.2,
+        "weight_decay": 0.1,
+        "nesterov": False,
+        "wd_after_momentum": False,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """How to call an operator, and which of its arguments it writes."""
@@ -325,6 +371,12 @@ OPERATORS = [
         sample_adam,
         ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps", "copies"),
         ("params", "exp_avgs", "exp_avg_sqs", "steps", "copies"),
+    ),
+    Operator(
+        "sgd_",
+        sample_sgd,
+        ("params", "grads", "momentum_buffers", "fresh", "copies"),
+        ("params", "momentum_buffers", "fresh", "copies"),
     ),
 ]
 OPERATOR = {operator.name: operator for operator in OPERATORS}

@@ -85,3 +85,38 @@ class Adam:
         if adam_w_mode:
             self.param = self.param - lr * weight_decay * self.param
         self.param = self.param - lr * (self.exp_avg / bias_correction1) / denom
+
+
+@dataclasses.dataclass
+class Sgd:
+    """One parameter under SGD in float64, with the formulas of the docstring of `_ops.sgd_`."""
+
+    param: Tensor
+    buffer: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.param = self.param.detach().double()
+        self.buffer = None if self.buffer is None else self.buffer.detach().double()
+
+    def update(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        inv_scale: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        nesterov: bool,
+        wd_after_momentum: bool,
+    ) -> None:
+        update = grad.double() * inv_scale
+        if not wd_after_momentum:
+            update = update + weight_decay * self.param
+        if momentum:
+            fresh = self.buffer is None
+            self.buffer = update if fresh else momentum * self.buffer + (1 - dampening) * update
+            update = update + momentum * self.buffer if nesterov else self.buffer
+        if wd_after_momentum:
+            update = update + weight_decay * self.param
+        self.param = self.param - lr * update

@@ -117,11 +117,12 @@ def test_a_view_shares_the_new_version_of_its_base(device: torch.device) -> None
     assert base._version == 1
 
 
-def test_a_skipped_adam_step_leaves_every_version(device: torch.device) -> None:
-    call = sample(OPERATOR["adam_"], device)
+@pytest.mark.parametrize("operator", ["adam_", "sgd_"])
+def test_a_skipped_step_leaves_every_version(operator: str, device: torch.device) -> None:
+    call = sample(OPERATOR[operator], device)
     call["found_inf"].fill_(1.0)
     versions = [t._version for each in call.values() for t in tensors_of(each)]
-    OPERATOR["adam_"](call)
+    OPERATOR[operator](call)
     if device.type == "cpu":  # On CUDA the host does not know that the step is skipped.
         assert [t._version for each in call.values() for t in tensors_of(each)] == versions
 
@@ -160,6 +161,7 @@ def test_opcheck_passes_in_place_and_without_what_is_optional(device: torch.devi
     unscale = sample(OPERATOR["unscale_"], device)
     axpby = sample(OPERATOR["axpby_"], device)
     adam = sample(OPERATOR["adam_"], device)
+    sgd = sample(OPERATOR["sgd_"], device)
     norm = sample(OPERATOR["l2_norm_"], device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -167,6 +169,8 @@ def test_opcheck_passes_in_place_and_without_what_is_optional(device: torch.devi
         opcheck(OPERATOR["axpby_"].overload, (), axpby | {"out": axpby["y"]})
         opcheck(OPERATOR["adam_"].overload, (), adam | {"copies": None, "found_inf": None})
         opcheck(OPERATOR["l2_norm_"].overload, (), norm | {"norms": None})
+        without = {"momentum_buffers": None, "fresh": None, "momentum": 0.0}
+        opcheck(OPERATOR["sgd_"].overload, (), sgd | without | {"copies": None, "found_inf": None})
 
 
 # --- torch.compile, without graph breaks.

@@ -14,6 +14,7 @@ from op_cases import (
     F16,
     F32,
     F64,
+    OF_ONE_NUMBER,
     OPERATOR,
     OPERATORS,
     Arguments,
@@ -38,6 +39,7 @@ DTYPES_OF_SOUND_CALL = {
     "l2_norm_": [(F16,)],
     "update_scale_": [],
     "adam_": [(F32,), (F16,), (F16,)],
+    "sgd_": [(F32,), (F16,), (F32,), (F16,)],
 }
 
 
@@ -267,6 +269,29 @@ FAULTS = [
     *faults_of_number("adam_", "lr"),
     *faults_of_number("adam_", "inv_scale"),
     *faults_of_one_element("adam_", "found_inf", "Float"),
+    *faults_of_list("sgd_", "params", paired_with=None),
+    *faults_of_list("sgd_", "grads", paired_with="params"),
+    *faults_of_list("sgd_", "momentum_buffers", paired_with="params"),
+    *faults_of_list("sgd_", "copies", paired_with="params"),
+    Fault(
+        "sgd_",
+        "fresh",
+        "too short",
+        one_tensor_less,
+        "has 2 tensors, params has 3; they must match",
+    ),
+    *faults_of_one_element("sgd_", "fresh[0]", "Float"),
+    *faults_of_one_element("sgd_", "fresh[2]", "Float"),
+    *faults_of_number("sgd_", "lr"),
+    *faults_of_number("sgd_", "inv_scale"),
+    *faults_of_one_element("sgd_", "found_inf", "Float"),
+    Fault(
+        "sgd_",
+        "momentum",
+        "0 with buffers",
+        set_to(0.0),
+        "is 0, but there are momentum_buffers; they must be given if momentum is not 0, and then",
+    ),
 ]
 
 
@@ -390,6 +415,7 @@ TENSORS = {
     "l2_norm_": ("norm", "norms"),
     "update_scale_": ("scale", "good_steps", "overflows", "found_inf"),
     "adam_": ("lr", "inv_scale", "found_inf"),
+    "sgd_": ("lr", "inv_scale", "found_inf"),
 }
 each_tensor = pytest.mark.parametrize(
     ("operator", "name"), [(OPERATOR[op], name) for op, names in TENSORS.items() for name in names]
@@ -418,6 +444,8 @@ OPTIONS = {
     ("adam_", "beta2"): [1.0, -0.1],
     ("adam_", "eps"): [-1e-8],
     ("adam_", "weight_decay"): [-0.1],
+    ("sgd_", "momentum"): [-0.1],
+    ("sgd_", "weight_decay"): [-0.1],
     ("update_scale_", "growth_factor"): [0.5],
     ("update_scale_", "backoff_factor"): [1.0, 0.0],
     ("update_scale_", "min_scale"): [0.0],
@@ -543,7 +571,8 @@ def test_under_vmap_an_operator_raises_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"), [(op, name) for op in OPERATORS for name in op.lists if name != "steps"]
+    ("operator", "name"),
+    [(op, name) for op in OPERATORS for name in op.lists if name not in OF_ONE_NUMBER],
 )
 def test_a_negation_that_torch_puts_off_is_read_and_never_written(
     operator: Operator, name: str, device: torch.device
@@ -556,7 +585,8 @@ def test_a_negation_that_torch_puts_off_is_read_and_never_written(
     call[name][1] = torch._neg_view(memory)
     if name in operator.written:
         refusal = (
-            r"mutable TensorLists with negation|copies\[1\] is a tensor whose numbers do not lie"
+            r"mutable TensorLists with negation|"
+            r"(copies|momentum_buffers)\[1\] is a tensor whose numbers do not lie"
         )
         with pytest.raises(RuntimeError, match=refusal):
             operator(call)
@@ -649,6 +679,7 @@ GRAPH_KINDS = [the_leaf, a_view_of_it, computed_from_it]
         ("unscale_", "dst"),
         ("axpby_", "out"),
         *(("adam_", name) for name in ("params", "exp_avgs", "exp_avg_sqs", "steps", "copies")),
+        *(("sgd_", name) for name in ("params", "momentum_buffers", "fresh", "copies")),
     ],
 )
 def test_a_tensor_that_requires_grad_is_refused_in_grad_mode_only(

@@ -161,6 +161,7 @@ class FusedSGD(torch.optim.Optimizer):
         home = _sgd_step.home_of(rows)
         there = _sgd_step.number_on(home, scale)
         skip = None if found_inf is None else as_flag(found_inf, "FusedSGD")
+        measured: Tensor | None = None
         norms: Sequence[Number] = []
         if request.check or _must_measure(groups, request):
             measured = _sgd_step.measure(rows, len(groups), there, home)
@@ -189,11 +190,10 @@ class FusedSGD(torch.optim.Optimizer):
         if skip is None:
             self._settle(rows)
             return Outcome(False, _known(norms))
-        if not request.check:
+        if measured is None or not request.check:
             return Outcome(False, [])
-        return self._tell(
-            request, rows, made, torch.stack([skip.double(), *map(torch.as_tensor, norms[:-1])])
-        )
+        outcome = torch.cat([skip.double().view(1), measured[1:-1]])
+        return self._tell(request, rows, made, outcome)
 
     def _tell(
         self, request: StepRequest, rows: Rows, made: Mapping[Tensor, Tensor], outcome: Tensor

@@ -12,7 +12,11 @@ from pathlib import Path
 from builder import CXX, ROOT, Library
 
 INSIDE = Path(__file__).resolve().parent / "inside"
-OPERATORS = ("tests/test_operators.py", f"{INSIDE}/test_chunk_edges.py")
+OPERATORS = (
+    "tests/test_operators.py",
+    "tests/test_operator_sgd.py",
+    f"{INSIDE}/test_chunk_edges.py",
+)
 STEP = tuple(f"{INSIDE}/test_step{name}.py" for name in ("", "_decisions", "_table"))
 AROUND_OPERATORS = (
     "tests/test_operator_errors.py",
@@ -29,6 +33,7 @@ PLAN = (
         f"tests/test_fused_adam_{name}.py"
         for name in ("equivalence", "errors", "grad_scaler", "in_a_loop", "legacy_call", "state")
     ),
+    *(f"tests/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
     *(
         f"tests/test_fp16_optimizer_{name}.py"
         for name in ("accumulation", "clipping", "closures", "legacy", "masters", "overflow")
@@ -38,7 +43,7 @@ PLAN = (
 # What an ordinary test asks of the CPU and not of CUDA: that the host knows found_inf, and that
 # the profiler sees passes by their names.
 NOT_FOR_CUDA = (
-    "tests/test_operator_autograd.py::test_a_skipped_adam_step_leaves_every_version",
+    "tests/test_operator_autograd.py::test_a_skipped_step_leaves_every_version",
     "tests/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
     "tests/test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",

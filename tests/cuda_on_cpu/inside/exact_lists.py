@@ -8,6 +8,7 @@ import reference
 import torch
 from op_cases import (
     CHUNK,
+    OF_ONE_NUMBER,
     OPERATOR,
     Arguments,
     Dtypes,
@@ -16,6 +17,7 @@ from op_cases import (
     fill_small_integers,
     tensors_of,
 )
+from test_operator_sgd import assert_is_sgd_step
 from test_operators import assert_is_adam_step, assert_is_axpby
 from tolerances import assert_same_bits
 from torch import Tensor
@@ -42,7 +44,7 @@ def sample(
         for tensor in call[OPERATOR[operator].lists[0]]:
             tensor.copy_(fill_small_integers(torch.empty(tensor.shape)))
     for j, name in enumerate(OPERATOR[operator].lists):
-        if name != "steps" and call[name] is not None:
+        if name not in OF_ONE_NUMBER and call[name] is not None:
             call[name] = [_moved(each, offsets(i, j)) for i, each in enumerate(call[name])]
     return call
 
@@ -75,10 +77,12 @@ def assert_computes_what_the_reference_says(operator: str, call: Arguments) -> N
             assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
     elif operator == "axpby_":
         assert_is_axpby(call)
+    elif operator == "sgd_":
+        assert_is_sgd_step(before, call)
     else:
         assert operator == "adam_", f"no reference for {operator}"
         assert_is_adam_step(before, call)
     assert "found_inf" not in call or call["found_inf"].item() == 0
     for name in OPERATOR[operator].lists:
-        if name != "steps":
+        if name not in OF_ONE_NUMBER:
             assert_nothing_before_was_written(tensors_of(call[name]))

@@ -40,6 +40,7 @@ HALF_TO_FLOAT = {
     "unscale_": [(F16,), (F32,)],
     "axpby_": [(F16,), (F16,), (F32,)],
     "adam_": [(F32,), (F16,), (F16,)],
+    "sgd_": [(F32,), (F16,), (F32,), (F16,)],
 }
 each_operator = pytest.mark.parametrize("operator", HALF_TO_FLOAT)
 
