@@ -236,6 +236,7 @@ inline void check_sgd(at::TensorList params, at::TensorList grads,
     check_peer("copies", copies);
     if (fresh.has_value()) {
       const Argument argument = {op, "fresh", i};
+      check_dense(argument, (*fresh)[i]);
       check_one_element(argument, (*fresh)[i], device, {at::kFloat});
       check_has_memory(argument, (*fresh)[i]);
       check_writable(argument, (*fresh)[i]);

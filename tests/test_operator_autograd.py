@@ -36,7 +36,7 @@ def sample(
     operator: Operator,
     device: torch.device,
     case: ListCase = SMALL,
-    dtypes: Sequence[Dtypes] = ((F32, F16), (F16, BF16), (BF16,)),
+    dtypes: Sequence[Dtypes] = ((F32, F16), (F16, BF16), (BF16,), (F16,)),
 ) -> Arguments:
     """Return a call in which every tensor that can be written is."""
     call = operator.sample(case, dtypes, device)

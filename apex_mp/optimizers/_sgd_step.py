@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp import _ops, device_scale
 from apex_mp import grads as _grads
 from apex_mp._step_request import StepRequest
-from apex_mp.device_scale import bring
 from apex_mp.optimizers._several_devices import is_capturing
 from apex_mp.optimizers._sgd_state import BUFFER
 
@@ -138,8 +137,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def host_waits_for(device: torch.device) -> bool:
+    """Whether the host waits for a device anyway, as for the CPU, or leaves it alone."""
+    return device.type not in device_scale.DEVICE_TYPES
+
+
 def home_of(rows: Sequence[Row]) -> torch.device:
-    """The device that numbers of a step are on: the CPU only if all parameters are.
+    """The device that numbers of a step are on: one that the host leaves alone, if there is one.
 
     Raises:
         RuntimeError: There are several devices, and one is capturing a CUDA graph.
@@ -154,17 +158,17 @@ def home_of(rows: Sequence[Row]) -> torch.device:
                     f"{len(devices)} devices, whose step cannot be captured; make a FusedSGD for "
                     "each device"
                 )
-    others = [device for device in devices if device.type != "cpu"]
-    return others[0] if others else torch.device("cpu")
+    left_alone = [device for device in devices if not host_waits_for(device)]
+    return [*left_alone, *devices, torch.device("cpu")][0]
 
 
 def number_on(home: torch.device, value: float | Tensor) -> Number:
     """Return a number as the host knows it, or where it need not wait for it."""
     if not isinstance(value, Tensor):
         return value
-    if value.device.type == "cpu":
+    if host_waits_for(value.device):
         return float(value)
-    return bring(value.detach().reshape(()).double(), home)
+    return device_scale.bring(value.detach().reshape(()).double(), home)
 
 
 def measure(rows: Sequence[Row], groups: int, scale: Number, home: torch.device) -> Tensor:
@@ -182,7 +186,7 @@ def measure(rows: Sequence[Row], groups: int, scale: Number, home: torch.device)
         sum_sq = torch.zeros(2 * groups, dtype=torch.float64, device=device)
         sums = [2 * row.group + (0 if row.scaled else 1) for row in here]
         _ops.check_([row.grad for row in here], sums, found_inf, sum_sq)
-        total += bring(torch.cat([found_inf.double(), sum_sq]), home)
+        total += device_scale.bring(torch.cat([found_inf.double(), sum_sq]), home)
     of_groups = total[1:].view(groups, 2)
     scaled, plain = torch.cat([of_groups, of_groups.sum(0, keepdim=True)]).sqrt().unbind(1)
     return torch.cat([total[:1], torch.hypot(scaled / scale, plain)])
@@ -213,7 +217,7 @@ class Factors:
         divisor = self.divisors[row.group]
         factor = 1.0 / (divisor * self.scale if row.scaled else divisor)
         if isinstance(factor, Tensor):
-            return bring(factor, row.param.device)
+            return device_scale.bring(factor, row.param.device)
         return torch.tensor(factor, dtype=torch.float64, device="cpu")
 
 
@@ -251,7 +255,7 @@ def take(
             [row.copy for row in here if row.copy is not None] if has_copies else None,
             lr=_as_number(group["lr"], device),
             inv_scale=factors.of(here[0]),
-            found_inf=None if skip is None else bring(skip, device),
+            found_inf=None if skip is None else device_scale.bring(skip, device),
             momentum=momentum,
             dampening=float(group["dampening"]),
             weight_decay=float(group["weight_decay"]),
@@ -264,4 +268,4 @@ def _as_number(value: float | Tensor, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64, device="cpu")
     wide = value if value.dtype in (torch.float32, torch.float64) else value.double()
-    return wide.detach() if wide.device.type == "cpu" else bring(wide.detach(), device)
+    return wide.detach() if wide.device.type == "cpu" else device_scale.bring(wide.detach(), device)

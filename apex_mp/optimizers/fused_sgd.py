@@ -159,20 +159,19 @@ class FusedSGD(torch.optim.Optimizer):
             _check_hyperparameters(group)
         rows, request.without_grad = _sgd_step.read(request, groups, self.state)
         home = _sgd_step.home_of(rows)
+        waits = _sgd_step.host_waits_for(home)
         there = _sgd_step.number_on(home, scale)
         skip = None if found_inf is None else as_flag(found_inf, "FusedSGD")
         measured: Tensor | None = None
         norms: Sequence[Number] = []
         if request.check or _must_measure(groups, request):
             measured = _sgd_step.measure(rows, len(groups), there, home)
-            norms = measured[1:].tolist() if home.type == "cpu" else measured[1:].unbind()
+            norms = measured[1:].tolist() if waits else measured[1:].unbind()
             if request.check:
                 found = as_flag(measured[0], "FusedSGD")
                 skip = found if skip is None else torch.maximum(found, bring(skip, home))
         told = skip
-        if skip is not None and home.type == "cpu":
-            skip = bring(skip, home)
-        if skip is not None and skip.device.type == "cpu":  # The host need not wait for it.
+        if skip is not None and (waits or _sgd_step.host_waits_for(skip.device)):
             if skip.item():
                 _update(request, told)
                 return Outcome(True, _known(norms))
