@@ -1,8 +1,9 @@
 """What the tests of FP16_Optimizer share: losses with known gradients, optimizers, snapshots.
 
 `pull((p, g), ...)` is a loss whose gradient by `p` is exactly `g`. With the optimizers of `PROBES`,
-whose beta1 is 0, `exp_avg` is exactly the gradient that a step used. The two together say what
-FP16_Optimizer does to gradients without any rounding in between, at scales that are powers of two.
+whose beta1 is 0, `exp_avg` is exactly the gradient that a step used; of FusedSGD, whose momentum is
+0 in float32, the momentum buffer is. The two together say what FP16_Optimizer does to gradients
+without any rounding in between, at scales that are powers of two.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apex_mp import fp16_utils, optimizers
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdam, FusedSGD
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -28,9 +29,10 @@ FACES = {
     "fp16_utils": fp16_utils.FP16_Optimizer,
     "optimizers": optimizers.FP16_Optimizer,
 }
-# FusedAdam is given scaled gradients and makes masters' `.grad` on demand; torch's own are not.
+# The fused ones are given scaled gradients and make masters' `.grad` on demand; torch's are not.
 PROBES: dict[str, Callable[..., Any]] = {
     "fused": lambda params, **more: FusedAdam(params, betas=(0.0, 0.999), **more),
+    "fused sgd": lambda params, **more: FusedSGD(params, **{"lr": 0.1, "momentum": 1e-60, **more}),
     "plain": lambda params, **more: torch.optim.AdamW(params, betas=(0.0, 0.999), **more),
 }
 
@@ -60,10 +62,14 @@ def pull(*pairs: tuple[Parameter, Any]) -> Tensor:
 def grads_used(optimizer: Any) -> list[Tensor | None]:
     """Return what the only step of a probe used, by parameter; None for those it left out."""
     return [
-        optimizer.state[param]["exp_avg"].cpu() if optimizer.state.get(param) else None
+        _gradient_in(optimizer.state[param]).cpu() if optimizer.state.get(param) else None
         for group in optimizer.param_groups
         for param in group["params"]
     ]
+
+
+def _gradient_in(state: dict[str, Tensor]) -> Tensor:
+    return state["exp_avg"] if "exp_avg" in state else state["momentum_buffer"]
 
 
 def master_grads(optimizer: Any) -> list[Tensor | None]:

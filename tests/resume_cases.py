@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from apex_mp import amp, fp16_utils, optimizers
 from apex_mp.amp import _amp_state, _current
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdam, FusedSGD
 
 STEPS = 10
 OVERFLOW_AT = 3  # Only with a dynamic scale.
@@ -25,6 +25,9 @@ GROWTH_INTERVAL = 4
 
 INNERS: dict[str, Callable[..., Any]] = {
     "FusedAdam": functools.partial(FusedAdam, lr=0.01, weight_decay=0.1, max_grad_norm=1.0),
+    "FusedSGD": functools.partial(
+        FusedSGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.1, max_grad_norm=1.0
+    ),
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "Adam": functools.partial(torch.optim.Adam, lr=0.01, eps=1e-4),
 }
@@ -99,7 +102,7 @@ class Run:
 
 
 class Alone(Run):
-    """FusedAdam without a wrapper: its own `scale=`, or GradScaler."""
+    """A fused optimizer without a wrapper: its own `scale=`, or GradScaler."""
 
     def prepare(self, inner: Callable[..., Any]) -> None:
         self.optimizer = inner(self.model.parameters())
@@ -215,7 +218,7 @@ def grow_soon(scalers: list[Any]) -> None:
 
 def _all_cases() -> dict[str, Callable[[], Run]]:
     kinds: dict[str, tuple[type[Run], list[str]]] = {
-        "alone": (Alone, ["FusedAdam"]),
+        "alone": (Alone, ["FusedAdam", "FusedSGD"]),
         "fp16_utils": (Half, [*INNERS]),
         "optimizers": (FusedHalf, [*INNERS]),
         "OptimWrapper": (Wrapped, [*INNERS]),

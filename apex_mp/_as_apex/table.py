@@ -70,12 +70,12 @@ MODULES: dict[str, dict[str, str]] = {
             "FusedLayerNorm fused_layer_norm fused_layer_norm_affine"
         )
     },
-    "apex.optimizers": {"apex_mp.optimizers": "FP16_Optimizer FusedAdam"},
+    "apex.optimizers": {"apex_mp.optimizers": "FP16_Optimizer FusedAdam FusedSGD"},
     "apex.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
     "apex.optimizers.fused_adam": {"apex_mp.optimizers": "FusedAdam"},
     "apex.optimizers.fused_lamb": {},
     "apex.optimizers.fused_novograd": {},
-    "apex.optimizers.fused_sgd": {},
+    "apex.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
     "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel Reducer {_SYNC_BN}"},
     "apex.parallel.LARC": {"apex_mp.parallel.LARC": "LARC"},
     "apex.parallel.distributed": {
@@ -115,7 +115,6 @@ EAGER = [
 
 _LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
 _NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
-_SGD = "use torch.optim.SGD, with apex_mp.fp16_utils.FP16_Optimizer around it for fp16 weights"
 _RNN = "use torch.nn.{}; amp casts it as it did this one"
 _MLSTM = "there is no such cell in torch: keep the old module's code, which needs no apex"
 _WEIGHT_NORM = "use torch.nn.utils.parametrizations.weight_norm on each module"
@@ -124,10 +123,9 @@ _STAGES = "take the step with torch.optim.AdamW"
 
 # module: {a name that scripts import and that is not here: what to use instead}
 MISSING: dict[str, dict[str, str]] = {
-    "apex.optimizers": {"FusedLAMB": _LAMB, "FusedNovoGrad": _NOVOGRAD, "FusedSGD": _SGD},
+    "apex.optimizers": {"FusedLAMB": _LAMB, "FusedNovoGrad": _NOVOGRAD},
     "apex.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
     "apex.optimizers.fused_novograd": {"FusedNovoGrad": _NOVOGRAD},
-    "apex.optimizers.fused_sgd": {"FusedSGD": _SGD},
     "apex.contrib.optimizers": {"FusedLAMB": _LAMB},
     "apex.RNN": {
         "LSTM": _RNN.format("LSTM"),

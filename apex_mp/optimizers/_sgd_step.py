@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from apex_mp import _ops, device_scale
 from apex_mp import grads as _grads
 from apex_mp._step_request import StepRequest
-from apex_mp.optimizers._several_devices import is_capturing
+from apex_mp.optimizers._several_devices import Outcome, is_capturing
 from apex_mp.optimizers._sgd_state import BUFFER
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
@@ -171,25 +171,77 @@ def number_on(home: torch.device, value: float | Tensor) -> Number:
     return device_scale.bring(value.detach().reshape(()).double(), home)
 
 
-def measure(rows: Sequence[Row], groups: int, scale: Number, home: torch.device) -> Tensor:
-    """Look at all gradients; return numbers on `home`, as one float64 vector.
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a look at all gradients has found; float64 vectors where numbers of a step are.
 
-    The first is not 0 if there is inf or NaN. Then come the l2 norm of each group's unscaled
-    gradients, and of all.
+    Attributes:
+        found_inf: One element; not 0: there is inf or NaN.
+        norms: l2 norm of each group's unscaled gradients, and of all.
+        nonfinite: For each gradient not 0 if it holds inf or NaN, in the order of `order`.
+        order: Their numbers among the rows.
     """
-    by_device: dict[torch.device, list[Row]] = {}
-    for row in rows:
-        by_device.setdefault(row.param.device, []).append(row)
-    total = torch.zeros(1 + 2 * groups, dtype=torch.float64, device=home)
-    for device, here in by_device.items():
+
+    found_inf: Tensor
+    norms: Tensor
+    nonfinite: Tensor
+    order: list[int]
+
+    def told(self, skip: Tensor) -> Tensor:
+        """Return all that the host may be told of a step, as one vector."""
+        return torch.cat([skip.double().view(1), self.norms[:-1], self.nonfinite])
+
+    def reader(self) -> Callable[[Tensor], Outcome]:
+        """Return what makes the outcome of a copy of `told` on the CPU."""
+        order, groups = self.order, len(self.norms) - 1
+
+        def read_outcome(told: Tensor) -> Outcome:
+            found_inf, *numbers = told.tolist()
+            flags = zip(order, numbers[groups:], strict=True)
+            rows = sorted(row for row, flag in flags if flag)
+            return Outcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
+
+        return read_outcome
+
+
+def measure(rows: Sequence[Row], groups: int, scale: Number, home: torch.device) -> Measured:
+    """Look at all gradients, reading them once; the host waits for nothing.
+
+    Args:
+        rows: From `read`.
+        groups: How many parameter groups there are.
+        scale: The loss scale.
+        home: Where the results go.
+    """
+    # Gradients that count to one norm lie next to each other.
+    places = sorted(range(len(rows)), key=lambda i: (rows[i].group, rows[i].scaled))
+    devices = dict.fromkeys(rows[place].param.device for place in places)
+    parts, order = [], []
+    for device in devices:
+        here = [place for place in places if rows[place].param.device == device]
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        sum_sq = torch.zeros(2 * groups, dtype=torch.float64, device=device)
-        sums = [2 * row.group + (0 if row.scaled else 1) for row in here]
-        _ops.check_([row.grad for row in here], sums, found_inf, sum_sq)
-        total += device_scale.bring(torch.cat([found_inf.double(), sum_sq]), home)
-    of_groups = total[1:].view(groups, 2)
-    scaled, plain = torch.cat([of_groups, of_groups.sum(0, keepdim=True)]).sqrt().unbind(1)
-    return torch.cat([total[:1], torch.hypot(scaled / scale, plain)])
+        sum_sq = torch.zeros(len(here), dtype=torch.float64, device=device)
+        _ops.check_([rows[place].grad for place in here], range(len(here)), found_inf, sum_sq)
+        norms = _norms([rows[place] for place in here], sum_sq.sqrt(), groups)
+        part = torch.cat([found_inf.double(), norms, (~sum_sq.isfinite()).double()])
+        parts.append(device_scale.bring(part, home))
+        order += here
+    ends = 1 + 2 * groups
+    head = torch.zeros(1, ends, dtype=torch.float64, device=home)
+    heads = torch.cat([head, *(part[:ends].view(1, ends) for part in parts)])
+    flags = torch.cat([head[0, :0], *(part[ends:] for part in parts)])
+    plain, scaled = torch.linalg.vector_norm(heads[:, 1:].view(-1, groups, 2), dim=0).unbind(-1)
+    of_groups = torch.hypot(scaled / scale, plain)
+    of_all = torch.linalg.vector_norm(of_groups).view(1)
+    return Measured(heads[:, 0].sum().view(1), torch.cat([of_groups, of_all]), flags, order)
+
+
+def _norms(rows: Sequence[Row], of_each: Tensor, groups: int) -> Tensor:
+    """Return for each group the norm of the plain gradients and of the scaled ones."""
+    sizes = [0] * (2 * groups)
+    for row in rows:
+        sizes[2 * row.group + row.scaled] += 1
+    return torch.stack(torch._foreach_norm(torch.split(of_each, sizes)))
 
 
 def clip_divisor(norm: Number, max_norm: float) -> Number:

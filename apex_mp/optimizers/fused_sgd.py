@@ -14,9 +14,9 @@ from apex_mp import grads as _grads
 from apex_mp._step_request import StepRequest
 from apex_mp.device_scale import bring
 from apex_mp.optimizers import _kept, _legacy_call, _sgd_state, _sgd_step
-from apex_mp.optimizers._several_devices import Outcome, SeveralDevices, as_flag
+from apex_mp.optimizers._several_devices import Outcome, as_flag
 from apex_mp.optimizers._sgd_state import BUFFER
-from apex_mp.optimizers._sgd_step import Groups, Number, Row
+from apex_mp.optimizers._sgd_step import Groups, Measured, Number, Row
 
 Rows: TypeAlias = Sequence[Row]
 
@@ -162,13 +162,13 @@ class FusedSGD(torch.optim.Optimizer):
         waits = _sgd_step.host_waits_for(home)
         there = _sgd_step.number_on(home, scale)
         skip = None if found_inf is None else as_flag(found_inf, "FusedSGD")
-        measured: Tensor | None = None
+        measured: Measured | None = None
         norms: Sequence[Number] = []
         if request.check or _must_measure(groups, request):
             measured = _sgd_step.measure(rows, len(groups), there, home)
-            norms = measured[1:].tolist() if waits else measured[1:].unbind()
+            norms = measured.norms.tolist() if waits else measured.norms.unbind()
             if request.check:
-                found = as_flag(measured[0], "FusedSGD")
+                found = as_flag(measured.found_inf, "FusedSGD")
                 skip = found if skip is None else torch.maximum(found, bring(skip, home))
         told = skip
         if skip is not None and (waits or _sgd_step.host_waits_for(skip.device)):
@@ -191,19 +191,23 @@ class FusedSGD(torch.optim.Optimizer):
             return Outcome(False, _known(norms))
         if measured is None or not request.check:
             return Outcome(False, [])
-        outcome = torch.cat([skip.double().view(1), measured[1:-1]])
-        return self._tell(request, rows, made, outcome)
+        return self._tell(request, rows, made, measured.told(skip), measured.reader())
 
     def _tell(
-        self, request: StepRequest, rows: Rows, made: Mapping[Tensor, Tensor], outcome: Tensor
+        self,
+        request: StepRequest,
+        rows: Rows,
+        made: Mapping[Tensor, Tensor],
+        sent: Tensor,
+        read: Callable[[Tensor], Outcome],
     ) -> Outcome:
         """Have the host hear of a step now, or later."""
         if not request.wait:
-            request.sent, request.read = outcome, SeveralDevices.read_outcome
+            request.sent, request.read = sent, read
             if made:
                 request.undo_state = self._undo(made)
             return Outcome(False, [], is_known=False)
-        known = SeveralDevices.read_outcome(outcome)
+        known = read(sent)
         if known.found_inf:
             self._take_back(made)
         else:

@@ -1,0 +1,371 @@
+"""FusedSGD in GradScaler, FP16_Optimizer and amp: overflows, clipping, what nobody waits for."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, passes_over, pull
+from fused_adam_cases import BF16, NAMES, assert_same_state, copies_of, give_grads, make_params
+from test_fused_adam_grad_scaler import OVERFLOWS, make_scaler, scaled_step
+from test_fused_sgd import assert_same_trajectory
+from tolerances import assert_same_bits
+from torch.nn import Parameter
+from waits import Waits
+
+from apex_mp import amp, device_scale, fp16_utils
+from apex_mp.optimizers import FusedSGD
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
+DAMPENED = OPTIONS | {"dampening": 0.5}
+each_options = pytest.mark.parametrize("options", [OPTIONS, DAMPENED], ids=["plain", "dampened"])
+
+
+@pytest.fixture
+def left_alone(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The device is one that the host does not wait for, and from which nothing arrives soon."""
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+
+
+# --- torch.amp.GradScaler
+
+
+@each_options
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_under_grad_scaler_the_trajectory_is_that_of_torch_under_the_same_overflows(
+    bad: float, options: dict[str, Any], device: torch.device
+) -> None:
+    params = make_params(device)
+    theirs = copies_of(params)
+    pairs = (FusedSGD(params, **options), params), (torch.optim.SGD(theirs, **options), theirs)
+    scales = []
+    for optimizer, its in pairs:
+        scaler = make_scaler(device)
+        steps = range(40)
+        scales.append(
+            [
+                scaled_step(scaler, optimizer, its, step, bad=bad if step in OVERFLOWS else None)
+                for step in steps
+            ]
+        )
+    assert scales[0] == scales[1]
+    assert min(scales[0]) < 2.0**10 < max(scales[0])  # it both backed off and grew
+    (optimizer, _), (expected, _) = pairs
+    assert_same_trajectory(optimizer, params, expected, theirs)
+
+
+@each_options
+def test_nobody_waits_in_grad_scaler_and_the_first_step_that_is_taken_is_the_first(
+    options: dict[str, Any], device: torch.device, left_alone: None
+) -> None:
+    params = make_params(device)
+    theirs = copies_of(params)
+    optimizer, expected = FusedSGD(params, **options), FusedSGD(theirs, **options)
+    for step, found in enumerate([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]):
+        give_grads(params, step, factor=1.0 if not found else math.inf)
+        optimizer.found_inf = torch.tensor(found, device=device)
+        optimizer.grad_scale = torch.tensor(1.0, device=device)
+        with Waits() as waits:
+            optimizer.step()
+        assert waits.count == 0
+        del optimizer.found_inf, optimizer.grad_scale
+        if not found:
+            give_grads(theirs, step)
+            expected.step()
+    assert_same_state(optimizer, expected)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
+def test_buffers_that_hold_nothing_yet_are_not_saved(
+    how: str, device: torch.device, left_alone: None
+) -> None:
+    params = make_params(device)
+    optimizer = FusedSGD(params, **DAMPENED)
+    give_grads(params, 0, missing=lambda step, index: index > 2)
+    optimizer.found_inf = torch.tensor(0.0, device=device)
+    optimizer.step()
+    give_grads(params, 1, missing=lambda step, index: index <= 2)
+    optimizer.found_inf = torch.tensor(1.0, device=device)
+    optimizer.step()
+    del optimizer.found_inf
+    saved = (optimizer if how == "state_dict" else copy.deepcopy(optimizer)).state_dict()
+    assert sorted(saved["state"]) == [0, 1, 2]
+    others = copies_of(params)
+    other = FusedSGD(others, **DAMPENED)
+    other.load_state_dict(saved)
+    for each, its in ((optimizer, params), (other, others)):
+        give_grads(its, 2)
+        each.step()
+    assert_same_state(optimizer, other)
+    assert_same_bits(optimizer.state[params[5]]["momentum_buffer"] != 0, params[5].grad != 0)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
+def test_low_precision_gradients_are_unscaled_in_the_step(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    theirs = copies_of(params)
+    optimizer, expected = FusedSGD(params, **DAMPENED), FusedSGD(theirs, **DAMPENED)
+    scaler = make_scaler(device)
+    for step in range(40):
+        overflow = step in OVERFLOWS
+        scaled_step(scaler, optimizer, params, step, bad=math.inf if overflow else None)
+        if not overflow:
+            give_grads(theirs, step, values=BF16)
+            expected.step()
+    assert_same_state(optimizer, expected)
+
+
+def test_grads_inside_grad_scaler_are_refused(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedSGD(params, 0.1)
+    optimizer.found_inf = torch.zeros(1, device=device)
+    with pytest.raises(ValueError, match=r"^FusedSGD\.step: grads was given inside GradScaler"):
+        optimizer.step(grads=[None] * len(params))
+    optimizer.found_inf = torch.zeros(2, device=device)
+    with pytest.raises(ValueError, match=r"^FusedSGD: found_inf is a tensor of 2 elements"):
+        optimizer.step()
+
+
+# --- FP16_Optimizer
+
+
+def make_fp16(params: Any, face: Any = fp16_utils.FP16_Optimizer, **options: Any) -> Any:
+    inner = FusedSGD(params, **(OPTIONS | options))
+    args = {"init_scale": 1024.0, "scale_window": 3}
+    return face(inner, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
+
+
+@pytest.mark.parametrize("face", FACES.values(), ids=FACES)
+@each_options
+def test_fp16_optimizer_trains_as_around_torch_and_loses_nothing_to_an_overflow(
+    face: Any, options: dict[str, Any], device: torch.device
+) -> None:
+    runs = []
+    for cls in (FusedSGD, torch.optim.SGD):
+        params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F32, device)]
+        args = {"init_scale": 1024.0, "scale_window": 3}
+        optimizer = face(cls(params, **options), 1.0, True, args, verbose=False)
+        for value in (INF, 0.5, -1.5, NAN, 2.0, 0.25, 1.0):
+            optimizer.zero_grad()
+            optimizer.backward(pull(*((param, value) for param in params)))
+            optimizer.step()
+        runs.append((optimizer, params))
+    (optimizer, params), (expected, theirs) = runs
+    assert optimizer.loss_scale == expected.loss_scale != 1024.0
+    ours, its = (each.optimizer.param_groups[0]["params"] for each in (optimizer, expected))
+    assert_same_trajectory(optimizer.optimizer, ours, expected.optimizer, its)
+    for param, other in zip(params, theirs, strict=True):
+        torch.testing.assert_close(param, other)
+
+
+def test_the_step_unscales_clips_and_copies_in_two_passes(device: torch.device) -> None:
+    elements = 4099
+    params = [Parameter(torch.ones(elements, dtype=F16, device=device))]
+    optimizer = make_fp16(params, max_grad_norm=1.0)
+    optimizer.backward(pull((params[0], 1.0)))
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(pull((params[0], 1.0)))
+    with passes_over(elements) as names:
+        optimizer.step()
+    assert names == ["apex_mp::check_", "apex_mp::sgd_"]
+    master = optimizer.param_groups[0]["params"][0]
+    assert_same_bits(params[0].detach(), master.detach().half())
+
+
+@pytest.mark.parametrize("clip", ["group", "global"])
+def test_max_grad_norm_clips_by_the_norm_of_a_group_or_of_all(
+    clip: str, device: torch.device
+) -> None:
+    params = [parameter([0.0], F16, device), parameter([0.0], F32, device)]
+    groups = [{"params": [param]} for param in params]
+    inner = FusedSGD(groups, 1.0, max_grad_norm=1.0)
+    optimizer = fp16_utils.FP16_Optimizer(inner, 8.0, verbose=False, clip=clip)
+    optimizer.backward(pull((params[0], 3.0), (params[1], 4.0)))
+    optimizer.step()
+    expected = [-1.0, -1.0] if clip == "group" else [-3 / 5, -4 / 5]
+    assert [param.item() for param in params] == pytest.approx(expected, rel=1e-3)
+
+
+# The same numbers whether the host waits or not.
+
+Program = tuple[list[torch.Tensor], list[Any]]
+
+
+def program(seed: int, device: torch.device) -> Program:
+    """A random training run with looks at everything; what it ends with."""
+    rng = random.Random(seed)
+    kinds = [F16, rng.choice([F32, F16])]
+    params = [parameter([1.0, 2.0], kinds[0], device), parameter([[3.0]], kinds[1], device)]
+    options = rng.choice([OPTIONS, DAMPENED, {"lr": 0.1}])
+    optimizer = make_fp16(params, **options, max_grad_norm=rng.choice([0.0, 1.0]))
+    seen: list[Any] = []
+    for _ in range(15):
+        if rng.random() < 0.8:
+            optimizer.zero_grad(set_to_none=rng.random() < 0.5)
+        for _ in range(rng.choice([1, 1, 2])):
+            some = rng.sample(params, rng.choice([1, 2, 2]))
+            value = rng.choice([1.0, -0.5, 3e3, INF, NAN] + [0.25] * 8)
+            later = rng.random() < 0.3
+            loss = pull(*((param, value) for param in some))
+            optimizer.backward(loss, update_master_grads=not later)
+        if rng.random() < 0.1:
+            optimizer.loss_scale = rng.choice([32.0, 256.0])
+        if rng.random() < 0.1:
+            seen.append(optimizer.clip_master_grads(0.5))
+        optimizer.step()
+        if rng.random() < 0.2:
+            seen.append((optimizer.overflow, optimizer.loss_scale, optimizer.cur_iter))
+        if rng.random() < 0.1:
+            optimizer.load_state_dict(optimizer.state_dict())
+    report = sorted((one.name, one.shape) for one in optimizer.overflow_report)
+    seen += [optimizer.loss_scaler.state_dict(), report]
+    optimizer.state_dict()  # Buffers that hold nothing yet go.
+    return everything(optimizer, *params), seen
+
+
+@pytest.fixture
+def each_way(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[str]:
+    def ways() -> Iterator[str]:
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
+        monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+        yield "unwaited"
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
+        yield "waited"
+
+    return ways()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs_end_the_same_whether_the_host_waits_or_not(
+    seed: int, each_way: Iterator[str], device: torch.device
+) -> None:
+    results = {way: program(seed, device) for way in each_way}
+    unwaited, waited = results["unwaited"], results["waited"]
+    assert str(unwaited[1]) == str(waited[1])
+    for ours, theirs in zip(unwaited[0], waited[0], strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+def test_the_host_waits_for_nothing_and_hears_of_skips_later(
+    device: torch.device, left_alone: None
+) -> None:
+    params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F16, device)]
+    optimizer = make_fp16(params, max_grad_norm=1.0)
+    with Waits() as waits:
+        for value in (1.0, INF, 2.0, NAN):
+            optimizer.zero_grad()
+            pair = (params[1], value) if value == INF else (params[0], value)
+            optimizer.backward(pull((params[0], 1.0), pair))
+            optimizer.step()
+    assert waits.count == 0
+    assert len(device_scale._in_flight) == 4
+    assert optimizer.overflow is True
+    assert optimizer.loss_scale == 256.0
+
+
+def test_a_report_after_the_gradients_are_gone_names_who_overflowed(
+    device: torch.device, left_alone: None
+) -> None:
+    params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F32, device)]
+    params += [parameter([1.0] * 3, F16, device)]
+    optimizer = make_fp16(params)
+    optimizer.backward(pull((params[0], 1.0), (params[2], INF)))  # The second has no gradient.
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [str(one) for one in optimizer.overflow_report] == [
+        "group 0, parameter 2 [3]: inf or NaN"
+    ]
+
+
+def test_a_skipped_first_step_leaves_no_state(device: torch.device, left_alone: None) -> None:
+    params = [parameter([1.0, 2.0], F16, device)]
+    optimizer = make_fp16(params)
+    optimizer.backward(pull((params[0], INF)))
+    optimizer.step()
+    assert optimizer.overflow
+    assert not optimizer.state
+
+
+def test_the_outcome_is_read_at_once_where_the_scaler_wants_it(
+    device: torch.device, left_alone: None
+) -> None:
+    params = [parameter([1.0, 2.0], F16, device)]
+    optimizer = make_fp16(params, **DAMPENED)
+    optimizer.loss_scaler.update_scale = optimizer.loss_scaler.update_scale  # It wants to hear.
+    for value, size in ((INF, 0), (1.0, 1), (INF, 1)):
+        optimizer.zero_grad()
+        optimizer.backward(pull((params[0], value)))
+        optimizer.step()
+        assert optimizer.overflow == (value == INF)
+        assert len(optimizer.state) == size
+        assert not device_scale._in_flight
+    assert optimizer.loss_scale == 256.0
+
+
+# --- amp
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu()).float()
+
+
+@pytest.mark.usefixtures("amp_off")
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_amp_initialize_trains_as_with_torch_and_loses_nothing_to_an_overflow(
+    level: str, materialize: bool, device: torch.device
+) -> None:
+    ends = []
+    for make in (
+        lambda params: FusedSGD(params, **DAMPENED, materialize_master_grads=materialize),
+        lambda params: torch.optim.SGD(params, **DAMPENED),
+    ):
+        torch.manual_seed(0)
+        model = Net().to(device)
+        optimizer = make(model.parameters())
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+        )
+        inputs = torch.randn(5, 4, device=device)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean() * (INF if step in (0, 3) else 1.0)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer) == (step in (0, 3))
+        ends.append([param.detach().float() for param in model.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        # O3 keeps float16 weights: torch rounds each product to them, and we each step.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 if level != "O3" else 2e-3)
+
+
+@pytest.mark.usefixtures("amp_off")
+def test_a_wrapped_optimizer_of_amp_init_skips_and_goes_on(device: torch.device) -> None:
+    handle: Any = amp.init(device_type=device.type)
+    ends = []
+    for cls in (FusedSGD, torch.optim.SGD):
+        weight = Parameter(torch.ones(3, device=device))
+        optimizer = handle.wrap_optimizer(cls([weight], **OPTIONS))
+        for value in (INF, 1.0, NAN, 0.5):
+            optimizer.zero_grad()
+            with optimizer.scale_loss((weight * value).sum()) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends)
+    assert (ends[0] < 1.0).all()
