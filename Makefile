@@ -81,7 +81,7 @@ coverage: $(BUILT)
 	  --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/cpu > $(COVERAGE)/build.log \
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q \
-	  tests/test_operator*.py tests/test_cpu_levels.py tests/test_fused_adam*.py \
+	  tests/test_operator*.py tests/test_cpu_levels.py tests/test_fused_*.py \
 	  tests/test_step_*.py tests/test_grad_marks.py tests/test_fp16_optimizer_clipping.py
 	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
 	@for level in $$($(VENV)/bin/python -c \

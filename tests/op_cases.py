@@ -315,8 +315,8 @@ def sample_adam(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) 
 def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
     params = make_list(case, dtypes[0], device)
     has_momentum = None not in dtypes[2]
-    # Every third buffer holds nothing yet.
-    fresh = [number(float(i % 3 == 1), device) for i in range(len(params))]
+    # Some buffers hold nothing yet, and others in each launch of a long list.
+    fresh = [number(float(i % 7 == 1), device) for i in range(len(params))]
     return {
         "params": params,
         "grads": make_list(case, dtypes[1], device, position=1),

@@ -13,6 +13,7 @@ from builder import CSRC
 from nets import INSIDE, NETS, Net
 
 TESTS = "tests/test_operators.py"
+SGD_TESTS = "tests/test_operator_sgd.py"
 EDGES = f"{INSIDE}/test_chunk_edges.py"
 LARGE = f"{INSIDE}/test_large.py"
 
@@ -155,6 +156,20 @@ PLANTED_BUGS = {
         ONE_STEP,
         UNDEFINED + "load of misaligned address 0xfefefefefefefefe",
     ),
+    "the flags of one launch are read in another": PlantedBug(
+        "cuda/sgd.cu",
+        "task.is_fresh[table.launch.first_tensor + part.slot];",
+        "task.is_fresh[part.slot];",
+        f"{SGD_TESTS}::test_sgd_takes_one_step -k 2000",
+        NOT_CLOSE,
+    ),
+    "a momentum buffer that is not there is written": PlantedBug(
+        "cuda/loops.h",
+        "if (buffer.data != nullptr) store(moving, buffer, index);",
+        "store(moving, buffer, index);",
+        f"{SGD_TESTS}::test_sgd_takes_one_step -k fp16-fp16-none",
+        UNDEFINED + r"(store to null pointer|applying non-zero offset)",
+    ),
     # --- sums over blocks
     "the last chunk of a tensor is not summed": PlantedBug(
         "cuda/check.cu",
@@ -279,6 +294,13 @@ PLANTED_BUGS = {
         "if (slot >= table.tensors || is_skipped(task)) return;",
         "if (slot >= table.tensors) return;",
         f"{TESTS}::test_adam_changes_nothing_when_found_inf_is_set",
+        WRONG_BITS,
+    ),
+    "a skipped step takes the flags of fresh buffers": PlantedBug(
+        "cuda/sgd.cu",
+        "if (slot >= table.tensors || is_skipped(task)) return;",
+        "if (slot >= table.tensors) return;",
+        f"{SGD_TESTS}::test_sgd_changes_nothing_when_found_inf_is_set",
         WRONG_BITS,
     ),
     "a number that the host read is read again": PlantedBug(
