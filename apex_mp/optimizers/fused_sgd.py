@@ -16,7 +16,7 @@ from apex_mp.device_scale import bring
 from apex_mp.optimizers import _kept, _legacy_call, _sgd_state, _sgd_step
 from apex_mp.optimizers._several_devices import Outcome, as_flag
 from apex_mp.optimizers._sgd_state import BUFFER
-from apex_mp.optimizers._sgd_step import Groups, Measured, Number, Row
+from apex_mp.optimizers._sgd_step import Factors, Groups, Measured, Number, Row
 
 Rows: TypeAlias = Sequence[Row]
 
@@ -28,7 +28,8 @@ class FusedSGD(torch.optim.Optimizer):
     other way round. Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on
     several devices; gradients of any of these dtypes. Momentum buffers and math are float32, for
     float64 parameters float64. Inside `torch.amp.GradScaler` the unscaling is part of the same
-    pass, and float16 gradients are welcome, as long as nobody calls `scaler.unscale_`.
+    pass, and float16 gradients are welcome, as long as nobody calls `scaler.unscale_`. A captured
+    CUDA graph keeps the options of its capture, but for an lr that is a tensor on the GPU.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
@@ -177,14 +178,7 @@ class FusedSGD(torch.optim.Optimizer):
                 return Outcome(True, _known(norms))
             skip = None
         divisors = _divisors(groups, request, there, norms, home)
-        made = self._make_buffers(rows)
-        try:
-            factors = _sgd_step.Factors(there, divisors)
-            _sgd_step.take(rows, groups, self.state, self._fresh, factors, skip)
-        except BaseException:
-            self._take_back(made)
-            raise
-        self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+        made = self._take(rows, Factors(there, divisors), skip)
         _update(request, told)
         if skip is None:
             self._settle(rows)
@@ -192,6 +186,22 @@ class FusedSGD(torch.optim.Optimizer):
         if measured is None or not request.check:
             return Outcome(False, [])
         return self._tell(request, rows, made, measured.told(skip), measured.reader())
+
+    def _take(self, rows: Rows, factors: Factors, skip: Tensor | None) -> dict[Tensor, Tensor]:
+        """Step, unless `skip` is set; return the buffers that were made for it."""
+        made = self._make_buffers(rows)
+        flags = {
+            param: flag
+            for param, (buffer, flag) in self._fresh.items()
+            if self._holds(param, buffer)
+        }
+        try:
+            _sgd_step.take(rows, self.param_groups, self.state, flags, factors, skip)
+        except BaseException:
+            self._take_back(made)
+            raise
+        self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+        return made
 
     def _tell(
         self,
@@ -219,10 +229,14 @@ class FusedSGD(torch.optim.Optimizer):
     # that a device can tell which is the first, such a buffer has a flag there.
 
     @property
-    def _fresh(self) -> dict[Tensor, Tensor]:
-        """The flags of buffers that hold nothing yet, as far as the host knows; by parameter."""
-        flags: dict[Tensor, Tensor] = self.__dict__.setdefault("_fresh_flags", {})
-        return flags
+    def _fresh(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """Buffers that hold nothing yet, as far as the host knows, and their flags; by parameter."""
+        fresh: dict[Tensor, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_fresh_buffers", {})
+        return fresh
+
+    def _holds(self, param: Tensor, buffer: Tensor) -> bool:
+        """Whether a buffer is still that of a parameter; somebody may have loaded another."""
+        return self.state.get(param, {}).get(BUFFER) is buffer
 
     def _make_buffers(self, rows: Rows) -> dict[Tensor, Tensor]:
         """Give parameters the buffers that they lack, and return those.
@@ -238,9 +252,9 @@ class FusedSGD(torch.optim.Optimizer):
             if torch.is_tensor(state.get(BUFFER)):
                 state[BUFFER] = _grads.lie_as(state[BUFFER], row.param)
                 continue
-            state[BUFFER] = made[row.param] = _sgd_state.new_buffer(row.param)
+            buffer = state[BUFFER] = made[row.param] = _sgd_state.new_buffer(row.param)
             if group["dampening"]:
-                self._fresh[row.param] = torch.ones((), device=row.param.device)
+                self._fresh[row.param] = buffer, torch.ones((), device=row.param.device)
         return made
 
     def _settle(self, rows: Rows) -> None:
@@ -251,10 +265,9 @@ class FusedSGD(torch.optim.Optimizer):
     def _take_back(self, made: Mapping[Tensor, Tensor]) -> None:
         """A step that was skipped or refused leaves no buffers behind."""
         for param, buffer in made.items():
-            state = self.state.get(param, {})
-            if state.get(BUFFER) is buffer:
-                del state[BUFFER]
-                if not state:
+            if self._holds(param, buffer):
+                del self.state[param][BUFFER]
+                if not self.state[param]:
                     del self.state[param]
             self._fresh.pop(param, None)
 
@@ -272,9 +285,9 @@ class FusedSGD(torch.optim.Optimizer):
 
     def _drop_fresh_buffers(self) -> None:
         """Take away buffers that hold nothing yet, before others see them; the host waits."""
-        for param, flag in [*self._fresh.items()]:
+        for param, (buffer, flag) in [*self._fresh.items()]:
             if flag.item():
-                self._take_back({param: self.state[param][BUFFER]})
+                self._take_back({param: buffer})
         self._fresh.clear()
 
     def state_dict(self) -> dict[str, Any]:
