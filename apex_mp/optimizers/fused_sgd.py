@@ -190,11 +190,8 @@ class FusedSGD(torch.optim.Optimizer):
     def _take(self, rows: Rows, factors: Factors, skip: Tensor | None) -> dict[Tensor, Tensor]:
         """Step, unless `skip` is set; return the buffers that were made for it."""
         made = self._make_buffers(rows)
-        flags = {
-            param: flag
-            for param, (buffer, flag) in self._fresh.items()
-            if self._holds(param, buffer)
-        }
+        fresh = self._fresh.items()
+        flags = {param: flag for param, (buffer, flag) in fresh if self._holds(param, buffer)}
         try:
             _sgd_step.take(rows, self.param_groups, self.state, flags, factors, skip)
         except BaseException:
@@ -230,7 +227,7 @@ class FusedSGD(torch.optim.Optimizer):
 
     @property
     def _fresh(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Buffers that hold nothing yet, as far as the host knows, and their flags; by parameter."""
+        """Buffers that hold nothing yet, as far as the host knows, with flags; by parameter."""
         fresh: dict[Tensor, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_fresh_buffers", {})
         return fresh
 
