@@ -12,6 +12,7 @@ import pytest
 import torch
 from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, passes_over, pull
 from fused_adam_cases import BF16, NAMES, assert_same_state, copies_of, give_grads, make_params
+from several_devices_cases import side_of
 from test_fused_adam_grad_scaler import OVERFLOWS, make_scaler, scaled_step
 from test_fused_sgd import assert_same_trajectory
 from tolerances import assert_same_bits
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import amp, device_scale, fp16_utils
-from apex_mp.optimizers import FusedSGD
+from apex_mp.optimizers import FusedSGD, _device_part, _sgd_step
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
 DAMPENED = OPTIONS | {"dampening": 0.5}
@@ -309,6 +310,59 @@ def test_the_outcome_is_read_at_once_where_the_scaler_wants_it(
         assert len(optimizer.state) == size
         assert not device_scale._in_flight
     assert optimizer.loss_scale == 256.0
+
+
+# --- Several devices
+
+
+@pytest.fixture
+def two_sides(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have parameters of odd and of even size lie on two devices; return what undoes it."""
+    monkeypatch.setattr(_device_part, "device_of", side_of)
+    return lambda: monkeypatch.setattr(_device_part, "device_of", lambda param: param.device)
+
+
+def train_on_both_sides(max_grad_norm: float, clip: str) -> list[torch.Tensor]:
+    params = [parameter([1.0] * size, kind) for size in (1, 2, 3, 4) for kind in (F16, F32)]
+    groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
+    inner = FusedSGD(groups, **DAMPENED, max_grad_norm=max_grad_norm)
+    args = {"init_scale": 1024.0}
+    optimizer = fp16_utils.FP16_Optimizer(inner, 1.0, True, args, verbose=False, clip=clip)
+    for step, value in enumerate((INF, 0.5, 1.5, NAN, 2.0)):
+        optimizer.zero_grad()
+        some = params if step != 2 else params[1:]
+        optimizer.backward(pull(*((param, value) for param in some)))
+        optimizer.step()
+    assert optimizer.loss_scale == 256.0
+    return everything(optimizer, *params)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("waits", [True, False], ids=["waited", "unwaited"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+@pytest.mark.parametrize("clip", ["group", "global"])
+def test_parameters_on_several_devices_are_stepped_as_on_one(
+    clip: str, max_grad_norm: float, waits: bool, two_sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", set() if waits else {"cpu"})
+    spread = train_on_both_sides(max_grad_norm, clip)
+    two_sides()
+    for ours, theirs in zip(spread, train_on_both_sides(max_grad_norm, clip), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if max_grad_norm else 0.0, atol=0.0)
+
+
+@pytest.mark.cpu_only
+def test_a_capture_of_several_devices_is_refused(
+    two_sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [parameter([1.0] * size, F32) for size in (1, 2)]
+    optimizer = FusedSGD(params, **OPTIONS)
+    give_grads(params, 0)
+    capturing = side_of(torch.ones(1))
+    monkeypatch.setattr(_sgd_step, "is_capturing", lambda device: device == capturing)
+    with pytest.raises(RuntimeError, match=r"^FusedSGD: .* is capturing a CUDA graph, but"):
+        optimizer.step()
+    assert [param.tolist() for param in params] == [[1.0], [1.0, 1.0]]
 
 
 # --- amp

@@ -61,8 +61,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     Several `backward` calls before a `step` accumulate. `param_groups` holds the masters: their
     `.grad` is the unscaled gradient, and editing it (`clip_grad_norm_`) counts; on parameters of
-    float32 too. An inner optimizer whose `step` takes `grads`, `output_params` and `scale`, such as
-    FusedAdam, is given the scaled gradients themselves, so that unscaling, clipping by its
+    float32 too. An inner optimizer whose `step` takes `grads`, `output_params` and `scale`, as the
+    fused ones do, is given the scaled gradients themselves, so that unscaling, clipping by its
     `max_grad_norm` and the copy to the model cost no pass of their own.
 
     Learning-rate schedulers take this object or the inner optimizer, also from before wrapping.
@@ -414,7 +414,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         )
 
     def _step_fused(self) -> tuple[bool | None, Any]:
-        """Step FusedAdam, which itself looks for inf and NaN."""
+        """Step a fused optimizer, which itself looks for inf and NaN."""
         grads_of, copies, scale = self._grads.sources(self.param_groups)
         device = self._device_to_leave_alone()
         request = StepRequest(

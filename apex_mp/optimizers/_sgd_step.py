@@ -12,6 +12,7 @@ from torch import Tensor
 from apex_mp import _ops, device_scale
 from apex_mp import grads as _grads
 from apex_mp._step_request import StepRequest
+from apex_mp.optimizers import _device_part
 from apex_mp.optimizers._several_devices import Outcome, is_capturing
 from apex_mp.optimizers._sgd_state import BUFFER
 
@@ -33,6 +34,7 @@ class Row:
         copy: Where the new parameter is also written.
         group: Number of the parameter group.
         index: Number in the group.
+        device: Where all of it is.
     """
 
     param: Tensor
@@ -41,6 +43,7 @@ class Row:
     copy: Tensor | None
     group: int
     index: int
+    device: torch.device
 
 
 def read(
@@ -68,6 +71,7 @@ def read(
                 None if request.copies is None else request.copies[number][index],
                 number,
                 index,
+                _device_part.device_of(param),
             )
             _check(row, state.get(param, {}).get(BUFFER) if group["momentum"] else None)
             rows.append(row)
@@ -148,7 +152,7 @@ def home_of(rows: Sequence[Row]) -> torch.device:
     Raises:
         RuntimeError: There are several devices, and one is capturing a CUDA graph.
     """
-    devices = [*dict.fromkeys(row.param.device for row in rows)]
+    devices = [*dict.fromkeys(row.device for row in rows)]
     if len(devices) > 1:
         # A replay would step one device; the others are stepped now, and never again.
         for device in devices:
@@ -215,10 +219,10 @@ def measure(rows: Sequence[Row], groups: int, scale: Number, home: torch.device)
     """
     # Gradients that count to one norm lie next to each other.
     places = sorted(range(len(rows)), key=lambda i: (rows[i].group, rows[i].scaled))
-    devices = dict.fromkeys(rows[place].param.device for place in places)
+    devices = dict.fromkeys(rows[place].device for place in places)
     parts, order = [], []
     for device in devices:
-        here = [place for place in places if rows[place].param.device == device]
+        here = [place for place in places if rows[place].device == device]
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         sum_sq = torch.zeros(len(here), dtype=torch.float64, device=device)
         _ops.check_([rows[place].grad for place in here], range(len(here)), found_inf, sum_sq)
@@ -269,7 +273,7 @@ class Factors:
         divisor = self.divisors[row.group]
         factor = 1.0 / (divisor * self.scale if row.scaled else divisor)
         if isinstance(factor, Tensor):
-            return device_scale.bring(factor, row.param.device)
+            return device_scale.bring(factor, row.device)
         return torch.tensor(factor, dtype=torch.float64, device="cpu")
 
 
@@ -294,9 +298,11 @@ def take(
     calls: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         is_fresh = bool(groups[row.group]["momentum"]) and row.param in fresh
-        key = (row.param.device, row.group, row.scaled, row.copy is not None, is_fresh)
+        key = (row.device, row.group, row.scaled, row.copy is not None, is_fresh)
         calls.setdefault(key, []).append(row)
-    for (device, number, _, has_copies, is_fresh), here in calls.items():
+    # The CPU keeps the host busy: others begin before it.
+    in_order = sorted(calls.items(), key=lambda call: call[0][0].type == "cpu")
+    for (device, number, _, has_copies, is_fresh), here in in_order:
         group = groups[number]
         momentum = float(group["momentum"])
         _ops.sgd_(

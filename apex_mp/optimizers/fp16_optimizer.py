@@ -15,7 +15,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
 
     The dynamic loss scale starts at 2**16, `zero_grad()` sets gradients to None, the messages are
     those of apex.optimizers, and `state_dict()` has its keys. Everything else, arguments included,
-    is the same; any optimizer can be wrapped, and FusedAdam gains most.
+    is the same; any optimizer can be wrapped, and the fused ones gain most.
     """
 
     _DYNAMIC_DEFAULTS: Mapping[str, Any] = {"init_scale": FUSED_PRESET.scale}
