@@ -20,6 +20,8 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import amp, device_scale, fp16_utils
+from apex_mp._step_request import StepRequest
+from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedSGD, _device_part, _sgd_step
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
@@ -312,6 +314,23 @@ def test_the_outcome_is_read_at_once_where_the_scaler_wants_it(
     assert optimizer.loss_scale == 256.0
 
 
+@pytest.mark.parametrize("value", [1.0, INF])
+def test_a_loss_scale_on_the_device_is_updated_where_the_host_waits_too(
+    value: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
+    scale = device_scale.DeviceScale(DynamicLossScale(scale=8.0, growth_interval=1), device)
+    weight = Parameter(torch.ones(3, device=device))
+    weight.grad = torch.full((3,), value, device=device)
+    optimizer = FusedSGD([weight], **DAMPENED)
+    request = StepRequest(check=True, loss_scale=scale)
+    optimizer.step(grads=request)
+    assert scale.scale.item() == (16.0 if value == 1.0 else 4.0)
+    assert request.outcome is not None
+    assert (request.outcome.found_inf, request.outcome.is_known) == (value == INF, True)
+    assert optimizer._fresh == {}  # The host knows: nobody need ask the device again.
+
+
 # --- Several devices
 
 
@@ -349,6 +368,22 @@ def test_parameters_on_several_devices_are_stepped_as_on_one(
     two_sides()
     for ours, theirs in zip(spread, train_on_both_sides(max_grad_norm, clip), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6 if max_grad_norm else 0.0, atol=0.0)
+
+
+@pytest.mark.cpu_only
+def test_a_late_report_names_who_overflowed_on_several_devices(
+    two_sides: Any, left_alone: None
+) -> None:
+    params = [parameter([1.0] * size, F16) for size in (2, 1, 4, 3)]
+    optimizer = make_fp16(params)
+    for index in (0, 3):
+        optimizer.backward(
+            pull(*((param, INF if i == index else 1.0) for i, param in enumerate(params)))
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        names = [one.name for one in optimizer.overflow_report]
+        assert names == [f"group 0, parameter {index}"]
 
 
 @pytest.mark.cpu_only

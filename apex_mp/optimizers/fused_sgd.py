@@ -168,9 +168,8 @@ class FusedSGD(torch.optim.Optimizer):
         if request.check or _must_measure(groups, request):
             measured = _sgd_step.measure(rows, len(groups), there, home)
             norms = measured.norms.tolist() if waits else measured.norms.unbind()
-            if request.check:
-                found = as_flag(measured.found_inf, "FusedSGD")
-                skip = found if skip is None else torch.maximum(found, bring(skip, home))
+            if request.check:  # Then found_inf was not given.
+                skip = as_flag(measured.found_inf, "FusedSGD")
         told = skip
         if skip is not None and (waits or _sgd_step.host_waits_for(skip.device)):
             if skip.item():
