@@ -10,10 +10,12 @@ import pytest
 import torch
 from op_cases import (
     BF16,
+    DTYPES,
     F16,
     F32,
     LISTS,
     NAMES,
+    OPERATOR,
     OPERATORS,
     Arguments,
     Dtypes,
@@ -196,6 +198,21 @@ def test_a_step_gives_the_same_bits_for_any_bits(
     expected = step.at_baseline([size], (0,) * 5)
     step.take([size], (0,) * 5)
     step.assert_same(expected)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES["sgd_"], ids=name_of)
+def test_a_step_of_sgd_gives_the_same_bits_from_wherever_its_tensors_start(
+    dtypes: list[Dtypes], cpu_level: str
+) -> None:
+    case = ListCase("a list", [(1500,), (17,), (2, 300)], "uneven offset")
+    call = OPERATOR["sgd_"].sample(case, dtypes, torch.device("cpu"))
+    expected = copy_of(call)
+    _ops.sgd_(**call)
+    _C.set_cpu_level("baseline")
+    _ops.sgd_(**expected)
+    for name in ("params", "momentum_buffers", "copies"):
+        for ours, theirs in zip(tensors_in(call[name]), tensors_in(expected[name]), strict=True):
+            assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("half", [F16, BF16], ids=NAMES.get)

@@ -36,9 +36,8 @@ from test_operators import (
 from tolerances import TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor
 
-from apex_mp import _C, _ops
+from apex_mp import _ops
 
-CPU = torch.device("cpu")
 OPTIONS = ("momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
 MODES = [
     {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "wd_after_momentum": after}
@@ -105,21 +104,6 @@ def test_sgd_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> Non
     before = copy_of(call)
     take(call)
     assert_is_sgd_step(before, call)
-
-
-@pytest.mark.cpu_only
-@each_dtypes(DTYPES["sgd_"])
-def test_sgd_gives_the_same_bits_at_every_level(dtypes: list[Dtypes], cpu_level: str) -> None:
-    call = OPERATOR["sgd_"].sample(
-        ListCase("a list", [(3 * TILE + 9,), (17,), (2, 300)], "uneven offset"), dtypes, CPU
-    )
-    expected = copy_of(call)
-    take(call)
-    _C.set_cpu_level("baseline")
-    take(expected)
-    for name in ("params", "momentum_buffers", "copies"):
-        for ours, theirs in zip(tensors_of(call[name]), tensors_of(expected[name]), strict=True):
-            assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=mode_name)
