@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp._run import modernize
+from apex_mp._run import cpu, modernize
 from apex_mp._run.modernize import notes
 from apex_mp._run.replacements import Replacements
 
@@ -115,6 +115,32 @@ def test_the_script_gets_what_it_got_then_and_hears_of_it_once(
     assert all(text.startswith("apex_mp run: --modernize: ") for text in said.err.splitlines())
     say()
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def modern_on_cpu() -> Iterator[None]:
+    replacements = Replacements()
+    notes.forget()
+    modernize.supply(replacements)
+    cpu.redirect(replacements)
+    yield
+    replacements.undo()
+
+
+@pytest.mark.usefixtures("modern_on_cpu")
+@pytest.mark.parametrize(("say", "get", "line"), CASES)
+def test_it_gets_the_same_when_the_cpu_stands_in_for_a_gpu(
+    say: Callable[[], Any], get: Any, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say() == get
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("modern_on_cpu")
+def test_torch_itself_gets_what_it_expects_of_a_function_that_is_replaced_twice() -> None:
+    names = {"__name__": "torch.anything", "torch": torch}
+    assert eval("torch.full((1,), 3).dtype", names) == torch.int64
+    assert not eval("torch.ones(1).is_cuda", names)
 
 
 def outcome(say: Callable[[], Any]) -> Any:
