@@ -156,6 +156,56 @@ def test_a_name_that_apex_did_not_have_then_is_an_import_error() -> None:
         exec("import apex.transformer")
 
 
+@pytest.mark.parametrize(
+    ("era", "module", "name", "sentence"),
+    [
+        (
+            "2019-03", "apex.optimizers", "FusedLAMB",
+            "apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' and '2020'; "
+            "install_as_apex(era='2019-08') gives it",
+        ),
+        (
+            "2019-03", "amp_C", "multi_tensor_lamb",
+            "amp_C has no multi_tensor_lamb as of '2019-03', but as of '2019-08' and '2020'; "
+            "install_as_apex(era='2019-08') gives it",
+        ),
+        (
+            "2020", "apex.optimizers", "FP16_Optimizer",
+            "apex.optimizers has no FP16_Optimizer as of '2020', but as of '2019-03' and "
+            "'2019-08'; install_as_apex(era='2019-03') gives it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_era_says_which(era: str, module: str, name: str, sentence: str) -> None:
+    apex_mp.install_as_apex(era)
+    with pytest.raises(ImportError) as not_imported:
+        exec(f"from {module} import {name}")
+    assert str(not_imported.value) == sentence
+    there = importlib.import_module(module)
+    with pytest.raises(AttributeError) as not_found:
+        getattr(there, name)
+    assert str(not_found.value) == sentence
+    assert not hasattr(there, name)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        _ = there.nothing
+
+
+@pytest.mark.parametrize("era", ERAS)
+def test_dir_a_star_import_and_the_table_agree_on_the_names_of_an_era(era: str) -> None:
+    apex_mp.install_as_apex(era)
+    for name in MODULES:
+        module = importlib.import_module(name)
+        of_table = {n for names in MODULES[name].values() for n in names.split()}
+        of_table |= set(MISSING.get(name, {}))
+        wanted = {n for n in of_table if (name, n) not in ERAS[era].absent}
+        children = {other.rpartition(".")[2] for other in MODULES if other.startswith(f"{name}.")}
+        assert {n for n in dir(module) if not n.startswith("__")} - children == wanted - children
+        if wanted:
+            star: dict[str, Any] = {}
+            exec(f"from {name} import *", star)
+            assert set(star) - {"__builtins__"} == {n for n in wanted if n[0] != "_"}
+
+
 # Eras
 
 
@@ -183,6 +233,30 @@ def test_the_order_of_init_is_that_of_the_era() -> None:
     handle = later(True, 128.0, False, device_type="cpu")
     assert handle._default_scaler.loss_scale() == 128.0
     assert not handle.has_cache
+
+
+@pytest.mark.parametrize("scale", [128.0, 1.0, 128, "dynamic"])
+def test_a_loss_scale_where_caching_stood_is_refused(scale: Any) -> None:
+    apex_mp.install_as_apex()
+    init: Any = importlib.import_module("apex.amp").init
+    with pytest.raises(TypeError) as raised:
+        init(True, scale)
+    assert str(raised.value) == (
+        f"amp.init: enable_caching, the second argument as of 2019-03, is {scale!r}; it must be "
+        f"True or False. If it is meant as the loss scale, say loss_scale={scale!r}, or have apex "
+        "as of 2019-08, where that came second"
+    )
+    assert _current.handle is None
+
+
+@pytest.mark.usefixtures("handle")
+def test_a_loss_scale_by_name_is_taken_in_every_era() -> None:
+    for era in ERAS:
+        apex_mp.install_as_apex(era)
+        init: Any = importlib.import_module("apex.amp").init
+        handle = init(True, loss_scale=64.0, device_type="cpu")
+        assert handle._default_scaler.loss_scale() == 64.0
+        apex_mp.uninstall_as_apex()
 
 
 @pytest.mark.parametrize(

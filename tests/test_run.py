@@ -101,9 +101,23 @@ def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -
     (tmp_path / "script.py").write_text("import apex; print(apex.__doc__)")
     refused = python(tmp_path, *RUN, "script.py")
     assert refused.returncode == 1
-    assert refused.stderr.startswith("apex_mp run: install_as_apex: apex can be imported already")
+    assert re.fullmatch(
+        "apex_mp run: apex can be imported already, from .*; "
+        "uninstall it, or give --force to hide it in this process\n",
+        refused.stderr,
+    )
     forced = python(tmp_path, *RUN, "--force", "--era", "2020", "script.py")
     assert forced.stdout == "apex, by apex_mp, as of 2020.\n"
+
+
+def test_a_name_of_another_era_is_told_in_the_words_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB")
+    result = python(tmp_path, *RUN, "script.py")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "ImportError: apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' and "
+        "'2020'; --era 2019-08 gives it"
+    )
 
 
 # Child processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from apex_mp._as_apex import install_as_apex
+from apex_mp._as_apex.install import ON_THE_COMMAND_LINE, install
 from apex_mp._run import cpu, modernize
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
@@ -23,7 +23,7 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     Raises:
         RuntimeError: See `install_as_apex`.
     """
-    install_as_apex(settings.era, settings.force)
+    install(settings.era, settings.force, ON_THE_COMMAND_LINE)
     replacements = Replacements()
     if settings.modernize:
         modernize.supply(replacements)

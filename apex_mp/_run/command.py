@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         apply(settings, child=False)
     except RuntimeError as error:
-        sys.exit(f"apex_mp run: {error}")
+        sys.exit(str(error))
     target.execute()
 
 
