@@ -96,6 +96,29 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert "argument --era: invalid choice: '2018'" in era.stderr
 
 
+@pytest.mark.parametrize("given", [("--", "a"), ("a", "--", "-m"), ("-m", "--", "--era")])
+@pytest.mark.parametrize("start", [("mirror.py",), ("-m", "mirror"), ("-mmirror",)])
+def test_what_stands_behind_the_target_is_the_scripts(
+    start: tuple[str, ...], given: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mirror.py").write_text(MIRROR)
+    command = (*start, *given)
+    assert_same(python(tmp_path, *RUN, *command), python(tmp_path, *command))
+
+
+def test_two_dashes_may_end_our_options(tmp_path: Path) -> None:
+    (tmp_path / "-script.py").write_text("import sys; print(sys.argv)")
+    result = python(tmp_path, *RUN, "--era=2020", "--", "-script.py", "--", "x")
+    assert result.stdout == "['-script.py', '--', 'x']\n"
+
+
+@pytest.mark.parametrize("words", [(), ("-m",), ("--era", "2020"), ("--force", "--")])
+def test_nothing_to_run_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
+    result = python(tmp_path, *RUN, *words)
+    assert result.returncode == 2
+    assert "there is nothing to run; give a script, or -m and a module" in result.stderr
+
+
 def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -> None:
     (tmp_path / "apex.py").touch()
     (tmp_path / "script.py").write_text("import apex; print(apex.__doc__)")
