@@ -96,6 +96,50 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert "argument --era: invalid choice: '2018'" in era.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "option", "hint"),
+    [
+        ("import torch._six", "--modernize", "--modernize supplies this: torch._six"),
+        (
+            "import torch; torch._assert(False, 'Torch not compiled with CUDA enabled')",
+            "--device=cpu",
+            "--device cpu puts on the CPU what the script puts on a GPU",
+        ),
+    ],
+)
+def test_what_an_option_would_have_spared_is_one_line_after_the_traceback(
+    line: str, option: str, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(f"{line}\n")
+    ours, theirs = (python(tmp_path, *start, "script.py") for start in (RUN, ()))
+    assert ours.stderr == f"{theirs.stderr}apex_mp run: {hint}\n"
+    assert (ours.returncode, ours.stdout) == (theirs.returncode, "") == (1, "")
+    assert hint not in python(tmp_path, *RUN, option, "script.py").stderr
+
+
+@pytest.mark.parametrize("start", ["import torch, ", "import "])
+def test_a_child_process_gives_the_hint_too(start: str, tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, 'child.py', '--local-rank=1']).returncode)\n"
+    )
+    (tmp_path / "child.py").write_text(
+        f"{start}argparse, sys\n"
+        "parser = argparse.ArgumentParser()\n"
+        "if 'torch' not in sys.modules: import torch._six\n"
+        "parser.add_argument('--local_rank')\n"
+        "parser.parse_args()\n"
+    )
+    result = python(tmp_path, *RUN, "parent.py")
+    what = "torch._six"
+    if "torch" in start:
+        what = "--local_rank from launchers that say --local-rank"
+        assert "error: unrecognized arguments: --local-rank=1\n" in result.stderr
+    assert result.returncode == (2 if "torch" in start else 1)
+    assert result.stderr.endswith(f"apex_mp run: --modernize supplies this: {what}\n")
+    assert result.stderr.count("apex_mp run:") == 1
+
+
 @pytest.mark.parametrize("given", [("--", "a"), ("a", "--", "-m"), ("-m", "--", "--era")])
 @pytest.mark.parametrize("start", [("mirror.py",), ("-m", "mirror"), ("-mmirror",)])
 def test_what_stands_behind_the_target_is_the_scripts(

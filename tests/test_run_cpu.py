@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp._run import cpu
+from apex_mp._run import cpu, hints
 from apex_mp._run.replacements import Replacements
+from apex_mp._run.settings import Settings
 
 pytestmark = pytest.mark.cpu_only
 
@@ -201,6 +202,48 @@ def test_the_default_tensor_type_may_be_that_of_a_gpu() -> None:
         assert torch.ones(1).dtype == torch.float64
     finally:
         torch.set_default_tensor_type("torch.FloatTensor")
+
+
+NEEDS_GPU: list[Any] = [
+    lambda: torch.ones(1).cuda(),
+    lambda: torch.ones(1).to("cuda"),
+    lambda: CUDA.FloatTensor([1.0]),
+    lambda: CUDA.Event(),
+    lambda: CUDA.Stream(),
+    lambda: CUDA.set_device(0),
+    lambda: CUDA.nvtx.range_push("step"),
+    lambda: torch.Generator("cuda"),
+    lambda: torch.ones(1).type("torch.cuda.FloatTensor"),
+    lambda: torch.set_default_tensor_type("torch.cuda.FloatTensor"),
+    lambda: torch.ones(1).pin_memory(),
+    lambda: torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ),
+]
+
+
+# What a build with CUDA says where there is no GPU.
+NO_GPU = [
+    RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"),
+    RuntimeError("No CUDA GPUs are available"),
+    RuntimeError("Attempting to deserialize object on a CUDA device but torch.cuda.is_available()"),
+    ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+]
+
+
+@pytest.mark.parametrize("error", NO_GPU)
+def test_an_error_for_want_of_a_gpu_says_that_the_cpu_may_stand_in(error: Exception) -> None:
+    assert hints.line_for(error, Settings()) is not None
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA")
+@pytest.mark.parametrize("say", NEEDS_GPU)
+def test_who_dies_without_it_is_told_that_it_would_help(say: Any) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        say()
+    hint = "apex_mp run: --device cpu puts on the CPU what the script puts on a GPU"
+    assert hints.line_for(raised.value, Settings()) == hint
+    assert hints.line_for(raised.value, Settings(device="cpu")) is None
 
 
 def test_all_of_it_can_be_undone() -> None:

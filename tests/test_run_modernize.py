@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp._run import cpu, modernize
+from apex_mp._run import cpu, hints, modernize
 from apex_mp._run.modernize import notes
 from apex_mp._run.replacements import Replacements
+from apex_mp._run.settings import Settings
 
 pytestmark = pytest.mark.cpu_only
 
@@ -158,6 +159,23 @@ def test_without_it_the_script_gets_something_else(
     assert outcome(say) != get
 
 
+# Each in words of its own: (it says nothing of schedulers; argparse exits, see test_run.py)
+NO_HINT = ('can only concatenate str (not "float") to str', "2")
+
+
+@pytest.mark.parametrize(("say", "get", "line"), CASES)
+def test_who_dies_without_it_is_told_that_it_would_help(
+    say: Callable[[], Any], get: Any, line: str
+) -> None:
+    error = outcome(say)
+    if not isinstance(error, BaseException) or str(error) in NO_HINT:
+        return
+    hint = hints.line_for(error, Settings())
+    assert hint is not None
+    assert hint.startswith("apex_mp run: --modernize supplies this: ")
+    assert hints.line_for(error, Settings(modernize=True)) is None
+
+
 # What must stay as it is: (what a new script says, what it gets)
 UNTOUCHED: list[tuple[Callable[[], Any], Any]] = [
     (lambda: torch.full((1,), 3, dtype=torch.int64).dtype, torch.int64),
@@ -195,6 +213,31 @@ def test_errors_that_are_no_matter_of_years_stay_errors() -> None:
         X.view(2)
     loss = nn.functional.cross_entropy(torch.full((1, 2), math.nan), torch.tensor([1]))
     assert loss.isnan()
+
+
+def test_gradients_that_are_gone_are_a_matter_of_zero_grad() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(AttributeError) as of_grad:
+        weight.grad.zero_()  # type: ignore[union-attr]
+    with pytest.raises(AttributeError) as of_else:
+        None.zero_()  # type: ignore[attr-defined]
+    hint = hints.line_for(of_grad.value, Settings())
+    assert hint is not None
+    assert hint.endswith("gradients that zero_grad() sets to zero, not None")
+    assert hints.line_for(of_else.value, Settings()) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("module 'numpy' has no attribute 'nothing'"),
+        TypeError("MyModel.__init__() got an unexpected keyword argument 'verbose'"),
+        ModuleNotFoundError("No module named 'yaml'"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_get_no_hint(error: BaseException) -> None:
+    assert hints.line_for(error, Settings()) is None
 
 
 @pytest.mark.usefixtures("modern")

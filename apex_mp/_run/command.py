@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
         apply(settings, child=False)
     except RuntimeError as error:
         sys.exit(str(error))
-    program.execute()
+    program.execute(settings)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
