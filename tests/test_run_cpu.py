@@ -16,6 +16,7 @@ from apex_mp import amp
 from apex_mp._run import cpu, hints
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
+from apex_mp.parallel import SyncBatchNorm
 
 pytestmark = pytest.mark.cpu_only
 
@@ -187,9 +188,9 @@ def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) ->
     try:
         assert torch.distributed.get_backend() == "gloo"
         model = nn.parallel.DistributedDataParallel(
-            nn.Linear(1, 1).cuda(), device_ids=[0], output_device=0
+            nn.Sequential(nn.Linear(1, 1), SyncBatchNorm(1)).cuda(), device_ids=[0], output_device=0
         )
-        model(torch.ones(1, 1).cuda()).sum().backward()
+        model(torch.ones(2, 1).cuda()).sum().backward()
         assert torch.distributed.new_group(backend="nccl") is not None
     finally:
         torch.distributed.destroy_process_group()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+
 _SHARED = (
     "DistributedDataParallel: shared_param is given; it is no longer supported as an option. Leave "
     "it out, and give delay_allreduce=True for a model whose backward passes use different "
@@ -76,6 +78,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             reduction = _reduction(1.0 / gradient_predivide_factor, after, allreduce_always_fp32)
             self.register_comm_hook(None, reduction)
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        """Keep torch from refusing every SyncBatchNorm on the CPU, where ours runs."""
+        if needs_torchs_check(module):
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
 
 
 def _reduction(

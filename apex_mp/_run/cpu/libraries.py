@@ -11,6 +11,7 @@ from torch import distributed
 
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
 from apex_mp._run.replacements import Replacements
+from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
 
 def replace(replacements: Replacements) -> None:
@@ -31,6 +32,8 @@ def replace(replacements: Replacements) -> None:
         replacements.set(distributed, name, _with_gloo(getattr(distributed, name)))
     parallel = torch.nn.parallel.DistributedDataParallel
     replacements.set(parallel, "__init__", _without_devices(parallel.__init__))
+    check = "_passing_sync_batchnorm_handle"
+    replacements.set(parallel, check, _unless_ours(getattr(parallel, check)))
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,3 +97,12 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, module, None, None, *args, **kwargs)
 
     return __init__
+
+
+def _unless_ours(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def check(self: Any, module: torch.nn.Module) -> None:
+        if needs_torchs_check(module):
+            original(self, module)
+
+    return check
