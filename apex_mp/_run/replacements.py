@@ -53,3 +53,17 @@ def _is_of_a_replacement(frame: FrameType) -> bool:
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def to_scripts(value: Any, truth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tells torch the truth, and scripts a value."""
+    return unless_torch(lambda *_, **__: value, truth)
+
+
+def unless_torch(ours: Callable[..., Any], truth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `truth` when torch calls it, and otherwise ours."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (truth if called_by_torch() else ours)(*args, **kwargs)
+
+    return function
