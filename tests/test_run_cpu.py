@@ -107,6 +107,7 @@ SAID: dict[str, Any] = {
     "can_device_access_peer": lambda: CUDA.can_device_access_peer(0, 0),
     "check_error": lambda: CUDA.check_error(CUDA.cudart().cudaProfilerStart()),
     "cudart": lambda: CUDA.cudart().cudaProfilerStop(),
+    "cudart of the profiler": lambda: CUDA.profiler.cudart().cudaProfilerStart(),
     "cudart's memory": lambda: CUDA.cudart().cudaMemGetInfo(0)[2],
     "current_blas_handle": lambda: CUDA.current_blas_handle(),
     "default_generators": lambda: CUDA.default_generators[0].initial_seed(),

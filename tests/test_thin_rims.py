@@ -119,6 +119,23 @@ def test_distributed_data_parallel_reduces_gradients(
     assert set(model.state_dict()) == {"module.weight", "module.bias"}
 
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("arguments", "used"), [({}, (0, 0, 0)), ({"delay_allreduce": True}, (0, 0, 1, 0))]
+)
+def test_distributed_data_parallel_takes_parameters_that_get_no_gradient(
+    arguments: dict[str, Any], used: tuple[int, ...]
+) -> None:
+    module = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+    module.forward = lambda x, which: module[which](x)  # type: ignore[method-assign]
+    model = DistributedDataParallel(module, **arguments)
+    for which in used:
+        model(torch.ones(2, 3), which).sum().backward()
+    for index, linear in enumerate(module):
+        grad, count = linear.weight.grad, used.count(index)
+        assert (grad is None) if count == 0 else (grad.tolist() == [[2.0 * count] * 3])
+
+
 def test_distributed_data_parallel_refuses_what_apex_refused() -> None:
     with pytest.raises(ValueError, match="shared_param is given"):
         DistributedDataParallel(nn.Linear(1, 1), shared_param=True)

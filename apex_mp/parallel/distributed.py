@@ -21,12 +21,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with the arguments of apex.
 
     The module lies on one device, which the process chose before. Parameters are broadcast from
-    rank 0 now, gradients averaged in each backward; buffers are left alone, as in apex.
+    rank 0 now, gradients averaged in each backward; buffers are left alone, as in apex. The first
+    backward shows which parameters get gradients.
 
     Args:
         module: The model.
         message_size: Elements to gather before they are sent [10,000,000].
-        delay_allreduce: Allow parameters that get no gradient in a backward [False].
+        delay_allreduce: Allow backward passes that use different parameters; torch then searches
+            the graph in each [False].
         shared_param: No longer supported [None].
         allreduce_trigger_params: No effect: torch orders its buckets itself [None].
         retain_allreduce_buffers: No effect [False].
@@ -73,6 +75,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 broadcast_buffers=False,
                 bucket_cap_mb=max(1, message_size * 4 // 2**20),
                 find_unused_parameters=delay_allreduce,
+                # apex learnt from the first backward which parameters get gradients, too.
+                static_graph=not delay_allreduce,
             )
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0

@@ -88,6 +88,7 @@ class _Runtime:
 def _replace_profilers(replacements: Replacements) -> None:
     for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         replacements.set(torch.cuda.nvtx, name, _constant(0))
+    replacements.set(profiler, "cudart", _constant(_Runtime()))
     for name in ("init", "start", "stop"):  # The first was there until 2022.
         replacements.set(profiler, name, _constant(None))
     replacements.set(profiler, "profile", Context)
