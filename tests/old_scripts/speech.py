@@ -12,7 +12,7 @@ model = nn.Sequential(
 )
 model = network_to_half(model.cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-optimizer = FP16_Optimizer(LARC(optimizer, trust_coefficient=0.1).optim, static_loss_scale=128)
+optimizer = FP16_Optimizer(LARC(optimizer, trust_coefficient=0.1), static_loss_scale=128)
 inputs = torch.randn(16, 3, 8).cuda()
 labels = (inputs.mean((1, 2)) > 0).long()
 losses = []
