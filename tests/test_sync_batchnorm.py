@@ -83,6 +83,20 @@ def train(norm: nn.Module, case: Case, inputs: list[Tensor]) -> dict[str, Tensor
     return found | {name: value for name, value in grads.items() if value is not None}
 
 
+def second_backward(rank: int) -> list[Any]:
+    """Gradients that two backward passes of a forward each leave, and what a third is told."""
+    module = nn.Linear(2, 1, bias=False)
+    model = DistributedDataParallel(module)
+    for _ in range(2):
+        out = model(torch.full((1, 2), float(rank)))
+        (out.sum() + out.sum()).backward(retain_graph=True)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return [module.weight.grad, str(error)]
+    return [module.weight.grad, ""]
+
+
 def work(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
@@ -103,6 +117,7 @@ def work(rank: int, folder: str) -> None:
     found["converted"] = converted(torch.full((2, 3), float(rank))).detach()
     model = DistributedDataParallel(convert_syncbn_model(CASES["vectors"].module()))
     found["parallel"] = train(model, CASES["vectors"], CASES["vectors"].inputs(rank))
+    found["second backward"] = second_backward(rank)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # An exit with gloo's threads about aborts now and then.
@@ -195,3 +210,14 @@ def test_torchs_own_sync_batch_norm_is_still_refused_there(one_process: None) ->
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
     with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
         DistributedDataParallel(model)
+
+
+def test_a_second_backward_through_one_forward_is_refused_and_not_left_unaveraged(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in range(WORLD):
+        grad, refusal = found[rank]["second backward"]
+        assert grad.tolist() == [[2.0, 2.0]]
+        assert refusal.startswith(
+            "DistributedDataParallel: this is a second backward through one forward"
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from apex_mp.parallel.flat_calls import extract_tensors
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
 _SHARED = (
@@ -78,10 +79,42 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 # apex learnt from the first backward which parameters get gradients, too.
                 static_graph=not delay_allreduce,
             )
+        self._has_others = dist.get_world_size() > 1
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             reduction = _reduction(1.0 / gradient_predivide_factor, after, allreduce_always_fp32)
             self.register_comm_hook(None, reduction)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        A second backward through one forward, of which torch averages no gradients, is refused
+        with a RuntimeError where there are several processes.
+        """
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self._has_run_backward = self._runs_backward = False
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._has_others:
+            found: list[Tensor] = []
+            extract_tensors(output, found)
+            for tensor in found:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        return output
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if self._runs_backward:
+            return  # Another of several outputs.
+        if self._has_run_backward:
+            raise RuntimeError(
+                "DistributedDataParallel: this is a second backward through one forward, whose "
+                "gradients would not be averaged; add the losses and run one, or call the model "
+                "again"
+            )
+        self._has_run_backward = self._runs_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._runs_backward = False
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Keep torch from refusing every SyncBatchNorm on the CPU, where ours runs."""
