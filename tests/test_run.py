@@ -140,13 +140,12 @@ def test_a_child_process_gives_the_hint_too(start: str, tmp_path: Path) -> None:
     assert result.stderr.count("apex_mp run:") == 1
 
 
-@pytest.mark.parametrize("given", [("--", "a"), ("a", "--", "-m"), ("-m", "--", "--era")])
 @pytest.mark.parametrize("start", [("mirror.py",), ("-m", "mirror"), ("-mmirror",)])
 def test_what_stands_behind_the_target_is_the_scripts(
-    start: tuple[str, ...], given: tuple[str, ...], tmp_path: Path
+    start: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "mirror.py").write_text(MIRROR)
-    command = (*start, *given)
+    command = (*start, "--", "-m", "a", "--", "--era", "--force")
     assert_same(python(tmp_path, *RUN, *command), python(tmp_path, *command))
 
 
