@@ -39,7 +39,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types coverage cuda-on-cpu cuda-link gpu bench format clean
+.PHONY: help build demo test lint types coverage cuda-on-cpu cuda-link gpu bench format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
@@ -53,6 +53,8 @@ help:
 	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
 	@echo 'make clean      remove what the other targets made'
+
+build: $(BUILT)
 
 demo: $(BUILT)
 	$(VENV)/bin/python examples/digits.py --compare

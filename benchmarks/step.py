@@ -28,10 +28,10 @@ from benchmarks.amp import environment
 from benchmarks.step_arena import Arena, Case
 from benchmarks.step_shapes import HOST, HOST_QUICK, QUICK, WORKLOADS, Workload
 from benchmarks.step_timing import (
-    REFERENCE_MEBIBYTES,
     Reference,
     build,
     measure,
+    reference_mebibytes,
     take_host_turns,
 )
 
@@ -123,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for JSON and chart")
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (3 if args.quick else 9)
-    args.reference_mebibytes = 2 if args.quick else REFERENCE_MEBIBYTES[args.device]
+    args.reference_mebibytes = 2 if args.quick else reference_mebibytes(args.device)
     return args
 
 

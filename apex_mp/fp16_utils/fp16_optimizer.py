@@ -500,6 +500,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             hook(self, (), {})
 
     def _end_step(self, *, skipped: bool | None) -> None:
+        if skipped is not None:
+            device_scale.settle(wait=True)  # The steps before this one come first.
         self._overflow = skipped
         self._grads.end_step()
         if skipped is None:

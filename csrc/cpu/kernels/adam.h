@@ -58,6 +58,10 @@ void adam_tile_in_registers(const AdamChunk& tile, const math::AdamFactors<Float
   auto* exp_avgs = static_cast<float*>(tile.exp_avg.data);
   auto* exp_avg_sqs = static_cast<float*>(tile.exp_avg_sq.data);
   for (int64_t i = 0; i < tile.count; i += kWidth) {
+    fetch_ahead(grads + i);
+    fetch_ahead(params + i);
+    fetch_ahead(exp_avgs + i);
+    fetch_ahead(exp_avg_sqs + i);
     Floats param = load(params + i);
     Floats exp_avg = load(exp_avgs + i);
     Floats exp_avg_sq = load(exp_avg_sqs + i);

@@ -47,6 +47,7 @@ inline CheckResult check_whole_tile(const void* data) {
   int_register_t found[kLanes / kWidth] = {};
   for (int64_t i = 0; i < kTile; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+      fetch_ahead(grad + i + lane);
       math::check(load(grad + i + lane), sums[lane / kWidth], found[lane / kWidth]);
     }
   }

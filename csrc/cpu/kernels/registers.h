@@ -84,6 +84,15 @@ APEX_MP_MATH half_register_t pack(Floats x, BFloat16) {
   return __builtin_convertvector(bfloat16_bits(bits_of(x)), half_register_t);
 }
 
+// Asks for the memory that a walk over several arrays comes to soon: the processor's own guesses
+// keep too little of it on the way.
+template <typename type_t>
+APEX_MP_MATH void fetch_ahead(const type_t* src) {
+  constexpr uintptr_t kBytesAhead = 2048;
+  _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(src) + kBytesAhead),
+               _MM_HINT_T0);
+}
+
 APEX_MP_MATH void store(Floats x, float* dst) { memcpy(dst, &x, sizeof(x)); }
 
 template <typename half_t>
