@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from running import checkpoint, run, write_sentences
 
 ON_CPU = "--device cpu --modernize"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from running import checkpoint, mean, run, write_sentences
 
 STEPS, MORE = 120, 20

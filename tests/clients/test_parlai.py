@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from running import checkpoint, mean, run
 
 COMMAND = "--device cpu --modernize -m parlai train_model"
