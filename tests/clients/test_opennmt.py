@@ -86,7 +86,7 @@ def step_of(run: Run) -> int:
 def test_fp16_weights_train_as_fp32_ones_do_once_the_scale_has_settled(
     opennmt: OpenNMT, fp16: Run
 ) -> None:
-    # From 2**32 the first steps are skipped; what is compared are as many real ones, by torch's Adam.
+    # From 2**32 the first steps are skipped: torch's Adam takes as many as FusedAdam really took.
     fp32 = opennmt.train("fp32", "-optim adam", steps=STEPS - fp16.skipped)
     assert mean(fp16.losses[-LAST:]) < 0.5 * fp16.losses[0]
     # 6 seeds: 0.05 at the most, by data that come in another order. A learning rate that is a
