@@ -85,7 +85,7 @@ def test_fp16_trains_as_fp32_does(fp16: Run, fp32: Run) -> None:
 
 def test_clip_master_grads_measures_unscaled_gradients(fp16: Run, fp32: Run) -> None:
     norms, others = ([report["gnorm"] for report in run.reports[:LAST]] for run in (fp16, fp32))
-    # 5 first models: 0.5 % at the most.
+    # 5 first models: 0.6 % at the most.
     assert norms == pytest.approx(others, rel=0.03)
 
 
