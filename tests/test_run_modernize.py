@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,18 @@ def local_rank(*words: str) -> int:
     return int(parser.parse_args(words).local_rank)
 
 
+def divided_out(number: int, by: Any) -> list[int]:
+    out = torch.empty(2, dtype=torch.long)
+    torch.div(torch.tensor([number, -number]), by, out=out)
+    return out.tolist()
+
+
+def divided_in_place(divide: Callable[[Any, int], Any]) -> list[int]:
+    numbers = torch.tensor([7, -7])
+    assert divide(numbers, 2) is numbers
+    return numbers.tolist()
+
+
 def scheduler(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.optim.lr_scheduler, name)(optimizer(), *args, **kwargs)
 
@@ -73,6 +86,10 @@ CASES: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: ((X > 1) - (X > 2)).tolist(), [0, 1, 0], "- with a bool mask"),
     (lambda: (~UINT8).tolist(), [0, 1, 0], "~ of a uint8 mask"),
     (lambda: torch.full((1,), 3).dtype, torch.float32, "torch.full"),
+    (lambda: divided_out(7, 2), [3, -3], "division of integers into an integer tensor"),
+    (lambda: divided_out(7, torch.tensor(2)), [3, -3], "division of integers"),
+    (lambda: divided_in_place(Tensor.div_), [3, -3], "division of integers"),
+    (lambda: divided_in_place(operator.itruediv), [3, -3], "division of integers"),
     (lambda: inspect.getargspec(lambda a, *b: 0)[:2], (["a"], "b"), "inspect.getargspec"),  # type: ignore[attr-defined]
     (lambda: collections.Mapping, collections.abc.Mapping, "collections.Mapping"),  # type: ignore[attr-defined]
     (lambda: (NP.int, NP.float, NP.object), (int, float, object), "numpy.float"),
@@ -186,6 +203,10 @@ UNTOUCHED: list[tuple[Callable[[], Any], Any]] = [
     (lambda: X.masked_fill(X > 2, 0).tolist(), [1, 2, 0]),
     (lambda: X.view(3, 1).shape, (3, 1)),
     (lambda: X.view(torch.int32).dtype, torch.int32),
+    (lambda: torch.div(torch.tensor([7]), 2).tolist(), [3.5]),
+    (lambda: torch.div(torch.tensor([7]), 2, out=torch.empty(1)).tolist(), [3.5]),
+    (lambda: torch.tensor([-7]).div_(2, rounding_mode="floor").tolist(), [-4]),
+    (lambda: torch.tensor([7.0]).div_(2).tolist(), [3.5]),
     (lambda: scheduler("StepLR", 3).gamma, 0.1),
     (lambda: nn.functional.nll_loss(-torch.eye(2), torch.tensor([0, -100])).item(), 1.0),
     (lambda: local_rank("--local_rank", "2"), 2),
@@ -211,6 +232,8 @@ def test_errors_that_are_no_matter_of_years_stay_errors() -> None:
         _ = importlib.import_module("torch._six").nothing
     with pytest.raises(RuntimeError, match=r"shape '.2.' is invalid"):
         X.view(2)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.tensor([7]).div_(0.5)
     loss = nn.functional.cross_entropy(torch.full((1, 2), math.nan), torch.tensor([1]))
     assert loss.isnan()
 

@@ -134,10 +134,11 @@ MODULES: dict[str, dict[str, str]] = {
     },
 }
 TOP_LEVEL = tuple(name for name in MODULES if "." not in name)
-# What `import apex` imports; the rest comes when it is asked for.
+# What `import apex` imported in one of the eras; the rest comes when it is asked for.
 EAGER = [
     "apex.RNN",
     "apex.amp",
+    "apex.contrib",
     "apex.fp16_utils",
     "apex.multi_tensor_apply",
     "apex.normalization",
