@@ -24,6 +24,7 @@ BENCH_ARGS ?=
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
+CLIENTS_VENV := .venv-clients
 BUILD_TOOLS := setuptools wheel ninja "pybind11>=2.13"
 
 # A stamp says what was done and with which torch. Folders are listed too: they change when a file
@@ -34,12 +35,13 @@ CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
 BUILT := $(VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
 CUDA_TESTED := $(CUDA_VENV)/.done-test
+CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
 COVERAGE := build/coverage
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types coverage cuda-on-cpu cuda-link gpu bench format clean
+.PHONY: help build demo test lint types coverage clients cuda-on-cpu cuda-link gpu bench format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
@@ -47,12 +49,15 @@ help:
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
+	@echo 'make clients    train with OpenNMT-py, ParlAI and fairseq, as PyPI has them, through apex_mp'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
 	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
 	@echo 'make clean      remove what the other targets made'
+
+build: $(BUILT)
 
 demo: $(BUILT)
 	$(VENV)/bin/python examples/digits.py --compare
@@ -94,6 +99,9 @@ coverage: $(BUILT)
 bench: $(BUILT)
 	$(VENV)/bin/python -m benchmarks.step $(BENCH_ARGS)
 
+clients: $(CLIENTS_READY)
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
+
 cuda-on-cpu: $(BUILT)
 	$(VENV)/bin/python -m pytest tests/cuda_on_cpu $(PYTEST_ARGS)
 
@@ -115,6 +123,15 @@ $(TORCH_READY):
 $(BUILT): export FORCE_CUDA := $(or $(FORCE_CUDA),0)
 $(BUILT): $(TORCH_READY) $(RECIPE)
 	$(VENV)/bin/python -m pip install -q --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
+	touch $@
+
+# fairseq without pip's cache, which does not ask for which torch a wheel was compiled.
+$(CLIENTS_READY): tests/clients/requirements.txt $(TORCH_READY) | $(BUILT)
+	@echo 'Setting up $(CLIENTS_VENV): a minute or two the first time'
+	$(VENV)/bin/python tests/clients/make_venv.py $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install -q --no-deps -r $<
+	$(CLIENTS_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation --no-cache-dir \
+	  fairseq==0.9.0
 	touch $@
 
 $(CUDA_TORCH_READY):
@@ -154,4 +171,4 @@ gpu:
 	  --commit "$(GPU_COMMIT)" --pytest-args="$(PYTEST_ARGS)"
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so
+	rm -rf $(VENV) $(CUDA_VENV) $(CLIENTS_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import tarfile
 import threading
+import zipfile
 from typing import IO, Any
 
 import torch
@@ -13,6 +15,15 @@ from torch import _weights_only_unpickler
 
 from apex_mp._pickled_names import names_in
 from apex_mp._pickled_scalers import Receivers
+
+# How torch.save begins: an archive, or, until PyTorch 1.6, the pickle of a certain number.
+_ZIP_MAGIC = b"PK\x03\x04"
+_OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_OF_A_SHORT_FILE = (EOFError, IndexError, KeyError, struct.error)
+_TRUSTED = (
+    ". To let through a class that you trust, call torch.serialization.add_safe_globals([Class]) "
+    "before"
+)
 
 # torch has one list of safe names for the whole process.
 _one_at_a_time = threading.Lock()
@@ -36,17 +47,23 @@ def load_checkpoint(path: str | os.PathLike[str] | IO[bytes], map_location: Any 
 
     Raises:
         pickle.UnpicklingError: The file asks for something else, which the message names; nothing
-            of that has been imported or called then.
+            of that has been imported or called then. Or it is no checkpoint, or not all of one.
+        TypeError: `path` is neither a name nor such a file.
     """
     if isinstance(path, (str, os.PathLike)):
         with open(path, "rb") as file:
             return _load(file, os.fspath(path), map_location)
+    if not callable(getattr(path, "read", None)) or not isinstance(path.read(0), bytes):
+        raise TypeError(
+            f"load_checkpoint: path is a {type(path).__name__}; it must be a file's name, or a "
+            "file opened for reading in binary"
+        )
     return _load(path, str(getattr(path, "name", "the file")), map_location)
 
 
 def _load(file: IO[bytes], name: str, map_location: Any) -> Any:
     start = file.tell()
-    if tarfile.is_tarfile(file):
+    if _is_tar(file):
         raise pickle.UnpicklingError(
             f"load_checkpoint: {name} is in the tar format of PyTorch before 0.2, which cannot be "
             "read safely; no apex has written such a file"
@@ -60,11 +77,67 @@ def _load(file: IO[bytes], name: str, map_location: Any) -> Any:
             return loaded
         except pickle.UnpicklingError as error:
             file.seek(start)
-            reason = receivers.refusal or _unknown_names(file) or _reason(error)
+            unknown = _unknown_names(file)
+            file.seek(start)
+            if not receivers.refusal and not unknown:
+                _check_is_checkpoint(file, name)
+            reason = receivers.refusal or unknown or _reason(error)
+            trusted = _TRUSTED if unknown and not receivers.refusal else ""
             raise pickle.UnpicklingError(
                 f"load_checkpoint: {name} asks for {reason}; a checkpoint may hold tensors, plain "
-                "values and the loss scalers of apex. Nothing else of it was run"
+                f"values and the loss scalers of apex. Nothing else of it was run{trusted}"
             ) from None
+        except Exception as error:  # Whatever a parser does with what is no checkpoint.
+            file.seek(start)
+            _check_is_checkpoint(file, name)
+            of_short_file = isinstance(error, _OF_A_SHORT_FILE) or "EOF" in str(error)
+            if of_short_file and not callable(map_location):
+                raise _damaged(name) from None
+            raise  # Of map_location, for example.
+
+
+def _is_tar(file: IO[bytes]) -> bool:
+    """Tell whether it is an archive with something in it: zeros are one with nothing."""
+    start = file.tell()
+    if not tarfile.is_tarfile(file):
+        return False
+    file.seek(start)
+    with tarfile.open(fileobj=file) as archive:
+        return archive.next() is not None
+
+
+def _check_is_checkpoint(file: IO[bytes], name: str) -> None:
+    """Refuse a file that torch.save has not written, or that is cut short.
+
+    Raises:
+        pickle.UnpicklingError: It is such a file.
+    """
+    beginning = file.read(max(map(len, (_OLD_MAGIC, _ZIP_MAGIC))))
+    if beginning.startswith(_OLD_MAGIC):
+        return
+    if not beginning.startswith(_ZIP_MAGIC):
+        fact = "holds nothing that torch.save has written" if beginning else "is empty"
+        raise pickle.UnpicklingError(f"load_checkpoint: {name} is no checkpoint: it {fact}")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.namelist()
+    except zipfile.BadZipFile:
+        raise _damaged(name) from None
+    if any(entry.endswith("/constants.pkl") for entry in entries):
+        raise pickle.UnpicklingError(
+            f"load_checkpoint: {name} is a TorchScript archive, which holds code; it is for "
+            "torch.jit.load, if you trust it"
+        )
+    if not any(entry.endswith("/data.pkl") for entry in entries):
+        raise pickle.UnpicklingError(
+            f"load_checkpoint: {name} is no checkpoint: it is an archive, but not of torch.save"
+        )
+
+
+def _damaged(name: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(
+        f"load_checkpoint: {name} is cut short, or damaged; copy or save it again"
+    )
 
 
 def _unknown_names(file: IO[bytes]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp import fp16_utils
+from apex_mp._convert_checks import (
+    check_keys,
+    check_model,
+    check_optimizer,
+    check_state,
+    check_value,
+)
 from apex_mp._rename import renamed
 from apex_mp.master import LOW_PRECISION
 
@@ -33,9 +40,11 @@ def rename(state_dict: Mapping[str, Any], model: nn.Module) -> OrderedDict[str, 
         model: Whose `state_dict()` has the keys wanted.
 
     Raises:
-        ValueError: No prefix makes the keys fit, or several do and mean different things.
+        TypeError: `state_dict` is no mapping by names, or `model` no module.
+        ValueError: No prefix makes the keys fit, or several do and mean different things; or
+            `state_dict` is a whole checkpoint.
     """
-    return renamed(state_dict, [*model.state_dict()])
+    return _renamed("convert.rename", state_dict, model)
 
 
 def load(
@@ -60,18 +69,19 @@ def load(
             [None].
 
     Raises:
-        ValueError: Keys or shapes do not fit, or a value is too large for the model's dtype;
-            nothing is changed.
+        TypeError: An argument is of a wrong type.
+        ValueError: Keys or shapes do not fit, a value is too large for the model's dtype, or an
+            optimizer steps no parameter of the model. Nothing is changed by an error.
     """
-    state = rename(state_dict, model)
+    state = _renamed("convert.load", state_dict, model)
     tensors = _tensors(model)
-    _check_keys(state, model)
+    check_keys(state, model)
+    master_of = _masters_of("convert.load", model, optimizer)
     for name, value in state.items():
-        if name in tensors and torch.is_tensor(value):
+        if name in tensors:
             tensor = tensors[name][1]
-            _check_value(name, value, tensor)
+            check_value(name, value, tensor)
             _tell(report, name, value.dtype, tensor.dtype)
-    master_of = _masters_of(optimizer)
     model.load_state_dict(state)
     with torch.no_grad():
         for name, (_, tensor) in tensors.items():
@@ -92,15 +102,16 @@ def to_mixed(
         report: As for `load` [None].
 
     Raises:
+        TypeError: `state_dict` is no mapping by names, or `model` no module.
         ValueError: Keys or shapes do not fit, or a value is too large for the model's dtype.
     """
-    state, tensors = rename(state_dict, model), _tensors(model)
-    _check_keys(state, model)
+    state, tensors = _renamed("convert.to_mixed", state_dict, model), _tensors(model)
+    check_keys(state, model)
     for name, value in state.items():
-        if name not in tensors or not torch.is_tensor(value):
+        if name not in tensors:
             continue
         module, tensor = tensors[name]
-        _check_value(name, value, tensor)
+        check_value(name, value, tensor)
         dtype = tensor.dtype if tensor.is_floating_point() else value.dtype
         if isinstance(module, _BatchNorm) and name.endswith(_STATISTICS):
             dtype = torch.float32
@@ -117,7 +128,12 @@ def to_float32(state_dict: Mapping[str, Any], *, report: _Report = None) -> Orde
     Args:
         state_dict: A model's.
         report: As for `load` [None].
+
+    Raises:
+        TypeError: `state_dict` is no mapping by names.
+        ValueError: It is a whole checkpoint.
     """
+    check_state("convert.to_float32", state_dict)
     state = _copied(state_dict)
     for name, value in state.items():
         if torch.is_tensor(value):
@@ -139,10 +155,14 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
         report: As for `load`; the first dtype is that of the model's own tensor [None].
 
     Raises:
-        ValueError: A low-precision parameter that requires grad has no master there.
+        TypeError: `model` is no module, or `optimizer` no optimizer.
+        ValueError: A low-precision parameter that requires grad has no master there, or an
+            optimizer steps no parameter of the model.
     """
+    check_model("convert.masters", model)
     network = _without_wrappers(model)
-    master_of, state = _masters_of(optimizer), _copied(network.state_dict())
+    master_of = _masters_of("convert.masters", model, optimizer)
+    state = _copied(network.state_dict())
     tensors = _tensors(network)
     lost = [
         name
@@ -170,16 +190,30 @@ def _copied(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     return copied
 
 
-def _masters_of(optimizer: Any) -> dict[int, Tensor]:
+def _renamed(function: str, state_dict: Any, model: Any) -> OrderedDict[str, Any]:
+    check_model(function, model)
+    check_state(function, state_dict)
+    return renamed(state_dict, [*model.state_dict()])
+
+
+def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, Tensor]:
     """Masters by the id() of their model's parameters."""
     if optimizer is None:
         return {}
     found: dict[int, Tensor] = {}
-    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+    of_model = {id(param) for param in model.parameters()}
+    for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        check_optimizer(function, one)
         if isinstance(one, fp16_utils.FP16_Optimizer):
             model_of = one._grads.model_of
         else:
             model_of = getattr(one, "_amp_model_of", {})
+        stepped = [param for group in one.param_groups for param in group["params"]]
+        if of_model.isdisjoint(map(id, [*stepped, *model_of.values()])):
+            raise ValueError(
+                f"{function}: the optimizer, a {type(one).__name__}, steps no parameter of this "
+                "model; give the one that does, and FP16_Optimizer itself, not the one inside it"
+            )
         found |= {id(param): master for master, param in model_of.items()}
         found |= {
             id(param): state["master_param"]
@@ -224,32 +258,6 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, prefix if name == hidden else f"{prefix}{name}.")
-
-
-def _check_keys(state: Mapping[str, Any], model: nn.Module) -> None:
-    wanted = model.state_dict()
-    missing = [
-        key for key in wanted if key not in state and not key.endswith("num_batches_tracked")
-    ]
-    unexpected = [key for key in state if key not in wanted]
-    if missing or unexpected:
-        raise ValueError(
-            f"convert: the state_dict lacks {missing} and has {unexpected}, which the model has "
-            "not; they must fit"
-        )
-
-
-def _check_value(name: str, value: Tensor, tensor: Tensor) -> None:
-    if value.shape != tensor.shape:
-        raise ValueError(
-            f"convert: {name} has shape {[*value.shape]}, the model's has {[*tensor.shape]}; they "
-            "must match"
-        )
-    if tensor.dtype == torch.float16 and value.is_floating_point():
-        lost = torch.isinf(value.to(tensor.dtype)) & ~torch.isinf(value)
-        if bool(lost.any()):
-            largest = value[lost].abs().max().item()
-            raise ValueError(f"convert: {name} holds {largest:g}, which float16 cannot hold")
 
 
 def _widened(value: Tensor) -> Tensor:

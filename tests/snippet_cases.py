@@ -170,6 +170,7 @@ class Run:
         model: Which of WORLDS.
         device: Where it runs.
         bad: See Watch.
+        batches: How many of the WORLDS' batches it learns from.
         **args: What the script finds in its `args`.
     """
 
@@ -180,12 +181,13 @@ class Run:
         model: type[nn.Module],
         device: torch.device,
         bad: Collection[int] = (),
+        batches: int = BATCHES,
         **args: Any,
     ) -> None:
         torch.manual_seed(3)
         self.watch = Watch(bad)
         self.model = model(self.watch)
-        self.batches = WORLDS[model]()
+        self.batches = WORLDS[model]()[:batches]
         self.start = self.weights()
         self.loss_before = self.loss()
         self.names: dict[str, Any] = {

@@ -101,6 +101,65 @@ def test_every_module_of_the_contract_and_every_name_of_the_table_is_there(era: 
         assert missing == absent & wanted, name
 
 
+MORE_PATHS = """
+import apex
+apex.RNN.LSTM, apex.RNN.models.mLSTM, apex.reparameterization.apply_weight_norm
+from apex.amp import _initialize, _process_optimizer, compat, rnn_compat, utils, wrap
+from apex.amp.__version__ import VERSION
+from apex.amp._process_optimizer import AmpOptimizerState
+from apex.amp.utils import maybe_half
+from apex.amp.wrap import make_cast_wrapper
+from apex.contrib.optimizers.fused_lamb import FusedLAMB
+from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedLayerNormFunction
+from apex.parallel.distributed import apply_flat_dist_call, extract_tensors, flat_dist_call
+from apex.parallel.distributed import split_half_float_double
+from apex.RNN import RNNBackend, cells
+from apex.RNN.cells import mLSTMRNNCell
+from apex.RNN.models import toRNNBackend
+from apex.reparameterization.reparameterization import Reparameterization
+"""
+
+
+@pytest.mark.parametrize("era", ERAS)
+def test_paths_that_few_scripts_import_are_there_too(era: str) -> None:
+    apex_mp.install_as_apex(era)
+    names: dict[str, Any] = {}
+    exec(MORE_PATHS, names)
+    assert names["VERSION"] == (0, 1, 0)
+    with pytest.raises(NotImplementedError, match=r"there is no such cell in torch: keep the old"):
+        names["mLSTMRNNCell"](1, 1)
+
+
+def test_the_helpers_of_amp_do_what_they_did() -> None:
+    apex_mp.install_as_apex()
+    utils: Any = importlib.import_module("apex.amp.utils")
+    compat: Any = importlib.import_module("apex.amp.compat")
+    x, wide = torch.ones(1), torch.ones(1).double()
+    half = utils.maybe_half([x, (wide, 3)])
+    assert (utils.type_string(half[0]), half[1][0] is wide) == ("HalfTensor", True)
+    assert utils.type_string(utils.maybe_float(half[0])) == "FloatTensor"
+    assert utils.is_fp_tensor([x, [x.half()]])
+    assert not utils.is_fp_tensor([x, x.int()])
+    assert [*utils.as_inplace(["exp"])] == ["exp_"]
+    functions: dict[str, Any] = {}
+    utils.set_func(functions, "exp", torch.exp)
+    assert utils.get_func(functions, "exp") is utils.get_func(torch, "exp")
+    assert not utils.has_func(functions, "log")
+    assert utils.is_cuda_enabled() == bool(utils.get_cuda_version())
+    assert compat.filter_attrs(torch, ["exp", "nothing"]) == ["exp"]
+    assert compat.scalar_python_val(x) == compat.scalar_python_val([1.0]) == 1.0
+    assert compat.is_tensor_like(x)
+    assert compat.is_floating_point(x)
+
+
+def test_a_helper_says_each_cast_of_a_tensor(capsys: pytest.CaptureFixture[str]) -> None:
+    apex_mp.install_as_apex()
+    utils: Any = importlib.import_module("apex.amp.utils")
+    utils.maybe_float(utils.maybe_half(torch.ones(1), "linear", True), "sum", True)
+    utils.maybe_half(torch.ones(1).half(), "linear", True)
+    assert capsys.readouterr().out == "Float->Half (linear)\nHalf->Float (sum)\n"
+
+
 def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
     apex_mp.install_as_apex()
     names: dict[str, Any] = {}
@@ -110,6 +169,12 @@ def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
     assert apex.optimizers.FusedAdam is apex_mp.optimizers.FusedAdam
     assert apex.parallel.DistributedDataParallel is apex_mp.parallel.DistributedDataParallel
     assert apex.normalization.FusedLayerNorm is apex_mp.normalization.FusedLayerNorm
+    # OpenNMT-py 1.1 and later say no more than import apex before this.
+    assert apex.contrib.optimizers.FP16_Optimizer is apex_mp.optimizers.FP16_Optimizer
+    with pytest.raises(NotImplementedError, match=r"apex\.reparameterization\.apply_weight_norm"):
+        apex.reparameterization.apply_weight_norm(None)
+    with pytest.raises(NotImplementedError, match=r"apex\.RNN\.LSTM is not in apex_mp; use"):
+        apex.RNN.LSTM(1, 1, 1)
 
 
 def test_a_star_import_of_fp16_utils_brings_the_14_names() -> None:
@@ -156,6 +221,56 @@ def test_a_name_that_apex_did_not_have_then_is_an_import_error() -> None:
         exec("import apex.transformer")
 
 
+@pytest.mark.parametrize(
+    ("era", "module", "name", "sentence"),
+    [
+        (
+            "2019-03", "apex.optimizers", "FusedLAMB",
+            "apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' and '2020'; "
+            "install_as_apex(era='2019-08') gives it",
+        ),
+        (
+            "2019-03", "amp_C", "multi_tensor_lamb",
+            "amp_C has no multi_tensor_lamb as of '2019-03', but as of '2019-08' and '2020'; "
+            "install_as_apex(era='2019-08') gives it",
+        ),
+        (
+            "2020", "apex.optimizers", "FP16_Optimizer",
+            "apex.optimizers has no FP16_Optimizer as of '2020', but as of '2019-03' and "
+            "'2019-08'; install_as_apex(era='2019-03') gives it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_era_says_which(era: str, module: str, name: str, sentence: str) -> None:
+    apex_mp.install_as_apex(era)
+    with pytest.raises(ImportError) as not_imported:
+        exec(f"from {module} import {name}")
+    assert str(not_imported.value) == sentence
+    there = importlib.import_module(module)
+    with pytest.raises(AttributeError) as not_found:
+        getattr(there, name)
+    assert str(not_found.value) == sentence
+    assert not hasattr(there, name)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        _ = there.nothing
+
+
+@pytest.mark.parametrize("era", ERAS)
+def test_dir_a_star_import_and_the_table_agree_on_the_names_of_an_era(era: str) -> None:
+    apex_mp.install_as_apex(era)
+    for name in MODULES:
+        module = importlib.import_module(name)
+        of_table = {n for names in MODULES[name].values() for n in names.split()}
+        of_table |= set(MISSING.get(name, {}))
+        wanted = {n for n in of_table if (name, n) not in ERAS[era].absent and n[:2] != "__"}
+        children = {other.rpartition(".")[2] for other in MODULES if other.startswith(f"{name}.")}
+        assert {n for n in dir(module) if not n.startswith("__")} - children == wanted - children
+        if wanted:
+            star: dict[str, Any] = {}
+            exec(f"from {name} import *", star)
+            assert set(star) - {"__builtins__"} == {n for n in wanted if n[0] != "_"}
+
+
 # Eras
 
 
@@ -183,6 +298,30 @@ def test_the_order_of_init_is_that_of_the_era() -> None:
     handle = later(True, 128.0, False, device_type="cpu")
     assert handle._default_scaler.loss_scale() == 128.0
     assert not handle.has_cache
+
+
+@pytest.mark.parametrize("scale", [128.0, 1.0, 128, "dynamic"])
+def test_a_loss_scale_where_caching_stood_is_refused(scale: Any) -> None:
+    apex_mp.install_as_apex()
+    init: Any = importlib.import_module("apex.amp").init
+    with pytest.raises(TypeError) as raised:
+        init(True, scale)
+    assert str(raised.value) == (
+        f"amp.init: enable_caching, the second argument as of 2019-03, is {scale!r}; it must be "
+        f"True or False. If it is meant as the loss scale, say loss_scale={scale!r}, or have apex "
+        "as of 2019-08, where that came second"
+    )
+    assert _current.handle is None
+
+
+@pytest.mark.usefixtures("handle")
+def test_a_loss_scale_by_name_is_taken_in_every_era() -> None:
+    for era in ERAS:
+        apex_mp.install_as_apex(era)
+        init: Any = importlib.import_module("apex.amp").init
+        handle = init(True, loss_scale=64.0, device_type="cpu")
+        assert handle._default_scaler.loss_scale() == 64.0
+        apex_mp.uninstall_as_apex()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,7 +232,7 @@ def test_a_frozen_weight_is_widened_and_one_without_a_master_refused() -> None:
     optimizer = FP16_Optimizer(adam([*model.parameters()]), verbose=False)
     state = convert.masters(model, optimizer)
     assert torch.equal(state["0.weight"], model[0].weight.float())
-    other = FP16_Optimizer(adam([*nn.Linear(2, 2).half().parameters()]), verbose=False)
+    other = FP16_Optimizer(adam([model[1].bias]), verbose=False)
     with pytest.raises(ValueError, match=r"1\.weight is in torch\.float16 and has no master"):
         convert.masters(model, other)
 
@@ -269,6 +270,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         "out.1.bias has shape [4], the model's has [3]; they must match",
     ),
     "missing": (lambda state: state.pop("conv.bias"), "lacks ['conv.bias'] and has []"),
+    "no tensor": (lambda state: state.update({"out.1.bias": 3}), "out.1.bias is a int; it must be"),
     "unexpected": (lambda state: state.update(more=1), "lacks [] and has ['more']"),
 }
 
@@ -306,6 +308,84 @@ def test_batch_norms_of_before_num_batches_tracked_load() -> None:
     convert.load(model, OrderedDict((f"module.1.{key}", value) for key, value in state.items()))
     assert torch.equal(model[1].bn.running_mean, state["bn.running_mean"])
     assert model[1].bn.num_batches_tracked.item() == 7
+
+
+# What is no state_dict, no model, no optimizer.
+
+WITH_STATE: list[Any] = [
+    convert.rename,
+    lambda state, model: convert.load(model, state),
+    convert.to_mixed,
+    lambda state, model: convert.to_float32(state),
+]
+with_state = pytest.mark.parametrize("function", WITH_STATE)
+
+
+@with_state
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("a.pt", "state_dict is a str, 'a.pt', which apex_mp.load_checkpoint opens; it must be"),
+        (Path("a.pt"), "Path, 'a.pt', which apex_mp.load_checkpoint opens; it must be"),
+        (Net(), "state_dict is a Net; it must be what a model's state_dict() returns"),
+        ([1], "state_dict is a list; it must be"),
+        ({0: torch.ones(1)}, "state_dict is a dict, not a dict by names; it must be"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(function: Any, state: Any, words: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        function(state, Net())
+    assert words in str(raised.value)
+
+
+@with_state
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_a_whole_checkpoint_is_refused_and_its_part_named(function: Any, key: str) -> None:
+    whole = {"epoch": 3, key: float32_state(), "optimizer": {"state": {}, "param_groups": []}}
+    with pytest.raises(ValueError, match="state_dict is a whole checkpoint") as raised:
+        function(whole, Net())
+    assert f"of ['epoch', '{key}', 'optimizer']" in str(raised.value)
+    assert f"such as checkpoint['{key}']" in str(raised.value)
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    state, wrong = float32_state(), "model is a OrderedDict; it must be a torch.nn.Module"
+    for call in (
+        lambda: convert.rename(state, state),  # type: ignore[arg-type]
+        lambda: convert.load(state, state),  # type: ignore[arg-type]
+        lambda: convert.to_mixed(state, state),  # type: ignore[arg-type]
+        lambda: convert.masters(state, adam(Net().parameters())),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=wrong):
+            call()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_optimizer_that_is_none_is_refused(listed: bool) -> None:
+    model = Net().half()
+    scheduler = torch.optim.lr_scheduler.StepLR(adam(model.parameters()), 1)
+    for wrong in ("adam", model, scheduler, {"state": {}}):
+        words = f"optimizer is a {type(wrong).__name__}; it must be an optimizer or a list of them"
+        given = [wrong] if listed else wrong
+        with pytest.raises(TypeError, match=words):
+            convert.load(model, float32_state(), given)
+        with pytest.raises(TypeError, match=words):
+            convert.masters(model, given)
+
+
+@faces
+def test_an_optimizer_of_another_model_is_refused_and_so_is_the_one_inside(face: Any) -> None:
+    model = Net().half()
+    before = str(model.state_dict())
+    optimizer = face(adam(model.parameters()), verbose=False)
+    other = face(adam(Net().half().parameters()), verbose=False)
+    for wrong in (other, optimizer.optimizer, [optimizer, other]):
+        words = r"the optimizer, a \w+, steps no parameter of this model; give the one that does"
+        with pytest.raises(ValueError, match=words):
+            convert.load(model, float32_state(), wrong)
+        with pytest.raises(ValueError, match=words):
+            convert.masters(model, wrong)
+    assert str(model.state_dict()) == before
 
 
 # Keys.

@@ -351,7 +351,22 @@ WRONG_CALLS: dict[str, tuple[Any, Any, str]] = {
     "scale 0": (lambda face: face(inner(), 0.0), ValueError, "scale is 0"),
     "scale -1": (lambda face: face(inner(), -1), ValueError, "scale is -1"),
     "scale inf": (lambda face: face(inner(), INF), ValueError, "scale is inf"),
-    "scale a word": (lambda face: face(inner(), "dynamic"), TypeError, "must be a number"),
+    "scale a word": (
+        lambda face: face(inner(), "dynamic"),
+        TypeError,
+        "FP16_Optimizer: static_loss_scale is 'dynamic'; it must be a number; a scale that adjusts "
+        "itself is had by dynamic_loss_scale=True",
+    ),
+    "a number to go back from": (
+        lambda face: face(inner(), verbose=False).backward(3.0),
+        TypeError,
+        "FP16_Optimizer.backward: loss is a float; it must be a floating tensor",
+    ),
+    "whole numbers to go back from": (
+        lambda face: face(inner(), verbose=False).backward(torch.tensor(3)),
+        TypeError,
+        "FP16_Optimizer.backward: loss is a torch.int64; it must be a floating tensor",
+    ),
     "window 0": (
         lambda face: face(inner(), 1.0, True, {"scale_window": 0}),
         ValueError,

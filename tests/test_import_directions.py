@@ -14,7 +14,7 @@ PACKAGE = Path(apex_mp.__file__).parent
 # A room imports from lower rows only. A new room is a name in the row where it belongs.
 ROWS = [
     {"_version", "_C", "loss_scale"},
-    {"_extension", "_ops", "_pickled_names", "_rename", "master"},
+    {"_convert_checks", "_extension", "_ops", "_pickled_names", "_rename", "master"},
     {"device_scale", "_environment", "multi_tensor_apply", "normalization", "parallel"},
     {"grads"},
     {"_step_request"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import pickle
 import tarfile
 import threading
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -359,3 +361,84 @@ def test_pickles_of_a_later_protocol_are_refused_in_torchs_words(tmp_path: Path)
     torch.save({"step": 1}, tmp_path / "new.pt", pickle_protocol=4)
     with pytest.raises(pickle.UnpicklingError, match=r"refuses \(Unsupported operand 149\)"):
         apex_mp.load_checkpoint(tmp_path / "new.pt")
+
+
+# What is no checkpoint.
+
+
+def saved(value: Any, *, new: bool = True) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, _use_new_zipfile_serialization=new)
+    return file.getvalue()
+
+
+def archive_of(name: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, "text")
+    return file.getvalue()
+
+
+OF_NEW, OF_OLD = saved({"a": torch.ones(1000)}), saved({"a": torch.ones(1000)}, new=False)
+NOTHING = "is no checkpoint: it holds nothing that torch.save has written"
+ARCHIVE = "is no checkpoint: it is an archive, but not of torch.save"
+DAMAGED = "is cut short, or damaged; copy or save it again"
+NO_CHECKPOINTS = {
+    "nothing": (b"", "is no checkpoint: it is empty"),
+    "text": (b"hello world, this is text", NOTHING),
+    "json": (b'{"a": 1}', NOTHING),
+    "all bytes": (bytes(range(256)), NOTHING),
+    "zeros": (bytes(1000), NOTHING),
+    "a plain pickle": (pickle.dumps([1, 2], 2), NOTHING),
+    "a later pickle": (pickle.dumps([1, 2], 4), NOTHING),
+    "an archive": (archive_of("a.txt"), ARCHIVE),
+    "an archive in a folder": (archive_of("folder/a.txt"), ARCHIVE),
+    "TorchScript": (archive_of("net/constants.pkl"), "it is for torch.jit.load, if you trust it"),
+    "half of an archive": (OF_NEW[: len(OF_NEW) // 2], DAMAGED),
+    "the beginning of an archive": (OF_NEW[:10], DAMAGED),
+    "the beginning of an old file": (OF_OLD[:20], DAMAGED),
+    "the pickle of an old file": (OF_OLD[:150], DAMAGED),
+    "all but the end of an old file": (OF_OLD[:-10], DAMAGED),
+}
+
+
+@pytest.mark.parametrize("case", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    content, words = NO_CHECKPOINTS[case]
+    path = tmp_path / "some.pt"
+    path.write_bytes(content)
+    for given, name in ((path, str(path)), (io.BytesIO(content), "the file")):
+        with pytest.raises(pickle.UnpicklingError) as raised:
+            apex_mp.load_checkpoint(given)
+        assert str(raised.value).startswith(f"load_checkpoint: {name} is ")
+        assert str(raised.value).endswith(words)
+
+
+@pytest.mark.parametrize("path", [None, {"a": 1}, io.StringIO("text")])
+def test_what_is_neither_a_name_nor_a_file_is_refused(path: Any) -> None:
+    kind = type(path).__name__
+    with pytest.raises(TypeError, match=f"path is a {kind}; it must be a file's name, or a file"):
+        apex_mp.load_checkpoint(path)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_an_error_of_map_location_is_left_as_it_is(new: bool) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("as planned")
+
+    for place, kind in ((fail, KeyError), ("nowhere", RuntimeError)):
+        with pytest.raises(kind, match=r"as planned|nowhere"):
+            apex_mp.load_checkpoint(io.BytesIO(saved(torch.ones(1), new=new)), map_location=place)
+
+
+def test_a_class_that_one_trusts_is_let_through_as_the_refusal_says() -> None:
+    content = saved({"args": argparse.Namespace(lr=0.1)})
+    with pytest.raises(pickle.UnpicklingError) as raised:
+        apex_mp.load_checkpoint(io.BytesIO(content))
+    assert "asks for argparse.Namespace; " in str(raised.value)
+    assert str(raised.value).endswith(
+        "To let through a class that you trust, call "
+        "torch.serialization.add_safe_globals([Class]) before"
+    )
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert apex_mp.load_checkpoint(io.BytesIO(content))["args"].lr == 0.1

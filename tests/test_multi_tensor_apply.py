@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -197,6 +198,184 @@ def test_a_flag_of_more_elements_is_refused(device: torch.device) -> None:
     lists = [tensors(device, 1.0), tensors(device, 0.0)]
     with pytest.raises(RuntimeError, match="the overflow flag has 2 elements"):
         amp_C.multi_tensor_scale(1, torch.zeros(2, device=device), lists, 1.0)
+
+
+def ones(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(3, dtype=dtype)]
+
+
+FLAG = torch.zeros(1, dtype=torch.int32)
+ADAM = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+DTYPES = "it must be of torch.float16, torch.bfloat16, torch.float32 or torch.float64"
+NO_FLAG = "it must be a tensor of one, such as torch.cuda.IntTensor([0])"
+
+
+def adam_with(**wrong: Any) -> Any:
+    """Call fused_adam_cuda.adam with something wrong."""
+    given: dict[str, Any] = {name: torch.ones(3) for name in ("p", "exp_avg", "exp_avg_sq", "grad")}
+    given |= {"out_p": torch.tensor([]), "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    given |= {"scale": 1.0, "step": 1, "eps_mode": 1, "bias_correction": 1, "weight_decay": 0.0}
+    fused_adam_cuda.adam(**given | wrong)
+
+
+# (what is called with which arguments, the kind of the refusal, what it says)
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (
+        lambda: multi_tensor_applier("scale", FLAG, [ones(), ones()], 1.0),  # type: ignore[arg-type]
+        TypeError,
+        "multi_tensor_applier: op is a str; it must be a function",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, None, 1.0),  # type: ignore[arg-type]
+        TypeError,
+        "multi_tensor_scale: tensor_lists is a NoneType; it must be a list of lists of tensors: ",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [*ones(), *ones()], 1.0),
+        TypeError,
+        "multi_tensor_scale: inputs is a Tensor; it must be a list of tensors",
+    ),
+    (
+        lambda: amp_C.multi_tensor_l2norm(1, FLAG, [[None]]),  # type: ignore[list-item]
+        TypeError,
+        "multi_tensor_l2norm: tensors[0] is a NoneType; it must be a tensor",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [ones(), ones(torch.int32)], 1.0),
+        RuntimeError,
+        f"multi_tensor_scale: outputs[0] is of torch.int32; {DTYPES}",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [[torch.ones(3, device="meta")], ones()], 1.0),
+        RuntimeError,
+        "multi_tensor_scale: inputs[0] is on meta; it must be on the CPU or a GPU",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [[ones()[0].to_sparse()], ones()], 1.0),
+        RuntimeError,
+        "multi_tensor_scale: inputs[0] is a sparse tensor; it must be a dense (strided) tensor",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(
+            1, FLAG, [[torch.ones(3, 2).t()], [torch.ones(2, 3)]], 1.0
+        ),
+        RuntimeError,
+        "multi_tensor_scale: outputs[0] has sizes [2, 3] and strides [3, 1], inputs[0] has",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, None, [ones(), ones()], 1.0),  # type: ignore[arg-type]
+        TypeError,
+        f"multi_tensor_scale: the overflow flag is a NoneType; {NO_FLAG}",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, torch.zeros(1, device="meta"), [ones(), ones()], 1.0),
+        RuntimeError,
+        "multi_tensor_scale: the overflow flag is on meta; it must be on a device",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [ones(), ones()], None),  # type: ignore[arg-type]
+        TypeError,
+        "multi_tensor_scale: scale is None; it must be a number, or a tensor of one element",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [ones(), ones()], torch.ones(2)),
+        RuntimeError,
+        "multi_tensor_scale: scale has 2 elements; it must have 1",
+    ),
+    (
+        lambda: amp_C.multi_tensor_axpby(1, FLAG, [ones(), ones(), ones()], 1.0, 1.0, 5),
+        ValueError,
+        "multi_tensor_axpby: arg_to_check is 5; it must be -1 (both) or 0 (x) or 1 (y)",
+    ),
+    (
+        lambda: amp_C.multi_tensor_adam(
+            1, FLAG, [ones(), ones(), ones(torch.float16), ones()], *ADAM
+        ),
+        RuntimeError,
+        "multi_tensor_adam: exp_avgs[0] is of dtype Half; it must be Float",
+    ),
+    (
+        lambda: amp_C.multi_tensor_adam(1, FLAG, [ones()] * 4, *ADAM[:4], 0, *ADAM[5:]),
+        ValueError,
+        "multi_tensor_adam: step is 0; the first step is 1",
+    ),
+    (
+        lambda: amp_C.multi_tensor_adam(1, FLAG, [ones()] * 4, *ADAM[:4], "1", *ADAM[5:]),  # type: ignore[arg-type]
+        TypeError,
+        "multi_tensor_adam: step is '1'; it must be the step's number, from 1",
+    ),
+    (
+        lambda: amp_C.multi_tensor_adam(1, FLAG, [ones()] * 4, *ADAM[:5], 7, *ADAM[6:]),
+        ValueError,
+        "multi_tensor_adam: mode is 7; it must be 0 (L2) or 1 (AdamW)",
+    ),
+    (
+        lambda: amp_C.scale_check_overflow(ones(), 1.0, FLAG, torch.ones(3)),  # type: ignore[arg-type]
+        TypeError,
+        "scale_check_overflow: grads is a list; it must be a tensor",
+    ),
+    (
+        lambda: amp_C.scale_check_overflow(torch.ones(3), 1.0, FLAG, torch.ones(4)),
+        RuntimeError,
+        "scale_check_overflow: grads has 3 elements, downscaled_grads has 4; they must be as many",
+    ),
+    (lambda: adam_with(out_p=None), TypeError, "adam: out_p is a NoneType; it must be a tensor"),
+    (
+        lambda: adam_with(grad=ones(torch.int32)[0]),
+        RuntimeError,
+        f"grad[0] is of torch.int32; {DTYPES}",
+    ),
+    (
+        lambda: adam_with(exp_avg=ones(torch.float16)[0]),
+        RuntimeError,
+        "fused_adam_cuda.adam: exp_avg[0] is of dtype Half; it must be Float",
+    ),
+    (lambda: adam_with(scale=0.0), ValueError, "adam: scale is 0.0; it must not be 0"),
+    (
+        lambda: adam_with(eps_mode=2),
+        ValueError,
+        "eps_mode is 2; it must be 0 (under the root) or 1",
+    ),
+    (lambda: adam_with(step=0), ValueError, "fused_adam_cuda.adam: step is 0; the first step is 1"),
+    (
+        lambda: apex_C.flatten(torch.ones(3)),  # type: ignore[arg-type]
+        TypeError,
+        "apex_C.flatten: tensors is a Tensor; it must be a list of them",
+    ),
+    (
+        lambda: apex_C.flatten([None]),  # type: ignore[list-item]
+        TypeError,
+        "apex_C.flatten: tensors[0] is a NoneType; it must be a tensor",
+    ),
+    (
+        lambda: apex_C.unflatten(ones(), ones()),  # type: ignore[arg-type]
+        TypeError,
+        "apex_C.unflatten: flat is a list; it must be a tensor, and the second argument the list",
+    ),
+    (
+        lambda: apex_C.unflatten(torch.ones(2, 3), ones()),
+        RuntimeError,
+        "apex_C.unflatten: flat has 2 dimensions; it must be a vector",
+    ),
+]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("call", "kind", "sentence"), WRONG)
+def test_a_wrong_argument_is_named_with_its_value_and_the_wish(
+    call: Any, kind: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(kind) as raised:
+        call()
+    assert type(raised.value) is kind
+    assert sentence in str(raised.value)
+    assert FLAG.item() == 0
+
+
+def test_a_number_of_numpy_is_a_number(flag: Tensor, device: torch.device) -> None:
+    out = tensors(device, 0.0)
+    amp_C.multi_tensor_scale(1, flag, [tensors(device, 3.0), out], numpy.float32(2.0))  # type: ignore[arg-type]
+    assert out[0].tolist() == [6.0] * 3
 
 
 # fused_adam_cuda and apex_C

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import apex_mp
@@ -20,7 +22,8 @@ from apex_mp._run.replacements import Replacements
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 FOLDER = Path(__file__).parent / "old_scripts"
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+LAUNCHED = "imagenet"  # With arguments, in several processes.
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != LAUNCHED)
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def run(script: str, **names: Any) -> dict[str, Any]:
 
 
 def test_there_is_a_script_for_each_kind_of_project() -> None:
-    assert len(SCRIPTS) == 10
+    assert len(SCRIPTS) == 15
 
 
 @pytest.mark.usefixtures("as_apex_on_cpu")
@@ -74,6 +77,76 @@ def test_the_same_script_runs_by_the_command(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
     assert result.stderr.count("\n") == 1
+
+
+# ImageNet: options, a resumed run, and several processes that a launcher starts.
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    generator = numpy.random.default_rng(3)
+    labels = generator.integers(0, 6, 32)
+    images = generator.normal(size=(32, 1, 4, 4)) * 0.1
+    images[:, 0, 0, 0] = labels
+    numpy.save(tmp_path / "images.npy", images.astype(numpy.float32))
+    numpy.save(tmp_path / "labels.npy", labels)
+    return tmp_path
+
+
+def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(apex_mp.__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    options = ("--device", "cpu", "--modernize")
+    return subprocess.run(
+        [sys.executable, "-m", "apex_mp", "run", *options, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def losses_of(result: subprocess.CompletedProcess[str]) -> list[float]:
+    assert result.returncode == 0, result.stderr
+    return [float(line.split()[3]) for line in result.stdout.splitlines() if "epoch" in line]
+
+
+def test_imagenet_trains_with_a_static_scale_and_resumes(images: Path) -> None:
+    command = (
+        str(FOLDER / f"{LAUNCHED}.py"),
+        str(images),
+        "--fp16",
+        "--static-loss-scale",
+        "128.0",
+    )
+    first = run_command(images, *command, "--prof", "--epochs", "2")
+    second = run_command(images, *command, "--resume", "checkpoint.pth.tar", "--epochs", "4")
+    losses = [*losses_of(first), *losses_of(second)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.8 * losses[0]
+    said = {line.split(": ")[2] for line in first.stderr.splitlines() if "--modernize: " in line}
+    assert said == {"torch._six", "numpy.int", "Tensor.view"}
+    assert "torch.load" in second.stderr
+    assert "UserWarning" not in first.stderr + second.stderr
+
+
+def test_imagenet_trains_in_two_launched_processes_that_share_statistics(images: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = run_command(
+        images,
+        *("-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={port}"),
+        *(str(FOLDER / f"{LAUNCHED}.py"), str(images), "--fp16", "--static-loss-scale", "128.0"),
+        *("--sync_bn", "--epochs", "4"),
+    )
+    losses = losses_of(result)
+    assert len(losses) == 4
+    assert losses[-1] < 0.9 * losses[0]
+    assert "--local-rank: taken for the --local_rank" in result.stderr
+    weights = [numpy.load(images / f"weights{rank}.npy").tolist() for rank in range(2)]
+    assert weights[0] == weights[1]
 
 
 # Libraries that probe for apex, in the words that they use.

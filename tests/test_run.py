@@ -96,14 +96,94 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert "argument --era: invalid choice: '2018'" in era.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "option", "hint"),
+    [
+        ("import torch._six", "--modernize", "--modernize supplies this: torch._six"),
+        (
+            "import torch; torch._assert(False, 'Torch not compiled with CUDA enabled')",
+            "--device=cpu",
+            "--device cpu puts on the CPU what the script puts on a GPU",
+        ),
+    ],
+)
+def test_what_an_option_would_have_spared_is_one_line_after_the_traceback(
+    line: str, option: str, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(f"{line}\n")
+    ours, theirs = (python(tmp_path, *start, "script.py") for start in (RUN, ()))
+    assert ours.stderr == f"{theirs.stderr}apex_mp run: {hint}\n"
+    assert (ours.returncode, ours.stdout) == (theirs.returncode, "") == (1, "")
+    assert hint not in python(tmp_path, *RUN, option, "script.py").stderr
+
+
+@pytest.mark.parametrize("start", ["import torch, ", "import "])
+def test_a_child_process_gives_the_hint_too(start: str, tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, 'child.py', '--local-rank=1']).returncode)\n"
+    )
+    (tmp_path / "child.py").write_text(
+        f"{start}argparse, sys\n"
+        "parser = argparse.ArgumentParser()\n"
+        "if 'torch' not in sys.modules: import torch._six\n"
+        "parser.add_argument('--local_rank')\n"
+        "parser.parse_args()\n"
+    )
+    result = python(tmp_path, *RUN, "parent.py")
+    what = "torch._six"
+    if "torch" in start:
+        what = "--local_rank from launchers that say --local-rank"
+        assert "error: unrecognized arguments: --local-rank=1\n" in result.stderr
+    assert result.returncode == (2 if "torch" in start else 1)
+    assert result.stderr.endswith(f"apex_mp run: --modernize supplies this: {what}\n")
+    assert result.stderr.count("apex_mp run:") == 1
+
+
+@pytest.mark.parametrize("start", [("mirror.py",), ("-m", "mirror"), ("-mmirror",)])
+def test_what_stands_behind_the_target_is_the_scripts(
+    start: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mirror.py").write_text(MIRROR)
+    command = (*start, "--", "-m", "a", "--", "--era", "--force")
+    assert_same(python(tmp_path, *RUN, *command), python(tmp_path, *command))
+
+
+def test_two_dashes_may_end_our_options(tmp_path: Path) -> None:
+    (tmp_path / "-script.py").write_text("import sys; print(sys.argv)")
+    result = python(tmp_path, *RUN, "--era=2020", "--", "-script.py", "--", "x")
+    assert result.stdout == "['-script.py', '--', 'x']\n"
+
+
+@pytest.mark.parametrize("words", [(), ("-m",), ("--era", "2020"), ("--force", "--")])
+def test_nothing_to_run_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
+    result = python(tmp_path, *RUN, *words)
+    assert result.returncode == 2
+    assert "there is nothing to run; give a script, or -m and a module" in result.stderr
+
+
 def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -> None:
     (tmp_path / "apex.py").touch()
     (tmp_path / "script.py").write_text("import apex; print(apex.__doc__)")
     refused = python(tmp_path, *RUN, "script.py")
     assert refused.returncode == 1
-    assert refused.stderr.startswith("apex_mp run: install_as_apex: apex can be imported already")
+    assert re.fullmatch(
+        "apex_mp run: apex can be imported already, from .*; "
+        "uninstall it, or give --force to hide it in this process\n",
+        refused.stderr,
+    )
     forced = python(tmp_path, *RUN, "--force", "--era", "2020", "script.py")
     assert forced.stdout == "apex, by apex_mp, as of 2020.\n"
+
+
+def test_a_name_of_another_era_is_told_in_the_words_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB")
+    result = python(tmp_path, *RUN, "script.py")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "ImportError: apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' and "
+        "'2020'; --era 2019-08 gives it"
+    )
 
 
 # Child processes
@@ -143,6 +223,7 @@ def test_a_child_process_sees_apex_and_its_own_sitecustomize_and_waits(tmp_path:
 
 
 SPAWNED = """
+import os
 import torch
 from apex.optimizers import FusedAdam
 from torch.utils.data import DataLoader, Dataset
@@ -171,7 +252,8 @@ def work(rank, era):
     other.weight.grad = torch.full((1, 1), float(rank))
     reducer.reduce()
     assert other.weight.grad.item() == 0.5
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # An exit with gloo's threads about aborts now and then.
 
 if __name__ == "__main__":
     import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp._run import cpu
+from apex_mp._run import cpu, hints
+from apex_mp._run.cpu.facts import PROPERTIES
 from apex_mp._run.replacements import Replacements
+from apex_mp._run.settings import Settings
+from apex_mp.parallel import SyncBatchNorm
 
 pytestmark = pytest.mark.cpu_only
 
 CUDA: Any = torch.cuda
 CPU = torch.device("cpu")
+# The truth, before anybody is told anything else.
+IS_AVAILABLE, IS_BUILT = torch.cuda.is_available(), torch.backends.cuda.is_built()
+CUDA_VERSION, HAS_CUDNN = torch.version.cuda, torch.backends.cudnn.is_available()
 
 
 @pytest.fixture
@@ -53,6 +60,13 @@ PLACES = {
     "like": lambda x: torch.zeros_like(x, device="cuda"),
     "new": lambda x: x.new_zeros(1, device="cuda"),
     "class": lambda x: torch.cuda.FloatTensor([1.0]),
+    "legacy new": lambda x: x.new(1, device="cuda"),
+    "normal": lambda x: torch.normal(0.0, 1.0, (1,), device="cuda"),
+    "frequencies": lambda x: torch.fft.fftfreq(3, device="cuda"),
+    "window": lambda x: torch.signal.windows.hann(3, device="cuda"),
+    "pinned where it is made": lambda x: torch.zeros(1, pin_memory=True),
+    "module to_empty": lambda x: nn.Linear(1, 1).to_empty(device="cuda").weight,
+    "data_parallel": lambda x: nn.parallel.data_parallel(nn.Linear(1, 1), x.view(1, 1), [0]),
     "generator": lambda x: torch.randn(1, generator=torch.Generator(device="cuda"), device="cuda"),
     "module": lambda x: nn.Linear(1, 1).cuda().weight,
     "module to": lambda x: nn.Linear(1, 1).to("cuda").weight,
@@ -87,10 +101,106 @@ def test_the_script_is_told_that_there_is_one_gpu() -> None:
     assert CUDA.memory_allocated() == CUDA.max_memory_allocated() == 0
 
 
+# What torch.cuda held in 2018-2019 beside what has a test of its own, each as a script says it.
+SAID: dict[str, Any] = {
+    "_sleep": lambda: CUDA._sleep(10),
+    "can_device_access_peer": lambda: CUDA.can_device_access_peer(0, 0),
+    "check_error": lambda: CUDA.check_error(CUDA.cudart().cudaProfilerStart()),
+    "cudart": lambda: CUDA.cudart().cudaProfilerStop(),
+    "cudart of the profiler": lambda: CUDA.profiler.cudart().cudaProfilerStart(),
+    "cudart's memory": lambda: CUDA.cudart().cudaMemGetInfo(0)[2],
+    "current_blas_handle": lambda: CUDA.current_blas_handle(),
+    "default_generators": lambda: CUDA.default_generators[0].initial_seed(),
+    "default_stream": lambda: CUDA.default_stream(0).cuda_stream,
+    "device": lambda: CUDA.device("cuda:0").__enter__().idx,
+    "device_of": lambda: CUDA.device_of(torch.ones(1)).__enter__(),
+    "get_arch_list": lambda: CUDA.get_arch_list(),
+    "ipc_collect": lambda: CUDA.ipc_collect(),
+    "memory": lambda: torch.cuda.memory.memory_allocated(0),
+    "memory_snapshot": lambda: CUDA.memory_snapshot(),
+    "memory_stats": lambda: CUDA.memory_stats()["allocated_bytes.all.peak"],
+    "memory_summary": lambda: CUDA.memory_summary(),
+    "nccl": lambda: torch.cuda.nccl.version() > (2,),
+    "nvtx": lambda: CUDA.nvtx.range("step").__enter__(),
+    "nvtx of autograd": lambda: torch.autograd.profiler.emit_nvtx().__enter__(),
+    "nvtx range": lambda: CUDA.nvtx.range_end(CUDA.nvtx.range_start("step")),
+    "profiler": lambda: (CUDA.profiler.init("f"), CUDA.profiler.start(), CUDA.profiler.stop()),
+    "profiler block": lambda: CUDA.profiler.profile().__enter__(),
+    "random": lambda: torch.cuda.random.get_rng_state(0),
+    "sparse": lambda: issubclass(torch.cuda.sparse.FloatTensor, torch.sparse.FloatTensor),
+    "stream": lambda: CUDA.Stream(priority=-1).priority,
+    "stream priorities": lambda: CUDA.Stream.priority_range(),
+    "torch.random": lambda: torch.random.fork_rng([0]).__enter__(),
+    "versions": lambda: (int(torch.version.cuda[:2]), torch.backends.cudnn.version() > 7000),  # type: ignore[index, operator]
+    "what is there": lambda: (torch.has_cuda, torch.backends.cudnn.is_available()),
+    "what else is there": lambda: torch.distributed.is_nccl_available(),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_script_of_2019_says_to_torch_cuda_is_answered(name: str) -> None:
+    SAID[name]()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_name_that_nobody_knows_is_still_an_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        CUDA.cudart().nothing()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = torch.version.nothing  # type: ignore[attr-defined]
+
+
+def test_the_properties_of_the_gpu_have_the_fields_that_torch_gives() -> None:
+    given: Any = getattr(torch._C, "_CudaDeviceProperties", None)
+    if given is None:  # A build without CUDA: those that its documentation of 2.13 names.
+        fields = {
+            "name", "major", "minor", "is_multi_gpu_board", "is_integrated",
+            "multi_processor_count", "total_memory", "max_threads_per_multi_processor",
+            "gcnArchName", "warp_size", "uuid", "pci_bus_id", "pci_device_id", "pci_domain_id",
+            "L2_cache_size", "regs_per_multiprocessor", "shared_memory_per_block",
+            "shared_memory_per_block_optin", "shared_memory_per_multiprocessor", "clock_rate",
+            "memory_clock_rate", "memory_bus_width", "max_threads_per_block",
+        }  # fmt: skip
+    else:
+        fields = {name for name in vars(given) if not name.startswith("_")}
+    assert fields <= {*vars(PROPERTIES)}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_stands_for_a_gpu_makes_no_noise(
+    workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = torch.utils.data.DataLoader([1, 2], 1, True, pin_memory=True, num_workers=workers)
+        assert len([*loader]) == 2
+        with torch.autograd.profiler.profile(True, True) as profile:
+            torch.ones(1).cuda()
+    assert profile is not None
+    assert "pin_memory" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("backend", ["nccl", "NCCL", "cpu:gloo,cuda:nccl", "gloo"])
+def test_every_spelling_of_nccl_means_gloo(backend: str, tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        backend=backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_torch_and_apex_mp_are_told_the_truth() -> None:
     names = {"__name__": "torch.nn.anything", "torch": torch}
-    assert eval("torch.cuda.is_available()", names) is torch.backends.cuda.is_built()
+    assert eval("torch.cuda.is_available()", names) is IS_AVAILABLE
+    assert eval("torch.backends.cuda.is_built()", names) is IS_BUILT
+    assert eval("torch.version.cuda", names) == CUDA_VERSION
+    assert eval("torch.backends.cudnn.is_available()", names) is HAS_CUDNN
     assert not eval("torch.ones(1).is_cuda", names)
     assert eval("torch.ones(1).type()", names) == "torch.FloatTensor"
     torch.manual_seed(1)
@@ -186,9 +296,9 @@ def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) ->
     try:
         assert torch.distributed.get_backend() == "gloo"
         model = nn.parallel.DistributedDataParallel(
-            nn.Linear(1, 1).cuda(), device_ids=[0], output_device=0
+            nn.Sequential(nn.Linear(1, 1), SyncBatchNorm(1)).cuda(), device_ids=[0], output_device=0
         )
-        model(torch.ones(1, 1).cuda()).sum().backward()
+        model(torch.ones(2, 1).cuda()).sum().backward()
         assert torch.distributed.new_group(backend="nccl") is not None
     finally:
         torch.distributed.destroy_process_group()
@@ -203,8 +313,51 @@ def test_the_default_tensor_type_may_be_that_of_a_gpu() -> None:
         torch.set_default_tensor_type("torch.FloatTensor")
 
 
+NEEDS_GPU: list[Any] = [
+    lambda: torch.ones(1).cuda(),
+    lambda: torch.ones(1).to("cuda"),
+    lambda: CUDA.FloatTensor([1.0]),
+    lambda: CUDA.Event(),
+    lambda: CUDA.Stream(),
+    lambda: CUDA.set_device(0),
+    lambda: CUDA.nvtx.range_push("step"),
+    lambda: torch.Generator("cuda"),
+    lambda: torch.ones(1).type("torch.cuda.FloatTensor"),
+    lambda: torch.set_default_tensor_type("torch.cuda.FloatTensor"),
+    lambda: torch.ones(1).pin_memory(),
+    lambda: torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ),
+]
+
+
+# What a build with CUDA says where there is no GPU.
+NO_GPU = [
+    RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"),
+    RuntimeError("No CUDA GPUs are available"),
+    RuntimeError("Attempting to deserialize object on a CUDA device but torch.cuda.is_available()"),
+    ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+]
+
+
+@pytest.mark.parametrize("error", NO_GPU)
+def test_an_error_for_want_of_a_gpu_says_that_the_cpu_may_stand_in(error: Exception) -> None:
+    assert hints.line_for(error, Settings()) is not None
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA")
+@pytest.mark.parametrize("say", NEEDS_GPU)
+def test_who_dies_without_it_is_told_that_it_would_help(say: Any) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        say()
+    hint = "apex_mp run: --device cpu puts on the CPU what the script puts on a GPU"
+    assert hints.line_for(raised.value, Settings()) == hint
+    assert hints.line_for(raised.value, Settings(device="cpu")) is None
+
+
 def test_all_of_it_can_be_undone() -> None:
     owners: list[Any] = [torch, Tensor, nn.Module, torch.cuda, torch.distributed]
+    owners += [torch.version, torch.backends.cudnn, torch.cuda.random, torch.fft, torch.random]
     before = [dict(vars(owner)) for owner in owners]
     replacements = Replacements()
     cpu.redirect(replacements)

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp._run import modernize
+from apex_mp._run import cpu, hints, modernize
 from apex_mp._run.modernize import notes
 from apex_mp._run.replacements import Replacements
+from apex_mp._run.settings import Settings
 
 pytestmark = pytest.mark.cpu_only
 
@@ -54,6 +56,18 @@ def local_rank(*words: str) -> int:
     return int(parser.parse_args(words).local_rank)
 
 
+def divided_out(number: int, by: Any) -> list[int]:
+    out = torch.empty(2, dtype=torch.long)
+    torch.div(torch.tensor([number, -number]), by, out=out)
+    return out.tolist()
+
+
+def divided_in_place(divide: Callable[[Any, int], Any]) -> list[int]:
+    numbers = torch.tensor([7, -7])
+    assert divide(numbers, 2) is numbers
+    return numbers.tolist()
+
+
 def scheduler(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.optim.lr_scheduler, name)(optimizer(), *args, **kwargs)
 
@@ -72,6 +86,10 @@ CASES: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: ((X > 1) - (X > 2)).tolist(), [0, 1, 0], "- with a bool mask"),
     (lambda: (~UINT8).tolist(), [0, 1, 0], "~ of a uint8 mask"),
     (lambda: torch.full((1,), 3).dtype, torch.float32, "torch.full"),
+    (lambda: divided_out(7, 2), [3, -3], "division of integers into an integer tensor"),
+    (lambda: divided_out(7, torch.tensor(2)), [3, -3], "division of integers"),
+    (lambda: divided_in_place(Tensor.div_), [3, -3], "division of integers"),
+    (lambda: divided_in_place(operator.itruediv), [3, -3], "division of integers"),
     (lambda: inspect.getargspec(lambda a, *b: 0)[:2], (["a"], "b"), "inspect.getargspec"),  # type: ignore[attr-defined]
     (lambda: collections.Mapping, collections.abc.Mapping, "collections.Mapping"),  # type: ignore[attr-defined]
     (lambda: (NP.int, NP.float, NP.object), (int, float, object), "numpy.float"),
@@ -117,6 +135,32 @@ def test_the_script_gets_what_it_got_then_and_hears_of_it_once(
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture
+def modern_on_cpu() -> Iterator[None]:
+    replacements = Replacements()
+    notes.forget()
+    modernize.supply(replacements)
+    cpu.redirect(replacements)
+    yield
+    replacements.undo()
+
+
+@pytest.mark.usefixtures("modern_on_cpu")
+@pytest.mark.parametrize(("say", "get", "line"), CASES)
+def test_it_gets_the_same_when_the_cpu_stands_in_for_a_gpu(
+    say: Callable[[], Any], get: Any, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say() == get
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("modern_on_cpu")
+def test_torch_itself_gets_what_it_expects_of_a_function_that_is_replaced_twice() -> None:
+    names = {"__name__": "torch.anything", "torch": torch}
+    assert eval("torch.full((1,), 3).dtype", names) == torch.int64
+    assert not eval("torch.ones(1).is_cuda", names)
+
+
 def outcome(say: Callable[[], Any]) -> Any:
     try:
         return say()
@@ -132,6 +176,23 @@ def test_without_it_the_script_gets_something_else(
     assert outcome(say) != get
 
 
+# Each in words of its own: (it says nothing of schedulers; argparse exits, see test_run.py)
+NO_HINT = ('can only concatenate str (not "float") to str', "2")
+
+
+@pytest.mark.parametrize(("say", "get", "line"), CASES)
+def test_who_dies_without_it_is_told_that_it_would_help(
+    say: Callable[[], Any], get: Any, line: str
+) -> None:
+    error = outcome(say)
+    if not isinstance(error, BaseException) or str(error) in NO_HINT:
+        return
+    hint = hints.line_for(error, Settings())
+    assert hint is not None
+    assert hint.startswith("apex_mp run: --modernize supplies this: ")
+    assert hints.line_for(error, Settings(modernize=True)) is None
+
+
 # What must stay as it is: (what a new script says, what it gets)
 UNTOUCHED: list[tuple[Callable[[], Any], Any]] = [
     (lambda: torch.full((1,), 3, dtype=torch.int64).dtype, torch.int64),
@@ -142,6 +203,10 @@ UNTOUCHED: list[tuple[Callable[[], Any], Any]] = [
     (lambda: X.masked_fill(X > 2, 0).tolist(), [1, 2, 0]),
     (lambda: X.view(3, 1).shape, (3, 1)),
     (lambda: X.view(torch.int32).dtype, torch.int32),
+    (lambda: torch.div(torch.tensor([7]), 2).tolist(), [3.5]),
+    (lambda: torch.div(torch.tensor([7]), 2, out=torch.empty(1)).tolist(), [3.5]),
+    (lambda: torch.tensor([-7]).div_(2, rounding_mode="floor").tolist(), [-4]),
+    (lambda: torch.tensor([7.0]).div_(2).tolist(), [3.5]),
     (lambda: scheduler("StepLR", 3).gamma, 0.1),
     (lambda: nn.functional.nll_loss(-torch.eye(2), torch.tensor([0, -100])).item(), 1.0),
     (lambda: local_rank("--local_rank", "2"), 2),
@@ -167,8 +232,35 @@ def test_errors_that_are_no_matter_of_years_stay_errors() -> None:
         _ = importlib.import_module("torch._six").nothing
     with pytest.raises(RuntimeError, match=r"shape '.2.' is invalid"):
         X.view(2)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.tensor([7]).div_(0.5)
     loss = nn.functional.cross_entropy(torch.full((1, 2), math.nan), torch.tensor([1]))
     assert loss.isnan()
+
+
+def test_gradients_that_are_gone_are_a_matter_of_zero_grad() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(AttributeError) as of_grad:
+        weight.grad.zero_()  # type: ignore[union-attr]
+    with pytest.raises(AttributeError) as of_else:
+        None.zero_()  # type: ignore[attr-defined]
+    hint = hints.line_for(of_grad.value, Settings())
+    assert hint is not None
+    assert hint.endswith("gradients that zero_grad() sets to zero, not None")
+    assert hints.line_for(of_else.value, Settings()) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("module 'numpy' has no attribute 'nothing'"),
+        TypeError("MyModel.__init__() got an unexpected keyword argument 'verbose'"),
+        ModuleNotFoundError("No module named 'yaml'"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_get_no_hint(error: BaseException) -> None:
+    assert hints.line_for(error, Settings()) is None
 
 
 @pytest.mark.usefixtures("modern")

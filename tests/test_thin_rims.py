@@ -21,6 +21,7 @@ from apex_mp.parallel import (
     SyncBatchNorm,
     convert_syncbn_model,
     create_syncbn_process_group,
+    flat_calls,
 )
 
 pytestmark = pytest.mark.cpu_only
@@ -51,6 +52,20 @@ def test_the_functions_have_an_eps_of_their_own() -> None:
     assert torch.equal(fused_layer_norm.fused_layer_norm(x, (4,)), plain)
     affine = fused_layer_norm.fused_layer_norm_affine(x, (4,), weight, bias)
     torch.testing.assert_close(affine, plain * weight + bias)
+
+
+def test_the_functions_of_layer_norm_take_both_of_their_calls() -> None:
+    x, weight, bias = (torch.randn(2, 4, requires_grad=True) for _ in range(3))
+    weight, bias = weight[0], bias[0]
+    of_plain = fused_layer_norm.FusedLayerNormFunction
+    plain = fused_layer_norm.fused_layer_norm(x, (4,), 1e-3)
+    assert torch.equal(of_plain.apply(x, (4,), 1e-3), plain)
+    assert torch.equal(of_plain((4,), 1e-3)(x), plain)
+    of_affine = fused_layer_norm.FusedLayerNormAffineFunction
+    affine = fused_layer_norm.fused_layer_norm_affine(x, (4,), weight, bias, 1e-3)
+    assert torch.equal(of_affine.apply(x, weight, bias, (4,), 1e-3), affine)
+    assert torch.equal(of_affine((4,), 1e-3)(x, weight, bias), affine)
+    assert affine.requires_grad
 
 
 def test_fused_layer_norm_cuda_has_the_gradients_of_autograd() -> None:
@@ -104,6 +119,23 @@ def test_distributed_data_parallel_reduces_gradients(
     assert set(model.state_dict()) == {"module.weight", "module.bias"}
 
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("arguments", "used"), [({}, (0, 0, 0)), ({"delay_allreduce": True}, (0, 0, 1, 0))]
+)
+def test_distributed_data_parallel_takes_parameters_that_get_no_gradient(
+    arguments: dict[str, Any], used: tuple[int, ...]
+) -> None:
+    module = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+    module.forward = lambda x, which: module[which](x)  # type: ignore[method-assign]
+    model = DistributedDataParallel(module, **arguments)
+    for which in used:
+        model(torch.ones(2, 3), which).sum().backward()
+    for index, linear in enumerate(module):
+        grad, count = linear.weight.grad, used.count(index)
+        assert (grad is None) if count == 0 else (grad.tolist() == [[2.0 * count] * 3])
+
+
 def test_distributed_data_parallel_refuses_what_apex_refused() -> None:
     with pytest.raises(ValueError, match="shared_param is given"):
         DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
@@ -121,6 +153,26 @@ def test_a_reducer_averages_when_it_is_told() -> None:
     grads = [torch.ones(2)]
     Reducer(grads).reduce()
     assert grads[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_flat_calls_reach_every_tensor_of_every_type() -> None:
+    tensors = [torch.ones(2), torch.ones(1, 3).half(), torch.ones(()), torch.ones(1).double()]
+    given: list[torch.Tensor] = []
+    flat_calls.extract_tensors([tensors[:2], {"a": tensors[2]}, (tensors[3], "text", 3)], given)
+    assert all(map(lambda a, b: a is b, given, tensors))
+    buckets = flat_calls.split_half_float_double(given)
+    assert [len(bucket) for bucket in buckets] == [1, 2, 1]
+    sizes: list[int] = []
+
+    def double(flat: torch.Tensor, factor: float) -> None:
+        sizes.append(flat.numel())
+        flat.mul_(factor)
+
+    flat_calls.flat_dist_call(given, double, (2.0,))
+    assert sizes == [3, 3, 1]
+    flat_calls.flat_dist_call(given, dist.all_reduce)
+    assert [tensor.flatten().tolist() for tensor in tensors] == [[2.0] * 2, [2.0] * 3, [2.0], [2.0]]
 
 
 def test_batch_norms_become_synchronised_and_keep_their_tensors() -> None:

@@ -56,3 +56,8 @@ ERAS = {
         Era("2020", _LATER_ADAM, frozenset({("apex.optimizers", "FP16_Optimizer")})),
     )
 }
+
+
+def eras_with(place: Place) -> list[str]:
+    """Return the names of the eras in which a module held a name of the table."""
+    return [era.name for era in ERAS.values() if place not in era.absent]

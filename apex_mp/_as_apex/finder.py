@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.metadata
@@ -11,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from apex_mp._as_apex.eras import Era
+from apex_mp._as_apex.eras import Era, eras_with
 from apex_mp._as_apex.missing import stand_in
 from apex_mp._as_apex.table import EAGER, MISSING, MODULES, TOP_LEVEL, is_package
+from apex_mp._as_apex.wording import Wording
 
 
 class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -21,10 +23,12 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Args:
         era: Which.
+        wording: How to name another one to the user.
     """
 
-    def __init__(self, era: Era) -> None:
+    def __init__(self, era: Era, wording: Wording) -> None:
         self.era = era
+        self.wording = wording
 
     def find_spec(
         self,
@@ -32,10 +36,20 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return a spec for a module of the table, None for any other."""
+        """Return a spec for a module of the table, None for any other.
+
+        Raises:
+            ImportError: It is no module, but a name that a module of the table lacks in this era.
+        """
+        module, _, name = fullname.rpartition(".")
+        if (module, name) in self.era.absent:
+            raise ImportError(self._absence(module, name), name=fullname)
         if fullname not in MODULES:
             return None
-        return ModuleSpec(fullname, self, origin="apex_mp", is_package=is_package(fullname))
+        # `from module import name` asks for a module of that name, which is told above, if and
+        # only if the first is a package.
+        like_package = is_package(fullname) or any(fullname == of for of, _ in self.era.absent)
+        return ModuleSpec(fullname, self, origin="apex_mp", is_package=like_package)
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill a new module with its submodules and names."""
@@ -50,6 +64,21 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         shown = names or [child.rpartition(".")[2] for child in children]
         public = [name for name in shown if not name.startswith("_")]
         vars(module)["__all__"] = sorted(public)
+        if any(here == of for of, _ in self.era.absent):
+            vars(module)["__getattr__"] = functools.partial(self._refuse, here)
+
+    def _refuse(self, module: str, name: str) -> Any:
+        """What a module answers to a name that it has not."""
+        if (module, name) in self.era.absent:
+            raise AttributeError(self._absence(module, name))
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    def _absence(self, module: str, name: str) -> str:
+        others = eras_with((module, name))
+        return (
+            f"{module} has no {name} as of {self.era.name!r}, but as of "
+            f"{' and '.join(map(repr, others))}; {self.wording.era.format(others[0])} gives it"
+        )
 
     def names(self, module: str) -> dict[str, Any]:
         """Return what a module of the table holds in this era, submodules apart."""

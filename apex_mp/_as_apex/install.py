@@ -8,8 +8,11 @@ from types import ModuleType
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._as_apex.finder import ApexFinder
 from apex_mp._as_apex.table import TOP_LEVEL
+from apex_mp._as_apex.wording import Wording
 
 _AS_APEX = "apex_mp.as_apex"
+_IN_PYTHON = Wording("install_as_apex", "force=True", "install_as_apex(era={!r})")
+ON_THE_COMMAND_LINE = Wording("apex_mp run", "--force", "--era {}")
 
 
 class _Installation:
@@ -47,22 +50,27 @@ def install_as_apex(era: str = "2019-03", force: bool = False) -> None:
         RuntimeError: Another era is installed, or an apex that is not ours can be imported, and
             `force` is not given.
     """
+    install(era, force, _IN_PYTHON)
+
+
+def install(era: str, force: bool, wording: Wording) -> None:
+    """Do what `install_as_apex` does, with sentences for a user who stands elsewhere."""
     global _installation
     if era not in ERAS:
         raise ValueError(
-            f"install_as_apex: era is {era!r}; it must be one of {', '.join(map(repr, ERAS))}"
+            f"{wording.caller}: era is {era!r}; it must be one of {', '.join(map(repr, ERAS))}"
         )
     present = installed_era()
     if present == era:
         return
     if present is not None:
         raise RuntimeError(
-            f"install_as_apex: era is {era!r}, but apex is installed as of {present!r} and may be "
+            f"{wording.caller}: era is {era!r}, but apex is installed as of {present!r} and may be "
             "in use; call apex_mp.uninstall_as_apex() first"
         )
     if not force:
-        _refuse_to_hide()
-    _installation = _Installation(ApexFinder(ERAS[era]))
+        _refuse_to_hide(wording)
+    _installation = _Installation(ApexFinder(ERAS[era], wording))
 
 
 def uninstall_as_apex() -> None:
@@ -90,13 +98,13 @@ def _take_out() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def _refuse_to_hide() -> None:
+def _refuse_to_hide(wording: Wording) -> None:
     for name in TOP_LEVEL:
         where = _place_of(name)
         if where is not None:
             raise RuntimeError(
-                f"install_as_apex: {name} can be imported already, from {where}; uninstall it, or "
-                "give force=True to hide it in this process"
+                f"{wording.caller}: {name} can be imported already, from {where}; uninstall it, or "
+                f"give {wording.force} to hide it in this process"
             )
 
 

@@ -18,16 +18,27 @@ _CONVERSIONS = (
 _MULTI_TENSOR = "MultiTensorApply multi_tensor_applier"
 _SYNC_BN = "SyncBatchNorm convert_syncbn_model create_syncbn_process_group"
 
+_AMP_HELPERS = "apex_mp._as_apex.amp_helpers"
+
 # module: {where its names live here: the names}
 MODULES: dict[str, dict[str, str]] = {
     "apex": {},
     "apex.amp": {
         "apex_mp.amp": f"AmpHandle NoOpHandle _amp_state init master_params {_REGISTRY} {_FRONTEND}"
     },
+    "apex.amp.__version__": {_AMP_HELPERS: "VERSION __version__"},
     "apex.amp._amp_state": {
         "apex_mp.amp._amp_state": "AmpState _amp_state master_params maybe_print warn_or_err"
     },
+    "apex.amp._initialize": {},
+    "apex.amp._process_optimizer": {},
     "apex.amp.amp": {"apex_mp.amp.amp": f"init {_REGISTRY}"},
+    "apex.amp.compat": {
+        _AMP_HELPERS: (
+            "filter_attrs is_floating_point is_tensor_like scalar_python_val "
+            "tensor_is_float_tensor tensor_is_variable variable_is_tensor"
+        )
+    },
     "apex.amp.frontend": {"apex_mp.amp.frontend": "initialize load_state_dict state_dict"},
     "apex.amp.handle": {
         "apex_mp.amp.handle": "AmpHandle NoOpHandle",
@@ -44,14 +55,24 @@ MODULES: dict[str, dict[str, str]] = {
         "apex_mp.amp.lists.torch_overrides": "CASTS FP16_FUNCS FP32_FUNCS MODULE SEQUENCE_CASTS"
     },
     "apex.amp.opt": {"apex_mp.amp.opt": "OptimWrapper"},
+    "apex.amp.rnn_compat": {_AMP_HELPERS: "RNN_NAMES has_old_rnns"},
     "apex.amp.scaler": {"apex_mp.amp.scaler": "LossScaler"},
+    "apex.amp.utils": {
+        _AMP_HELPERS: (
+            "as_inplace get_cuda_version get_func has_func is_cuda_enabled is_fp_tensor is_nested "
+            "maybe_float maybe_half set_func type_string"
+        )
+    },
+    "apex.amp.wrap": {},
     "apex.contrib": {},
     "apex.contrib.optimizers": {
-        "apex_mp.optimizers": "FP16_Optimizer",
+        "apex_mp.optimizers": "FP16_Optimizer FusedSGD",
         "apex_mp._as_apex.contrib": "FusedAdam",
     },
     "apex.contrib.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
     "apex.contrib.optimizers.fused_adam": {"apex_mp._as_apex.contrib": "FusedAdam"},
+    "apex.contrib.optimizers.fused_lamb": {},
+    "apex.contrib.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
     "apex.fp16_utils": {
         "apex_mp.fp16_utils": f"DynamicLossScaler FP16_Optimizer LossScaler {_CONVERSIONS}"
     },
@@ -67,7 +88,8 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.normalization": {"apex_mp.normalization": "FusedLayerNorm"},
     "apex.normalization.fused_layer_norm": {
         "apex_mp.normalization.fused_layer_norm": (
-            "FusedLayerNorm fused_layer_norm fused_layer_norm_affine"
+            "FusedLayerNorm FusedLayerNormAffineFunction FusedLayerNormFunction fused_layer_norm "
+            "fused_layer_norm_affine"
         )
     },
     "apex.optimizers": {"apex_mp.optimizers": "FP16_Optimizer FusedAdam FusedSGD"},
@@ -81,12 +103,21 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.parallel.distributed": {
         "apex_mp.parallel.distributed": "DistributedDataParallel Reducer",
         "apex_mp.multi_tensor_apply.apex_C": "flatten unflatten",
+        "apex_mp.parallel.flat_calls": (
+            "apply_flat_dist_call extract_tensors flat_dist_call split_by_type "
+            "split_half_float_double"
+        ),
     },
     "apex.parallel.optimized_sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
     "apex.parallel.sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
+    "apex.parallel.sync_batchnorm_kernel": {},
+    "apex.parallel.optimized_sync_batchnorm_kernel": {},
     "apex.RNN": {},
+    "apex.RNN.RNNBackend": {},
+    "apex.RNN.cells": {},
     "apex.RNN.models": {},
     "apex.reparameterization": {},
+    "apex.reparameterization.reparameterization": {},
     "apex.reparameterization.weight_norm": {},
     "amp_C": {
         "apex_mp.multi_tensor_apply.amp_C": (
@@ -103,14 +134,17 @@ MODULES: dict[str, dict[str, str]] = {
     },
 }
 TOP_LEVEL = tuple(name for name in MODULES if "." not in name)
-# What `import apex` imports; the rest comes when it is asked for.
+# What `import apex` imported in one of the eras; the rest comes when it is asked for.
 EAGER = [
+    "apex.RNN",
     "apex.amp",
+    "apex.contrib",
     "apex.fp16_utils",
     "apex.multi_tensor_apply",
     "apex.normalization",
     "apex.optimizers",
     "apex.parallel",
+    "apex.reparameterization",
 ]
 
 _LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
@@ -119,6 +153,20 @@ _RNN = "use torch.nn.{}; amp casts it as it did this one"
 _MLSTM = "there is no such cell in torch: keep the old module's code, which needs no apex"
 _WEIGHT_NORM = "use torch.nn.utils.parametrizations.weight_norm on each module"
 _NO_WEIGHT_NORM = "use torch.nn.utils.parametrize.remove_parametrizations"
+_OF_RNN = {
+    "LSTM": _RNN.format("LSTM"),
+    "GRU": _RNN.format("GRU"),
+    "ReLU": _RNN.format('RNN(nonlinearity="relu")'),
+    "Tanh": _RNN.format("RNN"),
+    "mLSTM": _MLSTM,
+}
+_PARAMETRIZE = "use torch.nn.utils.parametrize.register_parametrization"
+_STACKED = "use torch.nn.LSTM, GRU or RNN with num_layers and bidirectional"
+_CELL = "use torch.nn.LSTMCell, GRUCell or RNNCell"
+_SYNC_FUNCTION = "use apex_mp.parallel.SyncBatchNorm, which is the module around it"
+_CASTS = "register the function by amp.register_half_function or amp.register_float_function"
+_RNN_CASTS = "amp casts torch.nn.LSTM, GRU, RNN and their cells as they are; leave it out"
+_INITIALIZE = "call amp.initialize"
 _STAGES = "take the step with torch.optim.AdamW"
 
 # module: {a name that scripts import and that is not here: what to use instead}
@@ -127,28 +175,40 @@ MISSING: dict[str, dict[str, str]] = {
     "apex.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
     "apex.optimizers.fused_novograd": {"FusedNovoGrad": _NOVOGRAD},
     "apex.contrib.optimizers": {"FusedLAMB": _LAMB},
-    "apex.RNN": {
-        "LSTM": _RNN.format("LSTM"),
-        "GRU": _RNN.format("GRU"),
-        "ReLU": _RNN.format('RNN(nonlinearity="relu")'),
-        "Tanh": _RNN.format("RNN"),
-        "mLSTM": _MLSTM,
+    "apex.contrib.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
+    "apex.RNN": _OF_RNN,
+    "apex.RNN.RNNBackend": {
+        "RNNCell": _CELL,
+        "bidirectionalRNN": _STACKED,
+        "stackedRNN": _STACKED,
     },
-    "apex.RNN.models": {
-        "LSTM": _RNN.format("LSTM"),
-        "GRU": _RNN.format("GRU"),
-        "ReLU": _RNN.format('RNN(nonlinearity="relu")'),
-        "Tanh": _RNN.format("RNN"),
-        "mLSTM": _MLSTM,
+    "apex.RNN.cells": {"mLSTMCell": _MLSTM, "mLSTMRNNCell": _MLSTM},
+    "apex.RNN.models": {**_OF_RNN, "toRNNBackend": _STACKED},
+    "apex.amp._initialize": {"_initialize": _INITIALIZE},
+    "apex.amp._process_optimizer": {
+        "AmpOptimizerState": _INITIALIZE,
+        "_process_optimizer": _INITIALIZE,
     },
+    "apex.amp.rnn_compat": {"VariableFunctionsShim": _RNN_CASTS, "whitelist_rnn_cells": _RNN_CASTS},
+    "apex.amp.utils": {"cached_cast": _CASTS, "casted_args": _CASTS, "set_func_save": _CASTS},
+    "apex.amp.wrap": {
+        "cached_cast": _CASTS,
+        "make_cast_wrapper": _CASTS,
+        "make_promote_wrapper": "register the function by amp.register_promote_function",
+        "promote": "register the function by amp.register_promote_function",
+        "rnn_cast": _RNN_CASTS,
+    },
+    "apex.parallel.optimized_sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
+    "apex.parallel.sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "apex.reparameterization": {
         "apply_weight_norm": _WEIGHT_NORM,
         "remove_weight_norm": _NO_WEIGHT_NORM,
         "apply_reparameterization": _WEIGHT_NORM,
         "remove_reparameterization": _NO_WEIGHT_NORM,
         "WeightNorm": _WEIGHT_NORM,
-        "Reparameterization": "use torch.nn.utils.parametrize.register_parametrization",
+        "Reparameterization": _PARAMETRIZE,
     },
+    "apex.reparameterization.reparameterization": {"Reparameterization": _PARAMETRIZE},
     "apex.reparameterization.weight_norm": {"WeightNorm": _WEIGHT_NORM},
     "amp_C": {
         "multi_tensor_lamb": _LAMB,

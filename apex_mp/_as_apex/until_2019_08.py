@@ -29,7 +29,18 @@ def init(
         verbose: As there.
         allow_banned: As there.
         **options: Further arguments of `apex_mp.amp.init`, by name.
+
+    Raises:
+        TypeError: `enable_caching` is neither True nor False, but perhaps a loss scale.
     """
+    if enable_caching is not None and not (
+        isinstance(enable_caching, int) and enable_caching in (False, True)
+    ):
+        raise TypeError(
+            f"amp.init: enable_caching, the second argument as of 2019-03, is {enable_caching!r}; "
+            "it must be True or False. If it is meant as the loss scale, say "
+            f"loss_scale={enable_caching!r}, or have apex as of 2019-08, where that came second"
+        )
     return amp.init(
         enabled,
         enable_caching=enable_caching,

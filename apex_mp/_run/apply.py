@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from apex_mp._as_apex import install_as_apex
-from apex_mp._run import cpu, modernize
+from apex_mp._as_apex.install import ON_THE_COMMAND_LINE, install
+from apex_mp._run import cpu, hints, modernize
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
 
@@ -23,8 +23,9 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     Raises:
         RuntimeError: See `install_as_apex`.
     """
-    install_as_apex(settings.era, settings.force)
+    install(settings.era, settings.force, ON_THE_COMMAND_LINE)
     replacements = Replacements()
+    hints.watch_options(replacements, settings)
     if settings.modernize:
         modernize.supply(replacements)
     if settings.device == "cpu":
@@ -36,4 +37,6 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
 
 def apply_in_child() -> None:
     """Do in a child process what the parent did: sitecustomize.py calls it."""
-    apply(Settings.from_parent(), child=True)
+    settings = Settings.from_parent()
+    apply(settings, child=True)
+    sys.excepthook = hints.after(sys.excepthook, settings)

@@ -11,6 +11,8 @@ from apex_mp._run import main_module
 from apex_mp._run.apply import apply
 from apex_mp._run.settings import Settings
 
+_WITH_VALUE = ("--era", "--device")
+
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script or a module as python itself would, with the name apex installed.
@@ -19,21 +21,49 @@ def main(arguments: Sequence[str]) -> None:
         arguments: What follows `run` on the command line.
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    ours, theirs = _split(arguments)
+    options = parser.parse_args(ours)
+    is_module = theirs[:1] == ["-m"]
+    if not theirs[is_module:]:
+        parser.error("there is nothing to run; give a script, or -m and a module")
+    name, *rest = theirs[is_module:]
     settings = Settings(options.era, options.force, options.device, options.modernize)
-    target = main_module.Target(options.target, is_module=options.m)
-    target.take_over(options.arguments)
+    program = main_module.Target(name, is_module=is_module)
+    program.take_over(rest)
     settings.hand_to_children()
     try:
         apply(settings, child=False)
     except RuntimeError as error:
-        sys.exit(f"apex_mp run: {error}")
-    target.execute()
+        sys.exit(str(error))
+    program.execute(settings)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return our options, and the target with all that it is given, which nobody looks at.
+
+    As for python, `-m`, which may be joined with its module, is the last option, and `--` may end
+    them. argparse would take a `--` of the script away.
+    """
+    index = 0
+    while index < len(arguments):
+        word = arguments[index]
+        if word == "--":
+            return [*arguments[:index]], [*arguments[index + 1 :]]
+        if word.startswith("-m"):
+            module = [word[2:]] if word[2:] else []
+            return [*arguments[:index]], ["-m", *module, *arguments[index + 1 :]]
+        if not word.startswith("-") or word == "-":
+            break
+        index += 2 if word in _WITH_VALUE else 1
+    return [*arguments[:index]], [*arguments[index:]]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp run",
+        usage="%(prog)s [-h] [--era ERA] [--device cpu] [--modernize] [--force]\n"
+        "       (script.py | -m module) [what it is given ...]",
+        allow_abbrev=False,
         description="Run an unmodified script of 2018-2019: import apex finds apex_mp, here and in "
         "child processes.",
     )
@@ -51,7 +81,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--force", action="store_true", help="hide an apex that is installed, for this run"
     )
-    parser.add_argument("-m", action="store_true", help="the target is a module, as for python -m")
-    parser.add_argument("target", metavar="script.py | -m module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
     return parser

@@ -13,6 +13,9 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from apex_mp._run import hints
+from apex_mp._run.settings import Settings
+
 
 class Target:
     """What is to be run.
@@ -42,8 +45,8 @@ class Target:
         elif self.is_container:
             sys.path.insert(0, folder)
 
-    def execute(self) -> None:
-        """Run it; what it raises leaves with the traceback it would have had."""
+    def execute(self, settings: Settings) -> None:
+        """Run it; what it raises leaves with the traceback it would have had, and maybe a hint."""
         global _first_main
         try:
             if self.is_module or self.is_container:
@@ -58,7 +61,7 @@ class Target:
         except SystemExit:
             raise
         except BaseException:
-            sys.excepthook = _without_our_frames(sys.excepthook)
+            sys.excepthook = hints.after(_without_our_frames(sys.excepthook), settings)
             raise
 
 

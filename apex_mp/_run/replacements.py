@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 _ABSENT = object()
@@ -34,11 +35,35 @@ class Replacements:
             self._undo.pop()()
 
 
-def called_by_torch(depth: int = 2) -> bool:
+def called_by_torch() -> bool:
     """Tell whether the caller of a replacement is code of torch or of ours, not of the script.
 
-    Args:
-        depth: How many frames above this function the caller is [2].
+    A replacement may stand around another, of `--device cpu` around one of `--modernize`: who
+    called the outermost is what counts.
     """
-    name = sys._getframe(depth).f_globals.get("__name__", "")
-    return isinstance(name, str) and name.partition(".")[0] in ("torch", "apex_mp")
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_of_a_replacement(frame):
+        frame = frame.f_back
+    return _module(frame).partition(".")[0] in ("torch", "apex_mp")
+
+
+def _is_of_a_replacement(frame: FrameType) -> bool:
+    return f"{_module(frame)}.".startswith("apex_mp._run.")
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def to_scripts(value: Any, truth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tells torch the truth, and scripts a value."""
+    return unless_torch(lambda *_, **__: value, truth)
+
+
+def unless_torch(ours: Callable[..., Any], truth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `truth` when torch calls it, and otherwise ours."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (truth if called_by_torch() else ours)(*args, **kwargs)
+
+    return function

@@ -1,9 +1,11 @@
-"""What FP16_Optimizer asks of the optimizer inside: groups, and one of two kinds of step."""
+"""What FP16_Optimizer asks of the optimizer inside, and of what else it is given."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
+
+from torch import Tensor
 
 
 def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
@@ -33,3 +35,27 @@ def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
     return tuple(
         name for name in ("grads", "output_params", "scale", "grad_norms") if name in parameters
     )
+
+
+def check_static_scale(scale: Any) -> None:
+    """Refuse a word, which amp takes as a scale.
+
+    Raises:
+        TypeError: It is one.
+    """
+    if isinstance(scale, str):
+        raise TypeError(
+            f"FP16_Optimizer: static_loss_scale is {scale!r}; it must be a number; a scale that "
+            "adjusts itself is had by dynamic_loss_scale=True"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what has no backward.
+
+    Raises:
+        TypeError: It is no floating tensor.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"FP16_Optimizer.backward: loss is a {kind}; it must be a floating tensor")

@@ -15,7 +15,7 @@ from apex_mp._step_request import Outcome, StepRequest
 from apex_mp.fp16_utils import _checkpoint, _inner_state
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
 from apex_mp.fp16_utils._device_steps import DeviceSteps
-from apex_mp.fp16_utils._inner import inner_of, legacy_arguments
+from apex_mp.fp16_utils._inner import check_loss, check_static_scale, inner_of, legacy_arguments
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._saved_scaler import whole_scaler
 from apex_mp.fp16_utils._skips import (
@@ -111,6 +111,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         inner = inner_of(init_optimizer, optimizer, FP16_Optimizer)
         if clip not in ("group", "global"):
             raise ValueError(f'FP16_Optimizer: clip is {clip!r}; it must be "group" or "global"')
+        check_static_scale(static_loss_scale)
         self._legacy_arguments = legacy_arguments(inner)
         if clip == "global" and "grad_norms" not in self._legacy_arguments:
             raise ValueError(
@@ -236,7 +237,11 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             update_master_grads: Unscale the gradients now. With False call `update_master_grads()`
                 after the last of several backward calls, or leave that to `step` [True].
             retain_graph: As in `Tensor.backward` [False].
+
+        Raises:
+            TypeError: `loss` is no floating tensor.
         """
+        check_loss(loss)
         device_scale.settle(wait=False)
         self._grads.adopt_unfrozen(self.param_groups, self.state)
         scale = self._scale_now()
@@ -495,6 +500,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             hook(self, (), {})
 
     def _end_step(self, *, skipped: bool | None) -> None:
+        if skipped is not None:
+            device_scale.settle(wait=True)  # The steps before this one come first.
         self._overflow = skipped
         self._grads.end_step()
         if skipped is None:

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Lists = Sequence[Sequence[Tensor]]
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> None:
     """Refuse lists that do not belong together.
 
     Raises:
-        RuntimeError: There is another number of lists, they are empty, or their lengths or the
-            sizes of tensors at one index differ.
+        TypeError: They are no lists of lists of tensors.
+        RuntimeError: There is another number of lists, they are empty, a tensor is not floating or
+            on no device, or their lengths or the sizes of tensors at one index differ.
     """
+    if not isinstance(tensor_lists, (list, tuple)):
+        raise TypeError(
+            f"{function}: tensor_lists is a {type(tensor_lists).__name__}; it must be a list of "
+            f"lists of tensors: {', '.join(names)}"
+        )
     if len(tensor_lists) != len(names):
         raise RuntimeError(
             f"{function}: tensor_lists holds {len(tensor_lists)} lists; "
             f"it must hold {len(names)}: {', '.join(names)}"
         )
+    for name, tensors in zip(names, tensor_lists, strict=True):
+        if not isinstance(tensors, (list, tuple)):
+            raise TypeError(
+                f"{function}: {name} is a {type(tensors).__name__}; it must be a list of tensors"
+            )
+        for index, tensor in enumerate(tensors):
+            check_tensor(function, f"{name}[{index}]", tensor)
     first, *others = tensor_lists
     if not first:
         raise RuntimeError(f"{function}: {names[0]} is empty; it must hold a tensor at least")
@@ -40,8 +57,26 @@ def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> Non
                 )
 
 
+def check_tensor(function: str, name: str, tensor: Any) -> None:
+    """Refuse what is no floating tensor with memory.
+
+    Raises:
+        TypeError: It is no tensor.
+        RuntimeError: It is of another dtype, or has no memory.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it must be a tensor")
+    if tensor.dtype not in _DTYPES:
+        raise RuntimeError(
+            f"{function}: {name} is of {tensor.dtype}; it must be of "
+            f"{', '.join(map(str, _DTYPES[:-1]))} or {_DTYPES[-1]}"
+        )
+    if tensor.is_meta:
+        raise RuntimeError(f"{function}: {name} is on meta; it must be on the CPU or a GPU")
+
+
 @contextlib.contextmanager
-def raising(flag: Tensor) -> Iterator[Tensor]:
+def raising(function: str, flag: Tensor) -> Iterator[Tensor]:
     """Yield the operators' `found_inf` for an old overflow flag, and write it back afterwards.
 
     The flag, of any dtype with one element, is read and written where it lies: the host never
@@ -49,21 +84,82 @@ def raising(flag: Tensor) -> Iterator[Tensor]:
     autograd is off meanwhile.
 
     Raises:
+        TypeError: The flag is no tensor.
         RuntimeError: The flag has not one element.
     """
+    wish = "it must be a tensor of one, such as torch.cuda.IntTensor([0])"
+    if not isinstance(flag, Tensor):
+        raise TypeError(f"{function}: the overflow flag is a {type(flag).__name__}; {wish}")
     if flag.numel() != 1:
-        raise RuntimeError(
-            f"the overflow flag has {flag.numel()} elements; it must be a tensor of one, "
-            "such as torch.IntTensor([0])"
-        )
+        raise RuntimeError(f"{function}: the overflow flag has {flag.numel()} elements; {wish}")
+    if flag.is_meta:
+        raise RuntimeError(f"{function}: the overflow flag is on meta; it must be on a device")
     found_inf = (flag.detach().reshape(()) != 0).float()
     with torch.no_grad():
         yield found_inf
         flag.detach().logical_or_(found_inf)
 
 
-def number(value: float | Tensor) -> Tensor:
-    """Return a factor as the operators take it."""
+@contextlib.contextmanager
+def speaking_of(function: str, **names: str) -> Iterator[None]:
+    """Let an operator's refusal speak of the function that was called and of its arguments.
+
+    Args:
+        function: Its name.
+        **names: For a name that the operator knows, that of the function.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = re.match(r"\w+_: (.*)", str(error), re.DOTALL)
+        if said is None:
+            raise
+        words = said[1]
+        for inner, outer in {"found_inf": "the overflow flag", **names}.items():
+            words = re.sub(rf"\b{inner}\b", outer, words)
+        raise RuntimeError(f"{function}: {words}") from None
+
+
+def number(function: str, name: str, value: Any) -> Tensor:
+    """Return a factor as the operators take it.
+
+    Raises:
+        TypeError: It is neither a number nor a tensor.
+        RuntimeError: It is a tensor of several elements.
+    """
     if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise RuntimeError(f"{function}: {name} has {value.numel()} elements; it must have 1")
         return value if value.dtype in (torch.float32, torch.float64) else value.double()
+    if not isinstance(value, (int, float)):
+        # Numbers of numpy are no float, but become one.
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            raise TypeError(
+                f"{function}: {name} is {value!r}; it must be a number, or a tensor of one element"
+            )
+        value = float(value)
     return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def check_choice(function: str, name: str, value: Any, meanings: dict[int, str]) -> None:
+    """Refuse a number that stands for nothing.
+
+    Raises:
+        ValueError: It is none of the keys of `meanings`.
+    """
+    if value not in meanings:
+        wish = " or ".join(f"{key} ({meaning})" for key, meaning in meanings.items())
+        raise ValueError(f"{function}: {name} is {value!r}; it must be {wish}")
+
+
+def check_step(function: str, step: Any) -> None:
+    """Refuse a number of a step that is none.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is less than 1.
+    """
+    if isinstance(step, (str, bytes)) or not hasattr(step, "__float__"):
+        raise TypeError(f"{function}: step is {step!r}; it must be the step's number, from 1")
+    if step < 1:
+        raise ValueError(f"{function}: step is {step}; the first step is 1")

@@ -5,7 +5,10 @@ is a tensor of one element, an int32 in old code; it is raised to 1 and never cl
 lie on the CPU too. `scale_check_overflow` is from before that convention.
 
 Raises, in every function:
-    RuntimeError: The lists are of the wrong number, empty, or do not fit each other.
+    RuntimeError: The lists are of the wrong number, empty, or do not fit each other; a tensor is
+        not floating, or lies where the operators cannot take it.
+    TypeError: Something is no list, no tensor or no number.
+    ValueError: A number is out of range.
 """
 
 from __future__ import annotations
@@ -16,7 +19,16 @@ import torch
 from torch import Tensor
 
 from apex_mp import _ops
-from apex_mp.multi_tensor_apply._arguments import Lists, check_lists, number, raising
+from apex_mp.multi_tensor_apply._arguments import (
+    Lists,
+    check_choice,
+    check_lists,
+    check_step,
+    check_tensor,
+    number,
+    raising,
+    speaking_of,
+)
 
 __all__ = [
     "multi_tensor_adam",
@@ -36,8 +48,12 @@ def multi_tensor_scale(
     inf and NaN are passed on, and raise the flag. A flag that is up already changes nothing.
     """
     check_lists("multi_tensor_scale", tensor_lists, ("inputs", "outputs"))
-    with raising(overflow_buf) as found_inf:
-        _ops.unscale_(tensor_lists[0], tensor_lists[1], number(scale), found_inf)
+    factor = number("multi_tensor_scale", "scale", scale)
+    with (
+        speaking_of("multi_tensor_scale", src="inputs", dst="outputs", inv_scale="scale"),
+        raising("multi_tensor_scale", overflow_buf) as found_inf,
+    ):
+        _ops.unscale_(tensor_lists[0], tensor_lists[1], factor, found_inf)
 
 
 def multi_tensor_axpby(
@@ -59,10 +75,13 @@ def multi_tensor_axpby(
         arg_to_check: 0 checks `x`, 1 `y`, -1 both; before 2019-04-03 there was no such argument
             [-1].
     """
-    check_lists("multi_tensor_axpby", tensor_lists, ("x", "y", "outputs"))
+    function = "multi_tensor_axpby"
+    check_lists(function, tensor_lists, ("x", "y", "outputs"))
+    check_choice(function, "arg_to_check", arg_to_check, {-1: "both", 0: "x", 1: "y"})
     x, y, out = tensor_lists
-    with raising(overflow_buf) as found_inf:
-        _ops.axpby_(x, y, out, number(a), number(b), found_inf, tested=arg_to_check)
+    factors = number(function, "a", a), number(function, "b", b)
+    with speaking_of(function, out="outputs"), raising(function, overflow_buf) as found_inf:
+        _ops.axpby_(x, y, out, *factors, found_inf, tested=arg_to_check)
 
 
 def multi_tensor_l2norm(
@@ -76,7 +95,10 @@ def multi_tensor_l2norm(
     """
     check_lists("multi_tensor_l2norm", tensor_lists, ("tensors",))
     tensors = tensor_lists[0]
-    with raising(overflow_buf) as found_inf:
+    with (
+        speaking_of("multi_tensor_l2norm"),
+        raising("multi_tensor_l2norm", overflow_buf) as found_inf,
+    ):
         if per_tensor:
             norm, norms = _ops.l2_norms(tensors)
         else:
@@ -114,9 +136,13 @@ def multi_tensor_adam(
         weight_decay: Decay factor.
     """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs")
-    check_lists("multi_tensor_adam", tensor_lists, names)
+    function = "multi_tensor_adam"
+    check_lists(function, tensor_lists, names)
+    check_step(function, step)
+    check_choice(function, "mode", mode, {0: "L2", 1: "AdamW"})
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-    with raising(overflow_buf) as found_inf:
+    rate = number(function, "lr", lr)
+    with speaking_of(function), raising(function, overflow_buf) as found_inf:
         _ops.adam_(
             params,
             grads,
@@ -124,8 +150,8 @@ def multi_tensor_adam(
             exp_avg_sqs,
             steps_before(step, params),
             None,
-            lr=number(lr),
-            inv_scale=number(1.0),
+            lr=rate,
+            inv_scale=number(function, "scale", 1.0),
             found_inf=found_inf,
             beta1=beta1,
             beta2=beta2,
@@ -166,20 +192,25 @@ def multi_tensor_sgd(
         scale: Factor on the gradients.
     """
     names = ("grads", "params", "momentum_buffers", "copies")[: max(3, len(tensor_lists))]
-    check_lists("multi_tensor_sgd", tensor_lists, names)
+    function = "multi_tensor_sgd"
+    check_lists(function, tensor_lists, names)
     grads, params, buffers = tensor_lists[:3]
+    rate, inv_scale = number(function, "lr", lr), number(function, "scale", scale)
     fresh = None
     if momentum and first_run:
         fresh = [*torch.ones(len(params), device=params[0].device).unbind()]
-    with raising(overflow_buf) as found_inf:
+    with (
+        speaking_of(function, inv_scale="scale"),
+        raising(function, overflow_buf) as found_inf,
+    ):
         _ops.sgd_(
             params,
             grads,
             buffers if momentum else None,
             fresh,
             tensor_lists[3] if len(tensor_lists) > 3 else None,
-            lr=number(lr),
-            inv_scale=number(scale),
+            lr=rate,
+            inv_scale=inv_scale,
             found_inf=found_inf,
             momentum=momentum,
             dampening=dampening,
@@ -203,12 +234,24 @@ def scale_check_overflow(
     Raises:
         RuntimeError: The output is not float32, or sizes differ.
     """
+    for name, tensor in (("grads", grads), ("downscaled_grads", downscaled_grads)):
+        check_tensor("scale_check_overflow", name, tensor)
     if downscaled_grads.dtype != torch.float32:
         raise RuntimeError(
             f"scale_check_overflow: downscaled_grads is {downscaled_grads.dtype}; "
             "it must be torch.float32 (master gradients)"
         )
-    multi_tensor_scale(0, overflow_buf, [[grads], [downscaled_grads]], scale)
+    if grads.numel() != downscaled_grads.numel():
+        raise RuntimeError(
+            f"scale_check_overflow: grads has {grads.numel()} elements, downscaled_grads has "
+            f"{downscaled_grads.numel()}; they must be as many"
+        )
+    with (
+        speaking_of("scale_check_overflow", src="grads", dst="downscaled_grads"),
+        raising("scale_check_overflow", overflow_buf) as found_inf,
+    ):
+        factor = number("scale_check_overflow", "scale", scale)
+        _ops.unscale_([grads], [downscaled_grads], factor, found_inf)
 
 
 def steps_before(step: int, params: Sequence[Tensor]) -> list[Tensor]:

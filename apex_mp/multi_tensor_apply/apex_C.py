@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
     Raises:
         RuntimeError: There is no tensor, or their dtypes differ.
+        TypeError: It is no list of tensors.
     """
+    _check_is_list("flatten", tensors)
     if not tensors:
         raise RuntimeError("apex_C.flatten: tensors is empty; it must hold a tensor at least")
     dtypes = {tensor.dtype for tensor in tensors}
@@ -29,8 +32,19 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Cut a vector into views of the sizes of `tensors`, in their order.
 
     Raises:
-        RuntimeError: `flat` is shorter than all tensors together.
+        RuntimeError: `flat` is no vector, or shorter than all tensors together.
+        TypeError: They are no tensor and no list of tensors.
     """
+    _check_is_list("unflatten", tensors)
+    if not isinstance(flat, Tensor):
+        raise TypeError(
+            f"apex_C.unflatten: flat is a {type(flat).__name__}; it must be a tensor, and the "
+            "second argument the list"
+        )
+    if flat.dim() != 1:
+        raise RuntimeError(
+            f"apex_C.unflatten: flat has {flat.dim()} dimensions; it must be a vector"
+        )
     needed = sum(tensor.numel() for tensor in tensors)
     if flat.numel() < needed:
         raise RuntimeError(
@@ -38,3 +52,16 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         )
     pieces = torch.split(flat[:needed], [tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _check_is_list(function: str, tensors: Any) -> None:
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"apex_C.{function}: tensors is a {type(tensors).__name__}; it must be a list of them"
+        )
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"apex_C.{function}: tensors[{index}] is a {type(tensor).__name__}; it must be a "
+                "tensor"
+            )

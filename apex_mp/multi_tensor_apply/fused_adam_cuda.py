@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from apex_mp import _ops
-from apex_mp.multi_tensor_apply._arguments import check_lists, number
+from apex_mp.multi_tensor_apply._arguments import (
+    check_choice,
+    check_lists,
+    check_step,
+    check_tensor,
+    number,
+    speaking_of,
+)
 from apex_mp.multi_tensor_apply.amp_C import steps_before
 
 
@@ -46,15 +53,24 @@ def adam(
         weight_decay: Decay factor, on the parameter itself.
 
     Raises:
-        RuntimeError: Sizes differ, or an operator refuses a dtype or a device.
+        RuntimeError: Sizes differ, or a dtype or a device cannot be taken.
+        TypeError: Something is no tensor or no number.
+        ValueError: A number is out of range.
     """
     names = ("p", "exp_avg", "exp_avg_sq", "grad")
-    check_lists("fused_adam_cuda.adam", [[p], [exp_avg], [exp_avg_sq], [grad]], names)
+    function = "fused_adam_cuda.adam"
+    check_lists(function, [[p], [exp_avg], [exp_avg_sq], [grad]], names)
+    check_tensor(function, "out_p", out_p)
+    check_step(function, step)
+    check_choice(function, "eps_mode", eps_mode, {0: "under the root", 1: "outside"})
+    if scale == 0:
+        raise ValueError(f"{function}: scale is {scale}; it must not be 0")
     copies = None
     if out_p.numel() > 0 and out_p.data_ptr() != p.data_ptr():
-        check_lists("fused_adam_cuda.adam", [[p], [out_p]], ("p", "out_p"))
+        check_lists(function, [[p], [out_p]], ("p", "out_p"))
         copies = [out_p]
-    with torch.no_grad():
+    singular = {"params": "p", "grads": "grad", "exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
+    with torch.no_grad(), speaking_of(function, copies="out_p", **singular):
         _ops.adam_(
             [p],
             [grad],
@@ -62,8 +78,8 @@ def adam(
             [exp_avg_sq],
             steps_before(step, [p]),
             copies,
-            lr=number(lr),
-            inv_scale=number(1.0 / scale),
+            lr=number(function, "lr", lr),
+            inv_scale=number(function, "scale", 1.0 / scale),
             found_inf=None,
             beta1=beta1,
             beta2=beta2,

@@ -35,7 +35,16 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """Call `op` and return what it returns."""
+        """Call `op` and return what it returns.
+
+        Raises:
+            TypeError: `op` cannot be called.
+        """
+        if not callable(op):
+            raise TypeError(
+                f"multi_tensor_applier: op is a {type(op).__name__}; it must be a function, such "
+                "as amp_C.multi_tensor_scale"
+            )
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

@@ -46,3 +46,52 @@ def fused_layer_norm_affine(
 ) -> Tensor:
     """Normalise over the last dimensions, then multiply by `weight` and add `bias`."""
     return functional.layer_norm(input, [*normalized_shape], weight, bias, eps)
+
+
+class FusedLayerNormFunction:
+    """What normalises, by both of its old calls: an object that is called, and `apply`.
+
+    Args:
+        normalized_shape: The last dimensions of the input.
+        eps: Added to the variance [1e-6].
+    """
+
+    def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
+        self.normalized_shape = normalized_shape
+        self.eps = eps
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise, as until the spring of 2019."""
+        return self.apply(input, self.normalized_shape, self.eps)
+
+    @staticmethod
+    def apply(
+        input: Tensor,  # noqa: A002
+        normalized_shape: Sequence[int],
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Normalise, as since then."""
+        return fused_layer_norm(input, normalized_shape, eps)
+
+
+class FusedLayerNormAffineFunction:
+    """See `FusedLayerNormFunction`; this one has a weight and a bias."""
+
+    def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
+        self.normalized_shape = normalized_shape
+        self.eps = eps
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
+        """Normalise, as until the spring of 2019."""
+        return self.apply(input, weight, bias, self.normalized_shape, self.eps)
+
+    @staticmethod
+    def apply(
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Sequence[int],
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Normalise, as since then."""
+        return fused_layer_norm_affine(input, normalized_shape, weight, bias, eps)

@@ -115,7 +115,7 @@ class FusedAdam(torch.optim.Optimizer):
     def step(
         self,
         closure: Callable[[], Any] | None = None,
-        grads: Iterable[Any] | StepRequest | None = None,
+        grads: Iterable[Any] | None = None,
         output_params: Iterable[Any] | None = None,
         scale: float | Tensor = 1.0,
         grad_norms: Iterable[float | Tensor] | None = None,

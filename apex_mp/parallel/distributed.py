@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from apex_mp.parallel.flat_calls import extract_tensors
+from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+
 _SHARED = (
     "DistributedDataParallel: shared_param is given; it is no longer supported as an option. Leave "
     "it out, and give delay_allreduce=True for a model whose backward passes use different "
@@ -19,12 +22,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with the arguments of apex.
 
     The module lies on one device, which the process chose before. Parameters are broadcast from
-    rank 0 now, gradients averaged in each backward; buffers are left alone, as in apex.
+    rank 0 now, gradients averaged in each backward; buffers are left alone, as in apex. The first
+    backward shows which parameters get gradients.
 
     Args:
         module: The model.
         message_size: Elements to gather before they are sent [10,000,000].
-        delay_allreduce: Allow parameters that get no gradient in a backward [False].
+        delay_allreduce: Allow backward passes that use different parameters; torch then searches
+            the graph in each [False].
         shared_param: No longer supported [None].
         allreduce_trigger_params: No effect: torch orders its buckets itself [None].
         retain_allreduce_buffers: No effect [False].
@@ -71,11 +76,50 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 broadcast_buffers=False,
                 bucket_cap_mb=max(1, message_size * 4 // 2**20),
                 find_unused_parameters=delay_allreduce,
+                # apex learnt from the first backward which parameters get gradients, too.
+                static_graph=not delay_allreduce,
             )
+        self._has_others = dist.get_world_size() > 1
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             reduction = _reduction(1.0 / gradient_predivide_factor, after, allreduce_always_fp32)
             self.register_comm_hook(None, reduction)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        A second backward through one forward, of which torch averages no gradients, is refused
+        with a RuntimeError where there are several processes.
+        """
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self._has_run_backward = self._runs_backward = False
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._has_others:
+            found: list[Tensor] = []
+            extract_tensors(output, found)
+            for tensor in found:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        return output
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if self._runs_backward:
+            return  # Another of several outputs.
+        if self._has_run_backward:
+            raise RuntimeError(
+                "DistributedDataParallel: this is a second backward through one forward, whose "
+                "gradients would not be averaged; add the losses and run one, or call the model "
+                "again"
+            )
+        self._has_run_backward = self._runs_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._runs_backward = False
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        """Keep torch from refusing every SyncBatchNorm on the CPU, where ours runs."""
+        if needs_torchs_check(module):
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
 
 
 def _reduction(

@@ -10,12 +10,14 @@ from torch import distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from apex_mp.parallel._joint_batch_norm import joint_batch_norm
+
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` with the arguments of apex.
 
-    Without other processes it is an ordinary batch norm, on the CPU too. With them torch computes
-    it on GPUs only.
+    Without other processes it is an ordinary batch norm. On the CPU it is computed here, over any
+    backend that takes CPU tensors, such as gloo; a second derivative is there on neither.
 
     Args:
         num_features: Channels.
@@ -46,8 +48,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002
         """Normalise; add `z` if it is given, then relu if `fuse_relu`."""
         x = input.movedim(-1, 1) if self.channel_last else input
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        out: Tensor = super().forward(x) if together else self._alone(x)
+        if not (self.training and self._has_others()):
+            out = self._alone(x)
+        elif x.device.type == "cpu":
+            out = self._together_on_cpu(x)
+        else:
+            out = super().forward(x)
         out = out.movedim(1, -1) if self.channel_last else out
         out = out if z is None else out + z
         return out.relu() if self.fuse_relu else out
@@ -55,6 +61,29 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def _alone(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         return _BatchNorm.forward(self, x)
+
+    def _has_others(self) -> bool:
+        there = dist.is_available() and dist.is_initialized()
+        return there and dist.get_world_size(self.process_group) > 1
+
+    def _together_on_cpu(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        out, mean, var, count = joint_batch_norm(
+            x, self.weight, self.bias, self.eps, self.process_group
+        )
+        if self.running_mean is not None and self.running_var is not None:
+            share = self._share_of_this_batch()
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            unbiased = var * (count / (count - 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        return out
+
+    def _share_of_this_batch(self) -> float:
+        """Count the batch; return its share in the running statistics, of torch's two kinds."""
+        if self.num_batches_tracked is None:
+            return self.momentum or 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
 
 
 def convert_syncbn_model(
@@ -85,6 +114,14 @@ def convert_syncbn_model(
     for name, child in module.named_children():
         setattr(new, name, convert_syncbn_model(child, process_group, channel_last))
     return new
+
+
+def needs_torchs_check(module: torch.nn.Module) -> bool:
+    """Tell whether a model has a batch norm that torch alone can synchronise, on GPUs only."""
+    return any(
+        isinstance(layer, torch.nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm)
+        for layer in module.modules()
+    )
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

@@ -55,9 +55,9 @@ bool is_low_precision(const at::Tensor& tensor) {
 
 void update(const LossScale& loss_scale, bool found_inf) {
   if (loss_scale.scale == nullptr) return;
-  const math::LossScaleState next =
-      math::update_scale({*loss_scale.scale, *loss_scale.good_steps, *loss_scale.overflows},
-                         found_inf, loss_scale.rule);
+  const math::LossScaleState now = {*loss_scale.scale, *loss_scale.good_steps,
+                                    *loss_scale.overflows};
+  const math::LossScaleState next = math::update_scale(now, found_inf, loss_scale.rule);
   *loss_scale.scale = next.scale;
   *loss_scale.good_steps = next.good_steps;
   *loss_scale.overflows = next.overflows;

@@ -28,8 +28,8 @@ amp_handle = amp.init(enabled=True, verbose=False)
 model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
 model = model.cuda()
 inner = LARC(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), trust_coefficient=0.1)
-optimizer = amp_handle.wrap_optimizer(inner.optim, num_loss=2)
-assert optimizer._optimizer is inner.optim
+optimizer = amp_handle.wrap_optimizer(inner, num_loss=2)
+assert optimizer._optimizer is inner
 inputs = torch.randn(16, 4).cuda()
 labels = (inputs[:, 0] > 0).long()
 losses = []

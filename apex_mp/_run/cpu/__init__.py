@@ -6,7 +6,7 @@ the truth. So what torch does for GPUs alone stays off, while the script's own c
 
 from __future__ import annotations
 
-from apex_mp._run.cpu import cuda_module, libraries, places, tensors
+from apex_mp._run.cpu import cuda_module, facts, libraries, places, tensors
 from apex_mp._run.replacements import Replacements
 
 ANNOUNCEMENT = (
@@ -21,4 +21,5 @@ def redirect(replacements: Replacements) -> None:
     tensors.replace(replacements)
     places.replace(replacements)
     cuda_module.replace(replacements)
+    facts.replace(replacements)
     libraries.replace(replacements)

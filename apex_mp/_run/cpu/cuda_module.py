@@ -2,136 +2,100 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
+import collections
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.cuda import nccl, profiler
 
-from apex_mp._run.replacements import Replacements, called_by_torch
+from apex_mp._run.cpu.facts import CAPABILITY, MEMORY, NAME, NCCL_VERSION, PROPERTIES
+from apex_mp._run.cpu.streams import Context, Event, Stream
+from apex_mp._run.replacements import Replacements, to_scripts, unless_torch
 
-_NAME = "CPU in the place of a GPU (apex_mp run --device cpu)"
-_CAPABILITY = (7, 0)
-_MEMORY = 2**34
 _NOTHING = (
-    "empty_cache init ipc_collect reset_max_memory_allocated reset_max_memory_cached "
-    "reset_peak_memory_stats reset_accumulated_memory_stats set_device set_stream "
-    "set_per_process_memory_fraction set_sync_debug_mode synchronize"
+    "_sleep check_error empty_cache init ipc_collect reset_accumulated_host_memory_stats "
+    "reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached "
+    "reset_peak_host_memory_stats reset_peak_memory_stats set_device "
+    "set_per_process_memory_fraction set_stream set_sync_debug_mode synchronize"
 )
 _ZERO = (
-    "current_device max_memory_allocated max_memory_cached max_memory_reserved memory_allocated "
-    "memory_cached memory_reserved utilization memory_usage"
+    "clock_rate current_blas_handle current_device current_solver_handle device_memory_used "
+    "get_sync_debug_mode max_memory_allocated max_memory_cached max_memory_reserved "
+    "memory_allocated memory_cached memory_reserved memory_usage power_draw temperature utilization"
 )
-_CONTEXTS = ("device", "device_of", "stream")
+_CONTEXTS = ("StreamContext", "device", "device_of", "stream")
+_STREAMS = ("current_stream", "default_stream", "get_stream_from_external")
 _TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
-
-
-class Stream:
-    """A stream on which everything has happened already."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cpu")
-        self.cuda_stream = 0
-
-    def query(self) -> bool:
-        """All is done."""
-        return True
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Return an event of now."""
-        event = event or Event()
-        event.record()
-        return event
-
-    def synchronize(self) -> None:
-        """Wait for nothing; likewise the others."""
-
-    def wait_event(self, event: Event) -> None:
-        """See synchronize."""
-
-    def wait_stream(self, stream: Stream) -> None:
-        """See synchronize."""
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-class Event:
-    """A moment, by the clock of the host."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._seconds = 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Remember now."""
-        self._seconds = time.perf_counter()
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds from this event to another."""
-        return (end_event._seconds - self._seconds) * 1e3
-
-    def query(self) -> bool:
-        """It has happened."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Wait for nothing."""
-
-
-class _Context(contextlib.AbstractContextManager[Any]):
-    """A device or stream that a script makes current for a block."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
+_STORAGES = (*_TYPES, "ComplexDouble", "ComplexFloat")
 
 
 def replace(replacements: Replacements) -> None:
     """Replace the functions and classes of torch.cuda."""
     there: dict[str, Any] = {name: _constant(None) for name in _NOTHING.split()}
     there |= {name: _constant(0) for name in _ZERO.split()}
-    there |= dict.fromkeys(_CONTEXTS, _Context)
+    there |= dict.fromkeys(_CONTEXTS, Context)
     there |= {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TYPES}
-    there |= {f"{kind}Storage": getattr(torch, f"{kind}Storage") for kind in _TYPES}
-    there |= {"Stream": Stream, "Event": Event}
-    there |= {name: _constant(Stream()) for name in ("current_stream", "default_stream")}
-    there["is_available"] = _to_scripts(True, torch.cuda.is_available)
-    there["is_initialized"] = _to_scripts(True, torch.cuda.is_initialized)
-    there["device_count"] = _to_scripts(1, torch.cuda.device_count)
+    there |= {f"{kind}Storage": getattr(torch, f"{kind}Storage") for kind in _STORAGES}
+    there |= {"Stream": Stream, "ExternalStream": Stream, "Event": Event}
+    there |= dict.fromkeys(_STREAMS, _constant(Stream()))
+    there["is_available"] = to_scripts(True, torch.cuda.is_available)
+    there["is_initialized"] = to_scripts(True, torch.cuda.is_initialized)
+    there["device_count"] = to_scripts(1, torch.cuda.device_count)
     there["is_current_stream_capturing"] = _constant(False)
     there["is_bf16_supported"] = _constant(True)
-    there["get_device_name"] = _constant(_NAME)
-    there["get_device_capability"] = _constant(_CAPABILITY)
-    there["get_device_properties"] = _constant(
-        SimpleNamespace(
-            name=_NAME,
-            major=_CAPABILITY[0],
-            minor=_CAPABILITY[1],
-            total_memory=_MEMORY,
-            multi_processor_count=1,
-        )
-    )
-    there["mem_get_info"] = _constant((_MEMORY, _MEMORY))
-    there["memory_stats"] = lambda *_, **__: {}
-    there["memory_summary"] = _constant(_NAME)
+    there["is_tf32_supported"] = there["can_device_access_peer"] = _constant(False)
+    there["get_device_name"] = there["memory_summary"] = _constant(NAME)
+    there["list_gpu_processes"] = _constant(NAME)
+    there["get_device_capability"] = _constant(CAPABILITY)
+    there["get_device_properties"] = _constant(PROPERTIES)
+    there["mem_get_info"] = _constant((MEMORY, MEMORY))
+    there["get_per_process_memory_fraction"] = _constant(1.0)
+    there["memory_snapshot"] = lambda *_, **__: []
+    for name in ("memory_stats", "host_memory_stats"):  # Whatever key a script asks for.
+        there[name] = lambda *_, **__: collections.defaultdict(int)
+        there[f"{name}_as_nested_dict"] = there[name]
+    there["cudart"] = _constant(_Runtime())
+    there["default_generators"] = (torch.default_generator,)
+    there |= _random_functions()
     for name, value in there.items():
-        replacements.set(torch.cuda, name, value)
-    _replace_random(replacements)
-    for name in ("mark", "range_pop", "range_push"):
+        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+            if module is torch.cuda or name in vars(module):
+                replacements.set(module, name, value)
+    for kind in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"):
+        sparse = getattr(torch.sparse, f"{kind}Tensor", None)
+        if sparse is not None:
+            replacements.set(torch.cuda.sparse, f"{kind}Tensor", sparse)
+    _replace_profilers(replacements)
+    replacements.set(nccl, "version", to_scripts(NCCL_VERSION, nccl.version))
+    if distributed.is_available():
+        there_is_nccl = to_scripts(True, distributed.is_nccl_available)
+        replacements.set(distributed, "is_nccl_available", there_is_nccl)
+
+
+class _Runtime:
+    """torch.cuda.cudart(): every function of the CUDA runtime succeeds and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cudaMemGetInfo":
+            return _constant((0, MEMORY, MEMORY))
+        if name.startswith("cuda"):
+            return _constant(0)
+        raise AttributeError(f"torch.cuda.cudart() has no attribute {name!r}")
+
+
+def _replace_profilers(replacements: Replacements) -> None:
+    for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
         replacements.set(torch.cuda.nvtx, name, _constant(0))
+    replacements.set(profiler, "cudart", _constant(_Runtime()))
+    for name in ("init", "start", "stop"):  # The first was there until 2022.
+        replacements.set(profiler, name, _constant(None))
+    replacements.set(profiler, "profile", Context)
+    replacements.set(torch.autograd.profiler, "emit_nvtx", Context)
 
 
-def _replace_random(replacements: Replacements) -> None:
+def _random_functions() -> dict[str, Callable[..., Any]]:
     """The generator of the "GPU" is that of the CPU."""
 
     def manual_seed(seed: int) -> None:
@@ -154,20 +118,11 @@ def _replace_random(replacements: Replacements) -> None:
         "seed": torch.seed,
         "seed_all": torch.seed,
     }
-    for name, function in functions.items():
-        replacements.set(torch.cuda, name, _unless_torch(function, getattr(torch.cuda, name)))
+    return {
+        name: unless_torch(function, getattr(torch.cuda, name))
+        for name, function in functions.items()
+    }
 
 
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
-
-
-def _to_scripts(value: Any, truth: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: truth(*args) if called_by_torch() else value
-
-
-def _unless_torch(ours: Callable[..., Any], truth: Callable[..., Any]) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return (truth if called_by_torch() else ours)(*args, **kwargs)
-
-    return function

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 from torch import distributed
 
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
-from apex_mp._run.replacements import Replacements
+from apex_mp._run.replacements import Replacements, called_by_torch
+from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+
+_NCCL = re.compile(r"nccl|(?=.*\bcuda:nccl\b)\w+:\w+(,\w+:\w+)*")
 
 
 def replace(replacements: Replacements) -> None:
@@ -25,12 +30,20 @@ def replace(replacements: Replacements) -> None:
     replacements.set(autocast, "__init__", _autocast(autocast.__init__))
     scaler = torch.amp.GradScaler
     replacements.set(scaler, "__init__", _keyword_or_second(scaler.__init__))
+    replacements.set(torch.random, "fork_rng", _without_gpus(torch.random.fork_rng))
+    loader = torch.utils.data.DataLoader
+    replacements.set(loader, "__init__", _without_pinning(loader.__init__))
+    profile = torch.autograd.profiler.profile
+    replacements.set(profile, "__init__", _of_cpu(profile.__init__))
+    replacements.set(torch.nn.parallel, "data_parallel", _data_parallel)
     if not distributed.is_available():
         return
     for name in ("init_process_group", "new_group"):
         replacements.set(distributed, name, _with_gloo(getattr(distributed, name)))
     parallel = torch.nn.parallel.DistributedDataParallel
     replacements.set(parallel, "__init__", _without_devices(parallel.__init__))
+    check = "_passing_sync_batchnorm_handle"
+    replacements.set(parallel, check, _unless_ours(getattr(parallel, check)))
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,11 +87,15 @@ def _keyword_or_second(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") == "nccl":
-            kwargs["backend"] = "gloo"
-        return original(*("gloo" if arg == "nccl" else arg for arg in args), **kwargs)
+        kwargs = {name: _gloo_for_nccl(value) for name, value in kwargs.items()}
+        return original(*map(_gloo_for_nccl, args), **kwargs)
 
     return wrapper
+
+
+def _gloo_for_nccl(value: Any) -> Any:
+    """Return a backend without nccl, whether in capitals or one of several."""
+    return "gloo" if isinstance(value, str) and _NCCL.fullmatch(value.lower()) else value
 
 
 def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,3 +111,60 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, module, None, None, *args, **kwargs)
 
     return __init__
+
+
+def _unless_ours(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def check(self: Any, module: torch.nn.Module) -> None:
+        if needs_torchs_check(module):
+            original(self, module)
+
+    return check
+
+
+def _without_gpus(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fork_rng(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The generator of the CPU, which stands for all, is always forked."""
+        if not called_by_torch():
+            devices = []
+        return original(devices, *args, **kwargs)
+
+    return fork_rng
+
+
+def _without_pinning(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(*args, **kwargs)
+        for name in ("pin_memory", "pin_memory_device"):  # torch would warn, in each epoch.
+            given.arguments.pop(name, None)
+        original(*given.args, **given.kwargs)
+
+    return __init__
+
+
+def _of_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(  # noqa: N807
+        self: Any, enabled: bool = True, use_cuda: bool = False, **kwargs: Any
+    ) -> None:
+        kwargs.pop("use_device", None)
+        original(self, enabled, **kwargs)
+
+    return __init__
+
+
+def _data_parallel(
+    module: torch.nn.Module,
+    inputs: Any,
+    device_ids: Any = None,
+    output_device: Any = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """torch.nn.parallel.data_parallel over the one device that there is."""
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    return module(*given, **(module_kwargs or {}))

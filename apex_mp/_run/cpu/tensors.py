@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,14 +15,24 @@ from torch.utils import _device
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
 from apex_mp._run.replacements import Replacements, called_by_torch
 
-_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like")
-_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+# Beside those that torch itself counts among the makers.
+_LIKE = (
+    "empty_like",
+    "full_like",
+    "normal",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+)
+_NEW = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def replace(replacements: Replacements) -> None:
     """Replace what takes a device, in torch, Tensor and Module."""
-    for name in _factories():
-        replacements.set(torch, name, _factory(getattr(torch, name)))
+    for module, name in _factories():
+        replacements.set(module, name, _factory(getattr(module, name)))
     for name in _NEW:
         replacements.set(Tensor, name, _keyword(getattr(Tensor, name)))
     for owner in (Tensor, torch.nn.Module):
@@ -37,18 +48,28 @@ def replace(replacements: Replacements) -> None:
     replacements.set(Tensor, "get_device", _get_device(Tensor.get_device))
 
 
-def _factories() -> list[str]:
-    known = {function.__name__ for function in _device._device_constructors()}
-    return sorted(name for name in {*known, *_LIKE, "zeros_like"} if hasattr(torch, name))
+def _factories() -> list[tuple[ModuleType, str]]:
+    """The functions that make a tensor on a device, each with the module that has it."""
+    known = _device._device_constructors()
+    modules = (torch, torch.fft, torch.signal.windows)
+    found = [
+        (module, name)
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, type) and value in known
+    ]
+    return [*found, *((torch, name) for name in _LIKE)]
 
 
 def _keyword(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what takes a device by name only."""
+    """Wrap what takes a device by name only, and may be told to pin memory for it."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return original(*args, **kwargs)
 
     return wrapper

@@ -28,13 +28,16 @@ _NUMPY: dict[str, Any] = {
     "unicode": str,
 }
 _NUMPY_2 = {"Inf": "inf", "NaN": "nan", "float_": "float64", "product": "prod", "unicode_": "str_"}
+NUMPY_NAMES = (*_NUMPY, *_NUMPY_2)
+# Abstract classes that were in collections itself until Python 3.10.
+ABSTRACT = tuple(name for name in collections.abc.__all__ if not hasattr(collections, name))
 ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
 
 
 def supply(replacements: Replacements) -> None:
     """Add the names where they are missing."""
     _add(replacements, inspect, {"getargspec": lambda: _getargspec})
-    classes = {name: functools.partial(getattr, collections.abc, name) for name in _abstract()}
+    classes = {name: functools.partial(getattr, collections.abc, name) for name in ABSTRACT}
     _add(replacements, collections, classes)
     if importlib.util.find_spec("numpy") is not None:
         import numpy
@@ -50,11 +53,6 @@ def supply(replacements: Replacements) -> None:
 
 def _value(value: Any) -> Any:
     return value
-
-
-def _abstract() -> list[str]:
-    """Names of abstract classes that were in collections itself until Python 3.10."""
-    return [name for name in collections.abc.__all__ if not hasattr(collections, name)]
 
 
 def _add(

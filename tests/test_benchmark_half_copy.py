@@ -1,0 +1,35 @@
+"""benchmarks.half_copy measures what a half copy written by the step would save."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import half_copy
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("one_thread")]
+
+PAGE = Path(half_copy.__file__).resolve().parents[1] / "docs" / "speed.md"
+
+
+def test_what_is_saved_is_the_cast_less_the_longer_step() -> None:
+    ms = {"weights to half": 6.0, "step": 10.0, "step that writes half": 11.5}
+    assert half_copy.saved(ms) == 4.5
+
+
+def test_a_small_run_measures_everything_and_writes_it(tmp_path: Path) -> None:
+    size = ["--layers=1", "--width=64", "--tokens=4", "--rounds=2"]
+    results = half_copy.main(["--device=cpu", *size, f"--results={tmp_path}"])
+    assert json.loads((tmp_path / "half-copy-cpu.json").read_text()) == results
+    assert results["tokens"] == 16
+    assert list(results["ms"]) == list(half_copy.TIMED)
+    assert all(ms > 0 for ms in results["ms"].values())
+    assert results["ms"]["iteration"] > results["ms"]["step"]
+
+
+def test_the_page_shows_the_published_figures() -> None:
+    published = half_copy.RESULTS / "half-copy-cpu.json"
+    said = half_copy.page(json.loads(published.read_text()))
+    assert said in PAGE.read_text(), f"docs/speed.md must hold:\n{said}"
