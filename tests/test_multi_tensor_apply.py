@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from waits import Waits
 
 from apex_mp.multi_tensor_apply import (
     MultiTensorApply,
@@ -164,6 +165,24 @@ def test_sgd_dampens_all_but_the_first_gradient(flag: Tensor, device: torch.devi
         rest = (0.0, 0.5, 0.75, 1.0, False, first, False, 1.0)
         multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
     assert [t[0].item() for (t,) in lists[1:]] == [10.0 - 1.0 - 0.75, 0.5 + 0.25]
+
+
+def test_sgd_takes_float16_buffers_reads_no_new_one_and_waits_for_nothing(
+    flag: Tensor, device: torch.device
+) -> None:
+    lists = [[torch.full((3,), value, device=device).half()] for value in (1.0, 10.0, float("nan"))]
+    rest = (0.0, 0.5, 0.0, 1.0, False, True, False, 1.0)
+    with Waits() as waits:
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
+    assert waits.count == 0
+    assert [t.tolist() for (t,) in lists[1:]] == [[9.0] * 3, [1.0] * 3]
+
+
+def test_a_refusal_of_sgd_speaks_of_its_arguments(flag: Tensor, device: torch.device) -> None:
+    lists = [tensors(device, value) for value in (1.0, 10.0, 0.0)]
+    rest = (-1.0, 0.5, 0.0, 1.0, False, True, False, 1.0)
+    with pytest.raises(RuntimeError, match=r"^multi_tensor_sgd: weight_decay is -1; it must be 0"):
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
 
 
 def test_scale_check_overflow_takes_single_tensors(flag: Tensor, device: torch.device) -> None:
