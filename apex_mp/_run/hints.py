@@ -34,6 +34,10 @@ _MODERNIZED = [
         "the argument verbose of schedulers",
     ),
     (r"view size is not compatible with input tensor's size", "view of what is not contiguous"),
+    (
+        r"result type Float can't be cast to the desired output type (Byte|Char|Short|Int|Long)",
+        "division of integers into an integer tensor",
+    ),
     (r"DataLoaderIter' object has no attribute 'next'", "next() of a DataLoader's iterator"),
 ]
 _WANTS_GPU = re.compile(
