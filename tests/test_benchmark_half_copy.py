@@ -23,10 +23,11 @@ def test_a_small_run_measures_everything_and_writes_it(tmp_path: Path) -> None:
     size = ["--layers=1", "--width=64", "--tokens=4", "--rounds=2"]
     results = half_copy.main(["--device=cpu", *size, f"--results={tmp_path}"])
     assert json.loads((tmp_path / "half-copy-cpu.json").read_text()) == results
-    assert results["tokens"] == 16
-    assert list(results["ms"]) == list(half_copy.TIMED)
-    assert all(ms > 0 for ms in results["ms"].values())
-    assert results["ms"]["iteration"] > results["ms"]["step"]
+    (run,) = results["runs"]
+    assert run["tokens"] == 16
+    assert list(run["ms"]) == list(half_copy.TIMED)
+    assert all(ms > 0 for ms in run["ms"].values())
+    assert run["ms"]["iteration"] > run["ms"]["step"]
 
 
 def test_the_page_shows_the_published_figures() -> None:
