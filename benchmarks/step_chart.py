@@ -86,12 +86,14 @@ def _draw_workload(axes: Axes, workload: dict[str, Any], *, named: bool) -> None
     # Torch's own kernels and the rest lie an order apart: cut what would make the rest invisible.
     end = 1.25 * max(values) if small else min(1.2 * max(values), 3.2 * sorted(values)[0])
     for place, value, row in zip(places, values, rows, strict=True):
-        if not small:
-            limit = value * row["of_reference"]
+        limit = 0.0 if small else value * row["of_reference"]
+        if limit:
             axes.plot([limit, limit], [place - 0.39, place + 0.39], color=LIMIT, linewidth=2)
         cut = value > end
+        # Right of the bar and of the mark; on a bar that is cut, at the end of what is seen.
+        where = 1.12 * end if cut else max(value, limit)
         axes.annotate(
-            f"{value:.2f}" + (" →" if cut else ""), (end if cut else value, place),
+            f"{value:.2f}" + (" →" if cut else ""), (where, place),
             (-4 if cut else 4, 0), textcoords="offset points", va="center",
             ha="right" if cut else "left", fontsize=8.5,
         )  # fmt: skip
