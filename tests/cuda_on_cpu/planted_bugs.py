@@ -127,16 +127,16 @@ PLANTED_BUGS = {
     # --- which launches there are
     "the last launch of several is dropped": PlantedBug(
         "cuda/table.h",
-        "    body(table);",
-        "    if (launch.first_tensor == 0 || launch.first_tensor + launch.tensors !=\n"
+        "    }\n    body(table);",
+        "    }\n    if (launch.first_tensor == 0 || launch.first_tensor + launch.tensors !=\n"
         "        static_cast<int64_t>(rows.size())) body(table);",
         f"{UNSCALE} -k 5000",
         WRONG_BITS,
     ),
     "the last launch is dropped where launches are full of chunks": PlantedBug(
         "cuda/table.h",
-        "    body(table);",
-        "    if (launch.first_tensor == 0 || launch.first_tensor + launch.tensors !=\n"
+        "    }\n    body(table);",
+        "    }\n    if (launch.first_tensor == 0 || launch.first_tensor + launch.tensors !=\n"
         "        static_cast<int64_t>(rows.size())) body(table);",
         f"{EDGES}::test_launches_that_are_full_of_chunks_are_computed -k unscale",
         WRONG_BITS,
