@@ -72,8 +72,8 @@ PLANTED_PLAN_BUGS = {
         "cuda/stepper.cpp",
         "  run.loss_scale = loss_scale;\n",
         "",
-        f"{UNWAITED}::test_a_scale_that_is_set_between_steps_counts",
-        r"AssertionError|assert ",
+        "tests/test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host",
+        r"assert scale\.read\(\) == rule",
         net=NET,
     ),
     "found_inf is that of the last step": PlantedBug(
