@@ -21,6 +21,7 @@ from apex_mp import grads as _grads
 from apex_mp._step_request import Lists
 from apex_mp.device_scale import bring
 from apex_mp.master import MasterGroup, rekey_state, store_grad, stored_grad, write
+from apex_mp.parallel import followers
 
 Scale: TypeAlias = float | Tensor
 
@@ -65,6 +66,7 @@ class MasterGrads:
         self._model_marks, self._own_marks = _C.GradMarks(), _C.GradMarks()
         self._rescaled = False
         self._aligned: list[tuple[list[Any], list[Tensor | None]]] = []
+        followers.add(self)
 
     # Parameters.
 
@@ -75,6 +77,10 @@ class MasterGrads:
         group = MasterGroup(self.hold if self._lazy else None)
         self._adopt_into(group, param_group, state)
         self.groups.append(group)
+
+    def masters_of(self, params: Collection[int]) -> list[Tensor]:
+        """Return the masters of parameters of the model, given by id()."""
+        return [master for master, model in self.model_of.items() if id(model) in params]
 
     def adopt_unfrozen(self, param_groups: list[dict[str, Any]], state: Any) -> None:
         """Make masters for parameters that have come to require grad."""

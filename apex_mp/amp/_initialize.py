@@ -17,6 +17,7 @@ from apex_mp.amp.casting import is_low, map_tensors
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.fp16_utils import FP16_Optimizer, convert_network
+from apex_mp.parallel import followers, local_gradients
 
 
 class Setup:
@@ -197,6 +198,10 @@ class CastInputs:
     dtype: torch.dtype
 
     def __call__(self, _: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            parallel = local_gradients.note_active()
+            if parallel is not None:  # torch's own, which knows of no masters.
+                followers.broadcast(parallel.module, parallel.process_group)
         args = tuple(_cast(value, self.dtype) for value in args)
         return args, {name: _cast(value, self.dtype) for name, value in kwargs.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from apex_mp.amp.casting import is_low
 from apex_mp.master import check_dtypes, rekey_state
+from apex_mp.parallel import followers
 
 # By parameter of the model. Optimizers with a parameter in common have one master of it.
 Masters: TypeAlias = dict[Parameter, Parameter]
@@ -41,6 +42,7 @@ class OptimizerMasters:
             check_dtypes(group["params"])
         for group in optimizer.param_groups:
             self._adopt(group["params"], originals)
+        followers.add(self)
         optimizer._amp_masters = self
         optimizer._amp_model_of = self.model_of
         optimizer.register_step_pre_hook(self._before_step)
@@ -61,6 +63,10 @@ class OptimizerMasters:
             params[index] = new[param] = self._masters[param]
         rekey_state(self._optimizer.state, new)
         self.model_of.update({master: model for model, master in new.items()})
+
+    def masters_of(self, params: Collection[int]) -> list[Tensor]:
+        """Return the masters of parameters of the model, given by id()."""
+        return [master for master, model in self.model_of.items() if id(model) in params]
 
     def copy_to_model(self) -> None:
         """Write each master, rounded, to the model."""

@@ -15,7 +15,6 @@ from apex_mp.amp._checkpoint import load_state_dict, state_dict
 from apex_mp.amp._initialize import Setup, stop_casts
 from apex_mp.amp.amp import check_enabled
 from apex_mp.amp.casting import is_low
-from apex_mp.amp.handle import AmpHandle
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import Overflow, scaled_backward
 
@@ -175,7 +174,7 @@ def scale_loss(
         _amp_state.loss_scalers[loss_id],
         names=_amp_state.parameter_names,
         announce=lambda overflow: maybe_print(_overflow_message(loss_id, overflow)),
-        delay_unscale=delay_unscale or _gradients_stay_here(),
+        delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
         expect_float32=options.opt_level == "O1",
     ) as scaled_loss:
@@ -189,11 +188,6 @@ def _check_has_no_low_precision(optimizer: Any) -> None:
             "amp.scale_loss: the optimizer did not go through amp.initialize, so its low-precision "
             "parameters have no masters; make it before amp.initialize, and pass it in"
         )
-
-
-def _gradients_stay_here() -> bool:
-    handle = _amp_state.handle
-    return isinstance(handle, AmpHandle) and handle._scopes.gradients_stay_here()
 
 
 def _overflow_message(loss_id: int, overflow: Overflow) -> str:

@@ -177,8 +177,6 @@ class AmpHandle:
             optimizers,
             self._default_scaler,
             names=self._parameter_names,
-            # Whether they overflow, all processes say together.
-            delay_unscale=self._scopes.gradients_stay_here(),
         ) as scaled_loss:
             yield scaled_loss
 

@@ -21,6 +21,7 @@ from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
 from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.parallel import local_gradients
 
 __all__ = ["Overflow", "scaled_backward"]
 
@@ -52,7 +53,8 @@ def scaled_backward(
         scaler: The scale of this loss; updated.
         names: Returns names of parameters by id(), for messages.
         announce: Is told of an overflow [a warning in the log].
-        delay_unscale: Leave the gradients scaled: more losses with this scaler are to come.
+        delay_unscale: Leave the gradients scaled: more losses are to come. It is so anyway as long
+            as the model is in `no_sync`.
         delay_overflow_check: Leave the scale to the next block with this scaler. An overflow skips
             the next step all the same.
         expect_float32: Warn, once, of gradients in low precision that no master is for.
@@ -65,9 +67,12 @@ def scaled_backward(
     settle(wait=False)
     with _open_blocks(optimizers) as guards:
         routes = _all_routes(optimizers, guards)
-        if delay_unscale:
+        # Whether gradients overflow, all processes say together, when they have added theirs.
+        if delay_unscale or local_gradients.stay_here(route.source for route in routes):
             scale = scaler.loss_scale()
             _leave_scaled(routes, guards, scale)
+            for guard in guards:
+                guard.scalers[id(scaler)] = scaler
             yield _wide(loss) * scale
             return
         device = None if delay_overflow_check else _common_device(optimizers, routes)
@@ -91,9 +96,13 @@ def scaled_backward(
         except BaseException:
             _routes.put_back(routes)
             raise
+        earlier = {key: each for guard in guards for key, each in guard.scalers.items()}
+        earlier.pop(id(scaler), None)
         for guard in guards:
             guard.scaled_by = None
-    verdict = _Verdict(optimizers, guards, scaler, names, announce or _warn)
+            guard.scalers.clear()
+    announce = announce or _warn
+    verdict = _Verdict(optimizers, guards, scaler, [*earlier.values()], names, announce)
     if isinstance(unscaler, DeviceUnscaler):
         verdict.give_later(unscaler)
     else:
@@ -144,10 +153,15 @@ class _Verdict:
     optimizers: Sequence[Any]
     guards: Sequence[StepGuard]
     scaler: LossScaler
+    earlier: Sequence[LossScaler]  # of losses whose gradients had been left scaled
     names: Callable[[], Mapping[int, str]]
     announce: Callable[[Overflow], None]
 
     def give(self, found: HostUnscaler, *, update_scale: bool) -> None:
+        for scaler in self.earlier:
+            scaler.note_overflow(found.found_inf)
+            if update_scale:
+                scaler.update_scale()
         self.scaler.note_overflow(found.found_inf)
         backs_off = update_scale and self.scaler.update_scale()
         if not (found.found_inf or found.found_in_sum or backs_off):

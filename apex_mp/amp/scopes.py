@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker as data_worker
 
 from apex_mp.amp.casting import Caster, Function
 from apex_mp.amp.patching import Patches
+from apex_mp.parallel import local_gradients
 
 State = tuple[bool, torch.dtype, bool]
 
@@ -69,7 +70,6 @@ class Scopes:
         self._backward_calls = 0  # under way, in any thread, with casts suspended
         self._lock = threading.Lock()  # guards that number
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._had_fastpath: bool | None = None
 
@@ -174,10 +174,6 @@ class Scopes:
             for name, param in params.items()
         }
 
-    def gradients_stay_here(self) -> bool:
-        """Whether a model is in `no_sync`: its gradients are not those of all processes yet."""
-        return any(not each.require_backward_grad_sync for each in self._parallel)
-
     @contextlib.contextmanager
     def casts_off(self) -> Iterator[None]:
         """Switch casts off in this thread for a `with` block."""
@@ -229,8 +225,8 @@ class Scopes:
             self._set_casts_on()
         if module not in self._models:
             self._models.add(module)
-            self._parallel.update(
-                each for each in module.modules() if isinstance(each, DistributedDataParallel)
+            local_gradients.note(
+                *(each for each in module.modules() if isinstance(each, DistributedDataParallel))
             )
         keeps_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(

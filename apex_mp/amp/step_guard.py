@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_mp.amp._overflow import FiniteClosure, Overflow
 from apex_mp.amp._routes import routes_of
+from apex_mp.amp.scaler import LossScaler
 from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
@@ -31,12 +32,14 @@ class StepGuard:
     Attributes:
         last_overflow: What was said of the last overflow.
         scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
+        scalers: The loss scales of losses that gave those, by their id().
         in_block: Whether a block of `scale_loss` is open.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.last_overflow: Overflow | None = None
         self.scaled_by: float | None = None
+        self.scalers: dict[int, LossScaler] = {}
         self.in_block = False
         # Of the gradients that are there: what the host knows, and what it does not know yet.
         self._overflow: Overflow | None = None
@@ -143,9 +146,11 @@ class StepGuard:
         if any(route.source.grad is not None for route in routes_of(optimizer)):
             raise RuntimeError(
                 f"step() was called with gradients that are still scaled by {self.scaled_by}: the "
-                "last scale_loss had delay_unscale=True; before a step the last one must not"
+                "last scale_loss had delay_unscale=True, or its model was in no_sync; before a "
+                "step the last one must not"
             )
         self.scaled_by = None
+        self.scalers.clear()
 
     def _take_overflow(self) -> Overflow | None:
         found_inf, self._found_inf = self._found_inf, None

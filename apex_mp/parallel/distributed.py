@@ -1,29 +1,42 @@
 """DistributedDataParallel and Reducer with the arguments of apex, over torch.distributed."""
 
+from __future__ import annotations
+
+import contextlib
+import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from apex_mp.parallel.flat_calls import extract_tensors
+from apex_mp.parallel import followers, local_gradients
+from apex_mp.parallel._reduction import Reduction, reduce_bucket
+from apex_mp.parallel.flat_calls import extract_tensors, flat_dist_call
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
+_LOG = logging.getLogger("apex_mp.parallel")
 _SHARED = (
     "DistributedDataParallel: shared_param is given; it is no longer supported as an option. Leave "
     "it out, and give delay_allreduce=True for a model whose backward passes use different "
     "parameters"
 )
+_WITHOUT_EFFECT = {
+    "allreduce_trigger_params": "torch begins to send a bucket when it is full",
+    "num_allreduce_streams": "torch sends on a stream of its process group",
+    "allreduce_communicators": "torch sends on a stream of its process group",
+    "prof": "torch.profiler shows what torch does without it",
+}
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with the arguments of apex.
 
     The module lies on one device, which the process chose before. Parameters are broadcast from
-    rank 0 now, gradients averaged in each backward; buffers are left alone, as in apex. The first
-    backward shows which parameters get gradients.
+    rank 0 now, with the masters that there are of them; gradients are averaged in each backward;
+    buffers are left alone, as in apex. The first backward shows which parameters get gradients.
 
     Args:
         module: The model.
@@ -32,17 +45,20 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             the graph in each [False].
         shared_param: No longer supported [None].
         allreduce_trigger_params: No effect: torch orders its buckets itself [None].
-        retain_allreduce_buffers: No effect [False].
+        retain_allreduce_buffers: Let gradients be views of the buckets, which are then in
+            `allreduce_buffers` until the next forward [False].
         allreduce_always_fp32: Send low-precision gradients as float32 [False].
         num_allreduce_streams: No effect [1].
         allreduce_communicators: No effect [None].
         gradient_average: Divide the sum by the number of processes [True].
-        gradient_predivide_factor: Divide by this before the sum and by the rest after it [1].
-        gradient_average_split_factor: No effect; the old name of the one before [None].
+        gradient_predivide_factor: Divide by this before the sum, and by the rest after it: half
+            precision may overflow in a sum over many processes [1].
+        gradient_average_split_factor: The old name of the one before [None].
         prof: No effect [False].
 
     Raises:
-        ValueError: `shared_param` is given, or `allreduce_trigger_params` with `delay_allreduce`.
+        ValueError: `shared_param` is given, `allreduce_trigger_params` with `delay_allreduce`, a
+            factor that is not above 0, or two different ones.
     """
 
     def __init__(
@@ -68,6 +84,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 "DistributedDataParallel: allreduce_trigger_params is given with "
                 "delay_allreduce=True; it is only valid with False"
             )
+        factor = _one_factor(gradient_predivide_factor, gradient_average_split_factor)
+        _tell_what_has_no_effect(
+            allreduce_trigger_params=allreduce_trigger_params is not None,
+            num_allreduce_streams=num_allreduce_streams != 1,
+            allreduce_communicators=bool(allreduce_communicators),
+            prof=bool(prof),
+        )
         with warnings.catch_warnings():
             # Its successor, forward_sync_buffers, is not the same, nor in every torch we run on.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -76,14 +99,59 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 broadcast_buffers=False,
                 bucket_cap_mb=max(1, message_size * 4 // 2**20),
                 find_unused_parameters=delay_allreduce,
+                gradient_as_bucket_view=retain_allreduce_buffers,
                 # apex learnt from the first backward which parameters get gradients, too.
                 static_graph=not delay_allreduce,
             )
         self._has_others = dist.get_world_size() > 1
-        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
-            after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
-            reduction = _reduction(1.0 / gradient_predivide_factor, after, allreduce_always_fp32)
-            self.register_comm_hook(None, reduction)
+        self._reduction = Reduction(
+            gradient_average,
+            factor,
+            allreduce_always_fp32,
+            buffers={} if retain_allreduce_buffers else None,
+        )
+        self._reduces_itself = False
+        if not self._reduction.is_torchs:
+            self._reduce_here()
+        local_gradients.note(self)
+        followers.broadcast(module)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._reduces_itself:  # torch has made a new reducer, which has no hook yet.
+            self._reduce_here()
+        local_gradients.note(self)
+
+    def _reduce_here(self) -> None:
+        self.register_comm_hook(self._reduction, reduce_bucket)
+        self._reduces_itself = True
+
+    # Accumulation.
+
+    def disable_allreduce(self) -> None:
+        """Leave gradients to each process in the backward passes to come.
+
+        They add up, and the first backward after `enable_allreduce` averages their sum. What
+        counts is the moment of backward; with torch's `no_sync` it is that of the forward.
+        """
+        if not self._reduces_itself:
+            self._reduce_here()
+        self._reduction.is_on = False
+
+    def enable_allreduce(self) -> None:
+        """Average gradients again, from the next backward on."""
+        self._reduction.is_on = True
+
+    @property
+    def allreduce_is_enabled(self) -> bool:
+        """Whether the next backward averages gradients, as far as `disable_allreduce` goes."""
+        return self._reduction.is_on
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """The vectors that the last backward reduced, with `retain_allreduce_buffers`; else []."""
+        buffers = self._reduction.buffers or {}
+        return [buffers[index] for index in sorted(buffers)]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -91,7 +159,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         A second backward through one forward, of which torch averages no gradients, is refused
         with a RuntimeError where there are several processes.
         """
-        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if self._reduction.buffers and torch.is_grad_enabled():
+            self._reduction.buffers.clear()  # torch may cut others after the first backward.
+        with self._teaching_the_graph():
+            output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._has_run_backward = self._runs_backward = False
         if torch.is_grad_enabled() and self.require_backward_grad_sync and self._has_others:
             found: list[Tensor] = []
@@ -101,10 +172,30 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                     tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return output
 
+    @contextlib.contextmanager
+    def _teaching_the_graph(self) -> Iterator[None]:
+        """Let the first backward be one that torch looks at, even in `no_sync`.
+
+        torch takes the first backward of all for the one that shows which parameters get
+        gradients, and does not look at it in `no_sync`: it would average no gradients later.
+        """
+        is_first = self.static_graph and not self._static_graph_delay_allreduce_enqueued
+        self._reduction.is_held = is_first and not self.require_backward_grad_sync
+        if not self._reduction.is_held:
+            yield
+            return
+        if not self._reduces_itself:
+            self._reduce_here()
+        self.require_backward_grad_sync = True
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = False
+
     def _begin_backward(self, grad: Tensor) -> None:
         if self._runs_backward:
             return  # Another of several outputs.
-        if self._has_run_backward:
+        if self._has_run_backward and self._reduction.is_on:
             raise RuntimeError(
                 "DistributedDataParallel: this is a second backward through one forward, whose "
                 "gradients would not be averaged; add the losses and run one, or call the model "
@@ -122,50 +213,55 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
 
 
-def _reduction(
-    before: float, after: float, in_fp32: bool
-) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
-    """Return how a bucket of gradients becomes their sum or average: torch calls it for each."""
-
-    # torch compares the annotations with types: they may not be strings.
-    def reduce(
-        state: object,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        sent = (buffer.float() if in_fp32 else buffer).mul_(before)
-        future = dist.all_reduce(sent, async_op=True).get_future()
-        reduced: torch.futures.Future[Tensor] = future.then(
-            lambda done: buffer.copy_(done.value()[0].mul_(after))
+def _one_factor(factor: float, old_name: float | None) -> float:
+    if old_name is not None:
+        if factor not in (1.0, old_name):
+            raise ValueError(
+                f"DistributedDataParallel: gradient_average_split_factor is {old_name} and "
+                f"gradient_predivide_factor {factor}; they are one thing, so give the second alone"
+            )
+        factor = old_name
+    if not factor > 0:
+        raise ValueError(
+            f"DistributedDataParallel: gradient_predivide_factor is {factor}; it must be above 0"
         )
-        return reduced
+    return factor
 
-    return reduce
+
+def _tell_what_has_no_effect(**given: bool) -> None:
+    for name, is_given in given.items():
+        if is_given:
+            _LOG.warning(
+                "DistributedDataParallel: %s has no effect: %s", name, _WITHOUT_EFFECT[name]
+            )
 
 
 class Reducer:
     """Average gradients over all processes when `reduce()` is called.
 
+    Within `amp.scale_loss` call it before the block ends; with FP16_Optimizer, between
+    `backward(loss, update_master_grads=False)` and `update_master_grads()`: gradients are looked at
+    for an overflow after all processes have added theirs.
+
     Args:
-        module_or_grads_list: A model, whose parameters are broadcast from rank 0 now, or a list of
-            gradients.
+        module_or_grads_list: A module, whose parameters are broadcast from rank 0 now, with masters
+            that there are of them; or gradients, which may be nested in lists.
     """
 
-    def __init__(self, module_or_grads_list: torch.nn.Module | Iterable[Tensor]) -> None:
+    def __init__(self, module_or_grads_list: torch.nn.Module | Iterable[Any]) -> None:
         self.module: torch.nn.Module | None = None
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, torch.nn.Module):
             self.module = module_or_grads_list
-            for param in self.module.parameters():
-                dist.broadcast(param.detach(), 0)
+            params = [param.detach() for param in self.module.parameters()]
+            flat_dist_call(params, dist.broadcast, (0,))
+            followers.broadcast(self.module)
         else:
-            self.grads = [*module_or_grads_list]
+            extract_tensors(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
         """Replace each gradient by the average over all processes."""
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        for grad in grads:
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
+        flat_dist_call(grads, dist.all_reduce)

@@ -1,0 +1,56 @@
+"""How a bucket of gradients becomes their sum or average: DistributedDataParallel's hook."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+@dataclasses.dataclass
+class Reduction:
+    """What is done to the gradients of all processes.
+
+    Attributes:
+        average: Divide their sum by the number of processes.
+        predivide_factor: Divide by it before the sum, and by the rest after.
+        in_float32: Send low precision as float32.
+        is_on: Whether anything is sent; if not, each process keeps its own gradients.
+        is_held: Whether nothing is sent after this one forward.
+        buffers: Where buckets are put after they were reduced, by their index.
+    """
+
+    average: bool = True
+    predivide_factor: float = 1.0
+    in_float32: bool = False
+    is_on: bool = True
+    is_held: bool = False
+    buffers: dict[int, Tensor] | None = None
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch does the same without a hook."""
+        return self == Reduction()
+
+
+# torch compares the annotations with types: they may not be strings.
+def reduce_bucket(
+    state: Reduction,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Begin to reduce a bucket; what is returned is its buffer, some time."""
+    buffer = bucket.buffer()
+    if state.buffers is not None:
+        state.buffers[bucket.index()] = buffer
+    if state.is_held or not state.is_on:
+        as_it_is: torch.futures.Future[Tensor] = torch.futures.Future()
+        as_it_is.set_result(buffer)
+        return as_it_is
+    after = state.predivide_factor / dist.get_world_size() if state.average else 1.0
+    sent = buffer.float() if state.in_float32 else buffer
+    sent.mul_(1.0 / state.predivide_factor)
+    future = dist.all_reduce(sent, async_op=True).get_future()
+    reduced: torch.futures.Future[Tensor] = future.then(
+        lambda done: buffer.copy_(done.value()[0].mul_(after))
+    )
+    return reduced

@@ -1,0 +1,308 @@
+"""Training in two processes, each with half of every batch; or in one, with all of it.
+
+`WAYS` are the ways to train that old scripts have: who scales the loss, who sends gradients. Each
+builds a `Trainer`. `train` takes the same steps with each, and one gradient of one process is
+infinite in one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from apex_mp import amp, fp16_utils, optimizers, parallel
+from apex_mp.optimizers import FusedAdam, FusedSGD
+
+WORLD, STEPS, BATCH = 2, 8, 8
+BAD_STEP = 3
+SGD = {"lr": 0.2, "momentum": 0.5}
+# An epsilon that leaves small gradients small: 1e-8 would make their signs of their roundings.
+ADAM = {"lr": 0.05, "eps": 1e-2}
+# The scale starts where the gradients of these losses do not overflow by themselves.
+SCALE = {"init_scale": 2.0**10, "scale_window": 2}
+
+
+@dataclasses.dataclass
+class Trainer:
+    """What a script does with a loss.
+
+    Attributes:
+        model: What is called.
+        optimizer: Takes the steps; its groups have the float32 parameters.
+        backward: Gets gradients out of a loss.
+        scale: Returns the loss scale, or those of several losses.
+    """
+
+    model: Any
+    optimizer: Any
+    backward: Callable[[Tensor], None]
+    scale: Callable[[], Any]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def ours(model: nn.Module) -> nn.Module:
+    return parallel.DistributedDataParallel(model)
+
+
+def torchs(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def no_reduction(model: nn.Module) -> nn.Module:
+    return model
+
+
+def with_handle(model: nn.Module, wrap: Any) -> Trainer:
+    handle: Any = amp.init(device_type="cpu")
+    handle._default_scaler = amp.scaler.LossScaler(**SCALE)
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+
+    def backward(loss: Tensor) -> None:
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    return Trainer(wrapped, optimizer, backward, lambda: handle._default_scaler.loss_scale())
+
+
+def with_handle_and_reducer(model: nn.Module, _: Any) -> Trainer:
+    trainer = with_handle(model, no_reduction)
+    handle: Any = amp._current.handle
+    reducer = parallel.Reducer(model)
+
+    def backward(loss: Tensor) -> None:
+        with handle.scale_loss(loss, trainer.optimizer) as scaled_loss:
+            scaled_loss.backward()
+            reducer.reduce()
+
+    return dataclasses.replace(trainer, backward=backward)
+
+
+def with_wrapped_optimizer(model: nn.Module, wrap: Any) -> Trainer:
+    """Two losses of two calls; or, where gradients are accumulated, two batches."""
+    handle: Any = amp.init(device_type="cpu")
+    wrapped = wrap(model)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), **SGD), num_loss=2)
+    for index in range(2):
+        optimizer._loss_scaler[index] = amp.scaler.LossScaler(**SCALE)
+
+    def backward(loss: Tensor) -> None:
+        with optimizer.scale_loss(loss) as scaled_loss:
+            scaled_loss.backward()
+
+    def scale() -> tuple[float, ...]:
+        return tuple(each.loss_scale() for each in optimizer._loss_scaler)
+
+    return Trainer(wrapped, optimizer, backward, scale)
+
+
+def with_fp16_optimizer(face: Any, make: Any) -> Callable[[nn.Module, Any], Trainer]:
+    def build(model: nn.Module, wrap: Any) -> Trainer:
+        model.half()
+        wrapped = wrap(model)
+        optimizer = face(
+            make(model.parameters()),
+            dynamic_loss_scale=True,
+            dynamic_loss_args=SCALE,
+            verbose=False,
+        )
+
+        def backward(loss: Tensor) -> None:
+            optimizer.backward(loss)
+
+        return Trainer(wrapped, optimizer, backward, lambda: optimizer.loss_scale)
+
+    return build
+
+
+def with_fp16_optimizer_and_reducer(model: nn.Module, _: Any) -> Trainer:
+    build = with_fp16_optimizer(
+        fp16_utils.FP16_Optimizer, lambda params: torch.optim.SGD(params, **SGD)
+    )
+    trainer = build(model, no_reduction)
+    reducer = parallel.Reducer(model)
+
+    def backward(loss: Tensor) -> None:
+        trainer.optimizer.backward(loss, update_master_grads=False)
+        reducer.reduce()
+        trainer.optimizer.update_master_grads()
+
+    return dataclasses.replace(trainer, backward=backward)
+
+
+def with_larc(model: nn.Module, wrap: Any) -> Trainer:
+    build = with_fp16_optimizer(
+        fp16_utils.FP16_Optimizer,
+        lambda params: parallel.LARC.LARC(torch.optim.SGD(params, **SGD), trust_coefficient=0.1),
+    )
+    return build(model, wrap)
+
+
+def with_initialize(level: str, make: Any) -> Callable[[nn.Module, Any], Trainer]:
+    def build(model: nn.Module, wrap: Any) -> Trainer:
+        optimizer = make(model.parameters())
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic"
+        )
+        amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(**SCALE)
+        wrapped = wrap(model)
+
+        def backward(loss: Tensor) -> None:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+        def scale() -> float:
+            return amp._amp_state.loss_scalers[0].loss_scale()
+
+        return Trainer(wrapped, optimizer, backward, scale)
+
+    return build
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, **SGD)
+
+
+# name: how a model is trained, and who makes it parallel.
+WAYS: dict[str, tuple[Callable[[nn.Module, Any], Trainer], Callable[[nn.Module], nn.Module]]] = {
+    "amp handle": (with_handle, ours),
+    "amp handle, torch's DDP": (with_handle, torchs),
+    "amp handle, wrapped optimizer": (with_wrapped_optimizer, ours),
+    "fp16_utils.FP16_Optimizer": (with_fp16_optimizer(fp16_utils.FP16_Optimizer, sgd), ours),
+    "fp16_utils.FP16_Optimizer, torch's DDP": (
+        with_fp16_optimizer(fp16_utils.FP16_Optimizer, sgd),
+        torchs,
+    ),
+    "fp16_utils.FP16_Optimizer of FusedSGD": (
+        with_fp16_optimizer(fp16_utils.FP16_Optimizer, lambda params: FusedSGD(params, **SGD)),
+        ours,
+    ),
+    "optimizers.FP16_Optimizer": (
+        with_fp16_optimizer(optimizers.FP16_Optimizer, lambda params: FusedAdam(params, **ADAM)),
+        ours,
+    ),
+    "LARC in FP16_Optimizer": (with_larc, ours),
+    "initialize O1": (with_initialize("O1", sgd), ours),
+    "initialize O2": (with_initialize("O2", sgd), ours),
+    "initialize O2, torch's DDP": (with_initialize("O2", sgd), torchs),
+    "initialize O2 of FusedAdam": (
+        with_initialize("O2", lambda params: FusedAdam(params, **ADAM)),
+        ours,
+    ),
+    "amp handle, Reducer": (with_handle_and_reducer, no_reduction),
+    "fp16_utils.FP16_Optimizer, Reducer": (with_fp16_optimizer_and_reducer, no_reduction),
+}
+BY_REDUCER = {name for name in WAYS if "Reducer" in name}
+
+# How a script keeps gradients to itself until the last of several batches.
+ACCUMULATIONS = ("no_sync", "disable_allreduce")
+
+
+@contextlib.contextmanager
+def keeping(model: Any, how: str) -> Iterator[None]:
+    if how == "no_sync":
+        with model.no_sync():
+            yield
+    else:
+        model.disable_allreduce()
+        yield
+        model.enable_allreduce()
+
+
+def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(steps, BATCH, 6, generator=generator)
+    return [*zip(x, x[:, :, :3].argmax(dim=2), strict=True)]
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
+
+
+def train(way: str, rank: int, world: int, accumulation: str | None = None) -> dict[str, Any]:
+    """Train; return what can be compared.
+
+    Args:
+        way: A key of WAYS.
+        rank: Which rows of each batch are ours: those of `rank::world`.
+        world: Number of processes.
+        accumulation: None: a step for each batch. Else for each two halves of one.
+    """
+    build, wrap = WAYS[way]
+    torch.manual_seed(11 + rank)  # Parameters of rank 0 are to be everybody's.
+    trainer = build(Net(), wrap)
+    found: dict[str, Any] = {"scales": [], "moved": [], "start": values(trainer)}
+    halves = 1 if accumulation is None else 2
+    for step, (x, y) in enumerate(batches()):
+        trainer.optimizer.zero_grad()
+        for half in range(halves):
+            rows = slice(half * BATCH // halves, (half + 1) * BATCH // halves)
+            loss_is_bad = step == BAD_STEP and rank == 0 and half == 0
+            is_last = half == halves - 1
+            with contextlib.nullcontext() if is_last else keeping(trainer.model, accumulation):
+                loss = loss_of(trainer.model, x[rows][rank::world], y[rows][rank::world])
+                trainer.backward(loss / halves * (float("inf") if loss_is_bad else 1.0))
+        if step == 0:
+            found["grads"] = [param.grad.clone() for param in params(trainer)]
+        before = values(trainer)
+        trainer.optimizer.step()
+        found["moved"].append(not all(map(torch.equal, before, values(trainer))))
+        found["scales"].append(trainer.scale())
+    found["end"] = values(trainer)
+    if amp._current.handle is not None:
+        amp._current.handle._deactivate()
+    return found
+
+
+def params(trainer: Trainer) -> list[Any]:
+    """The float32 parameters that are stepped."""
+    return [param for group in trainer.optimizer.param_groups for param in group["params"]]
+
+
+def values(trainer: Trainer) -> list[Tensor]:
+    return [param.detach().clone() for param in params(trainer)]
+
+
+def runs() -> list[tuple[str, str | None]]:
+    """Every way, with every accumulation that goes with it."""
+    accumulating = [
+        (way, how)
+        for way, (_, wrap) in WAYS.items()
+        for how in ACCUMULATIONS
+        if wrap is ours or (wrap is torchs and how == "no_sync")
+    ]
+    return [(way, None) for way in WAYS] + accumulating
+
+
+def work(rank: int, folder: str) -> None:
+    """Be one of the processes: train in every way, and save what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+    )
+    found = {}
+    for way, how in runs():
+        try:
+            found[way, how] = train(way, rank, WORLD, how)
+        except Exception as error:  # The other tests are to say what they have to say.
+            raise RuntimeError(f"{way}, {how}") from error
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # An exit with gloo's threads about aborts now and then.
