@@ -10,7 +10,7 @@ import torch
 from tolerances import FP16_TRAINING
 from torch import Tensor
 from torch import distributed as dist
-from two_process_cases import BAD_STEP, STEPS, WORLD, runs, train, work
+from two_process_cases import ARGUMENTS, BAD_STEP, STEPS, WORLD, runs, train, work
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -88,3 +88,73 @@ def test_all_ranks_end_with_the_same_weights_and_near_those_of_one(
     assert all(map(torch.equal, mine, other))
     bound = FP16_TRAINING.weights * distance(alone["end"], alone["start"])
     assert distance(mine, alone["end"]) < bound
+
+
+# The arguments of DistributedDataParallel.
+
+
+@pytest.fixture
+def probes(found: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    return [each["probes"] for each in found]
+
+
+def by_both(probes: list[dict[Any, Any]], key: Any) -> list[Any]:
+    return [each[key] for each in probes]
+
+
+# Where they are not the averages of 1 and 2, and of 40000 and 40000.
+GRADIENTS = {
+    "gradient_average": 3.0,
+    "gradient_predivide_factor, no average": 0.75,
+    "gradient_average_split_factor": 0.75,
+}
+LARGE_GRADIENTS = {
+    "gradient_average": float("inf"),  # 80000 in float16
+    "gradient_predivide_factor, no average": 20000.0,
+    "gradient_average_split_factor": 20000.0,
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_gradients_are_averaged_as_the_arguments_say(
+    name: str, probes: list[dict[Any, Any]]
+) -> None:
+    assert by_both(probes, ("gradient", name)) == [GRADIENTS.get(name, 1.5)] * WORLD
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_pickled_model_keeps_its_arguments(name: str, probes: list[dict[Any, Any]]) -> None:
+    assert by_both(probes, ("copy", name)) == [GRADIENTS.get(name, 1.5)] * WORLD
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_halves_overflow_in_a_sum_but_not_in_an_average(
+    name: str, probes: list[dict[Any, Any]]
+) -> None:
+    assert by_both(probes, ("large", name)) == [LARGE_GRADIENTS.get(name, 40000.0)] * WORLD
+
+
+def test_retained_buffers_are_the_memory_of_the_averages(probes: list[dict[Any, Any]]) -> None:
+    for found in by_both(probes, "retained_buffers"):
+        assert found["elements"] == found["grads"]
+        assert found["elements"][-2:] == [4.5, 4.5]  # three outputs, whose weights are 1
+        assert found["are views"]
+        assert found["after a forward"] == 0
+
+
+def test_reduction_is_switched_between_forward_and_backward(probes: list[dict[Any, Any]]) -> None:
+    one, other = by_both(probes, "switched_between_forward_and_backward")
+    assert one == [1.0, 3.0, 4.0, 6.0]  # here alone, then the average of the sums, and once more
+    assert other == [2.0, 3.0, 5.0, 6.0]
+
+
+def test_two_backwards_of_one_forward_add_up_where_nothing_is_sent(
+    probes: list[dict[Any, Any]],
+) -> None:
+    one, other = by_both(probes, "two_backwards_of_one_forward")
+    assert one == [2.0, 4.5]
+    assert other == [4.0, 4.5]
+
+
+def test_a_reducer_takes_gradients_in_nested_lists(probes: list[dict[Any, Any]]) -> None:
+    assert by_both(probes, "reduced_lists") == [[[1.5, 1.5], [3.5]]] * WORLD

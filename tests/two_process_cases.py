@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -291,18 +292,137 @@ def runs() -> list[tuple[str, str | None]]:
     return [(way, None) for way in WAYS] + accumulating
 
 
+# The arguments of DistributedDataParallel. Gradients are exact: a process has `rank + 1`.
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "delay_allreduce": {"delay_allreduce": True},
+    "gradient_average": {"gradient_average": False},
+    "gradient_predivide_factor": {"gradient_predivide_factor": 4.0},
+    "gradient_predivide_factor, no average": {
+        "gradient_predivide_factor": 4.0,
+        "gradient_average": False,
+    },
+    "gradient_average_split_factor": {
+        "gradient_average_split_factor": 4.0,
+        "gradient_average": False,
+    },
+    "allreduce_always_fp32": {"allreduce_always_fp32": True},
+    "retain_allreduce_buffers": {"retain_allreduce_buffers": True},
+}
+
+
+def backward(model: Any, value: float, dtype: torch.dtype = torch.float32) -> None:
+    model(torch.full((1, 2), value, dtype=dtype)).sum().backward()
+
+
+def weight(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(2, 1, bias=False, dtype=dtype)
+
+
+def gradient_with(options: dict[str, Any], rank: int) -> float:
+    module = weight()
+    backward(parallel.DistributedDataParallel(module, **options), rank + 1.0)
+    return module.weight.grad[0, 0].item()  # type: ignore[index]
+
+
+def large_half_gradient_with(options: dict[str, Any], _: int) -> float:
+    """Of 40000 in both, whose sum is too large for float16."""
+    module = weight(torch.float16)
+    backward(parallel.DistributedDataParallel(module, **options), 40000.0, torch.float16)
+    return module.weight.grad[0, 0].item()  # type: ignore[index]
+
+
+def gradient_of_a_copy(options: dict[str, Any], rank: int) -> float:
+    model = pickle.loads(pickle.dumps(parallel.DistributedDataParallel(weight(), **options)))
+    backward(model, rank + 1.0)
+    model.zero_grad()
+    backward(model, rank + 1.0)  # From the first, torch has learnt the graph.
+    grad: float = model.module.weight.grad[0, 0].item()
+    return grad
+
+
+def retained_buffers(rank: int) -> dict[str, Any]:
+    """What is in the buffers, whether gradients are in them too, and how many a forward leaves."""
+    module = nn.Sequential(weight(), nn.Linear(1, 3, bias=False))
+    nn.init.ones_(module[1].weight)  # type: ignore[arg-type]
+    model = parallel.DistributedDataParallel(module, message_size=1, retain_allreduce_buffers=True)
+    backward(model, rank + 1.0)
+    model.zero_grad()
+    backward(model, rank + 1.0)
+    grads = [param.grad for param in module.parameters()]
+    memory = {buffer.untyped_storage().data_ptr() for buffer in model.allreduce_buffers}
+    found = {
+        "elements": sorted(torch.cat(model.allreduce_buffers).tolist()),
+        "grads": sorted(torch.cat([grad.flatten() for grad in grads]).tolist()),  # type: ignore[union-attr]
+        "are views": all(grad.untyped_storage().data_ptr() in memory for grad in grads),  # type: ignore[union-attr]
+    }
+    model(torch.ones(1, 2))
+    return {**found, "after a forward": len(model.allreduce_buffers)}
+
+
+def switched_between_forward_and_backward(rank: int) -> list[float]:
+    module = weight()
+    model = parallel.DistributedDataParallel(module)
+    grads: list[float] = []
+    for switch in (model.disable_allreduce, model.enable_allreduce) * 2:
+        loss = model(torch.full((1, 2), rank + 1.0)).sum()
+        switch()
+        loss.backward()
+        grads.append(module.weight.grad[0, 0].item())  # type: ignore[index]
+    return grads
+
+
+def two_backwards_of_one_forward(rank: int) -> list[float]:
+    """Where they stay here both are right; so is the next one, which does not."""
+    module = weight()
+    model = parallel.DistributedDataParallel(module)
+    model.disable_allreduce()
+    loss = model(torch.full((1, 2), rank + 1.0)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    grads = [module.weight.grad[0, 0].item()]  # type: ignore[index]
+    model.enable_allreduce()
+    backward(model, rank + 1.0)
+    return [*grads, module.weight.grad[0, 0].item()]  # type: ignore[index]
+
+
+def reduced_lists(rank: int) -> list[list[float]]:
+    grads = [torch.full((2,), rank + 1.0), [torch.full((1,), rank + 3.0).half()]]
+    parallel.Reducer(grads).reduce()
+    return [grads[0].tolist(), grads[1][0].tolist()]  # type: ignore[union-attr]
+
+
+def probes(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in ARGUMENTS.items():
+        found["gradient", name] = gradient_with(options, rank)
+        found["large", name] = large_half_gradient_with(options, rank)
+        found["copy", name] = gradient_of_a_copy(options, rank)
+    for probe in (
+        retained_buffers,
+        switched_between_forward_and_backward,
+        two_backwards_of_one_forward,
+        reduced_lists,
+    ):
+        found[probe.__name__] = probe(rank)
+    return found
+
+
 def work(rank: int, folder: str) -> None:
     """Be one of the processes: train in every way, and save what was found."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
-    found = {}
+    found: dict[Any, Any] = {}
     for way, how in runs():
         try:
             found[way, how] = train(way, rank, WORLD, how)
         except Exception as error:  # The other tests are to say what they have to say.
             raise RuntimeError(f"{way}, {how}") from error
+    found["probes"] = probes(rank)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # An exit with gloo's threads about aborts now and then.

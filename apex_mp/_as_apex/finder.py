@@ -9,12 +9,12 @@ import importlib.metadata
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 from apex_mp._as_apex.eras import Era, eras_with
 from apex_mp._as_apex.missing import stand_in
-from apex_mp._as_apex.table import EAGER, MISSING, MODULES, TOP_LEVEL, is_package
+from apex_mp._as_apex.table import EAGER, MISSING, MODULES, PROGRAMS, TOP_LEVEL, is_package
 from apex_mp._as_apex.wording import Wording
 
 
@@ -50,6 +50,17 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # only if the first is a package.
         like_package = is_package(fullname) or any(fullname == of for of, _ in self.era.absent)
         return ModuleSpec(fullname, self, origin="apex_mp", is_package=like_package)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what `python -m` runs for a module of the table.
+
+        Raises:
+            ImportError: It is no program.
+        """
+        if fullname not in PROGRAMS:
+            raise ImportError(f"{fullname} is no program; it is to be imported", name=fullname)
+        (home,) = MODULES[fullname]
+        return compile(f"from {home} import main\nmain()\n", f"<{fullname}>", "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill a new module with its submodules and names."""
@@ -121,4 +132,5 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def _children(module: str) -> list[str]:
-    return [name for name in MODULES if name.rpartition(".")[0] == module]
+    names = [name for name in MODULES if name.rpartition(".")[0] == module]
+    return [name for name in names if name not in PROGRAMS]  # runpy warns of one that is there.

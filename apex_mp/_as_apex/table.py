@@ -108,6 +108,7 @@ MODULES: dict[str, dict[str, str]] = {
             "split_half_float_double"
         ),
     },
+    "apex.parallel.multiproc": {"apex_mp.parallel.multiproc": "main"},
     "apex.parallel.optimized_sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
     "apex.parallel.sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
     "apex.parallel.sync_batchnorm_kernel": {},
@@ -133,6 +134,8 @@ MODULES: dict[str, dict[str, str]] = {
         )
     },
 }
+# What `python -m` runs.
+PROGRAMS = ("apex.parallel.multiproc",)
 TOP_LEVEL = tuple(name for name in MODULES if "." not in name)
 # What `import apex` imported in one of the eras; the rest comes when it is asked for.
 EAGER = [

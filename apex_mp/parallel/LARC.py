@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-class LARC:
+class LARC(torch.optim.Optimizer):
     """Scale each gradient so that the step has a fixed ratio to its parameter's norm.
 
     The local rate is `trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`. Weight decay is
-    added here, and kept from the optimizer inside for the time of the step.
+    added here, and kept from the optimizer inside for the time of the step. To everyone else it is
+    the optimizer inside: schedulers take either, FP16_Optimizer may be outside or inside, and
+    `amp.initialize` takes it in place of the optimizer.
 
     Args:
         optimizer: The optimizer whose groups and step are used.
@@ -20,44 +23,32 @@ class LARC:
         clip: Let the group's learning rate be the upper bound (LARC) instead of a factor (LARS)
             [True].
         eps: Added to the denominator [1e-8].
+
+    Raises:
+        TypeError: `optimizer` is not an optimizer.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         trust_coefficient: float = 0.02,
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
+        # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own.
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"LARC: optimizer is a {type(optimizer).__name__}; it must be one")
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # pickle and copy ask before there is one
-            raise AttributeError(name)
-        return getattr(self.optim, name)
-
-    def __repr__(self) -> str:
-        return repr(self.optim)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer inside."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer inside."""
-        return self.optim.state
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Scale the gradients in place and step; return what the optimizer inside returned."""
+        """Scale the gradients in place and step; return what the optimizer inside returned.
+
+        Args:
+            closure: Called once, before that; what it returns is returned [None].
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,9 +68,10 @@ class LARC:
 
     def _scale_grads(self, group: dict[str, Any], weight_decay: float) -> None:
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            param_norm, grad_norm = param.norm(), param.grad.norm()
+            param_norm, grad_norm = _norm(param), _norm(grad)
             rate = (
                 self.trust_coefficient
                 * param_norm
@@ -88,5 +80,77 @@ class LARC:
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1.0)
             known = (param_norm != 0) & (grad_norm != 0)
-            scaled = (param.grad + weight_decay * param) * rate
-            param.grad.copy_(torch.where(known, scaled, param.grad))
+            scaled = (grad + weight_decay * param) * rate
+            grad.copy_(torch.where(known, scaled, grad))
+
+    # What torch.optim.Optimizer has, handed to the inner optimizer. Whatever is not here goes
+    # through __getattr__: hooks too, which run where the step is taken.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # One that scales by itself says so here.
+        getattr(self.optim, "_step_supports_amp_scaling", None)
+        return False  # found_inf is for who steps; the gradients would be scaled before.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside."""
+        groups: list[dict[str, Any]] = self.optim.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        defaults: dict[str, Any] = self.optim.defaults
+        return defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # Not there yet: a copy is being made.
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: set them to None, or to zero."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer inside."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state_dict of the optimizer inside."""
+        state: dict[str, Any] = self.optim.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer inside."""
+        self.optim.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """The l2 norm, in float32 at least: that of many halves is too large for one."""
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return norm

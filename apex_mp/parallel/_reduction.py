@@ -13,7 +13,8 @@ class Reduction:
 
     Attributes:
         average: Divide their sum by the number of processes.
-        predivide_factor: Divide by it before the sum, and by the rest after.
+        predivide_factor: Divide by it before the sum, and by the rest after; 1 leaves no rest, as
+            torch does.
         in_float32: Send low precision as float32.
         is_on: Whether anything is sent; if not, each process keeps its own gradients.
         is_held: Whether nothing is sent after this one forward.
@@ -32,6 +33,13 @@ class Reduction:
         """Whether torch does the same without a hook."""
         return self == Reduction()
 
+    def factors(self, world_size: int) -> tuple[float, float]:
+        """What gradients are multiplied by before and after the sum."""
+        if self.average and self.predivide_factor == 1.0:
+            return 1.0 / world_size, 1.0
+        rest = self.predivide_factor / world_size if self.average else 1.0
+        return 1.0 / self.predivide_factor, rest
+
 
 # torch compares the annotations with types: they may not be strings.
 def reduce_bucket(
@@ -46,9 +54,9 @@ def reduce_bucket(
         as_it_is: torch.futures.Future[Tensor] = torch.futures.Future()
         as_it_is.set_result(buffer)
         return as_it_is
-    after = state.predivide_factor / dist.get_world_size() if state.average else 1.0
+    before, after = state.factors(dist.get_world_size())
     sent = buffer.float() if state.in_float32 else buffer
-    sent.mul_(1.0 / state.predivide_factor)
+    sent.mul_(before)
     future = dist.all_reduce(sent, async_op=True).get_future()
     reduced: torch.futures.Future[Tensor] = future.then(
         lambda done: buffer.copy_(done.value()[0].mul_(after))

@@ -51,8 +51,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         num_allreduce_streams: No effect [1].
         allreduce_communicators: No effect [None].
         gradient_average: Divide the sum by the number of processes [True].
-        gradient_predivide_factor: Divide by this before the sum, and by the rest after it: half
-            precision may overflow in a sum over many processes [1].
+        gradient_predivide_factor: Divide by this before the sum, and by the rest after it: a half
+            overflows in a sum over many processes, and underflows if divided by their number
+            before. 1: divide by their number before, as torch does, if it is an average [1].
         gradient_average_split_factor: The old name of the one before [None].
         prof: No effect [False].
 
