@@ -1,0 +1,311 @@
+"""LARC around every optimizer, and inside everything that takes one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex_mp import amp, fp16_utils, optimizers
+from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.parallel.LARC import LARC
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+BAD_STEP, STEPS = 3, 20
+INNER: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.9, weight_decay=1e-3),
+    "FusedSGD": lambda params: FusedSGD(params, lr=1.0, momentum=0.9, weight_decay=1e-3),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.05, weight_decay=1e-3),
+}
+inner = pytest.mark.parametrize("make", INNER.values(), ids=INNER.keys())
+
+
+def larc(optimizer: Any) -> LARC:
+    return LARC(optimizer, trust_coefficient=0.1)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def fp16(face: Any, optimizer: Any) -> Any:
+    return face(
+        optimizer,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2.0**10},
+        verbose=False,
+    )
+
+
+# How a loss gets to the optimizer: the model, the optimizer, what takes a loss.
+Parts = tuple[nn.Module, Any, Callable[[Tensor], Any]]
+
+
+def in_fp16_optimizer(make: Any, face: Any) -> Parts:
+    net = model().half()
+    optimizer = fp16(face, larc(make(net.parameters())))
+    return net, optimizer, optimizer.backward
+
+
+def around_fp16_optimizer(make: Any, face: Any) -> Parts:
+    net = model().half()
+    optimizer: Any = larc(fp16(face, make(net.parameters())))
+    return net, optimizer, optimizer.backward
+
+
+def scaled(net: nn.Module, optimizer: Any, scale_loss: Any) -> Parts:
+    def backward(loss: Tensor) -> None:
+        with scale_loss(loss) as scaled_loss:
+            scaled_loss.backward()
+
+    return net, optimizer, backward
+
+
+def in_initialize(make: Any, level: str) -> Parts:
+    net = model()
+    net, optimizer = amp.initialize(
+        net, larc(make(net.parameters())), opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    return scaled(net, optimizer, lambda loss: amp.scale_loss(loss, optimizer))
+
+
+def around_initialize(make: Any, level: str) -> Parts:
+    net = model()
+    net, optimizer = amp.initialize(
+        net, make(net.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    optimizer = larc(optimizer)
+    return scaled(net, optimizer, lambda loss: amp.scale_loss(loss, optimizer))
+
+
+def with_handle(make: Any, _: Any) -> Parts:
+    handle: Any = amp.init(device_type="cpu")
+    net = model()
+    optimizer = larc(make(net.parameters()))
+    return scaled(net, optimizer, lambda loss: handle.scale_loss(loss, optimizer))
+
+
+def in_wrapper(make: Any, _: Any) -> Parts:
+    handle: Any = amp.init(device_type="cpu")
+    net = model()
+    optimizer = handle.wrap_optimizer(larc(make(net.parameters())))
+    return scaled(net, optimizer, optimizer.scale_loss)
+
+
+def around_wrapper(make: Any, _: Any) -> Parts:
+    handle: Any = amp.init(device_type="cpu")
+    net = model()
+    optimizer: Any = larc(handle.wrap_optimizer(make(net.parameters())))
+    return scaled(net, optimizer, optimizer.scale_loss)
+
+
+def with_grad_scaler(make: Any, _: Any) -> Parts:
+    net = model()
+    optimizer: Any = larc(make(net.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    steps = types.SimpleNamespace(zero_grad=optimizer.zero_grad, step=step)
+    return net, steps, lambda loss: scaler.scale(loss).backward()
+
+
+PLACES: dict[str, tuple[Callable[[Any, Any], Parts], Any]] = {
+    "in fp16_utils.FP16_Optimizer": (in_fp16_optimizer, fp16_utils.FP16_Optimizer),
+    "in optimizers.FP16_Optimizer": (in_fp16_optimizer, optimizers.FP16_Optimizer),
+    "around fp16_utils.FP16_Optimizer": (around_fp16_optimizer, fp16_utils.FP16_Optimizer),
+    "around optimizers.FP16_Optimizer": (around_fp16_optimizer, optimizers.FP16_Optimizer),
+    **{f"in initialize {level}": (in_initialize, level) for level in ("O1", "O2", "O3")},
+    **{f"around initialize {level}": (around_initialize, level) for level in ("O1", "O2", "O3")},
+    "with a handle": (with_handle, None),
+    "in OptimWrapper": (in_wrapper, None),
+    "around OptimWrapper": (around_wrapper, None),
+    "with GradScaler": (with_grad_scaler, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def train(parts: Parts, bad_step: int | None = BAD_STEP) -> tuple[list[float], list[Tensor]]:
+    net, optimizer, backward = parts
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 6, generator=generator)
+    y = x[:, :3].argmax(dim=1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        output = net(x.to(next(net.parameters()).dtype))
+        loss = nn.functional.cross_entropy(output.float(), y)
+        backward(loss * (float("inf") if step == bad_step else 1.0))
+        before = [param.detach().clone() for param in net.parameters()]
+        optimizer.step()
+        moved = not all(map(torch.equal, before, net.parameters()))
+        assert moved == (step != bad_step)
+        losses.append(loss.item())
+    return losses, [param.detach().float() for param in net.parameters()]
+
+
+def train_plain(make: Any) -> list[float]:
+    """In float32, leaving out the step that is skipped."""
+    net = model()
+    optimizer = larc(make(net.parameters()))
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        if not loss.isfinite():
+            optimizer.zero_grad()
+
+    return train((net, optimizer, backward))[0]
+
+
+@inner
+@pytest.mark.parametrize("place", PLACES)
+def test_it_trains_wherever_it_stands_and_an_overflow_skips_its_step(
+    place: str, make: Callable[[Any], Any]
+) -> None:
+    build, argument = PLACES[place]
+    losses, _ = train(build(make, argument))
+    # fp16 rounds weights and activations to 2**-11 of themselves.
+    assert losses == pytest.approx(train_plain(make), abs=5e-3)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@inner
+@pytest.mark.parametrize("face", [fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer])
+def test_outside_and_inside_of_fp16_optimizer_are_the_same(
+    face: Any, make: Callable[[Any], Any]
+) -> None:
+    inside = train(in_fp16_optimizer(make, face))
+    around = train(around_fp16_optimizer(make, face))
+    assert inside[0] == around[0]
+    assert all(map(torch.equal, inside[1], around[1]))
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_each_gradient_is_scaled_by_its_local_rate(clip: bool) -> None:
+    params = [nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.zeros(1))]
+    sgd = torch.optim.SGD(params, lr=0.5, weight_decay=0.1)
+    optimizer = LARC(sgd, trust_coefficient=0.02, clip=clip, eps=0.0)
+    params[0].grad, params[1].grad = torch.tensor([0.0, 2.0]), torch.ones(1)
+    optimizer.step()
+    rate = 0.02 * 5.0 / (2.0 + 0.1 * 5.0)
+    factor = min(rate / 0.5, 1.0) if clip else rate
+    wanted = [3.0 - 0.5 * factor * 0.3, 4.0 - 0.5 * factor * 2.4]
+    assert params[0].tolist() == pytest.approx(wanted)
+    assert params[1].tolist() == [-0.5]  # of no norm: as it is
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_the_norm_of_many_halves_is_not_too_large_for_it() -> None:
+    # Norms of 2**17 and 2**13: a float16 ends at 65504.
+    weight = nn.Parameter(torch.full((2**10,), 2.0**12, dtype=torch.float16))
+    weight.grad = torch.full_like(weight, 2.0**8)
+    LARC(torch.optim.SGD([weight], lr=1.0), trust_coefficient=2.0**-3, clip=False).step()
+    assert weight.tolist() == [2.0**12 - 2.0**9] * 2**10
+
+
+def test_weight_decay_comes_back_when_the_step_raises() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer = LARC(torch.optim.SGD([weight], lr=1.0, weight_decay=0.5))
+    optimizer.optim.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_scheduler_takes_it_as_it_takes_the_optimizer() -> None:
+    net = model()
+    optimizer = larc(torch.optim.SGD(net.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for rate in (1.0, 0.5, 0.25):
+        assert optimizer.optim.param_groups[0]["lr"] == rate
+        net(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_hooks_run_once_a_step() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = larc(torch.optim.SGD([weight], lr=1.0))
+    calls: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert calls == [1]
+
+
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    weight = nn.Parameter(torch.full((1,), 2.0))
+    optimizer = LARC(torch.optim.SGD([weight], lr=1.0), trust_coefficient=0.5, clip=False)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (3 * weight).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6.0
+    assert weight.item() == pytest.approx(1.0)  # 2 - 3 * 0.5 * 2 / 3
+
+
+def test_what_the_optimizer_has_is_there() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = larc(torch.optim.SGD([weight], lr=1.0, momentum=0.5))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["state"][0]["momentum_buffer"].shape == (2,)
+    assert optimizer.defaults["momentum"] == 0.5
+    assert repr(optimizer) == repr(optimizer.optim)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.25})
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25]
+    other = larc(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=3.0, momentum=0.5))
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 1.0
+    other.state.clear()
+    assert not other.optim.state
+    weight.grad = torch.ones(2)
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_has_its_own_optimizer(copied: Callable[[Any], Any]) -> None:
+    optimizer = larc(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
+    other = copied(optimizer)
+    assert (other.trust_coefficient, other.clip, other.eps) == (0.1, True, 1e-8)
+    assert other.optim is not optimizer.optim
+    other.param_groups[0]["lr"] = 0.5
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="LARC: optimizer is a list; it must be one"):
+        LARC([nn.Parameter(torch.ones(1))])
+
+
+def test_grad_scaler_is_told_of_an_optimizer_inside_that_scales_itself() -> None:
+    weight = nn.Parameter(torch.ones(1).half())
+    optimizer = larc(fp16(fp16_utils.FP16_Optimizer, torch.optim.SGD([weight], lr=1.0)))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.float().sum()).backward()
+    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+        scaler.step(optimizer)
