@@ -20,6 +20,8 @@ ADAM = "test_fused_adam_equivalence.py"
 ADAM_CALL = "test_fused_adam_legacy_call.py"
 ADAM_STATE = "test_fused_adam_state.py"
 FUNCTIONS = "test_fp16util.py"
+PARALLEL = "test_parallel_arguments.py"
+PROCESSES = "test_two_processes.py"
 SCALERS = "test_loss_scaler_faces.py"
 
 # (the number, what went wrong): the tests that fail if it does again.
@@ -74,11 +76,31 @@ FIXED: dict[tuple[int, str], list[tuple[str, str]]] = {
     (27, "FusedAdam with max_grad_norm and without grad_norms raised a TypeError"): [
         (ADAM_CALL, "test_each_group_is_clipped_by_its_own_norm_given_or_not"),
     ],
+    (28, "state_dict() of the fused FP16_Optimizer read an attribute that was not there"): [
+        (CHECKPOINTS, "test_a_run_resumed_from_a_file_goes_on_bit_for_bit"),
+    ],
     (29, "FP16Model halved integers and took no keyword arguments"): [
         (FUNCTIONS, "test_fp16model_casts_floating_inputs_only_wherever_they_are"),
     ],
     (30, "network_to_half and FP16Model changed the keys of state_dict()"): [
         (FUNCTIONS, "test_a_wrapped_network_saves_its_own_keys_and_loads_old_ones_too"),
+    ],
+    (32, "gradient_average_split_factor was overwritten after it had been set"): [
+        (PROCESSES, "test_gradients_are_averaged_as_the_arguments_say"),
+    ],
+    (32, "DistributedDataParallel could not be pickled: it deleted keys that were not there"): [
+        (PROCESSES, "test_a_pickled_model_keeps_its_arguments"),
+        (PARALLEL, "test_a_deepcopied_model_has_switches_of_its_own"),
+    ],
+    (32, "errors of DistributedDataParallel had two arguments instead of a sentence"): [
+        (PARALLEL, "test_what_cannot_be_is_refused_before_anything_is_sent"),
+    ],
+    (33, "SyncBatchNorm with channel_last used a name that was not there in evaluation"): [
+        (PARALLEL, "test_sync_batch_norm_evaluates_channels_last"),
+        ("test_sync_batchnorm.py", "test_evaluation_is_each_process_for_itself"),
+    ],
+    (33, "SyncBatchNorm needed a process group"): [
+        (PARALLEL, "test_sync_batch_norm_needs_no_process_group"),
     ],
     (35, "FusedAdam could not load the state of torch.optim.Adam"): [
         (ADAM_STATE, "test_a_torch_run_continues_in_fused_adam"),
