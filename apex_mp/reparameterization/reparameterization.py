@@ -112,7 +112,16 @@ class Reparameterization:
             module: The module that has the weight.
             weight: The parameter to be [a new one with the value that the weight has, which
                 requires grad if one of those that it is computed from does].
+
+        Raises:
+            ValueError: The weight is computed from something that is no parameter any more.
         """
+        gone = [n for n in self.reparameterization_names if n not in module._parameters]
+        if gone:
+            raise ValueError(
+                f"{self.name} of {type(module).__name__} is computed from {', '.join(gone)}, which "
+                "is no parameter any more; undo first what was done to it"
+            )
         params = self.get_params(module)
         if weight is None:
             with torch.no_grad():
