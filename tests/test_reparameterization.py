@@ -94,7 +94,8 @@ def test_the_weight_stays_as_it_is_and_so_does_its_dtype(
     dim: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     module = nn.Conv1d(6, 4, 5).to(device, dtype)
-    before = module.weight.detach().clone()
+    weight = module.weight
+    before = weight.detach().clone()
     apply_weight_norm(module, "weight", dim)
     assert {param.dtype for param in module.parameters()} == {module.weight.dtype} == {dtype}
     if dtype in (F16, BF16):  # Its norms are rounded, and so is the product: each half an ulp.
@@ -103,6 +104,10 @@ def test_the_weight_stays_as_it_is_and_so_does_its_dtype(
         )
     else:
         assert_near(module.weight, before.double())
+    assert_near(module.get_parameter("weight_g"), norms(before, dim))
+    with torch.no_grad():
+        module.get_parameter("weight_v").zero_()
+    assert torch.equal(weight, before)  # Whoever holds the old parameter keeps its values.
 
 
 def norms(v: Tensor, dim: int | None) -> Tensor:
@@ -112,7 +117,7 @@ def norms(v: Tensor, dim: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("dim", [0, 1, 2, -2, None])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, None])
 def test_low_precision_loses_one_rounding_in_weights_and_gradients(
     dim: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -345,7 +350,7 @@ def test_the_type_says_what_it_did() -> None:
     module = apply_weight_norm(nn.Linear(3, 4))
     assert repr(module) == repr(nn.Linear(3, 4))
     assert isinstance(module, nn.Linear)
-    assert type(module).__name__ == "Linear"
+    assert str(type(module)) == str(nn.Linear)
     assert type(module) is type(apply_weight_norm(nn.Linear(5, 6)))
     assert type(remove_weight_norm(module)) is nn.Linear
 
@@ -402,9 +407,22 @@ def test_torchs_parametrizations_go_on_top_and_come_off() -> None:
     assert torch.equal(first.weight, value)
     # The other way round the parametrization would be left without what it computes.
     with pytest.raises(
-        ValueError, match=r"weight of Linear is computed from weight_v, which is no"
+        ValueError, match=r"weight of ParametrizedLinear is computed from weight_v, which is"
     ):
         remove_weight_norm(second)
+
+
+def test_weights_come_and_go_under_a_parametrization_of_torch() -> None:
+    layer, x = apply_weight_norm(nn.LSTM(3, 4), "weight_hh_l0"), torch.randn(2, 1, 3)
+    expected = layer(x)[0]
+    parametrize.register_parametrization(layer, "bias_hh_l0", nn.Identity())
+    apply_weight_norm(layer, "weight_ih_l0")
+    torch.testing.assert_close(layer(x)[0], expected)
+    remove_weight_norm(layer)
+    assert isinstance(layer.weight_hh_l0, Parameter)
+    torch.testing.assert_close(layer(x)[0], expected)
+    parametrize.remove_parametrizations(layer, "bias_hh_l0")
+    torch.testing.assert_close(layer(x)[0], expected)
 
 
 # Recurrent layers.
@@ -519,6 +537,24 @@ def test_the_object_that_computes_a_weight_has_what_it_had() -> None:
     assert Reparameterization.get_module_and_name(module, "0.weight") == (module[0], "weight")
     assert Reparameterization.get_module_and_name(module, "") == (None, None)
     assert present.remove(module[0]) is module[0].weight
+
+
+class Fixed(Reparameterization):
+    """Needs no parameters."""
+
+    def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
+        return torch.full((2, 2), 0.5)
+
+    def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> tuple[list[Any], Any]:
+        return [], []
+
+
+def test_weights_that_need_no_parameters_become_one_each() -> None:
+    model = apply_reparameterization(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Fixed)
+    assert [*model.state_dict()] == ["0.bias", "1.bias"]
+    remove_reparameterization(model)
+    assert model[0].weight is not model[1].weight
+    assert model[0].weight.tolist() == [[0.5, 0.5]] * 2
 
 
 # Removal.

@@ -125,7 +125,7 @@ class Reparameterization:
         params = self.get_params(module)
         if weight is None:
             with torch.no_grad():
-                value = self.compute_weight(module, self.name).detach().clone()
+                value = self.compute_weight(module, self.name).detach()
             weight = Parameter(value, requires_grad=any(param.requires_grad for param in params))
         for name in self.reparameterization_names:
             del module._parameters[name]

@@ -40,7 +40,7 @@ class WeightNorm(Reparameterization):
         v, g = getattr(owner, f"{local}_v"), getattr(owner, f"{local}_g")
         dim = _torch_dim(self.dim, v)
         if v.dtype in _LOW and dim not in (0, v.dim() - 1):
-            # For the first and the last dimension torch's kernels compute in float32 by themselves.
+            # For the first and the last dimension torch has kernels that compute in float32.
             return torch._weight_norm(v.float(), g.float(), dim).to(v.dtype)
         return torch._weight_norm(v, g, dim)
 
@@ -58,8 +58,7 @@ class WeightNorm(Reparameterization):
                 f"between {-weight.dim()} and {weight.dim() - 1}, or None"
             )
         v = weight.detach()
-        wide = v.float() if v.dtype in _LOW else v
-        g = torch.norm_except_dim(wide, 2, _torch_dim(dim, v)).to(v.dtype)
+        g = torch.norm_except_dim(v, 2, _torch_dim(dim, v))
         self._warn_of_norms(name, g)
         return [f"{name}_g", f"{name}_v"], [Parameter(g), Parameter(v.clone())]
 
