@@ -465,7 +465,7 @@ def test_a_recurrent_layer_learns_through_its_computed_weights(device: torch.dev
 
 def test_a_recurrent_layer_knows_its_weights_again_when_they_are_parameters() -> None:
     layer, x = apply_weight_norm(nn.GRU(3, 4)), torch.randn(2, 1, 3)
-    layer(x).__getitem__(0).sum().backward()
+    layer(x)[0].sum().backward()
     twin = remove_weight_norm(copy.deepcopy(layer))
     assert torch.equal(twin(x)[0], layer(x)[0])
     with torch.no_grad():
