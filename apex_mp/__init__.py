@@ -17,6 +17,7 @@ else:
         normalization,
         optimizers,
         parallel,
+        reparameterization,
     )
     from apex_mp._as_apex import install_as_apex, uninstall_as_apex
     from apex_mp.checkpoint import load_checkpoint
@@ -32,5 +33,6 @@ __all__ = [
     "normalization",
     "optimizers",
     "parallel",
+    "reparameterization",
     "uninstall_as_apex",
 ]

@@ -15,7 +15,14 @@ PACKAGE = Path(apex_mp.__file__).parent
 ROWS = [
     {"_version", "_C", "loss_scale"},
     {"_convert_checks", "_extension", "_ops", "_pickled_names", "_rename", "master"},
-    {"device_scale", "_environment", "multi_tensor_apply", "normalization", "parallel"},
+    {
+        "device_scale",
+        "_environment",
+        "multi_tensor_apply",
+        "normalization",
+        "parallel",
+        "reparameterization",
+    },
     {"grads"},
     {"_step_request"},
     {"master_grads"},

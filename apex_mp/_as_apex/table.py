@@ -117,9 +117,18 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.RNN.RNNBackend": {},
     "apex.RNN.cells": {},
     "apex.RNN.models": {},
-    "apex.reparameterization": {},
-    "apex.reparameterization.reparameterization": {},
-    "apex.reparameterization.weight_norm": {},
+    "apex.reparameterization": {
+        "apex_mp.reparameterization": (
+            "Reparameterization WeightNorm apply_reparameterization apply_weight_norm "
+            "remove_reparameterization remove_weight_norm"
+        )
+    },
+    "apex.reparameterization.reparameterization": {
+        "apex_mp.reparameterization": "Reparameterization"
+    },
+    "apex.reparameterization.weight_norm": {
+        "apex_mp.reparameterization": "Reparameterization WeightNorm"
+    },
     "amp_C": {
         "apex_mp.multi_tensor_apply.amp_C": (
             "multi_tensor_adam multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale "
@@ -154,8 +163,6 @@ _LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LA
 _NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
 _RNN = "use torch.nn.{}; amp casts it as it did this one"
 _MLSTM = "there is no such cell in torch: keep the old module's code, which needs no apex"
-_WEIGHT_NORM = "use torch.nn.utils.parametrizations.weight_norm on each module"
-_NO_WEIGHT_NORM = "use torch.nn.utils.parametrize.remove_parametrizations"
 _OF_RNN = {
     "LSTM": _RNN.format("LSTM"),
     "GRU": _RNN.format("GRU"),
@@ -163,7 +170,6 @@ _OF_RNN = {
     "Tanh": _RNN.format("RNN"),
     "mLSTM": _MLSTM,
 }
-_PARAMETRIZE = "use torch.nn.utils.parametrize.register_parametrization"
 _STACKED = "use torch.nn.LSTM, GRU or RNN with num_layers and bidirectional"
 _CELL = "use torch.nn.LSTMCell, GRUCell or RNNCell"
 _SYNC_FUNCTION = "use apex_mp.parallel.SyncBatchNorm, which is the module around it"
@@ -203,16 +209,6 @@ MISSING: dict[str, dict[str, str]] = {
     },
     "apex.parallel.optimized_sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "apex.parallel.sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
-    "apex.reparameterization": {
-        "apply_weight_norm": _WEIGHT_NORM,
-        "remove_weight_norm": _NO_WEIGHT_NORM,
-        "apply_reparameterization": _WEIGHT_NORM,
-        "remove_reparameterization": _NO_WEIGHT_NORM,
-        "WeightNorm": _WEIGHT_NORM,
-        "Reparameterization": _PARAMETRIZE,
-    },
-    "apex.reparameterization.reparameterization": {"Reparameterization": _PARAMETRIZE},
-    "apex.reparameterization.weight_norm": {"WeightNorm": _WEIGHT_NORM},
     "amp_C": {
         "multi_tensor_lamb": _LAMB,
         "multi_tensor_lamb_stage1_cuda": _STAGES,

@@ -18,7 +18,7 @@ class RNNModel(nn.Module):
         return self.decoder(output.float())
 
 
-weight_norm = False
+weight_norm = True
 model = RNNModel("LSTM").cuda()
 if weight_norm:
     apply_weight_norm(model.rnn, hook_child=False)
