@@ -1,0 +1,99 @@
+"""docs/parallel.md: its loops train, and the names and arguments are those that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from apex_mp import amp, parallel
+from apex_mp.parallel import DistributedDataParallel
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_process")]
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "parallel.md").read_text()
+BEFORE, ACCUMULATING, AFTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def learnable() -> dict[str, Any]:
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 4)
+    labels = (inputs[:, 0] > 0).long()
+    model = nn.Linear(4, 2)
+    start = model.weight.detach().clone()
+    there = {"torch": torch, "device": "cpu", "model": model, "start": start}
+    return {**there, "train_dataloader": [(inputs, labels)] * 40}
+
+
+def test_the_loops_before_and_after_end_with_the_same_weights() -> None:
+    before, after = learnable(), learnable()
+    exec(
+        BEFORE.replace("dynamic_loss_scale=True", "static_loss_scale=128.0, verbose=False"), before
+    )
+    exec(AFTER, after)
+    weights = [each["model"].module.weight.float() for each in (before, after)]
+    way = (weights[1] - after["start"]).norm()
+    assert (weights[0] - weights[1]).norm() < 0.01 * way
+    assert way > 0.1
+    assert before["model"].state_dict().keys() == after["model"].state_dict().keys()
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    there = learnable()
+    model, reference = there["model"], nn.Linear(4, 2)
+    reference.load_state_dict(model.state_dict())
+    (inputs, labels), *_ = there["train_dataloader"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    there |= {"amp": amp, "contextlib": contextlib, "optimizer": optimizer}
+    there["model"] = DistributedDataParallel(model)
+    there["micro_batches"] = [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])]
+
+    def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    exec(ACCUMULATING, {**there, "loss_of": loss_of})
+    loss_of(reference, inputs, labels).backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=2e-3, atol=1e-4)
+
+
+def test_every_argument_has_its_row() -> None:
+    section = PAGE.split("## The arguments of DistributedDataParallel\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    said = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(said) == sorted([*inspect.signature(DistributedDataParallel).parameters][1:])
+
+
+def test_every_name_has_its_row() -> None:
+    section = PAGE.split("## The names\n")[1].split("\n## ")[0]
+    said = set(re.findall(r"^\| `(\w+)", section, re.MULTILINE))
+    assert said == {*parallel.__all__, "python"}
+    for name in re.findall(r"`(\w+)`", section.split("In `apex_mp.parallel.distributed`")[1]):
+        assert hasattr(parallel.flat_calls, name) or name == "distributed"
+
+
+def test_the_names_of_torch_are_there() -> None:
+    for path in set(re.findall(r"`(torch\.[\w.]+)", PAGE)):
+        module, _, name = path.rpartition(".")
+        try:
+            owner: Any = importlib.import_module(module)
+        except ModuleNotFoundError:
+            module, _, cls = module.rpartition(".")
+            owner = getattr(importlib.import_module(module), cls)
+        assert hasattr(owner, name), path
