@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp import amp, fp16_utils, optimizers
+from apex_mp import amp, fp16_utils, optimizers, parallel
 from apex_mp.optimizers import FusedAdam, FusedSGD
 from apex_mp.parallel.LARC import LARC
 
@@ -295,6 +295,14 @@ def test_a_copy_has_its_own_optimizer(copied: Callable[[Any], Any]) -> None:
     assert other.optim is not optimizer.optim
     other.param_groups[0]["lr"] = 0.5
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_the_module_of_its_name_makes_one_too() -> None:
+    optimizer: Any = parallel.LARC(  # type: ignore[operator]
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), 0.5, clip=False
+    )
+    assert type(optimizer) is LARC
+    assert (optimizer.trust_coefficient, optimizer.clip) == (0.5, False)
 
 
 def test_what_is_no_optimizer_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -147,6 +149,16 @@ class LARC(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+class _Module(ModuleType):
+    """Old scripts say `parallel.LARC.LARC(...)`; who says `parallel.LARC(...)` means that."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> LARC:
+        return LARC(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Module
 
 
 def _norm(tensor: Tensor) -> Tensor:
