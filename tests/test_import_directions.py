@@ -15,7 +15,7 @@ PACKAGE = Path(apex_mp.__file__).parent
 ROWS = [
     {"_version", "_C", "loss_scale"},
     {"_convert_checks", "_extension", "_ops", "_pickled_names", "_rename", "master"},
-    {"device_scale", "_environment", "multi_tensor_apply", "normalization", "parallel"},
+    {"RNN", "device_scale", "_environment", "multi_tensor_apply", "normalization", "parallel"},
     {"grads"},
     {"_step_request"},
     {"master_grads"},
