@@ -237,10 +237,17 @@ def minimal_gated_unit(
 
 @pytest.mark.parametrize("dtype", [torch.float16, F64])
 def test_a_function_may_be_the_cell(dtype: torch.dtype, device: torch.device) -> None:
-    cell = RNNBackend.RNNCell(2, 3, 5, minimal_gated_unit, 1, bias=True)
+    seen = set()
+
+    def unit(x: Tensor, h: Tensor, *weights: Tensor, **biases: Tensor) -> Tensor:
+        seen.update({tensor.dtype for tensor in (x, h, *weights, *biases.values())})
+        return minimal_gated_unit(x, h, *weights, **biases)
+
+    cell = RNNBackend.RNNCell(2, 3, 5, unit, 1, bias=True)
     model = models.toRNNBackend(cell, 2, True, 0.5).to(device, dtype)
     output, (hidden,) = model(torch.randn(6, 2, 3, device=device, dtype=dtype))
     assert output.dtype is dtype
+    assert seen == {dtype}
     assert (output.shape, hidden.shape) == ((6, 2, 10), (2, 2, 10))
     output.sum().backward()
     assert all(param.grad.any() for param in model.parameters())
