@@ -183,7 +183,7 @@ class RNNCell(nn.Module):
 
     # The weights
 
-    def weights(self) -> Weights:
+    def _weights(self) -> Weights:
         """Return the weights that the attributes have now."""
         return Weights(self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_ho)
 
@@ -193,10 +193,9 @@ class RNNCell(nn.Module):
         cuDNN then need not copy them at each call. It is called after each change of device or
         dtype by a method of the module, and does nothing on a CPU and for computed weights.
         """
-        if not self._has_recurrence():
-            return
-        weights = self._in_torchs_order(self.weights())
-        if not all(tensor.is_cuda and isinstance(tensor, nn.Parameter) for tensor in weights):
+        own = [self._parameters.get(name) for name in Weights._fields]
+        weights = [param for param in own if param is not None]
+        if not self._has_recurrence() or not weights or not weights[0].is_cuda:
             return
         _, name, options = RECURRENCES[self.cell]
         projection = {"proj_size": self.output_size} if self.w_ho is not None else {}
@@ -208,6 +207,7 @@ class RNNCell(nn.Module):
             **options,
             **projection,
         )
+        # torch leaves them as they are if there are fewer than the layer has.
         layer._flat_weights = [*weights]
         layer.flatten_parameters()
 
@@ -241,7 +241,7 @@ class RNNCell(nn.Module):
             ValueError: The input has other dimensions, another number of features, no time step, or
                 is not of the weights' dtype.
         """
-        weights = self.weights()
+        weights = self._weights()
         self._check(input, weights.w_ih)
         sequence = input if input.dim() == 3 else input.unsqueeze(0)
         hidden = self._start(sequence.size(1), weights.w_ih)

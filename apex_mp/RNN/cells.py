@@ -50,9 +50,9 @@ class mLSTMRNNCell(RNNCell):
         size = self.input_size if new_input_size is None else new_input_size
         return type(self)(size, self.hidden_size, self.bias, self.output_size)
 
-    def weights(self) -> Weights:
+    def _weights(self) -> Weights:
         """Return the weights that the attributes have now."""
-        return super().weights()._replace(w_mih=self.w_mih, w_mhh=self.w_mhh)
+        return super()._weights()._replace(w_mih=self.w_mih, w_mhh=self.w_mhh)
 
     def _is_ours(self) -> bool:
         return True
