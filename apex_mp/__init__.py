@@ -10,6 +10,7 @@ except ImportError:
         raise
 else:
     from apex_mp import (
+        RNN,
         amp,
         convert,
         fp16_utils,
@@ -23,6 +24,7 @@ else:
     from apex_mp.checkpoint import load_checkpoint
 
 __all__ = [
+    "RNN",
     "__version__",
     "amp",
     "convert",

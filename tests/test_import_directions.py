@@ -16,6 +16,7 @@ ROWS = [
     {"_version", "_C", "loss_scale"},
     {"_convert_checks", "_extension", "_ops", "_pickled_names", "_rename", "master"},
     {
+        "RNN",
         "device_scale",
         "_environment",
         "multi_tensor_apply",

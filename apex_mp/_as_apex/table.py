@@ -17,6 +17,9 @@ _CONVERSIONS = (
 )
 _MULTI_TENSOR = "MultiTensorApply multi_tensor_applier"
 _SYNC_BN = "SyncBatchNorm convert_syncbn_model create_syncbn_process_group"
+_RNN = "GRU LSTM ReLU Tanh mLSTM"
+_RNN_BACKEND = "RNNCell bidirectionalRNN stackedRNN"
+_MLSTM_CELLS = "mLSTMCell mLSTMRNNCell"
 
 _AMP_HELPERS = "apex_mp._as_apex.amp_helpers"
 
@@ -113,10 +116,15 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.parallel.sync_batchnorm": {"apex_mp.parallel": "SyncBatchNorm"},
     "apex.parallel.sync_batchnorm_kernel": {},
     "apex.parallel.optimized_sync_batchnorm_kernel": {},
-    "apex.RNN": {},
-    "apex.RNN.RNNBackend": {},
-    "apex.RNN.cells": {},
-    "apex.RNN.models": {},
+    "apex.RNN": {"apex_mp.RNN": _RNN},
+    "apex.RNN.RNNBackend": {"apex_mp.RNN.RNNBackend": _RNN_BACKEND},
+    "apex.RNN.cells": {"apex_mp.RNN.cells": f"RNNCell {_MLSTM_CELLS}"},
+    "apex.RNN.models": {
+        "apex_mp.RNN.models": (
+            f"{_RNN} toRNNBackend {_RNN_BACKEND} {_MLSTM_CELLS} "
+            "GRUCell LSTMCell RNNReLUCell RNNTanhCell"
+        )
+    },
     "apex.reparameterization": {
         "apex_mp.reparameterization": (
             "Reparameterization WeightNorm apply_reparameterization apply_weight_norm "
@@ -161,17 +169,6 @@ EAGER = [
 
 _LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
 _NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
-_RNN = "use torch.nn.{}; amp casts it as it did this one"
-_MLSTM = "there is no such cell in torch: keep the old module's code, which needs no apex"
-_OF_RNN = {
-    "LSTM": _RNN.format("LSTM"),
-    "GRU": _RNN.format("GRU"),
-    "ReLU": _RNN.format('RNN(nonlinearity="relu")'),
-    "Tanh": _RNN.format("RNN"),
-    "mLSTM": _MLSTM,
-}
-_STACKED = "use torch.nn.LSTM, GRU or RNN with num_layers and bidirectional"
-_CELL = "use torch.nn.LSTMCell, GRUCell or RNNCell"
 _SYNC_FUNCTION = "use apex_mp.parallel.SyncBatchNorm, which is the module around it"
 _CASTS = "register the function by amp.register_half_function or amp.register_float_function"
 _RNN_CASTS = "amp casts torch.nn.LSTM, GRU, RNN and their cells as they are; leave it out"
@@ -185,14 +182,6 @@ MISSING: dict[str, dict[str, str]] = {
     "apex.optimizers.fused_novograd": {"FusedNovoGrad": _NOVOGRAD},
     "apex.contrib.optimizers": {"FusedLAMB": _LAMB},
     "apex.contrib.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
-    "apex.RNN": _OF_RNN,
-    "apex.RNN.RNNBackend": {
-        "RNNCell": _CELL,
-        "bidirectionalRNN": _STACKED,
-        "stackedRNN": _STACKED,
-    },
-    "apex.RNN.cells": {"mLSTMCell": _MLSTM, "mLSTMRNNCell": _MLSTM},
-    "apex.RNN.models": {**_OF_RNN, "toRNNBackend": _STACKED},
     "apex.amp._initialize": {"_initialize": _INITIALIZE},
     "apex.amp._process_optimizer": {
         "AmpOptimizerState": _INITIALIZE,

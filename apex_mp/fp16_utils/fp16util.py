@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex_mp.RNN.RNNBackend import RNNCell
+
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 
@@ -53,7 +55,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         if isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, (nn.RNNBase, RNNCell)):
             module.flatten_parameters()
     return network
 

@@ -1,0 +1,396 @@
+"""apex_mp.RNN computes what torch.nn does, and the multiplicative LSTM of its paper."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from rnn_cases import (
+    IN_TORCH,
+    KINDS,
+    PROJECTED,
+    gradients,
+    in_torch,
+    mixed_sum,
+    multiplicative_lstm,
+    states_of,
+    torchs_name,
+)
+from tolerances import (
+    HALF_RECURRENCE_GRADIENTS,
+    HALF_RECURRENCE_TOLERANCES,
+    TOLERANCES,
+    TRAJECTORY_TOLERANCES,
+    assert_near,
+    assert_same_bits,
+)
+from torch import Tensor, nn
+
+from apex_mp import RNN
+from apex_mp.RNN import RNNBackend, cells, models
+
+pytestmark = [
+    # torch's words, once in a process, about torch's choice.
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    # Of cuDNN, where weights are computed.
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
+]
+F64 = torch.float64
+HALVES = [torch.float16, torch.bfloat16]
+SIZES = (3, 5)
+
+
+def sequence(device: torch.device, dtype: torch.dtype = F64, steps: int = 6) -> Tensor:
+    return torch.randn(steps, 2, SIZES[0], dtype=F64).to(device, dtype).requires_grad_()
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype is expected.dtype
+    assert_near(actual, expected, TRAJECTORY_TOLERANCES[actual.dtype])
+
+
+def same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], compare: Any = near) -> None:
+    assert len(ours) == len(theirs) > 2
+    for name, gradient in ours.items():
+        compare(gradient, theirs[torchs_name(name) if "." in name else name])
+
+
+# The layers of torch.
+
+
+def equals_torch(kind: str, model: Any, x: Tensor) -> None:
+    theirs = in_torch(model, kind)
+    output, hidden = model(x)
+    expected, state = theirs(x)
+    near(output, expected)
+    assert isinstance(hidden, list)
+    states = states_of(state)
+    for one, other in zip(hidden, states, strict=True):
+        near(one, other)
+    same_gradients(
+        gradients(mixed_sum(output, *hidden), model, x),
+        gradients(mixed_sum(expected, *states), theirs, x),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_layers_equal_those_of_torch(
+    kind: str, layers: int, bias: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    model = KINDS[kind](*SIZES, layers, bias).to(device, dtype)
+    equals_torch(kind, model, sequence(device, dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_output_size_is_the_proj_size_of_torch(bias: bool, device: torch.device) -> None:
+    model = RNN.LSTM(*SIZES, 2, bias, output_size=2).to(device, F64)
+    equals_torch("LSTM", model, sequence(device))
+
+
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_batch_first_is_that_of_torch(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](*SIZES, 2, True, True).to(device, F64)
+    theirs = in_torch(model, kind, batch_first=True)
+    x = sequence(device).transpose(0, 1)
+    output, hidden = model(x)
+    expected, state = theirs(x)
+    near(output, expected)
+    for one, other in zip(hidden, states_of(state), strict=True):
+        near(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_directions_know_batch_first_and_dropout(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](*SIZES, 2, True, True, 0.5, True).to(device, F64)
+    plain = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)
+    plain.load_state_dict(model.state_dict())
+    x = sequence(device)
+    dropped, _ = model(x.transpose(0, 1))
+    expected, hidden = plain(x)
+    for one, other in zip(dropped.transpose(0, 1).chunk(2, -1), expected.chunk(2, -1), strict=True):
+        assert not torch.allclose(one, other)
+    model.eval()
+    model.reset_hidden(2)
+    output, states = model(x.transpose(0, 1))
+    near(output.transpose(0, 1), expected)
+    for one, other in zip(states, hidden, strict=True):
+        near(one, other)
+
+
+@pytest.mark.cpu_only  # cuDNN draws its masks otherwise.
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_dropout_between_layers_is_that_of_torch(kind: str) -> None:
+    model = KINDS[kind](*SIZES, 3, dropout=0.5).double()
+    theirs = in_torch(model, kind, dropout=0.5)
+    x = sequence(torch.device("cpu"))
+    torch.manual_seed(1)
+    output, _ = model(x)
+    torch.manual_seed(1)
+    expected, _ = theirs(x)
+    near(output, expected)
+    model.eval()
+    model.reset_hidden(2)
+    plain, _ = model(x)
+    near(plain, theirs.eval()(x)[0])
+    assert not torch.allclose(plain, output)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_acts_between_layers_in_training_only(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](*SIZES, 2, dropout=0.5).to(device, F64)
+    plain = KINDS[kind](*SIZES, 2).to(device, F64)
+    plain.load_state_dict(model.state_dict())
+    x = sequence(device)
+    dropped, hidden = model(x)
+    expected, expected_hidden = plain(x)
+    # The lower layer is not touched by it.
+    assert_same_bits(hidden[0][0], expected_hidden[0][0])
+    assert not torch.allclose(dropped, expected)
+    model.eval()
+    model.reset_hidden(2)
+    assert_same_bits(model(x)[0], expected)
+
+
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_two_directions_are_two_layers_of_torch(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)
+    ahead, back = (in_torch(direction, kind) for direction in model.rnns)
+    x = sequence(device)
+    output, hidden = model(x)
+    one, one_state = ahead(x)
+    other, other_state = back(x.flip(0))
+    near(output, torch.cat([one, other.flip(0)], -1))
+    assert isinstance(hidden, tuple)
+    pairs = zip(states_of(one_state), states_of(other_state), strict=True)
+    for ours, pair in zip(hidden, pairs, strict=True):
+        near(ours, torch.cat(pair, -1))
+    gradient = gradients(mixed_sum(output), model, x)
+    expected = gradients(mixed_sum(torch.cat([one, other.flip(0)], -1)), ahead, x)
+    near(gradient["fwd.rnns.1.w_hh"], expected["weight_hh_l1"])
+
+
+@pytest.mark.parametrize("kind", ["ReLU", "Tanh"])
+def test_a_projection_of_a_simple_rnn_is_what_the_next_step_sees(
+    kind: str, device: torch.device
+) -> None:
+    model = KINDS[kind](*SIZES, 1, output_size=2).to(device, F64)
+    cell = model.rnns[0]
+    x = sequence(device)
+    h = x.new_zeros(2, 2)
+    expected = []
+    for step in x:
+        gate = step @ cell.w_ih.T + cell.b_ih + h @ cell.w_hh.T + cell.b_hh
+        h = (gate.relu() if kind == "ReLU" else gate.tanh()) @ cell.w_ho.T
+        expected.append(h)
+    output, (hidden,) = model(x)
+    near(output, torch.stack(expected))
+    near(hidden[0], h)
+
+
+def test_an_lstm_may_be_projected_to_more_features(device: torch.device) -> None:
+    model = RNN.LSTM(*SIZES, 1, output_size=7).to(device, F64)
+    x = sequence(device)
+    output, (h, c) = model(x)
+    assert (h.shape, c.shape) == ((1, 2, 7), (1, 2, 5))
+    weights = [model.rnns[0].get_parameter(n) for n in ("w_ih", "w_hh", "b_ih", "b_hh", "w_ho")]
+    start = (x.new_zeros(1, 2, 7), x.new_zeros(1, 2, 5))
+    with torch.backends.cudnn.flags(enabled=False):
+        expected, *_ = torch.lstm(x, start, weights, True, 1, 0.0, True, False, False)
+    near(output, expected)
+
+
+# The multiplicative LSTM.
+
+
+def paper(model: Any, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return output and hidden state of a model in float64, and the weights they depend on."""
+    x, leaves, states = x.detach().double().cpu(), [], []
+    for layer in model.rnns:
+        weights = {n: p.detach().double().cpu() for n, p in layer.named_parameters()}
+        leaves += [weight.requires_grad_() for weight in weights.values()]
+        h, c = (torch.zeros(x.size(1), n, dtype=F64) for n in (layer.output_size, 5))
+        x, *state = multiplicative_lstm(x, weights, h, c)
+        states.append(state)
+    return x, [torch.stack(each) for each in zip(*states, strict=True)], leaves
+
+
+@pytest.mark.parametrize("output_size", [None, 2, 7])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_multiplicative_lstm_is_that_of_the_paper(
+    layers: int, bias: bool, output_size: int | None, device: torch.device
+) -> None:
+    model = RNN.mLSTM(*SIZES, layers, bias, output_size=output_size).to(device, F64)
+    x = sequence(device)
+    output, hidden = model(x)
+    expected, states, leaves = paper(model, x)
+    near(output.cpu(), expected)
+    for one, other in zip(hidden, states, strict=True):
+        near(one.cpu(), other)
+    found = torch.autograd.grad(mixed_sum(output, *hidden), [*model.parameters()])
+    wanted = torch.autograd.grad(mixed_sum(expected, *states), leaves)
+    for one, other in zip(found, wanted, strict=True):
+        near(one.cpu(), other)
+
+
+def test_a_step_of_the_multiplicative_lstm_is_a_function_too(device: torch.device) -> None:
+    cell = cells.mLSTMRNNCell(*SIZES, True).to(device, F64)
+    x, h, c = sequence(device, steps=1), *torch.randn(2, 2, 5, dtype=F64, device=device)
+    weights = dict(cell.named_parameters())
+    found = cells.mLSTMCell(x[0], [h, c], **weights)
+    cpu = {name: weight.cpu() for name, weight in weights.items()}
+    _, *expected = multiplicative_lstm(x.cpu(), cpu, h.cpu(), c.cpu())
+    for one, other in zip(found, expected, strict=True):
+        near(one.cpu(), other)
+
+
+# Half precision.
+
+
+def in_float64(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    return copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_computes_and_gives_gradients(
+    kind: str, training: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, dtype).train(training)
+    x = sequence(device, dtype)
+    if kind == "ReLU":  # Else rounding opens and closes some, which is no small change.
+        with torch.no_grad():
+            for tensor in (x, *model.parameters()):
+                tensor.abs_()
+    exact, exact_x = in_float64(model, x)
+    output, hidden = model(x)
+    expected, expected_hidden = exact(exact_x)
+    found = gradients(mixed_sum(output, *hidden), model, x)
+    wanted = gradients(mixed_sum(expected, *expected_hidden), exact, exact_x)
+    for one, other in zip([output, *hidden], [expected, *expected_hidden], strict=True):
+        assert one.dtype is dtype
+        assert_near(one, other, HALF_RECURRENCE_TOLERANCES[dtype])
+    assert {gradient.dtype for gradient in found.values()} == {dtype}
+    off, length = (
+        torch.cat([tensor.reshape(-1) for tensor in tensors]).norm()
+        for tensors in ([found[name].double() - wanted[name] for name in wanted], wanted.values())
+    )
+    assert off < HALF_RECURRENCE_GRADIENTS[dtype] * length
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_on_a_cpu_is_rounded_once(kind: str, projected: bool) -> None:
+    if projected and kind not in PROJECTED:
+        return
+    options = {"output_size": 2} if projected else {}
+    model = KINDS[kind](*SIZES, 1, **options).half()
+    x = sequence(torch.device("cpu"), torch.float16)
+    exact, exact_x = in_float64(model, x)
+    output, hidden = model(x)
+    expected, expected_hidden = exact(exact_x)
+    for one, other in zip([output, *hidden], [expected, *expected_hidden], strict=True):
+        assert_near(one, other)
+    found = gradients(output.square().sum(), model, x)
+    # The gradient that comes in is of rounded outputs.
+    wanted = torch.autograd.grad(
+        expected, [*exact.parameters(), exact_x], 2 * output.detach().double()
+    )
+    for one, other in zip(found.values(), wanted, strict=True):
+        assert_near(one, other, TOLERANCES[torch.float16])
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_bfloat16_on_a_cpu_is_that_of_torch(kind: str) -> None:
+    model = KINDS[kind](*SIZES, 2).bfloat16()
+    x = sequence(torch.device("cpu"), torch.bfloat16)
+    assert_same_bits(model(x)[0], in_torch(model, kind)(x)[0])
+
+
+# Steps, both ways and one at a time.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_collected_hidden_states_are_those_after_each_step(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](*SIZES, 2).to(device, F64)
+    x = sequence(device)
+    output, hidden = model(x, collect_hidden=True)
+    assert len(hidden) == (2 if "LSTM" in kind else 1)
+    model.reset_hidden(2)
+    for number, step in enumerate(x):
+        one, states = model(step.unsqueeze(0))
+        near(output[number], one[0])
+        for collected, state in zip(hidden, states, strict=True):
+            near(collected[number], state)
+    assert len(hidden[0]) == 6
+
+
+@pytest.mark.parametrize("collect_hidden", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reverse_goes_from_the_last_step_to_the_first(
+    kind: str, collect_hidden: bool, device: torch.device
+) -> None:
+    model = KINDS[kind](*SIZES, 2).to(device, F64)
+    x = sequence(device)
+    output, hidden = model(x, collect_hidden, reverse=True)
+    model.reset_hidden(2)
+    expected, states = model(x.flip(0), collect_hidden)
+    near(output, expected.flip(0))
+    for one, other in zip(hidden, states, strict=True):
+        if collect_hidden:
+            near(torch.stack(one), torch.stack(other).flip(0))
+        else:
+            near(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_directions_collect_side_by_side(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)
+    x = sequence(device)
+    _, hidden = model(x, collect_hidden=True)
+    model.reset_hidden(2)
+    _, last = model(x)
+    for collected, state in zip(hidden, last, strict=True):
+        ahead, back = torch.stack(collected).chunk(2, -1)
+        near(torch.cat([ahead[-1], back[0]], -1), state)
+
+
+def test_a_cell_takes_one_step(device: torch.device) -> None:
+    cell = RNNBackend.RNNCell(4, *SIZES, models.LSTMCell, bias=True).to(device, F64)
+    theirs = nn.LSTMCell(*SIZES, device=device, dtype=F64)
+    theirs.load_state_dict(
+        {torchs_name(f"rnns.0.{n}")[:-3]: value for n, value in cell.state_dict().items()}
+    )
+    x = sequence(device)
+    state = None
+    for step in x:
+        state = theirs(step, state)
+        for one, other in zip(cell(step), state, strict=True):
+            near(one, other)
+
+
+@pytest.mark.parametrize(
+    ("cell", "gates", "theirs"),
+    [
+        (models.LSTMCell, 4, torch.lstm_cell),
+        (models.GRUCell, 3, torch.gru_cell),
+        (models.RNNReLUCell, 1, torch.rnn_relu_cell),
+        (models.RNNTanhCell, 1, torch.rnn_tanh_cell),
+    ],
+)
+def test_a_step_is_a_function_too(cell: Any, gates: int, theirs: Any, device: torch.device) -> None:
+    lengths = [(gates * 5, 3), (gates * 5, 5), (gates * 5,), (gates * 5,)]
+    weights = [torch.randn(shape, dtype=F64, device=device) for shape in lengths]
+    x, h, c = (torch.randn(2, n, dtype=F64, device=device) for n in (3, 5, 5))
+    hidden = (h, c) if gates == 4 else h
+    found, expected = cell(x, hidden, *weights), theirs(x, hidden, *weights)
+    for one, other in zip(states_of(found), states_of(expected), strict=True):
+        near(one, other)

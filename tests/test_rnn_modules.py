@@ -1,0 +1,452 @@
+"""apex_mp.RNN as modules: what they are built of, what they refuse, cells and weights of others."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rnn_cases import IN_TORCH, KINDS, PROJECTED, in_torch
+from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
+from torch import Tensor, nn
+from torch.backends.cudnn import rnn as cudnn_rnn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_sequence
+
+import apex_mp
+from apex_mp import RNN, fp16_utils
+from apex_mp.RNN import RNNBackend, cells, models
+
+pytestmark = [
+    # torch's words, once in a process, about torch's choice.
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    # Of cuDNN, where weights are computed.
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
+]
+F64 = torch.float64
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert_near(actual, expected, TRAJECTORY_TOLERANCES[F64])
+
+
+# Weights.
+
+OF_A_CELL = {
+    "LSTM": {"w_ih": (20, 3), "w_hh": (20, 5), "b_ih": (20,), "b_hh": (20,)},
+    "GRU": {"w_ih": (15, 3), "w_hh": (15, 5), "b_ih": (15,), "b_hh": (15,)},
+    "ReLU": {"w_ih": (5, 3), "w_hh": (5, 5), "b_ih": (5,), "b_hh": (5,)},
+    "Tanh": {"w_ih": (5, 3), "w_hh": (5, 5), "b_ih": (5,), "b_hh": (5,)},
+    "mLSTM": {
+        **{"w_ih": (20, 3), "w_hh": (20, 5), "b_ih": (20,), "b_hh": (20,)},
+        **{"w_mih": (5, 3), "w_mhh": (5, 5)},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameters_have_the_names_and_shapes_of_old_checkpoints(kind: str) -> None:
+    model = KINDS[kind](3, 5, 2)
+    above = {**OF_A_CELL[kind], "w_ih": (OF_A_CELL[kind]["w_ih"][0], 5)}
+    if kind == "mLSTM":
+        above["w_mih"] = (5, 5)
+    expected = {f"rnns.0.{name}": shape for name, shape in OF_A_CELL[kind].items()}
+    expected |= {f"rnns.1.{name}": shape for name, shape in above.items()}
+    assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == expected
+    checkpoint = {name: torch.randn(shape) for name, shape in expected.items()}
+    model.load_state_dict(checkpoint, strict=True)
+    assert_same_bits(model.rnns[1].w_hh, checkpoint["rnns.1.w_hh"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_directions_have_each_name_twice_and_each_parameter_once(kind: str) -> None:
+    model = KINDS[kind](3, 5, 1, bidirectional=True)
+    prefixes = ("fwd.rnns.0.", "bckwrd.rnns.0.", "rnns.0.rnns.0.", "rnns.1.rnns.0.")
+    names = [prefix + name for prefix in prefixes for name in OF_A_CELL[kind]]
+    state = model.state_dict()
+    assert sorted(state) == sorted(names)
+    assert len([*model.parameters()]) == 2 * len(OF_A_CELL[kind])
+    KINDS[kind](3, 5, 1, bidirectional=True).load_state_dict(state, strict=True)
+    assert not torch.equal(model.fwd.rnns[0].w_ih, model.bckwrd.rnns[0].w_ih)
+
+
+@pytest.mark.parametrize("kind", PROJECTED)
+def test_a_projection_adds_w_ho_and_narrows_what_sees_h(kind: str) -> None:
+    cell = KINDS[kind](3, 5, 2, False, output_size=2).rnns[1]
+    shapes = {name: tuple(p.shape) for name, p in cell.named_parameters()}
+    gates = OF_A_CELL[kind]["w_ih"][0]
+    expected = {"w_ih": (gates, 2), "w_hh": (gates, 2), "w_ho": (2, 5)}
+    if kind == "mLSTM":
+        expected |= {"w_mih": (2, 2), "w_mhh": (2, 2)}
+    assert shapes == expected
+    assert cell.b_ih is cell.b_hh is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_drawn_between_the_roots_of_the_hidden_size(kind: str) -> None:
+    model = KINDS[kind](30, 64, 2)
+    for _ in range(2):
+        for param in model.parameters():
+            assert 0.9 / 8 < param.abs().max() <= 1 / 8
+            assert param.mean().abs() < 3 / (8 * math.sqrt(3 * param.numel()))
+        before = model.rnns[0].w_ih.clone()
+        model.reset_parameters()
+        assert not torch.equal(before, model.rnns[0].w_ih)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"num_layers": 0}, r"num_layers is 0; it must be an int of 1 or more"),
+        ({"num_layers": 1.0}, r"num_layers is 1\.0; it must be an int"),
+        ({"input_size": -1}, r"input_size is -1; it must be an int of 1 or more"),
+        ({"hidden_size": "5"}, r"hidden_size is '5'; it must be an int of 1 or more"),
+        ({"dropout": 1}, r"dropout is 1; it must be in \[0, 1\)"),
+        ({"dropout": -0.1}, r"dropout is -0\.1; it must be in \[0, 1\)"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_argument_is_named_with_its_value_and_the_wish(
+    kind: str, arguments: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        KINDS[kind](**{"input_size": 3, "hidden_size": 5, "num_layers": 2, **arguments})
+
+
+@pytest.mark.parametrize("kind", PROJECTED)
+def test_an_output_size_has_to_be_one(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"output_size is 0; it must be an int of 1 or more"):
+        KINDS[kind](3, 5, 1, output_size=0)
+
+
+def test_a_gru_takes_no_projection() -> None:
+    with pytest.raises(ValueError, match=r"GRU: output_size is 2, hidden_size is 5; a GRU mixes"):
+        RNN.GRU(3, 5, 1, True, False, 0, False, 2)
+    assert RNN.GRU(3, 5, 1, output_size=5).rnns[0].w_ho is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_with_one_layer_is_told(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"dropout is 0\.5 and num_layers is 1") as told:
+        KINDS[kind](3, 5, 1, dropout=0.5)
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "sentence"),
+    [
+        (torch.zeros(6, 3), ValueError, r"input has shape \[6, 3\]; it must have three dimensions"),
+        (torch.zeros(6, 2, 4), ValueError, r"input has 4 features; this layer takes 3"),
+        (torch.zeros(0, 2, 3), ValueError, r"input has no time step; it needs one or more"),
+        (
+            torch.zeros(6, 2, 3).double(),
+            ValueError,
+            r"input is torch\.float64, the weights are tor",
+        ),
+        (
+            pack_sequence([torch.zeros(6, 3)]),
+            TypeError,
+            r"PackedSequence, which these layers do no",
+        ),
+    ],
+    ids=["dimensions", "features", "no step", "dtype", "packed"],
+)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_input_is_told(
+    kind: str, bidirectional: bool, x: Any, error: type[Exception], sentence: str
+) -> None:
+    model = KINDS[kind](3, 5, 2, bidirectional=bidirectional)
+    with pytest.raises(error, match=sentence):
+        model(x)
+
+
+def test_a_cell_tells_of_a_wrong_input() -> None:
+    with pytest.raises(ValueError, match=r"mLSTMRNNCell: input has shape \[3\]; it must be \(batc"):
+        cells.mLSTMRNNCell(3, 5)(torch.zeros(3))
+
+
+def lstm_cell(input_size: int, output_size: int | None = None) -> RNNBackend.RNNCell:
+    return RNNBackend.RNNCell(4, input_size, 5, models.LSTMCell, 2, True, output_size)
+
+
+SHARED = lstm_cell(5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "number", "error", "sentence"),
+    [
+        ([lstm_cell(3)], 2, ValueError, r"inputRNN has 1 layers, num_layers is 2"),
+        (
+            [lstm_cell(3), lstm_cell(4)],
+            2,
+            ValueError,
+            r"inputRNN\[1\] takes 4 features, inputRNN\[",
+        ),
+        ([SHARED, SHARED], 2, ValueError, r"inputRNN has a layer twice; each needs a hidden state"),
+        (
+            [lstm_cell(3), RNNBackend.RNNCell(3, 5, 5, models.GRUCell, 1)],
+            *(2, ValueError, r"inputRNN\[1\] has 1 hidden states, inputRNN\[0\] has 2"),
+        ),
+        (nn.LSTM(3, 5), 1, TypeError, r"inputRNN is LSTM\(3, 5\); it must be an RNNCell or a list"),
+        ([nn.LSTMCell(3, 5)], 1, TypeError, r"it must be an RNNCell or a list of RNNCells"),
+    ],
+)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_layers_that_do_not_fit_are_told(
+    layers: Any, number: int, error: type[Exception], sentence: str, bidirectional: bool
+) -> None:
+    with pytest.raises(error, match=sentence):
+        models.toRNNBackend(layers, number, bidirectional)
+
+
+# Layers and cells of the user's own.
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_list_of_layers_may_have_layers_of_several_sizes(
+    bidirectional: bool, device: torch.device
+) -> None:
+    layers = [lstm_cell(3, 2), lstm_cell(2, 4)]
+    model = models.toRNNBackend(layers, 2, bidirectional).to(device)
+    output, (h, c) = model(torch.randn(6, 2, 3, device=device))
+    width = 2 if bidirectional else 1
+    assert output.shape == (6, 2, 4 * width)
+    assert [state.shape for state in h] == [(2, 2 * width), (2, 4 * width)]
+    assert c.shape == (2, 2, 5 * width)
+    _, (h, _) = model(torch.randn(6, 2, 3, device=device), collect_hidden=True)
+    assert [state.shape for state in h[5]] == [(2, 2 * width), (2, 4 * width)]
+
+
+def minimal_gated_unit(
+    x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    """A cell that is not ours, with two gates."""
+    (forget, new), (forget_h, new_h) = (
+        nn.functional.linear(*each).chunk(2, -1) for each in ((x, w_ih, b_ih), (h, w_hh, b_hh))
+    )
+    gate = (forget + forget_h).sigmoid()
+    return (1 - gate) * h + gate * (new + new_h).tanh()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, F64])
+def test_a_function_may_be_the_cell(dtype: torch.dtype, device: torch.device) -> None:
+    seen = set()
+
+    def unit(x: Tensor, h: Tensor, *weights: Tensor, **biases: Tensor) -> Tensor:
+        seen.update({tensor.dtype for tensor in (x, h, *weights, *biases.values())})
+        return minimal_gated_unit(x, h, *weights, **biases)
+
+    cell = RNNBackend.RNNCell(2, 3, 5, unit, 1, bias=True)
+    model = models.toRNNBackend(cell, 2, True, 0.5).to(device, dtype)
+    output, (hidden,) = model(torch.randn(6, 2, 3, device=device, dtype=dtype))
+    assert output.dtype is dtype
+    assert seen == {dtype}
+    assert (output.shape, hidden.shape) == ((6, 2, 10), (2, 2, 10))
+    output.sum().backward()
+    assert all(param.grad.any() for param in model.parameters())
+
+
+def test_a_function_may_be_an_lstm(device: torch.device) -> None:
+    def lstm(x: Tensor, hidden: list[Tensor], *weights: Tensor, **biases: Tensor) -> Any:
+        return torch.lstm_cell(x, hidden, *weights, **biases)
+
+    custom = models.toRNNBackend(RNNBackend.RNNCell(4, 3, 5, lstm, 2, True), 2).to(device, F64)
+    model = RNN.LSTM(3, 5, 2).to(device, F64)
+    model.load_state_dict(custom.state_dict())
+    x = torch.randn(6, 2, 3, device=device, dtype=F64)
+    (output, hidden), (expected, states) = custom(x), model(x)
+    near(output, expected)
+    for one, other in zip(hidden, states, strict=True):
+        near(one, other)
+
+
+class Peephole(RNNBackend.RNNCell):
+    """A cell as users wrote them: with a weight of its own, and a `forward` of one step."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(1, input_size, hidden_size, models.RNNTanhCell, 1)
+        self.scale = nn.Parameter(torch.ones(hidden_size))
+        self.steps = 0
+
+    def new_like(self, new_input_size: int | None = None) -> Peephole:
+        return type(self)(new_input_size or self.input_size, self.hidden_size)
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002
+        self.steps += 1
+        self.init_hidden(input.size(0))
+        h = self.cell(input, self.hidden[0], self.w_ih, self.w_hh)
+        self.hidden = [h * self.scale]
+        return tuple(self.hidden)
+
+
+@pytest.mark.parametrize("collect_hidden", [False, True])
+def test_a_class_with_a_forward_of_its_own_takes_steps(
+    collect_hidden: bool, device: torch.device
+) -> None:
+    model = models.toRNNBackend(Peephole(3, 5), 2).to(device, F64)
+    x = torch.randn(6, 2, 3, device=device, dtype=F64)
+    output, (hidden,) = model(x, collect_hidden)
+    assert [cell.steps for cell in model.rnns] == [6, 6]
+    plain = RNN.Tanh(3, 5, 2, bias=False).to(device, F64)
+    plain.load_state_dict({n: v for n, v in model.state_dict().items() if "scale" not in n})
+    expected, (state,) = plain(x, collect_hidden)
+    near(output, expected)
+    near(hidden[0], state[0])
+
+
+# Weights that are computed.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computed_weights_get_their_gradient(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](3, 5, 1).to(device, F64)
+    cell = model.rnns[0]
+    plain = KINDS[kind](3, 5, 1).to(device, F64)
+    plain.load_state_dict(model.state_dict())
+    factor = torch.ones(1, device=device, dtype=F64, requires_grad=True)
+    weight = cell.w_hh.detach().clone().requires_grad_()
+    del cell._parameters["w_hh"]
+    cell.w_hh = weight * factor
+    x = torch.randn(6, 2, 3, device=device, dtype=F64)
+    output, expected = model(x)[0], plain(x)[0]
+    near(output, expected)
+    (wanted,) = torch.autograd.grad(expected.sum(), [plain.rnns[0].w_hh])
+    found, of_factor = torch.autograd.grad(output.sum(), [weight, factor])
+    near(found, wanted)
+    near(of_factor, (wanted * weight).sum().reshape(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parametrized_weight_is_computed_once_for_a_sequence(
+    kind: str, device: torch.device
+) -> None:
+    model = KINDS[kind](3, 5, 2).to(device, F64)
+    expected, _ = model(x := torch.randn(6, 2, 3, device=device, dtype=F64))
+    parametrizations.weight_norm(model.rnns[1], "w_hh")
+    calls = []
+    norm = model.rnns[1].parametrizations.w_hh
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    model.reset_hidden(2)
+    output, _ = model(x)
+    assert len(calls) == 1
+    near(output, expected)
+    output.sum().backward()
+    assert all(param.grad.any() for param in norm.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_a_layer_run_once_for_a_sequence(kind: str) -> None:
+    model = KINDS[kind](3, 5, 2)
+    calls: list[str] = []
+    model.rnns[0].register_forward_pre_hook(lambda *_: calls.append("before"))
+    model.rnns[0].register_forward_hook(lambda *_: calls.append("after"))
+    model(torch.randn(6, 2, 3))
+    assert calls == ["before", "after"]
+
+
+# What cuDNN wants.
+
+
+@pytest.fixture
+def as_if_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record what cuDNN would be given to lay out, without a GPU."""
+    given: list[Any] = []
+
+    def flatten(weights: list[Tensor], *sizes: Any) -> None:
+        given.append(([weight.data_ptr() for weight in weights], *sizes))
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: True)
+    monkeypatch.setattr(cudnn_rnn, "get_cudnn_mode", lambda mode: mode)
+    monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", flatten, raising=False)
+    return given
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [*IN_TORCH, "projected"])
+def test_cudnn_is_given_the_weights_to_lay_out_as_by_torch(
+    kind: str, bias: bool, as_if_on_cuda: list[Any]
+) -> None:
+    options = {"output_size": 2} if kind == "projected" else {}
+    kind = "LSTM" if options else kind
+    model = KINDS[kind](3, 5, 1, bias, **options)
+    assert len(as_if_on_cuda) == 1
+    layer = in_torch(model, kind)
+    as_if_on_cuda.clear()
+    layer.flatten_parameters()
+    theirs, *sizes = as_if_on_cuda.pop()
+    model.double()
+    ours, *our_sizes = as_if_on_cuda.pop()
+    assert our_sizes == sizes
+    names = {p.data_ptr(): name for name, p in model.rnns[0].named_parameters()}
+    order = [n for n in ("w_ih", "w_hh", "b_ih", "b_hh", "w_ho") if n in names.values()]
+    assert [names[address] for address in ours] == order
+    assert len(theirs) == len(ours)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("as_if_on_cuda")
+def test_cudnn_is_left_out_where_it_has_no_say(as_if_on_cuda: list[Any]) -> None:
+    RNN.mLSTM(3, 5, 2).double()
+    RNN.Tanh(3, 5, 2, output_size=2).double()
+    RNN.LSTM(3, 5, 2, output_size=7).double()
+    assert as_if_on_cuda == []
+    model = RNN.LSTM(3, 5, 1)
+    parametrizations.weight_norm(model.rnns[0], "w_hh")
+    as_if_on_cuda.clear()
+    model.double()
+    assert as_if_on_cuda == []
+
+
+@pytest.mark.cpu_only
+def test_a_conversion_lays_the_weights_out_again(as_if_on_cuda: list[Any]) -> None:
+    model = RNN.LSTM(3, 5, 2)
+    as_if_on_cuda.clear()
+    fp16_utils.convert_network(model, torch.float16)
+    assert len(as_if_on_cuda) == 2
+
+
+@pytest.mark.cuda_only
+@pytest.mark.filterwarnings("error:RNN module weights are not part of single contiguous")
+@pytest.mark.parametrize("kind", IN_TORCH)
+def test_cudnn_finds_the_weights_in_one_block(kind: str, device: torch.device) -> None:
+    model = KINDS[kind](3, 5, 2).to(device)
+    model(torch.randn(6, 2, 3, device=device))
+    model.half()(torch.randn(6, 2, 3, device=device).half())
+
+
+# The name apex.
+
+
+@pytest.fixture
+def as_apex() -> Iterator[Any]:
+    apex_mp.install_as_apex()
+    yield importlib.import_module("apex")
+    apex_mp.uninstall_as_apex()
+
+
+def test_apex_has_them_under_the_old_names(as_apex: Any) -> None:
+    for kind, ours in KINDS.items():
+        assert getattr(as_apex.RNN, kind) is getattr(as_apex.RNN.models, kind) is ours
+    assert as_apex.RNN.RNNBackend.stackedRNN is RNNBackend.stackedRNN
+    assert as_apex.RNN.RNNBackend.bidirectionalRNN is RNNBackend.bidirectionalRNN
+    assert as_apex.RNN.RNNBackend.RNNCell is RNNBackend.RNNCell
+    assert as_apex.RNN.cells.mLSTMRNNCell is cells.mLSTMRNNCell
+    assert as_apex.RNN.cells.mLSTMCell is cells.mLSTMCell
+    names: dict[str, Any] = {}
+    exec("from apex import RNN\nfrom apex.RNN.models import *", names)
+    model = names["RNN"].models.mLSTM(3, 5, 1)
+    assert isinstance(model, names["stackedRNN"])
+    cell = names["RNNCell"](4, 3, 5, names["LSTMCell"], 2, True)
+    assert isinstance(
+        names["toRNNBackend"](cell, 2, bidirectional=True), RNNBackend.bidirectionalRNN
+    )
