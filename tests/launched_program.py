@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from snippet_cases import REPLACED, TinyBert, Watch, sentences
 
-FOLDER = Path(__file__).parent / "launched_snippets"
+FOLDER = Path(__file__).parent / "whole_scripts"
 # As for other snippets; and there is no GPU to choose, nor NCCL.
 LAUNCHED = ((r"(?m)^torch\.cuda\.set_device\(.*\)$", "pass"), (r'"nccl"', '"gloo"'))
 EPOCHS = 3

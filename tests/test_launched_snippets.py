@@ -20,6 +20,7 @@ import apex_mp
 pytestmark = pytest.mark.cpu_only
 
 TESTS = Path(__file__).parent
+SCRIPT = "distributed_fp16_optimizer"
 WORLD = 2
 BAD = [30, 41]  # Forward passes of the last rank whose gradients overflow.
 
@@ -33,7 +34,7 @@ def torchrun(folder: Path, processes: int, kind: str, bad: list[int]) -> list[di
         "BAD_FORWARDS": json.dumps(bad),
     }
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    program = (str(TESTS / "launched_program.py"), "fp16_optimizer", kind, str(folder))
+    program = (str(TESTS / "launched_program.py"), SCRIPT, kind, str(folder))
     result = subprocess.run(
         [sys.executable, *launcher, *program],
         env=environment,
@@ -95,8 +96,8 @@ def test_both_have_the_same_scales(found: list[dict[str, Any]]) -> None:
 
 
 def test_nothing_but_the_imports_and_the_device_is_replaced() -> None:
-    published = (FOLDER / "fp16_optimizer.py").read_text(encoding="utf-8").splitlines()
-    ours = text_of("fp16_optimizer", "apex_mp").splitlines()
+    published = (FOLDER / f"{SCRIPT}.py").read_text(encoding="utf-8").splitlines()
+    ours = text_of(SCRIPT, "apex_mp").splitlines()
     changed = [line for line, new in zip(published, ours, strict=True) if line != new]
     assert [line for line in changed if ".cuda()" not in line] == [
         "from apex.fp16_utils import FP16_Optimizer",
