@@ -189,6 +189,10 @@ def test_batch_norms_become_synchronised_and_keep_their_tensors() -> None:
     x = torch.randn(3, 1, 2, 2)
     assert torch.equal(converted(x), reference(x))
     assert converted.state_dict().keys() == reference.state_dict().keys()
+    theirs = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(reference))
+    assert [isinstance(each, nn.SyncBatchNorm) for each in converted.modules()] == [
+        isinstance(each, nn.SyncBatchNorm) for each in theirs.modules()
+    ]
     assert isinstance(convert_syncbn_model(nn.BatchNorm1d(2)), SyncBatchNorm)
     assert not convert_syncbn_model(nn.BatchNorm1d(2).eval()).training
 

@@ -10,7 +10,7 @@ import torch
 from tolerances import FP16_TRAINING
 from torch import Tensor
 from torch import distributed as dist
-from two_process_cases import ARGUMENTS, BAD_STEP, STEPS, WORLD, runs, train, work
+from two_process_cases import ARGUMENTS, BAD_STEP, STEPS, WAYS, WORLD, runs, train, work
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -90,6 +90,17 @@ def test_all_ranks_end_with_the_same_weights_and_near_those_of_one(
     assert distance(mine, alone["end"]) < bound
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if f"{way}, torch's DDP" in WAYS])
+@pytest.mark.parametrize("accumulation", [None, "no_sync"])
+def test_torchs_distributed_data_parallel_comes_to_the_same_bits(
+    way: str, accumulation: str | None, found: list[dict[Any, Any]]
+) -> None:
+    ours = found[0][way, accumulation]
+    theirs = found[0][f"{way}, torch's DDP", accumulation]
+    assert all(map(torch.equal, ours["end"], theirs["end"]))
+    assert ours["scales"] == theirs["scales"]
+
+
 # The arguments of DistributedDataParallel.
 
 
@@ -154,6 +165,19 @@ def test_two_backwards_of_one_forward_add_up_where_nothing_is_sent(
     one, other = by_both(probes, "two_backwards_of_one_forward")
     assert one == [2.0, 4.5]
     assert other == [4.0, 4.5]
+
+
+def test_a_reducer_averages_as_torchs_all_reduce_does(probes: list[dict[Any, Any]]) -> None:
+    for found in by_both(probes, "averages_of_a_model"):
+        assert all(map(torch.equal, found["ours"], found["torch's"]))
+        assert all(
+            map(torch.equal, found["params"], by_both(probes, "averages_of_a_model")[0]["params"])
+        )
+
+
+def test_process_groups_are_torchs_subgroups(probes: list[dict[Any, Any]]) -> None:
+    for rank, found in enumerate(by_both(probes, "groups_of")):
+        assert found["ours"] == found["torch's"] == [[rank], [0, 1]]
 
 
 def test_a_reducer_takes_gradients_in_nested_lists(probes: list[dict[Any, Any]]) -> None:

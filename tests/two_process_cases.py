@@ -394,6 +394,30 @@ def reduced_lists(rank: int) -> list[list[float]]:
     return [grads[0].tolist(), grads[1][0].tolist()]  # type: ignore[union-attr]
 
 
+def averages_of_a_model(rank: int) -> dict[str, list[Tensor]]:
+    torch.manual_seed(rank)
+    net = Net()
+    reducer = parallel.Reducer(net)
+    net(torch.randn(4, 6)).sum().backward()
+    theirs = [param.grad.clone() for param in net.parameters()]  # type: ignore[union-attr]
+    for grad in theirs:
+        dist.all_reduce(grad)
+        grad /= WORLD
+    reducer.reduce()
+    params = [param.detach() for param in net.parameters()]
+    return {"ours": [param.grad for param in net.parameters()], "torch's": theirs, "params": params}  # type: ignore[misc]
+
+
+def groups_of(_: int) -> dict[str, list[list[int]]]:
+    """Ranks of this process's group of one, and of two."""
+    ours = [parallel.create_syncbn_process_group(size) for size in (1, 2)]
+    theirs = [dist.new_subgroups(size)[0] for size in (1, 2)]
+    return {
+        "ours": [dist.get_process_group_ranks(group) for group in ours],
+        "torch's": [dist.get_process_group_ranks(group) for group in theirs],
+    }
+
+
 def probes(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in ARGUMENTS.items():
@@ -405,6 +429,8 @@ def probes(rank: int) -> dict[str, Any]:
         switched_between_forward_and_backward,
         two_backwards_of_one_forward,
         reduced_lists,
+        averages_of_a_model,
+        groups_of,
     ):
         found[probe.__name__] = probe(rank)
     return found
