@@ -28,6 +28,14 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(rtol=2.0**-8 * 1.01, atol=2.0**-20),
 }
 
+# A norm and its gradients: sums of up to 50 numbers, in an order that is the device's own, about
+# twenty roundings of operands that are up to 10 in size. A half-precision result is one rounding.
+NORM_TOLERANCES = {
+    **TOLERANCES,
+    torch.float64: Tolerance(rtol=2.0**-47, atol=2.0**-47),
+    torch.float32: Tolerance(rtol=2.0**-19, atol=2.0**-19),
+}
+
 # What hundreds of optimizer steps may lose: the roundings above, once a step, partly cancelling.
 TRAJECTORY_TOLERANCES = {
     torch.float64: Tolerance(rtol=1e-11, atol=1e-12),

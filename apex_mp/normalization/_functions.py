@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex_mp.normalization._norms import Shape, layer_norm, rms_norm
+from apex_mp.normalization._norms import Shape, as_shape, layer_norm, rms_norm
 
 
 class FusedLayerNormFunction:
@@ -34,7 +34,7 @@ class FusedLayerNormFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Normalise, as since then."""
-        return layer_norm(input, normalized_shape, None, None, eps)
+        return layer_norm(input, as_shape(normalized_shape), None, None, eps)
 
 
 class FusedLayerNormAffineFunction:
@@ -58,7 +58,7 @@ class FusedLayerNormAffineFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Normalise, as since then, to the input's dtype."""
-        return layer_norm(input, normalized_shape, weight, bias, eps)
+        return layer_norm(input, as_shape(normalized_shape), weight, bias, eps)
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
@@ -74,7 +74,7 @@ class FusedLayerNormAffineMixedDtypesFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Normalise."""
-        return layer_norm(input, normalized_shape, weight, bias, eps, like="weight")
+        return layer_norm(input, as_shape(normalized_shape), weight, bias, eps, like="weight")
 
 
 class FusedRMSNormFunction:
@@ -88,7 +88,7 @@ class FusedRMSNormFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Normalise."""
-        return rms_norm(input, normalized_shape, None, eps)
+        return rms_norm(input, as_shape(normalized_shape), None, eps)
 
 
 class FusedRMSNormAffineFunction:
@@ -103,7 +103,7 @@ class FusedRMSNormAffineFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Normalise, to the input's dtype."""
-        return rms_norm(input, normalized_shape, weight, eps)
+        return rms_norm(input, as_shape(normalized_shape), weight, eps)
 
 
 class FusedRMSNormAffineMixedDtypesFunction:
@@ -118,4 +118,4 @@ class FusedRMSNormAffineMixedDtypesFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Normalise."""
-        return rms_norm(input, normalized_shape, weight, eps, like="weight")
+        return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")

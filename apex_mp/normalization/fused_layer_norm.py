@@ -158,7 +158,7 @@ def fused_layer_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Normalise over the last dimensions; `eps` is 1e-6 here, unlike that of the module."""
-    return layer_norm(input, normalized_shape, None, None, eps)
+    return layer_norm(input, as_shape(normalized_shape), None, None, eps)
 
 
 @either_order
@@ -174,7 +174,7 @@ def fused_layer_norm_affine(
 
     Also `(input, normalized_shape, weight, bias, ...)`, as until 2021. Returns the input's dtype.
     """
-    return layer_norm(input, normalized_shape, weight, bias, eps)
+    return layer_norm(input, as_shape(normalized_shape), weight, bias, eps)
 
 
 @either_order
@@ -187,7 +187,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_layer_norm_affine`, which returns the weight's dtype."""
-    return layer_norm(input, normalized_shape, weight, bias, eps, like="weight")
+    return layer_norm(input, as_shape(normalized_shape), weight, bias, eps, like="weight")
 
 
 def fused_rms_norm(
@@ -197,7 +197,7 @@ def fused_rms_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Divide by the root of the mean square over the last dimensions, and of `eps`."""
-    return rms_norm(input, normalized_shape, None, eps)
+    return rms_norm(input, as_shape(normalized_shape), None, eps)
 
 
 @either_order
@@ -209,7 +209,7 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_rms_norm`, then multiplied by `weight`; the shape may also stand second."""
-    return rms_norm(input, normalized_shape, weight, eps)
+    return rms_norm(input, as_shape(normalized_shape), weight, eps)
 
 
 @either_order
@@ -221,7 +221,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_rms_norm_affine`, which returns the weight's dtype."""
-    return rms_norm(input, normalized_shape, weight, eps, like="weight")
+    return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")
 
 
 def manual_rms_norm(
@@ -236,8 +236,8 @@ def manual_rms_norm(
     """
     if weight is None:
         dtype = torch.promote_types(input.dtype, torch.float32)
-        return rms_norm(input.to(dtype), normalized_shape, None, eps)
+        return rms_norm(input.to(dtype), as_shape(normalized_shape), None, eps)
     if weight.dtype in (torch.float16, torch.bfloat16):
-        return rms_norm(input, normalized_shape, weight, eps, like="weight")
+        return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")
     dtype = torch.promote_types(input.dtype, weight.dtype)
-    return rms_norm(input.to(dtype), normalized_shape, weight, eps)
+    return rms_norm(input.to(dtype), as_shape(normalized_shape), weight, eps)
