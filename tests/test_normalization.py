@@ -23,6 +23,7 @@ from apex_mp.normalization import (
     FusedRMSNorm,
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
+    _half_layer_norm,
     fused_layer_norm_cuda,
 )
 from apex_mp.normalization import fused_layer_norm as norms
@@ -213,6 +214,18 @@ def test_gradients_of_weights_of_many_rows_are_added_up_in_float32(
         assert_near(mine.grad, theirs.grad, Tolerance(bound.rtol, 2.0**-7))
 
 
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("elements", [1, 24, 5 * 24, 6 * 24, 10**9])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_blocks_of_rows_of_any_length_add_up_to_the_same(
+    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_half_layer_norm, "_ELEMENTS", elements)
+    tensors = tensors_of(dtype, torch.float32, torch.device("cpu"))
+    check(norms.fused_layer_norm_affine(*tensors, SHAPE, 1e-3), tensors, 1e-3)
+
+
 def test_a_sum_of_half_gradients_may_pass_what_half_precision_holds(device: torch.device) -> None:
     """An inf there would be taken for an overflow, and the loss scale would sink."""
     module = FusedLayerNorm(4).to(device)
@@ -282,6 +295,14 @@ def test_an_empty_batch_and_a_strided_input_are_taken(
     assert strided.grad is not None
     assert plain.grad is not None
     torch.testing.assert_close(strided.grad, plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_of_no_element_are_taken_as_torch_does(dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 0, dtype=dtype, requires_grad=True)
+    FusedLayerNorm(0)(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (3, 0)
 
 
 @pytest.mark.parametrize("kind", MODULES)

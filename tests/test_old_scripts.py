@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 import apex_mp
 from apex_mp._run import cpu

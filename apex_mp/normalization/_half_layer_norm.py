@@ -16,7 +16,7 @@ from torch.nn import functional
 
 _backward = torch.ops.aten.native_layer_norm_backward
 # float32 elements that one thread takes at a time: so many stay in its cache.
-_ELEMENTS = 1 << 17
+_ELEMENTS = 1 << 18
 
 
 def half_layer_norm(
@@ -85,14 +85,14 @@ def _in_blocks(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """Take a block of rows at a time to float32, and add the blocks' sums up."""
     input, weight, bias, mean, rstd = ctx.saved_tensors  # noqa: A001
     mask = [*ctx.needs_input_grad[:3]]
-    size = weight.numel()
-    x, dy = input.reshape(-1, size), grad.reshape(-1, size)
-    stats = mean.reshape(-1, 1), rstd.reshape(-1, 1)
+    size, count = weight.numel(), mean.numel()
+    x, dy = input.reshape(count, size), grad.reshape(count, size)
+    stats = mean.reshape(count, 1), rstd.reshape(count, 1)
     weights = weight.float().reshape(size), bias.float().reshape(size)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = torch.zeros(2, size)
     rows = max(1, _ELEMENTS * torch.get_num_threads() // max(1, size))
-    for begin in range(0, len(x), rows):
+    for begin in range(0, count, rows):
         of = slice(begin, begin + rows)
         found = _backward(
             dy[of].float(), x[of].float(), [size], *(each[of] for each in stats), *weights, mask

@@ -64,7 +64,7 @@ def rms_norm(
 
 def is_shape(value: object) -> bool:
     """Tell whether this can be a `normalized_shape`."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence):
         return all(isinstance(size, numbers.Integral) for size in value)
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
