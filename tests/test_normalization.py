@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,24 @@ def test_each_function_with_weights_is_within_one_rounding_of_float64(
     output = function(*tensors, SHAPE, 1e-3)
     assert output.dtype is (weights if mixed else input)
     check(output, tensors, 1e-3)
+
+
+@pytest.mark.parametrize("input", DTYPES)
+@pytest.mark.parametrize(("weight", "bias"), [(torch.float32, torch.float16), HALVES])
+def test_a_weight_and_a_bias_may_be_of_two_dtypes(
+    input: torch.dtype,  # noqa: A002
+    weight: torch.dtype,
+    bias: torch.dtype,
+    device: torch.device,
+) -> None:
+    for function, dtype in (
+        (norms.fused_layer_norm_affine, input),
+        (norms.mixed_dtype_fused_layer_norm_affine, weight),
+    ):
+        tensors = [*tensors_of(input, weight, device)[:2], tensors_of(input, bias, device)[2]]
+        output = function(*tensors, SHAPE, 1e-3)
+        assert output.dtype is dtype
+        check(output, tensors, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -336,6 +355,16 @@ def test_a_module_is_told_apart_copied_pickled_and_compiled() -> None:
             assert compiled(each).dtype is module(each).dtype
             torch.testing.assert_close(compiled(each), module(each))
             torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_module_is_traced(kind: Any, dtype: torch.dtype) -> None:
+    module, x = kind(4).to(dtype), torch.randn(2, 4).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        traced = torch.jit.trace(module, x)  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(x), module(x))
 
 
 # The arguments

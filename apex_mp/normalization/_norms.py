@@ -88,7 +88,9 @@ def _sums_in_half(input: Tensor) -> bool:  # noqa: A002
     """Tell whether torch's layer norm would add gradients of weights up in half precision."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return input.device.type == "cpu" and not torch.compiler.is_compiling()
+    # What is compiled or traced takes torch's operators alone.
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return input.device.type == "cpu" and not recorded
 
 
 def _computed(
@@ -108,4 +110,4 @@ def _computed(
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
         return dtype, dtype
-    return dtype, (tensors[-1] if like == "weight" else input).dtype
+    return dtype, tensors[1 if like == "weight" else 0].dtype
