@@ -89,7 +89,8 @@ def _sums_in_half(input: Tensor) -> bool:  # noqa: A002
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
     # What is compiled or traced takes torch's operators alone.
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    recorded = torch.compiler.is_compiling() or traced
     return input.device.type == "cpu" and not recorded
 
 
