@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 import apex_mp
 from apex_mp._run import cpu
@@ -202,16 +204,21 @@ def test_who_finds_apex_finds_all_that_is_used_of_it(probe: Any) -> None:
     exec("from apex.optimizers import FusedAdam", names)
 
 
-@pytest.mark.usefixtures("as_apex")
-def test_a_norm_of_later_years_is_left_to_the_library() -> None:
-    class PlainNorm:
-        pass
+@pytest.mark.parametrize("era", ["2019-03", "2019-08", "2020"])
+def test_a_norm_of_later_years_is_whole_or_left_to_the_library(era: str) -> None:
+    class PlainNorm(torch.nn.Module):
+        def __init__(self, size: int, eps: float) -> None:
+            super().__init__()
 
-    norm: Any = PlainNorm
+    names: dict[str, Any] = {"FusedRMSNorm": PlainNorm}
+    apex_mp.install_as_apex(era)
     try:
-        exec("from apex.normalization import FusedRMSNorm")
-    except ImportError:
-        pass
-    else:
-        norm = None
-    assert norm is PlainNorm
+        with contextlib.suppress(ImportError):
+            exec("from apex.normalization import FusedRMSNorm", names)
+    finally:
+        apex_mp.uninstall_as_apex()
+    norm = names["FusedRMSNorm"](4, eps=1e-6)
+    assert isinstance(norm, PlainNorm) == (era != "2020")
+    if era == "2020":
+        x = torch.randn(2, 4)
+        assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (4,), norm.weight, 1e-6))

@@ -1,4 +1,4 @@
-"""normalization and parallel: old names and arguments over what torch has today."""
+"""parallel: old names and arguments over what torch has today."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from apex_mp.normalization import FusedLayerNorm, fused_layer_norm, fused_layer_norm_cuda
 from apex_mp.parallel import (
     LARC,
     DistributedDataParallel,
@@ -32,69 +31,6 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-# normalization
-
-
-@pytest.mark.parametrize("affine", [True, False])
-def test_fused_layer_norm_is_torchs_with_the_same_keys(affine: bool) -> None:
-    ours, theirs = FusedLayerNorm((3, 4), 1e-3, affine), nn.LayerNorm((3, 4), 1e-3, affine)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    x = torch.randn(2, 3, 4)
-    assert torch.equal(ours(x), theirs(x))
-    assert isinstance(ours, nn.LayerNorm)
-
-
-def test_the_functions_have_an_eps_of_their_own() -> None:
-    x, weight, bias = torch.randn(2, 4) * 1e-3, torch.randn(4), torch.randn(4)
-    plain = nn.functional.layer_norm(x, [4], eps=1e-6)
-    assert torch.equal(fused_layer_norm.fused_layer_norm(x, (4,)), plain)
-    affine = fused_layer_norm.fused_layer_norm_affine(x, (4,), weight, bias)
-    torch.testing.assert_close(affine, plain * weight + bias)
-
-
-def test_the_functions_of_layer_norm_take_both_of_their_calls() -> None:
-    x, weight, bias = (torch.randn(2, 4, requires_grad=True) for _ in range(3))
-    weight, bias = weight[0], bias[0]
-    of_plain = fused_layer_norm.FusedLayerNormFunction
-    plain = fused_layer_norm.fused_layer_norm(x, (4,), 1e-3)
-    assert torch.equal(of_plain.apply(x, (4,), 1e-3), plain)
-    assert torch.equal(of_plain((4,), 1e-3)(x), plain)
-    of_affine = fused_layer_norm.FusedLayerNormAffineFunction
-    affine = fused_layer_norm.fused_layer_norm_affine(x, (4,), weight, bias, 1e-3)
-    assert torch.equal(of_affine.apply(x, weight, bias, (4,), 1e-3), affine)
-    assert torch.equal(of_affine((4,), 1e-3)(x, weight, bias), affine)
-    assert affine.requires_grad
-
-
-def test_fused_layer_norm_cuda_has_the_gradients_of_autograd() -> None:
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    gamma, beta = (torch.randn(4, requires_grad=True) for _ in range(2))
-    grad = torch.randn(2, 3, 4)
-    wanted = nn.functional.layer_norm(x, [4], gamma, beta, 1e-5)
-    wanted.backward(grad)
-    with torch.no_grad():
-        out, mean, invvar = fused_layer_norm_cuda.forward_affine(x, (4,), gamma, beta, 1e-5)
-        grads = fused_layer_norm_cuda.backward_affine(
-            grad, mean, invvar, x, (4,), gamma, beta, 1e-5
-        )
-    assert torch.equal(out, wanted)
-    assert mean.shape == invvar.shape == (6,)
-    for mine, theirs in zip(grads, (x.grad, gamma.grad, beta.grad), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_fused_layer_norm_cuda_without_weights() -> None:
-    x = torch.randn(2, 4, requires_grad=True)
-    nn.functional.layer_norm(x, [4]).backward(torch.ones(2, 4))
-    with torch.no_grad():
-        _, mean, invvar = fused_layer_norm_cuda.forward(x, (4,), 1e-5)
-        grad = fused_layer_norm_cuda.backward(torch.ones(2, 4), mean, invvar, x, (4,), 1e-5)
-    torch.testing.assert_close(grad, x.grad)
-
-
-# parallel
 
 
 @pytest.mark.usefixtures("one_process")

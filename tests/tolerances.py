@@ -37,6 +37,13 @@ HALF_RECURRENCE_TOLERANCES = {
 # Its gradients cancel here and there, so by the l2 norm of all of them together. Measured over 60
 # seeds on the CPU: 2 roundings.
 HALF_RECURRENCE_GRADIENTS = {torch.float16: 8 * 2.0**-11, torch.bfloat16: 8 * 2.0**-8}
+# A norm and its gradients: sums of up to 50 numbers, in an order that is the device's own, about
+# twenty roundings of operands that are up to 10 in size. A half-precision result is one rounding.
+NORM_TOLERANCES = {
+    **TOLERANCES,
+    torch.float64: Tolerance(rtol=2.0**-47, atol=2.0**-47),
+    torch.float32: Tolerance(rtol=2.0**-19, atol=2.0**-19),
+}
 
 # What hundreds of optimizer steps may lose: the roundings above, once a step, partly cancelling.
 TRAJECTORY_TOLERANCES = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from apex_mp._as_apex.table import LATER_NORM_FUNCTIONS, LATER_NORM_KERNELS, LATER_NORMS
+
 Place = tuple[str, str]
 
 _HERE = "apex_mp._as_apex"
@@ -17,6 +19,15 @@ _LATER_OPTIMIZERS = frozenset(
         ("amp_C", "multi_tensor_lamb_stage2_cuda"),
         ("amp_C", "multi_tensor_novograd"),
     }
+)
+_LATER_NORMS = frozenset(
+    (module, name)
+    for module, names in (
+        ("apex.normalization", LATER_NORMS),
+        ("apex.normalization.fused_layer_norm", f"{LATER_NORMS} {LATER_NORM_FUNCTIONS}"),
+        ("fused_layer_norm_cuda", LATER_NORM_KERNELS),
+    )
+    for name in names.split()
 )
 _LATER_ADAM = {
     ("apex.optimizers", "FusedAdam"): f"{_HERE}.since_2019_08",
@@ -50,9 +61,9 @@ ERAS = {
                 ("apex.optimizers", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
                 ("apex.optimizers.fp16_optimizer", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
             },
-            _LATER_OPTIMIZERS,
+            _LATER_OPTIMIZERS | _LATER_NORMS,
         ),
-        Era("2019-08", _LATER_ADAM),
+        Era("2019-08", _LATER_ADAM, _LATER_NORMS),
         Era("2020", _LATER_ADAM, frozenset({("apex.optimizers", "FP16_Optimizer")})),
     )
 }

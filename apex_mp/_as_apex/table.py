@@ -21,6 +21,19 @@ _RNN = "GRU LSTM ReLU Tanh mLSTM"
 _RNN_BACKEND = "RNNCell bidirectionalRNN stackedRNN"
 _MLSTM_CELLS = "mLSTMCell mLSTMRNNCell"
 
+# What apex.normalization got after 2020.
+LATER_NORMS = "FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"
+LATER_NORM_FUNCTIONS = (
+    "FusedLayerNormAffineMixedDtypesFunction FusedRMSNormAffineFunction "
+    "FusedRMSNormAffineMixedDtypesFunction FusedRMSNormFunction fused_rms_norm "
+    "fused_rms_norm_affine manual_rms_norm mixed_dtype_fused_layer_norm_affine "
+    "mixed_dtype_fused_rms_norm_affine"
+)
+LATER_NORM_KERNELS = (
+    "forward_affine_mixed_dtypes rms_backward rms_backward_affine rms_forward rms_forward_affine "
+    "rms_forward_affine_mixed_dtypes"
+)
+
 _AMP_HELPERS = "apex_mp._as_apex.amp_helpers"
 
 # module: {where its names live here: the names}
@@ -88,11 +101,11 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "apex.multi_tensor_apply": {"apex_mp.multi_tensor_apply": _MULTI_TENSOR},
     "apex.multi_tensor_apply.multi_tensor_apply": {"apex_mp.multi_tensor_apply": _MULTI_TENSOR},
-    "apex.normalization": {"apex_mp.normalization": "FusedLayerNorm"},
+    "apex.normalization": {"apex_mp.normalization": f"FusedLayerNorm {LATER_NORMS}"},
     "apex.normalization.fused_layer_norm": {
         "apex_mp.normalization.fused_layer_norm": (
             "FusedLayerNorm FusedLayerNormAffineFunction FusedLayerNormFunction fused_layer_norm "
-            "fused_layer_norm_affine"
+            f"fused_layer_norm_affine {LATER_NORMS} {LATER_NORM_FUNCTIONS}"
         )
     },
     "apex.optimizers": {"apex_mp.optimizers": "FP16_Optimizer FusedAdam FusedSGD"},
@@ -147,7 +160,7 @@ MODULES: dict[str, dict[str, str]] = {
     "fused_adam_cuda": {"apex_mp.multi_tensor_apply.fused_adam_cuda": "adam"},
     "fused_layer_norm_cuda": {
         "apex_mp.normalization.fused_layer_norm_cuda": (
-            "backward backward_affine forward forward_affine"
+            f"backward backward_affine forward forward_affine {LATER_NORM_KERNELS}"
         )
     },
 }

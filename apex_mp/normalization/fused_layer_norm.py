@@ -1,97 +1,243 @@
-"""Layer norm with the signatures of apex.normalization, computed by torch."""
+"""The modules and functions of apex.normalization.fused_layer_norm, over torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from apex_mp.normalization._functions import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+)
+from apex_mp.normalization._norms import Shape, as_shape, layer_norm, rms_norm
+from apex_mp.normalization._orders import either_order
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+# Of the functions, as in apex; its modules have 1e-5.
+_EPS = 1e-6
 
 
 class FusedLayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` with the arguments of apex.
+    """`torch.nn.LayerNorm` with the arguments of apex, for half input and float32 weights too.
+
+    The output has the dtype of the input; where amp or torch.autocast casts, it is float32.
 
     Args:
         normalized_shape: The last dimensions of the input: a number or a sequence.
         eps: Added to the variance [1e-5].
         elementwise_affine: Have a weight and a bias [True].
+        memory_efficient: Taken, and of no effect: what torch keeps for backward is the input, and
+            two numbers a row [False].
     """
 
     def __init__(
         self,
-        normalized_shape: int | Sequence[int],
+        normalized_shape: Shape,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
-        shape = normalized_shape if isinstance(normalized_shape, int) else [*normalized_shape]
-        super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
+        super().__init__([*as_shape(normalized_shape)], eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise `[..., *normalized_shape]`."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class FusedRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` with the arguments and the eps of apex; dtypes as of `FusedLayerNorm`.
+
+    Args:
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        eps: Added to the mean square [1e-5]; None as in torch, an ulp of the computation at 1.
+        elementwise_affine: Have a weight [True].
+        memory_efficient: Taken, and of no effect [False].
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__([*as_shape(normalized_shape)], eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise `[..., *normalized_shape]`."""
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """`FusedLayerNorm` whose output has the dtype of the weight.
+
+    Args:
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        eps: Added to the variance [1e-5].
+        memory_efficient: Taken, and of no effect [False].
+        elementwise_affine: There must be weights [True].
+
+    Raises:
+        RuntimeError: `elementwise_affine` is False.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        _demand_weights(self, elementwise_affine)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise `[..., *normalized_shape]`."""
+        shape, eps = self.normalized_shape, self.eps
+        return layer_norm(input, shape, self.weight, self.bias, eps, like="weight")
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """`FusedRMSNorm` whose output has the dtype of the weight; see `MixedFusedLayerNorm`."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        _demand_weights(self, elementwise_affine)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise `[..., *normalized_shape]`."""
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps, like="weight")
+
+
+def _demand_weights(module: torch.nn.Module, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        name = type(module).__name__
+        raise RuntimeError(
+            f"{name}: elementwise_affine is {elementwise_affine}; it must be True, as the output "
+            f"has the dtype of the weight. {name.removeprefix('Mixed')} can do without"
+        )
 
 
 def fused_layer_norm(
     input: Tensor,  # noqa: A002
-    normalized_shape: Sequence[int],
-    eps: float = 1e-6,
+    normalized_shape: Shape,
+    eps: float = _EPS,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Normalise over the last dimensions; `eps` is 1e-6 here, unlike that of the module."""
-    return functional.layer_norm(input, [*normalized_shape], None, None, eps)
+    return layer_norm(input, as_shape(normalized_shape), None, None, eps)
 
 
+@either_order
 def fused_layer_norm_affine(
     input: Tensor,  # noqa: A002
-    normalized_shape: Sequence[int],
     weight: Tensor,
     bias: Tensor,
-    eps: float = 1e-6,
+    normalized_shape: Shape,
+    eps: float = _EPS,
+    memory_efficient: bool = False,
 ) -> Tensor:
-    """Normalise over the last dimensions, then multiply by `weight` and add `bias`."""
-    return functional.layer_norm(input, [*normalized_shape], weight, bias, eps)
+    """Normalise over the last dimensions, then multiply by `weight` and add `bias`.
 
-
-class FusedLayerNormFunction:
-    """What normalises, by both of its old calls: an object that is called, and `apply`.
-
-    Args:
-        normalized_shape: The last dimensions of the input.
-        eps: Added to the variance [1e-6].
+    Also `(input, normalized_shape, weight, bias, ...)`, as until 2021. Returns the input's dtype.
     """
-
-    def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
-        self.normalized_shape = normalized_shape
-        self.eps = eps
-
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Normalise, as until the spring of 2019."""
-        return self.apply(input, self.normalized_shape, self.eps)
-
-    @staticmethod
-    def apply(
-        input: Tensor,  # noqa: A002
-        normalized_shape: Sequence[int],
-        eps: float = 1e-6,
-    ) -> Tensor:
-        """Normalise, as since then."""
-        return fused_layer_norm(input, normalized_shape, eps)
+    return layer_norm(input, as_shape(normalized_shape), weight, bias, eps)
 
 
-class FusedLayerNormAffineFunction:
-    """See `FusedLayerNormFunction`; this one has a weight and a bias."""
+@either_order
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = _EPS,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm_affine`, which returns the weight's dtype."""
+    return layer_norm(input, as_shape(normalized_shape), weight, bias, eps, like="weight")
 
-    def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
-        self.normalized_shape = normalized_shape
-        self.eps = eps
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
-        """Normalise, as until the spring of 2019."""
-        return self.apply(input, weight, bias, self.normalized_shape, self.eps)
+def fused_rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Shape,
+    eps: float = _EPS,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Divide by the root of the mean square over the last dimensions, and of `eps`."""
+    return rms_norm(input, as_shape(normalized_shape), None, eps)
 
-    @staticmethod
-    def apply(
-        input: Tensor,  # noqa: A002
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Sequence[int],
-        eps: float = 1e-6,
-    ) -> Tensor:
-        """Normalise, as since then."""
-        return fused_layer_norm_affine(input, normalized_shape, weight, bias, eps)
+
+@either_order
+def fused_rms_norm_affine(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = _EPS,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_rms_norm`, then multiplied by `weight`; the shape may also stand second."""
+    return rms_norm(input, as_shape(normalized_shape), weight, eps)
+
+
+@either_order
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = _EPS,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_rms_norm_affine`, which returns the weight's dtype."""
+    return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")
+
+
+def manual_rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Shape,
+    weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Return the norm that apex took on a CPU: in half precision if the weight is, else float32.
+
+    With float64, in float64.
+    """
+    if weight is None:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        return rms_norm(input.to(dtype), as_shape(normalized_shape), None, eps)
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")
+    dtype = torch.promote_types(input.dtype, weight.dtype)
+    return rms_norm(input.to(dtype), as_shape(normalized_shape), weight, eps)

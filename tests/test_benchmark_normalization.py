@@ -1,0 +1,54 @@
+"""benchmarks.normalization compares ours with torch's norms, in time and in gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import normalization
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("one_thread")]
+
+PAGE = Path(normalization.__file__).resolve().parents[1] / "docs" / "normalization.md"
+PUBLISHED = normalization.RESULTS / "normalization-cpu.json"
+
+
+def test_a_small_run_measures_every_case_and_writes_it(tmp_path: Path) -> None:
+    results = normalization.main(
+        ["--device=cpu", "--shapes", "16x32", "--rounds=2", f"--results={tmp_path}"]
+    )
+    assert json.loads((tmp_path / "normalization-cpu.json").read_text()) == results
+    assert len(results["runs"]) == len(normalization.CASES)
+    for run in results["runs"]:
+        assert (run["rows"], run["width"]) == (16, 32)
+        for of in (*run["ms"].values(), *run["times_ours"].values()):
+            assert "ours" in of
+            assert all(value > 0 for value in of.values())
+        assert run["times_ours"]["both"]["ours"] == 1.0
+        assert ("torch" in run["off"]) == (not run["norm"].startswith("Mixed"))
+        assert ("cast" in run["off"]) == (run["input"] != "fp32")
+        # One rounding of the gradient of ours, in the weights' precision.
+        assert run["off"]["ours"] < {"fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7}[run["weights"]]
+
+
+def test_gradients_are_off_by_a_part_of_the_largest() -> None:
+    class Wrong(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            return output if x.dtype is torch.float64 else output * 1.25
+
+    module, x = Wrong(2, 1, bias=False), torch.ones(3, 2)
+    off = normalization.gradients_off(module, module, x, torch.ones(3, 1))
+    assert off == pytest.approx(0.25)
+
+
+def test_the_page_shows_the_published_figures_or_says_that_there_are_none() -> None:
+    said = "No figures have been published yet."
+    if PUBLISHED.exists():
+        said = normalization.page(json.loads(PUBLISHED.read_text()))
+    _, shown = PAGE.read_text().split("<!-- python -m benchmarks.normalization -->\n")
+    assert shown.strip().startswith(said), f"docs/normalization.md must hold:\n{said}"

@@ -1,0 +1,776 @@
+"""apex_mp.normalization: each old name against torch's norms, in each pair of dtypes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tolerances import NORM_TOLERANCES, Tolerance, assert_near
+from torch import Tensor, nn
+from torch.nn import functional
+
+import apex_mp
+from apex_mp import amp
+from apex_mp.fp16_utils import FP16_Optimizer, network_to_half
+from apex_mp.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+    _half_layer_norm,
+    fused_layer_norm_cuda,
+)
+from apex_mp.normalization import fused_layer_norm as norms
+from apex_mp.optimizers import FusedAdam
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float64, torch.float32, *HALVES)
+PAIRS = [*itertools.product(DTYPES, DTYPES)]
+IDS = [f"{a}-{b}".replace("torch.", "") for a, b in PAIRS]
+SHAPE = (3, 8)
+MODULES = (FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm)
+
+
+def tensors_of(input: torch.dtype, weights: torch.dtype, device: torch.device) -> list[Tensor]:  # noqa: A002
+    """Return an input of 6 rows, a weight and a bias that require grad."""
+    x, weight, bias = torch.randn(3, 2, *SHAPE), torch.rand(SHAPE) + 0.5, torch.randn(SHAPE)
+    made = [x.to(input), weight.to(weights), bias.to(weights)]
+    return [each.to(device).requires_grad_() for each in made]
+
+
+def reference(tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, list[Tensor]]:
+    """Return the norm in float64, with a bias layer norm, and the tensors that it took."""
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    x, *weights = wide
+    if len(tensors) == 2:
+        return functional.rms_norm(x, SHAPE, *weights, eps), wide
+    return functional.layer_norm(x, SHAPE, *weights, eps), wide
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert_near(actual, expected, NORM_TOLERANCES[actual.dtype])
+
+
+def check(output: Tensor, tensors: Sequence[Tensor], eps: float) -> None:
+    """Compare an output, and the gradients of a backward from it, with float64."""
+    wanted, wide = reference(tensors, eps)
+    near(output, wanted)
+    grad = torch.randn_like(output)
+    output.backward(grad)
+    wanted.backward(grad.double())
+    for each, theirs in zip(tensors, wide, strict=True):
+        assert each.grad is not None
+        assert theirs.grad is not None
+        assert each.grad.dtype is each.dtype
+        near(each.grad, theirs.grad)
+
+
+def filled(module: nn.Module, weights: Sequence[Tensor]) -> nn.Module:
+    """Put parameters with the values and dtypes of `weights` into a module."""
+    for name, value in zip(("weight", "bias"), weights, strict=False):
+        setattr(module, name, nn.Parameter(value.detach().clone()))
+    return module
+
+
+# Values, gradients and dtypes
+
+
+@pytest.mark.parametrize(("input", "weights"), PAIRS, ids=IDS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_each_module_is_within_one_rounding_of_float64_in_each_pair_of_dtypes(
+    kind: type[nn.Module],
+    input: torch.dtype,  # noqa: A002
+    weights: torch.dtype,
+    device: torch.device,
+) -> None:
+    x, *values = tensors_of(input, weights, device)
+    module = filled(kind(SHAPE, eps=1e-3), values[: 1 if "RMS" in kind.__name__ else 2])
+    output = module(x)
+    assert output.dtype is (weights if "Mixed" in kind.__name__ else input)
+    check(output, [x, *module.parameters()], 1e-3)
+
+
+@pytest.mark.parametrize(("input", "weights"), PAIRS, ids=IDS)
+@pytest.mark.parametrize(
+    ("function", "count", "mixed"),
+    [
+        (norms.fused_layer_norm_affine, 3, False),
+        (norms.mixed_dtype_fused_layer_norm_affine, 3, True),
+        (norms.FusedLayerNormAffineFunction.apply, 3, False),
+        (norms.FusedLayerNormAffineMixedDtypesFunction.apply, 3, True),
+        (norms.fused_rms_norm_affine, 2, False),
+        (norms.mixed_dtype_fused_rms_norm_affine, 2, True),
+        (norms.FusedRMSNormAffineFunction.apply, 2, False),
+        (norms.FusedRMSNormAffineMixedDtypesFunction.apply, 2, True),
+    ],
+)
+def test_each_function_with_weights_is_within_one_rounding_of_float64(
+    function: Callable[..., Tensor],
+    count: int,
+    mixed: bool,
+    input: torch.dtype,  # noqa: A002
+    weights: torch.dtype,
+    device: torch.device,
+) -> None:
+    tensors = tensors_of(input, weights, device)[:count]
+    output = function(*tensors, SHAPE, 1e-3)
+    assert output.dtype is (weights if mixed else input)
+    check(output, tensors, 1e-3)
+
+
+@pytest.mark.parametrize("input", DTYPES)
+@pytest.mark.parametrize(("weight", "bias"), [(torch.float32, torch.float16), HALVES])
+def test_a_weight_and_a_bias_may_be_of_two_dtypes(
+    input: torch.dtype,  # noqa: A002
+    weight: torch.dtype,
+    bias: torch.dtype,
+    device: torch.device,
+) -> None:
+    for function, dtype in (
+        (norms.fused_layer_norm_affine, input),
+        (norms.mixed_dtype_fused_layer_norm_affine, weight),
+    ):
+        tensors = [*tensors_of(input, weight, device)[:2], tensors_of(input, bias, device)[2]]
+        output = function(*tensors, SHAPE, 1e-3)
+        assert output.dtype is dtype
+        check(output, tensors, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "plain"),
+    [
+        (norms.fused_layer_norm, functional.layer_norm),
+        (norms.FusedLayerNormFunction.apply, functional.layer_norm),
+        (FusedLayerNorm(SHAPE, 1e-3, elementwise_affine=False), functional.layer_norm),
+        (norms.fused_rms_norm, functional.rms_norm),
+        (norms.FusedRMSNormFunction.apply, functional.rms_norm),
+        (FusedRMSNorm(SHAPE, 1e-3, elementwise_affine=False), functional.rms_norm),
+    ],
+)
+def test_each_norm_without_weights_is_within_one_rounding_of_float64(
+    function: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    (x, *_) = tensors_of(dtype, dtype, device)
+    output = function(x) if isinstance(function, nn.Module) else function(x, SHAPE, 1e-3)
+    assert output.dtype is dtype
+    wide = x.detach().double().requires_grad_()
+    wanted = plain(wide, SHAPE, eps=1e-3)
+    near(output, wanted)
+    grad = torch.randn_like(output)
+    output.backward(grad)
+    wanted.backward(grad.double())
+    assert x.grad is not None
+    assert wide.grad is not None
+    near(x.grad, wide.grad)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)]
+)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_is_torchs_to_the_bit_with_the_same_keys(
+    ours: Any, theirs: Any, affine: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    mine, other = (kind(SHAPE, 1e-3, affine).to(device, dtype) for kind in (ours, theirs))
+    assert isinstance(mine, theirs)
+    other.load_state_dict(mine.state_dict())
+    mine.load_state_dict(other.state_dict())
+    x = torch.randn(2, *SHAPE, device=device, dtype=dtype)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, each in zip((mine, other), inputs, strict=True):
+        module(each).square().sum().backward()
+    assert torch.equal(mine(x), other(x))
+    for a, b in zip([inputs[0], *mine.parameters()], [inputs[1], *other.parameters()], strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_forward_in_half_precision_is_torchs_to_the_bit_with_and_without_gradients(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    x, *values = tensors_of(dtype, dtype, device)
+    module = filled(FusedLayerNorm(SHAPE), values)
+    wanted = functional.layer_norm(x, SHAPE, *values)
+    assert torch.equal(module(x), wanted)
+    with torch.no_grad():
+        assert torch.equal(module(x), wanted)
+        assert not module(x).requires_grad
+
+
+@pytest.mark.parametrize("weights", [torch.float32, "input"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_of_weights_of_many_rows_are_added_up_in_float32(
+    dtype: torch.dtype, weights: Any, device: torch.device
+) -> None:
+    """torch's CPU kernel adds them up in half precision: the bfloat16 bias is a third off."""
+    rows, kept = 20_000, dtype if weights == "input" else weights
+    x = torch.randn(rows, 4, device=device, dtype=dtype, requires_grad=True)
+    module = FusedLayerNorm(4).to(device, kept)
+    grad = (torch.randn(rows, 4, device=device) + 0.1).to(dtype)
+    module(x).backward(grad)
+    wide = copy.deepcopy(module).double()
+    wide.zero_grad()
+    wide(x.detach().double()).backward(grad.double())
+    tolerance = Tolerance(rtol=2.0**-14, atol=2.0**-7) if kept is torch.float32 else None
+    for mine, theirs in zip(module.parameters(), wide.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        bound = tolerance or NORM_TOLERANCES[kept]
+        assert_near(mine.grad, theirs.grad, Tolerance(bound.rtol, 2.0**-7))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("elements", [1, 24, 5 * 24, 6 * 24, 10**9])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_blocks_of_rows_of_any_length_add_up_to_the_same(
+    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_half_layer_norm, "_ELEMENTS", elements)
+    tensors = tensors_of(dtype, torch.float32, torch.device("cpu"))
+    check(norms.fused_layer_norm_affine(*tensors, SHAPE, 1e-3), tensors, 1e-3)
+
+
+def test_a_sum_of_half_gradients_may_pass_what_half_precision_holds(device: torch.device) -> None:
+    """An inf there would be taken for an overflow, and the loss scale would sink."""
+    module = FusedLayerNorm(4).to(device)
+    x = torch.randn(4096, 4, device=device, dtype=torch.float16)
+    module(x).backward(torch.full_like(x, 100.0))
+    assert module.bias.grad is not None
+    assert module.bias.grad.tolist() == [409600.0] * 4
+
+
+@pytest.mark.parametrize(
+    "needed", [wanted for wanted in itertools.product([False, True], repeat=3) if any(wanted)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_requires_no_grad_gets_none(
+    needed: tuple[bool, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    tensors = tensors_of(dtype, torch.float32, device)
+    wanted, wide = reference(tensors, 1e-6)
+    wanted.sum().backward()
+    given = [
+        each.detach().requires_grad_(is_it) for each, is_it in zip(tensors, needed, strict=True)
+    ]
+    norms.fused_layer_norm_affine(*given, SHAPE).sum().backward()
+    for each, theirs, is_it in zip(given, wide, needed, strict=True):
+        assert (each.grad is not None) == is_it
+        if each.grad is not None and theirs.grad is not None:
+            near(each.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_gradient_can_be_differentiated(dtype: torch.dtype, device: torch.device) -> None:
+    tensors = tensors_of(dtype, dtype, device)
+    wanted, wide = reference(tensors, 1e-6)
+    output = norms.fused_layer_norm_affine(*tensors, SHAPE)
+    for result, of in ((output, tensors), (wanted, wide)):
+        loss = (result * torch.arange(1, 9, device=device)).square().mean() / 8
+        (grad,) = torch.autograd.grad(loss, of[0], create_graph=True)
+        grad.square().sum().mul(4).backward()
+    for each, theirs in zip(tensors[:2], wide[:2], strict=True):
+        assert each.grad is not None
+        assert theirs.grad is not None
+        scale = theirs.grad.abs().max().item()
+        bound = {torch.float16: 0.02, torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+        assert (each.grad.double() - theirs.grad).abs().max().item() < bound * scale
+
+
+# Inputs of all kinds
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_empty_batch_and_a_strided_input_are_taken(
+    kind: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    module = kind(4).to(device)
+    empty = torch.zeros(0, 4, device=device, dtype=dtype, requires_grad=True)
+    module(empty).sum().backward()
+    assert empty.grad is not None
+    assert empty.grad.shape == (0, 4)
+    assert module.weight.grad.tolist() == [0.0] * 4
+    base = torch.randn(4, 6, 5, device=device).to(dtype)
+    strided = base.permute(2, 1, 0)[:, ::2].detach().requires_grad_()
+    plain = strided.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    for each in (strided, plain):
+        module(each).float().square().sum().backward()
+    assert torch.equal(module(strided), module(plain))
+    assert strided.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(strided.grad, plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_of_no_element_are_taken_as_torch_does(dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 0, dtype=dtype, requires_grad=True)
+    FusedLayerNorm(0)(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (3, 0)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_shape_is_a_number_or_any_sequence_of_numbers(kind: Any) -> None:
+    for shape in (4, (4,), [4], torch.Size([4])):
+        assert kind(shape).normalized_shape == (4,)
+        assert kind(shape).weight.shape == (4,)
+    assert kind([3, 4]).normalized_shape == (3, 4)
+    for shape in (4, (4,), [4], torch.Size([4])):
+        assert norms.fused_layer_norm(torch.ones(2, 4), shape).tolist() == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_input_of_another_shape_is_refused_by_torch(dtype: torch.dtype) -> None:
+    for kind in (FusedLayerNorm, FusedRMSNorm):
+        with pytest.raises(RuntimeError, match="expected input with shape"):
+            kind(4)(torch.ones(2, 3, dtype=dtype))
+
+
+def test_a_module_is_told_apart_copied_pickled_and_compiled() -> None:
+    for kind in MODULES:
+        module: Any = kind(4, memory_efficient=True)
+        assert repr(module).startswith(f"{kind.__name__}((4,), eps=1e-05, elementwise_affine=True")
+        x = torch.randn(2, 4)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert type(other) is kind
+            assert other.memory_efficient is True
+            assert torch.equal(other(x), module(x))
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        for each in (x, x.half()):
+            assert compiled(each).dtype is module(each).dtype
+            torch.testing.assert_close(compiled(each), module(each))
+            torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_module_is_traced(kind: Any, dtype: torch.dtype) -> None:
+    module, x = kind(4).to(dtype), torch.randn(2, 4).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        traced = torch.jit.trace(module, x)  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(x), module(x))
+
+
+# The arguments
+
+
+def test_the_arguments_come_in_their_old_order_with_their_old_defaults() -> None:
+    def parameters(of: Any) -> list[tuple[str, Any]]:
+        empty = inspect.Parameter.empty
+        signature = inspect.signature(of).parameters.values()
+        return [(each.name, None if each.default is empty else each.default) for each in signature]
+
+    for kind in (FusedLayerNorm, FusedRMSNorm):
+        assert parameters(kind) == [
+            ("normalized_shape", None), ("eps", 1e-5), ("elementwise_affine", True),
+            ("memory_efficient", False),
+        ]  # fmt: skip
+    for mixed in (MixedFusedLayerNorm, MixedFusedRMSNorm):
+        assert parameters(mixed)[:3] == [
+            ("normalized_shape", None), ("eps", 1e-5), ("memory_efficient", False),
+        ]  # fmt: skip
+    for function in (norms.fused_layer_norm, norms.fused_rms_norm):
+        assert parameters(function) == [
+            ("input", None), ("normalized_shape", None), ("eps", 1e-6),
+            ("memory_efficient", False),
+        ]  # fmt: skip
+    assert parameters(norms.fused_rms_norm_affine) == [
+        ("input", None), ("weight", None), ("normalized_shape", None), ("eps", 1e-6),
+        ("memory_efficient", False),
+    ]  # fmt: skip
+
+
+def test_the_functions_have_an_eps_of_their_own() -> None:
+    x, weight, bias = torch.randn(2, 4) * 1e-3, torch.randn(4), torch.randn(4)
+    plain = functional.layer_norm(x, [4], eps=1e-6)
+    assert torch.equal(norms.fused_layer_norm(x, (4,)), plain)
+    assert torch.equal(norms.FusedLayerNormFunction.apply(x, (4,)), plain)
+    affine = functional.layer_norm(x, [4], weight, bias, 1e-6)
+    assert torch.equal(norms.fused_layer_norm_affine(x, weight, bias, (4,)), affine)
+    rms = functional.rms_norm(x, [4], weight, 1e-6)
+    assert torch.equal(norms.fused_rms_norm_affine(x, weight, (4,)), rms)
+    assert not torch.equal(norms.fused_layer_norm(x, (4,), 1e-5), plain)
+
+
+W, B = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 2.0])
+EITHER_LAYER_NORM: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((W, B, (4,), 1e-3), {}),
+    ((W, B, (4,), 1e-3, False), {}),
+    (((4,), W, B, 1e-3), {}),
+    (((4,), W, B, 1e-3, True), {}),
+    ((4, W, B, 1e-3), {}),
+    ((torch.Size([4]), W, B), {"eps": 1e-3}),
+    ((W, B, [4]), {"eps": 1e-3, "memory_efficient": True}),
+    ((W, B), {"normalized_shape": (4,), "eps": 1e-3}),
+    (((4,),), {"weight": W, "bias": B, "eps": 1e-3}),
+    (((4,), W), {"bias": B, "eps": 1e-3}),
+    ((), {"weight": W, "bias": B, "normalized_shape": (4,), "eps": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), EITHER_LAYER_NORM)
+@pytest.mark.parametrize(
+    "function", [norms.fused_layer_norm_affine, norms.mixed_dtype_fused_layer_norm_affine]
+)
+def test_the_shape_stands_before_the_weights_or_behind_them(
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    x = torch.randn(2, 4)
+    assert torch.equal(function(x, *args, **kwargs), functional.layer_norm(x, [4], W, B, 1e-3))
+    if not args:
+        assert torch.equal(function(input=x, **kwargs), function(x, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((W, (4,), 1e-3, True), {}),
+        (((4,), W, 1e-3, True), {}),
+        ((4, W), {"eps": 1e-3}),
+        ((W,), {"normalized_shape": 4, "eps": 1e-3}),
+        (((4,),), {"weight": W, "eps": 1e-3}),
+        ((), {"weight": W, "normalized_shape": [4], "eps": 1e-3}),
+    ],
+)
+@pytest.mark.parametrize(
+    "function", [norms.fused_rms_norm_affine, norms.mixed_dtype_fused_rms_norm_affine]
+)
+def test_the_shape_of_an_rms_norm_stands_before_the_weight_or_behind_it(
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    x = torch.randn(2, 4)
+    assert torch.equal(function(x, *args, **kwargs), functional.rms_norm(x, [4], W, 1e-3))
+
+
+ORDERS = "(input, normalized_shape, weight, bias) or (input, weight, bias, normalized_shape)"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((W, B, W), {}, "normalized_shape is a tensor of shape [4]; it must be a number or a "),
+        ((W, (4,), B), {}, "bias is (4,); it must be a tensor"),
+        ((None, None, (4,)), {}, "weight is None; it must be a tensor"),
+        (((4,), W, None), {}, "bias is None; it must be a tensor"),
+        (((4,), W, B), {"bias": B}, "bias is given by place and by name; it must be given once"),
+        (((4,), W, B), {"normalized_shape": 4}, "normalized_shape is given by place and by name"),
+        ((W, B, (4.0,)), {}, "normalized_shape is (4.0,); it must be a number or a sequence of"),
+        ((W, B, "4"), {}, "normalized_shape is '4'; it must be a number or a sequence"),
+        ((W, B, True), {}, "normalized_shape is True; it must be a number or a sequence"),
+    ],
+)
+def test_arguments_in_no_order_are_refused_in_a_sentence(
+    args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        norms.fused_layer_norm_affine(torch.ones(2, 4), *args, **kwargs)
+    assert str(refused.value).startswith(f"fused_layer_norm_affine: {said}")
+    assert str(refused.value).endswith(f": {ORDERS}")
+
+
+def test_too_few_or_too_many_arguments_are_refused_by_the_name_of_the_function() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(TypeError, match=r"fused_layer_norm_affine\(\) missing 1 .*: 'bias'"):
+        norms.fused_layer_norm_affine(x, (4,), W)
+    with pytest.raises(TypeError, match=r"fused_rms_norm_affine\(\) takes from 3 to 5 .* 6 were"):
+        norms.fused_rms_norm_affine(x, W, 4, 1e-3, False, 1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
+        norms.fused_rms_norm_affine(x, W, 4, epsilon=1e-3)
+
+
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_a_mixed_module_demands_weights(kind: Any) -> None:
+    assert kind(4, elementwise_affine=True).weight is not None
+    with pytest.raises(RuntimeError) as refused:
+        kind(4, elementwise_affine=False)
+    name = kind.__name__
+    assert str(refused.value) == (
+        f"{name}: elementwise_affine is False; it must be True, as the output has the dtype of the "
+        f"weight. {name[5:]} can do without"
+    )
+    with pytest.raises(TypeError, match="elementwise_afine"):
+        kind(4, elementwise_afine=True)
+
+
+def test_the_functions_of_layer_norm_take_both_of_their_calls() -> None:
+    x, weight, bias = torch.randn(2, 4, requires_grad=True), W, B
+    of_plain = norms.FusedLayerNormFunction
+    plain = norms.fused_layer_norm(x, (4,), 1e-3)
+    assert torch.equal(of_plain.apply(x, (4,), 1e-3, False), plain)
+    assert torch.equal(of_plain((4,), 1e-3)(x), plain)
+    of_affine = norms.FusedLayerNormAffineFunction
+    affine = norms.fused_layer_norm_affine(x, (4,), weight, bias, 1e-3)
+    assert torch.equal(of_affine.apply(x, weight, bias, (4,), 1e-3, True), affine)
+    assert torch.equal(of_affine((4,), 1e-3)(x, weight, bias), affine)
+    assert affine.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "output"),
+    [
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float16, None, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
+        (torch.float64, None, torch.float64),
+    ],
+)
+def test_the_manual_rms_norm_answers_in_half_precision_only_if_the_weight_is(
+    input: torch.dtype,  # noqa: A002
+    weight: torch.dtype | None,
+    output: torch.dtype,
+    device: torch.device,
+) -> None:
+    x, values, _ = tensors_of(input, weight or torch.float32, device)
+    found = norms.manual_rms_norm(x, SHAPE, None if weight is None else values, 1e-3)
+    assert found.dtype is output
+    near(found, reference([x, values if weight else torch.ones_like(values)], 1e-3)[0])
+
+
+# Casts
+
+
+@pytest.mark.usefixtures("amp_off")
+@pytest.mark.parametrize("kind", MODULES)
+def test_where_amp_casts_a_norm_is_a_float32_function(kind: Any, device: torch.device) -> None:
+    """As torch.nn.LayerNorm is by amp's lists."""
+    module = kind(4).to(device)
+    x = torch.randn(2, 4, device=device).half()
+    handle = amp.init(device_type=device.type)
+    assert module(x).dtype is torch.float32
+    assert module(x.float()).dtype is torch.float32
+    assert nn.LayerNorm(4).to(device)(x).dtype is torch.float32
+    near(module(x), module(x.float()))
+    assert kind(4).to(device).half()(x).dtype is torch.float32
+    with handle._disable_casts():
+        assert module(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else torch.float16)
+    handle._deactivate()
+    assert module(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else torch.float16)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("weights", DTYPES[1:])
+def test_under_torch_autocast_too(kind: Any, weights: torch.dtype, device: torch.device) -> None:
+    module = kind(4).to(device, weights)
+    with torch.autocast(device.type, torch.bfloat16):
+        for dtype in DTYPES[1:]:
+            x = torch.randn(2, 4, device=device).to(dtype).requires_grad_()
+            output = module(x)
+            assert output.dtype is torch.float32
+            output.sum().backward()
+            assert x.grad is not None
+            assert x.grad.dtype is dtype
+            assert module.weight.grad.dtype is weights
+
+
+class Model(nn.Module):
+    """Linear layers with one norm of each kind between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in MODULES)
+        self.norms = nn.ModuleList(kind(8) for kind in MODULES)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + norm(layer(x)).to(x.dtype)
+        output: Tensor = self.out(x)
+        return output
+
+
+def batch(device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 8, generator=generator)
+    return x.to(device), (x[:, :2] - x[:, 2:4]).to(device)
+
+
+def float32_losses(device: torch.device, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    x, y = batch(device)
+    losses = []
+    for _ in range(steps):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.usefixtures("amp_off")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_model_with_all_norms_trains_at_each_level_of_amp(
+    level: str, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer: Any = FusedAdam(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0
+    )
+    half = level in ("O2", "O3")
+    for norm in model.norms:
+        assert norm.weight.dtype is (torch.float16 if half else torch.float32)
+    x, y = batch(device)
+    losses = []
+    for _ in range(30):
+        loss = (model(x).float() - y).square().mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.35 * losses[0]
+    wanted = float32_losses(device, 30)
+    assert losses[-1] == pytest.approx(wanted[-1], rel=1e-4 if level == "O0" else 0.05)
+
+
+def test_a_half_model_with_all_norms_trains_in_fp16_optimizer(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = network_to_half(Model().to(device))
+    inner = FusedAdam(model.parameters(), lr=0.01)
+    optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    x, y = batch(device)
+    losses = []
+    for _ in range(60):
+        loss = (model(x).float() - y).square().mean()
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        optimizer.step()
+        if not optimizer.overflow:
+            losses.append(loss.item())
+    assert losses[29] == pytest.approx(float32_losses(device, 30)[29], rel=0.05)
+
+
+def test_norms_kept_in_float32_take_the_half_output_of_the_layers_before_them(
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    model = Model().to(device).half()
+    for norm in model.norms:
+        norm.float()
+    optimizer = FP16_Optimizer(FusedAdam(model.parameters(), lr=0.01), static_loss_scale=128.0)
+    x, y = batch(device)
+    losses = []
+    for _ in range(30):
+        loss = (model(x.half()).float() - y).square().mean()
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] == pytest.approx(float32_losses(device, 30)[-1], rel=0.05)
+
+
+# fused_layer_norm_cuda
+
+
+@pytest.mark.parametrize("input", DTYPES)
+@pytest.mark.parametrize("weights", DTYPES[1:])
+@pytest.mark.parametrize("count", [3, 2])
+def test_the_compiled_module_has_the_outputs_statistics_and_gradients_of_float64(
+    count: int,
+    input: torch.dtype,  # noqa: A002
+    weights: torch.dtype,
+    device: torch.device,
+) -> None:
+    tensors = tensors_of(input, weights, device)[:count]
+    wanted, wide = reference(tensors, 1e-3)
+    prefix = "" if count == 3 else "rms_"
+    call = vars(fused_layer_norm_cuda)
+    x, *values = (each.detach() for each in tensors)
+    output, *stats = call[f"{prefix}forward_affine"](x, SHAPE, *values, 1e-3)
+    mixed, *same = call[f"{prefix}forward_affine_mixed_dtypes"](x, SHAPE, *values, 1e-3)
+    assert (output.dtype, mixed.dtype) == (input, weights)
+    near(output, wanted)
+    near(mixed, wanted)
+    assert all(map(torch.equal, stats, same))
+    rows = x.double().flatten(2)
+    square = rows.var(2, correction=0) if count == 3 else rows.square().mean(2)
+    near(stats[-1], (square + 1e-3).rsqrt().reshape(-1))
+    if count == 3:
+        near(stats[0], rows.mean(2).reshape(-1))
+    for each in stats:
+        assert each.shape == (6,)
+        assert each.dtype is torch.promote_types(input, torch.float32)
+    grad = torch.randn_like(output)
+    wanted.backward(grad.double())
+    grads = call[f"{prefix}backward_affine"](grad, *stats, x, SHAPE, *values, 1e-3)
+    for mine, of, theirs in zip(grads, tensors, wide, strict=True):
+        assert mine.dtype is of.dtype
+        assert theirs.grad is not None
+        near(mine, theirs.grad)
+
+
+@pytest.mark.parametrize("prefix", ["", "rms_"])
+def test_the_compiled_module_does_without_weights(prefix: str, device: torch.device) -> None:
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    plain = functional.rms_norm if prefix else functional.layer_norm
+    wanted = plain(x, [4], eps=1e-3)
+    grad = torch.randn_like(wanted)
+    wanted.backward(grad)
+    call = vars(fused_layer_norm_cuda)
+    output, *stats = call[f"{prefix}forward"](x.detach(), (4,), 1e-3)
+    assert x.grad is not None
+    near(output, wanted)
+    near(call[f"{prefix}backward"](grad, *stats, x.detach(), (4,), 1e-3), x.grad)
+    near(call[f"{prefix}backward"](grad, *stats, x.detach(), (4,), 1e-3, False), x.grad)
+
+
+@pytest.mark.parametrize(
+    "name", ["backward", "backward_affine", "rms_backward", "rms_backward_affine"]
+)
+def test_the_compiled_module_refuses_an_output_in_place_of_the_input(name: str) -> None:
+    call = getattr(fused_layer_norm_cuda, name)
+    arguments = [torch.ones(2, 4)] * (len(inspect.signature(call).parameters) - 1)
+    with pytest.raises(ValueError, match="memory_efficient is True; it must be False: give the"):
+        call(*arguments, memory_efficient=True)
+
+
+# The name apex
+
+
+@pytest.mark.cpu_only
+def test_the_names_of_apex_are_these_objects() -> None:
+    apex_mp.install_as_apex("2020")
+    try:
+        names: dict[str, Any] = {}
+        exec("from apex.normalization import *\nimport fused_layer_norm_cuda", names)
+        for kind in MODULES:
+            assert names[kind.__name__] is kind
+        exec("from apex.normalization.fused_layer_norm import *", names)
+        for name in norms.__all__:
+            assert names[name] is getattr(norms, name)
+        assert names["fused_layer_norm_cuda"].rms_forward is fused_layer_norm_cuda.rms_forward
+    finally:
+        apex_mp.uninstall_as_apex()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("era", ["2019-03", "2019-08"])
+def test_a_norm_that_came_later_says_of_which_era_it_is(era: str) -> None:
+    apex_mp.install_as_apex(era)
+    try:
+        with pytest.raises(ImportError, match=r"no FusedRMSNorm as of .*, but as of '2020'"):
+            exec("from apex.normalization import FusedRMSNorm")
+    finally:
+        apex_mp.uninstall_as_apex()
