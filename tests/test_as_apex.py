@@ -176,6 +176,30 @@ def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
     assert apex.RNN.LSTM is apex.RNN.models.LSTM is apex_mp.RNN.LSTM
 
 
+# What scripts import beside amp and FP16_Optimizer.
+LIBRARIES = {
+    "parallel": "DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model "
+    "create_syncbn_process_group LARC.LARC multiproc.main",
+    "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "normalization.fused_layer_norm": "fused_layer_norm fused_layer_norm_affine fused_rms_norm "
+    "fused_rms_norm_affine mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine",
+    "RNN": "LSTM GRU ReLU Tanh mLSTM models.toRNNBackend",
+    "reparameterization": "apply_weight_norm remove_weight_norm apply_reparameterization "
+    "remove_reparameterization Reparameterization WeightNorm",
+}
+
+
+@pytest.mark.parametrize(
+    "path", [f"{module}.{name}" for module, names in LIBRARIES.items() for name in names.split()]
+)
+def test_a_name_of_the_other_libraries_is_one_under_apex_and_under_apex_mp(path: str) -> None:
+    apex_mp.install_as_apex("2020")
+    module, _, name = path.rpartition(".")
+    ours, theirs = (importlib.import_module(f"{root}.{module}") for root in ("apex_mp", "apex"))
+    assert getattr(theirs, name) is getattr(ours, name)
+    assert callable(getattr(ours, name))
+
+
 def test_a_star_import_of_fp16_utils_brings_the_14_names() -> None:
     apex_mp.install_as_apex()
     names: dict[str, Any] = {}
