@@ -37,7 +37,7 @@ def layer_norm(
         eps: Added to the variance.
         like: Whose dtype the output has, where casts are off ["input"].
     """
-    if _is_plain(input, weight, bias) and not _sums_in_half(input):
+    if _is_plain(input, weight, bias):
         return functional.layer_norm(input, shape, weight, bias, eps)
     dtype, output = _computed(input, weight, bias, like=like)
     if output is input.dtype and dtype is not torch.float64 and _sums_in_half(input):
@@ -85,7 +85,7 @@ def _is_plain(input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002
 
 
 def _sums_in_half(input: Tensor) -> bool:  # noqa: A002
-    """Tell whether torch's layer norm would add gradients of weights up in half precision."""
+    """Tell whether torch's layer norm would add float32 weights' gradients up in half precision."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
     # What is compiled or traced takes torch's operators alone.
