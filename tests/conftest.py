@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from apex_mp import _C
 from apex_mp.amp import _amp_state, _current, registry
@@ -74,6 +75,14 @@ def restore_threads() -> Iterator[None]:
 def one_thread(restore_threads: None) -> None:
     """Compute on one thread: for a second the tensors of a test are too small."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """Be the only process of a process group."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

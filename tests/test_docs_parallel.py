@@ -6,14 +6,12 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from apex_mp import amp, parallel
 from apex_mp.parallel import DistributedDataParallel
@@ -22,13 +20,6 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_proc
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "parallel.md").read_text()
 BEFORE, ACCUMULATING, AFTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def learnable() -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,13 +119,6 @@ def work(rank: int, folder: str) -> None:
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # An exit with gloo's threads about aborts now and then.
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +22,6 @@ from apex_mp.parallel import (
 )
 
 pytestmark = pytest.mark.cpu_only
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -70,13 +61,6 @@ def test_distributed_data_parallel_takes_parameters_that_get_no_gradient(
     for index, linear in enumerate(module):
         grad, count = linear.weight.grad, used.count(index)
         assert (grad is None) if count == 0 else (grad.tolist() == [[2.0 * count] * 3])
-
-
-def test_distributed_data_parallel_refuses_what_apex_refused() -> None:
-    with pytest.raises(ValueError, match="shared_param is given"):
-        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
-    with pytest.raises(ValueError, match="allreduce_trigger_params is given"):
-        DistributedDataParallel(nn.Linear(1, 1), delay_allreduce=True, allreduce_trigger_params=[])
 
 
 @pytest.mark.usefixtures("one_process")
@@ -143,22 +127,6 @@ def test_sync_batch_norm_of_one_process_runs_on_the_cpu_channels_last_too() -> N
     assert create_syncbn_process_group(1) is not None
     with pytest.raises(ValueError, match="group_size is 2; it must divide"):
         create_syncbn_process_group(2)
-
-
-@pytest.mark.parametrize("clip", [True, False])
-def test_larc_scales_each_gradient_by_its_local_rate(clip: bool) -> None:
-    params = [nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.zeros(1))]
-    inner = torch.optim.SGD(params, lr=0.5, weight_decay=0.1)
-    optimizer = LARC.LARC(inner, trust_coefficient=0.02, clip=clip, eps=0.0)
-    params[0].grad, params[1].grad = torch.tensor([0.0, 2.0]), torch.ones(1)
-    optimizer.step()
-    rate = 0.02 * 5.0 / (2.0 + 0.1 * 5.0)
-    factor = min(rate / 0.5, 1.0) if clip else rate
-    wanted = [3.0 - 0.5 * factor * 0.3, 4.0 - 0.5 * factor * 2.4]
-    assert params[0].tolist() == pytest.approx(wanted)
-    assert params[1].tolist() == [-0.5]  # of no norm: as it is
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert copy.deepcopy(optimizer).trust_coefficient == 0.02
 
 
 def test_the_old_arguments_come_in_their_old_order() -> None:
