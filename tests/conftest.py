@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only: is about the CPU; left out with another --device")
     config.addinivalue_line("markers", "cuda_only: needs --device cuda; left out without it")
+    config.addinivalue_line(
+        "markers", "any_torch: is as true of one torch as of another; make cuda-link leaves it out"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

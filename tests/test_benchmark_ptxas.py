@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ptxas
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 PAGE = Path(ptxas.__file__).resolve().parents[1] / "docs" / "speed.md"
 SAID = """

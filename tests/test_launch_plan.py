@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 pytestmark = [
+    pytest.mark.any_torch,
     pytest.mark.cpu_only,
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
 ]

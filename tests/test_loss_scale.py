@@ -29,7 +29,7 @@ from apex_mp.loss_scale import (
     to_dict,
 )
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 SMALLEST_NORMAL = 2.0**-126
 CSRC = Path(__file__).parent.parent / "csrc"

@@ -26,6 +26,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 INSTALL = "pip install --no-build-isolation ."
 
 pytestmark = [
+    pytest.mark.any_torch,
     pytest.mark.cpu_only,
     pytest.mark.skipif(sys.platform == "win32", reason="the toolkits here are shell scripts"),
 ]
