@@ -530,6 +530,12 @@ def test_the_functions_of_layer_norm_take_both_of_their_calls() -> None:
     assert affine.requires_grad
 
 
+@pytest.mark.parametrize("name", [name for name in norms.__all__ if name.endswith("Function")])
+def test_a_function_says_that_it_takes_memory_efficient_as_megatron_asks(name: str) -> None:
+    function = getattr(norms, name)
+    assert inspect.getfullargspec(function.forward).args[-2:] == ["eps", "memory_efficient"]
+
+
 @pytest.mark.parametrize(
     ("input", "weight", "output"),
     [
