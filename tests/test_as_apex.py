@@ -178,7 +178,7 @@ def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
 
 # What scripts import beside amp and FP16_Optimizer.
 LIBRARIES = {
-    "parallel": "DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model "
+    "parallel": "DistributedDataParallel ReduceOp Reducer SyncBatchNorm convert_syncbn_model "
     "create_syncbn_process_group LARC.LARC multiproc.main",
     "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
     "normalization.fused_layer_norm": "fused_layer_norm fused_layer_norm_affine fused_rms_norm "

@@ -306,7 +306,7 @@ def test_the_module_of_its_name_makes_one_too() -> None:
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match="LARC: optimizer is a list; it must be one"):
+    with pytest.raises(TypeError, match="LARC: optimizer is a list; it must be an optimizer"):
         LARC([nn.Parameter(torch.ones(1))])
 
 

@@ -530,6 +530,18 @@ def test_the_functions_of_layer_norm_take_both_of_their_calls() -> None:
     assert affine.requires_grad
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_whole_numbers_are_refused_and_not_rounded_to_such(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"input is torch\.int64; it must be of a floating-point"):
+        kind(4)(torch.arange(8).view(2, 4))
+
+
+@pytest.mark.parametrize("name", [name for name in norms.__all__ if name.endswith("Function")])
+def test_a_function_says_that_it_takes_memory_efficient_as_megatron_asks(name: str) -> None:
+    function = getattr(norms, name)
+    assert inspect.getfullargspec(function.forward).args[-2:] == ["eps", "memory_efficient"]
+
+
 @pytest.mark.parametrize(
     ("input", "weight", "output"),
     [

@@ -24,6 +24,11 @@ pytestmark = pytest.mark.cpu_only
             {"delay_allreduce": True, "allreduce_trigger_params": []},
             "allreduce_trigger_params is given with delay_allreduce=True; it is only valid with",
         ),
+        # Positional arguments of early 2019: gradient_average is the last.
+        (
+            {"num_allreduce_streams": False},
+            "num_allreduce_streams is False; it must be a number. In the spring of 2019 gradient_a",
+        ),
         ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor is 0.0; it must be above"),
         (
             {"gradient_average_split_factor": -2.0},

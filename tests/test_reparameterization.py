@@ -199,6 +199,20 @@ def test_a_name_with_dots_reaches_a_child_whoever_was_to_have_the_hook(hook_chil
     assert isinstance(model.rnns[0].weight_hh, Parameter)
 
 
+def test_the_name_of_a_module_means_all_its_weights() -> None:
+    model, part = Sentiment(), Sentiment()
+    apply_weight_norm(model, "rnns", hook_child=False)  # As sentiment-discovery does.
+    apply_weight_norm(part.rnns)
+    assert [*model.state_dict()] == [*part.state_dict()]
+    model.lower = nn.Linear(4, 4)
+    model.upper = nn.Linear(4, 4)
+    model.upper.weight = model.lower.weight
+    with pytest.raises(
+        ValueError, match=r"weight is one parameter with lower\.weight, and would be"
+    ):
+        apply_weight_norm(model, "upper")
+
+
 @pytest.mark.parametrize("name", ["decoder.bias", "encoder.weight"])
 def test_a_name_that_is_not_for_it_is_left_with_a_word(
     name: str, caplog: pytest.LogCaptureFixture

@@ -167,6 +167,14 @@ def test_a_wrong_input_is_told(
         model(x)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_hidden_state_that_is_given_as_to_torch_is_refused(bidirectional: bool) -> None:
+    model = KINDS["LSTM"](3, 5, 1, bidirectional=bidirectional)
+    state: Any = (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5))
+    with pytest.raises(TypeError, match="collect_hidden is a tuple; it must be a bool: these"):
+        model(torch.zeros(6, 2, 3), state)
+
+
 def test_a_cell_tells_of_a_wrong_input() -> None:
     with pytest.raises(ValueError, match=r"mLSTMRNNCell: input has shape \[3\]; it must be \(batc"):
         cells.mLSTMRNNCell(3, 5)(torch.zeros(3))

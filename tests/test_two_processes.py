@@ -145,6 +145,13 @@ def test_halves_overflow_in_a_sum_but_not_in_an_average(
     assert by_both(probes, ("large", name)) == [LARGE_GRADIENTS.get(name, 40000.0)] * WORLD
 
 
+def test_halves_vanish_in_an_average_unless_they_are_sent_as_float32(
+    probes: list[dict[Any, Any]],
+) -> None:
+    assert by_both(probes, ("small", "default")) == [0.0] * WORLD
+    assert by_both(probes, ("small", "allreduce_always_fp32")) == [2.0**-24] * WORLD
+
+
 def test_retained_buffers_are_the_memory_of_the_averages(probes: list[dict[Any, Any]]) -> None:
     for found in by_both(probes, "retained_buffers"):
         assert found["elements"] == found["grads"]

@@ -334,6 +334,13 @@ def large_half_gradient_with(options: dict[str, Any], _: int) -> float:
     return module.weight.grad[0, 0].item()  # type: ignore[index]
 
 
+def small_half_gradient_with(options: dict[str, Any], _: int) -> float:
+    """Of the smallest float16 in both, whose half is 0 in float16."""
+    module = weight(torch.float16)
+    backward(parallel.DistributedDataParallel(module, **options), 2.0**-24, torch.float16)
+    return module.weight.grad[0, 0].item()  # type: ignore[index]
+
+
 def gradient_of_a_copy(options: dict[str, Any], rank: int) -> float:
     model = pickle.loads(pickle.dumps(parallel.DistributedDataParallel(weight(), **options)))
     backward(model, rank + 1.0)
@@ -423,6 +430,7 @@ def probes(rank: int) -> dict[str, Any]:
     for name, options in ARGUMENTS.items():
         found["gradient", name] = gradient_with(options, rank)
         found["large", name] = large_half_gradient_with(options, rank)
+        found["small", name] = small_half_gradient_with(options, rank)
         found["copy", name] = gradient_of_a_copy(options, rank)
     for probe in (
         retained_buffers,

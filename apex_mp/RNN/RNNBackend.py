@@ -103,10 +103,10 @@ class stackedRNN(_Several):
             (batch, features) instead.
 
         Raises:
-            TypeError: The input is a PackedSequence.
+            TypeError: The input is a PackedSequence, or `collect_hidden` is no bool.
             ValueError: The input has no three dimensions, or is one that `RNNCell` refuses.
         """
-        _check(input)
+        _check(input, collect_hidden)
         sequence = input.transpose(0, 1) if self.batch_first else input
         if reverse:
             sequence = sequence.flip(0)
@@ -220,7 +220,12 @@ def _layers(inputRNN: RNNCell | Sequence[RNNCell], num_layers: int) -> list[RNNC
     return layers
 
 
-def _check(input: Tensor) -> None:  # noqa: A002
+def _check(input: Tensor, collect_hidden: bool) -> None:  # noqa: A002
+    if not isinstance(collect_hidden, int):
+        raise TypeError(
+            f"collect_hidden is a {type(collect_hidden).__name__}; it must be a bool: these layers "
+            "keep their hidden state, and are given none"
+        )
     if isinstance(input, PackedSequence):
         raise TypeError(
             "input is a PackedSequence, which these layers do not take; give padded sequences, or "

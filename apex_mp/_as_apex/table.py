@@ -114,7 +114,7 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.optimizers.fused_lamb": {},
     "apex.optimizers.fused_novograd": {},
     "apex.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
-    "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel Reducer {_SYNC_BN}"},
+    "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel ReduceOp Reducer {_SYNC_BN}"},
     "apex.parallel.LARC": {"apex_mp.parallel.LARC": "LARC"},
     "apex.parallel.distributed": {
         "apex_mp.parallel.distributed": "DistributedDataParallel Reducer",

@@ -1,6 +1,7 @@
 """The autograd functions of apex.normalization.fused_layer_norm: what scripts call of them.
 
-They are no `torch.autograd.Function`: torch's norms are differentiable, twice too.
+They are no `torch.autograd.Function`: torch's norms are differentiable, twice too. `forward` is
+`apply`, without the context: Megatron-core looks whether its arguments include `memory_efficient`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class FusedLayerNormFunction:
         """Normalise, as since then."""
         return layer_norm(input, as_shape(normalized_shape), None, None, eps)
 
+    forward = apply
+
 
 class FusedLayerNormAffineFunction:
     """See `FusedLayerNormFunction`; this one has a weight and a bias."""
@@ -60,6 +63,8 @@ class FusedLayerNormAffineFunction:
         """Normalise, as since then, to the input's dtype."""
         return layer_norm(input, as_shape(normalized_shape), weight, bias, eps)
 
+    forward = apply
+
 
 class FusedLayerNormAffineMixedDtypesFunction:
     """`FusedLayerNormAffineFunction` to the weight's dtype; there was `apply` alone."""
@@ -76,6 +81,8 @@ class FusedLayerNormAffineMixedDtypesFunction:
         """Normalise."""
         return layer_norm(input, as_shape(normalized_shape), weight, bias, eps, like="weight")
 
+    forward = apply
+
 
 class FusedRMSNormFunction:
     """The norm by the root of the mean square."""
@@ -89,6 +96,8 @@ class FusedRMSNormFunction:
     ) -> Tensor:
         """Normalise."""
         return rms_norm(input, as_shape(normalized_shape), None, eps)
+
+    forward = apply
 
 
 class FusedRMSNormAffineFunction:
@@ -105,6 +114,8 @@ class FusedRMSNormAffineFunction:
         """Normalise, to the input's dtype."""
         return rms_norm(input, as_shape(normalized_shape), weight, eps)
 
+    forward = apply
+
 
 class FusedRMSNormAffineMixedDtypesFunction:
     """`FusedRMSNormAffineFunction` to the weight's dtype."""
@@ -119,3 +130,5 @@ class FusedRMSNormAffineMixedDtypesFunction:
     ) -> Tensor:
         """Normalise."""
         return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")
+
+    forward = apply

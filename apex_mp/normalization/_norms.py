@@ -107,6 +107,8 @@ def _computed(
     as `layer_norm` is in amp's lists, and as torch.autocast has both norms on CUDA.
     """
     tensors = [input, *(each for each in weights if each is not None)]
+    if not input.is_floating_point():  # The result would be rounded to whole numbers.
+        raise TypeError(f"norm: input is {input.dtype}; it must be of a floating-point dtype")
     dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors))
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.promote_types(dtype, torch.float32)

@@ -39,7 +39,9 @@ class LARC(torch.optim.Optimizer):
     ) -> None:
         # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own.
         if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"LARC: optimizer is a {type(optimizer).__name__}; it must be one")
+            raise TypeError(
+                f"LARC: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
+            )
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip

@@ -1,5 +1,7 @@
 """Data parallelism with the names of apex.parallel, over torch.distributed."""
 
+from torch.distributed import ReduceOp
+
 from apex_mp.parallel import LARC
 from apex_mp.parallel.distributed import DistributedDataParallel, Reducer
 from apex_mp.parallel.sync_batchnorm import (
@@ -11,6 +13,7 @@ from apex_mp.parallel.sync_batchnorm import (
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",

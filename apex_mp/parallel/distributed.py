@@ -59,7 +59,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     Raises:
         ValueError: `shared_param` is given, `allreduce_trigger_params` with `delay_allreduce`, a
-            factor that is not above 0, or two different ones.
+            factor that is not above 0, or two different ones, or a bool where
+            `num_allreduce_streams` stands.
     """
 
     def __init__(
@@ -84,6 +85,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             raise ValueError(
                 "DistributedDataParallel: allreduce_trigger_params is given with "
                 "delay_allreduce=True; it is only valid with False"
+            )
+        if isinstance(num_allreduce_streams, bool):
+            raise ValueError(
+                f"DistributedDataParallel: num_allreduce_streams is {num_allreduce_streams}; it "
+                "must be a number. In the spring of 2019 gradient_average stood in this place: "
+                "give it by name"
             )
         factor = _one_factor(gradient_predivide_factor, gradient_average_split_factor)
         _tell_what_has_no_effect(

@@ -62,16 +62,24 @@ def plan_one(
         return None
     others = [other for other, _, _, param in _named(module) if param is weight and other != name]
     if others:
-        raise ValueError(
-            f"{name} is one parameter with {', '.join(others)}, and would be parted from it; give "
-            "no name, and they stay one, or give one of them a parameter of its own before"
-        )
+        raise _parted(name, others)
     return _plan(kind, owner, local, name, dim, None)
 
 
-def plan_all(kind: type[Reparameterization], module: nn.Module, dim: int | None) -> list[Plan]:
-    """Return the plans for all weights of more than one dimension, but those of embeddings."""
+def plan_all(
+    kind: type[Reparameterization], module: nn.Module, dim: int | None, whole: nn.Module
+) -> list[Plan]:
+    """Return the plans for all weights of more than one dimension, but those of embeddings.
+
+    Args:
+        kind: The class that is to compute the weights.
+        module: The module whose weights they are.
+        dim: For the constructor of `kind`.
+        whole: The model that it is in, which may have the same parameters elsewhere; or itself.
+    """
     own = list(_named(module))
+    parts = {*module.modules()}
+    elsewhere = {param: name for name, owner, _, param in _named(whole) if owner not in parts}
     of_embeddings = {param for _, owner, _, param in own if isinstance(owner, EMBEDDINGS)}
     plans: dict[Parameter, Plan] = {}
     result = []
@@ -85,6 +93,8 @@ def plan_all(kind: type[Reparameterization], module: nn.Module, dim: int | None)
                 "parametrization before, or give the names of the weights that you want"
             )
         if is_lazy(weight) or (weight.dim() > 1 and weight not in of_embeddings):
+            if weight in elsewhere:
+                raise _parted(full, [elsewhere[weight]])
             result.append(_plan(kind, owner, local, full, dim, plans.get(weight)))
             plans.setdefault(weight, result[-1])
     return result
@@ -109,6 +119,13 @@ def _weight(owner: nn.Module, local: str, full: str) -> Parameter:
             f"{', '.join(owner._parameters) or 'none'}"
         )
     return weight
+
+
+def _parted(full: str, others: list[str]) -> ValueError:
+    return ValueError(
+        f"{full} is one parameter with {', '.join(others)}, and would be parted from it; give "
+        "no name, and they stay one, or give one of them a parameter of its own before"
+    )
 
 
 def _already(full: str, present: Reparameterization) -> ValueError:

@@ -21,7 +21,8 @@ def apply_weight_norm(
     Args:
         module: Changed in place.
         name: One weight of it, or of a module in it: "rnn.weight_hh_l0". "": all weights of more
-            than one dimension, but those of embeddings [""].
+            than one dimension, but those of embeddings; "rnn": all such weights of that module
+            [""].
         dim: The dimension over which no norm is taken; None: one norm for the whole weight [0].
         hook_child: Unused: there is no hook [True].
 
@@ -63,6 +64,7 @@ def apply_reparameterization(
 
     Raises:
         TypeError: `reparameterization` is no subclass of `Reparameterization`.
+        AttributeError: A module on the way to the weight is not there.
         ValueError: A weight is not there, is computed already, has no shape yet, or has another
             name in `module` besides the one given. Nothing is changed then.
     """
@@ -73,10 +75,11 @@ def apply_reparameterization(
             f"apply_reparameterization: reparameterization is {reparameterization!r}; it must be a "
             "subclass of Reparameterization, such as WeightNorm"
         )
-    if name:
+    part = dict(module.named_modules(remove_duplicate=False)).get(name)
+    if part is None:
         Reparameterization.apply(module, name, dim, reparameterization, hook_child)
     else:
-        for plan in _plan.plan_all(reparameterization, module, dim):
+        for plan in _plan.plan_all(reparameterization, part, dim, module):
             plan.carry_out()
     return module
 
