@@ -288,6 +288,20 @@ def test_what_the_optimizer_has_is_there() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_steps_its_own_parameters_though_a_scheduler_was_there(
+    copied: Callable[[Any], Any],
+) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = larc(torch.optim.SGD([weight], lr=1.0))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    other = copied(optimizer)
+    (its,) = other.param_groups[0]["params"]
+    its.grad = torch.ones(2)
+    other.step()
+    assert not torch.equal(its, torch.ones(2))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_a_copy_has_its_own_optimizer(copied: Callable[[Any], Any]) -> None:
     optimizer = larc(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
     other = copied(optimizer)

@@ -10,7 +10,7 @@ import torch
 from tolerances import FP16_TRAINING
 from torch import Tensor
 from torch import distributed as dist
-from two_process_cases import ARGUMENTS, BAD_STEP, STEPS, WAYS, WORLD, runs, train, work
+from two_process_cases import ARGUMENTS, BAD_STEP, STEPS, USES, WAYS, WORLD, runs, train, work
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -189,3 +189,24 @@ def test_process_groups_are_torchs_subgroups(probes: list[dict[Any, Any]]) -> No
 
 def test_a_reducer_takes_gradients_in_nested_lists(probes: list[dict[Any, Any]]) -> None:
     assert by_both(probes, "reduced_lists") == [[[1.5, 1.5], [3.5]]] * WORLD
+
+
+@pytest.mark.parametrize("use", [use.__name__ for use in USES])
+def test_gradients_are_averaged_however_the_model_is_used(
+    use: str, probes: list[dict[Any, Any]]
+) -> None:
+    assert by_both(probes, use) == [[1.5] * 4] * WORLD
+
+
+def test_gradients_of_a_forward_in_no_sync_are_judged_when_they_are_averaged(
+    probes: list[dict[Any, Any]],
+) -> None:
+    mine, other = by_both(probes, "judged_while_local")
+    assert mine == other
+    assert mine[0] == 2.0**9  # One inf, one step.
+    assert mine[1] != mine[3]
+
+
+def test_masters_of_one_process_only_are_refused_in_all(probes: list[dict[Any, Any]]) -> None:
+    for rank, sentence in enumerate(by_both(probes, "masters_in_one_process_only")):
+        assert f"this process has float32 masters with {2 - 2 * rank} elements" in sentence

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from apex_mp import amp, fp16_utils, optimizers, parallel
 from apex_mp.optimizers import FusedAdam, FusedSGD
@@ -395,6 +396,147 @@ def two_backwards_of_one_forward(rank: int) -> list[float]:
     return [*grads, module.weight.grad[0, 0].item()]  # type: ignore[index]
 
 
+# How models are used that torch alone would learn a wrong graph from, or none. Each gives the
+# gradients of its steps, of which a process alone has `rank + 1`.
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+
+
+class InDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight()
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.inner(x))
+
+
+def grads_of_steps(module: nn.Linear, step: Callable[[int], None], steps: int = 4) -> list[float]:
+    grads: list[float] = []
+    for number in range(steps):
+        module.zero_grad()
+        step(number)
+        grads.append(module.weight.grad[0, 0].item())  # type: ignore[index]
+    return grads
+
+
+def output_in_a_dataclass(rank: int) -> list[float]:
+    net = InDataclass()
+    model = parallel.DistributedDataParallel(net)
+    x = torch.full((1, 2), rank + 1.0)
+    return grads_of_steps(net.inner, lambda _: model(x).logits.sum().backward())
+
+
+def frozen_where_backward_passes_through_first(rank: int) -> list[float]:
+    """The discriminator of a GAN, while the generator is trained."""
+    module = weight()
+    model = parallel.DistributedDataParallel(module)
+
+    def step(_: int) -> None:
+        module.requires_grad_(False)
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        module.requires_grad_(True)
+        backward(model, rank + 1.0)
+
+    return grads_of_steps(module, step)
+
+
+def unfrozen_later(rank: int) -> list[float]:
+    net = nn.Sequential(weight(), nn.Linear(1, 1, bias=False))
+    nn.init.ones_(net[1].weight)  # type: ignore[arg-type]
+    net[0].requires_grad_(False)
+    model = parallel.DistributedDataParallel(net)
+    backward(model, rank + 1.0)
+    net[0].requires_grad_(True)
+    return grads_of_steps(net[0], lambda _: backward(model, rank + 1.0))  # type: ignore[arg-type]
+
+
+def frozen_for_a_while(rank: int) -> list[float]:
+    net = nn.Sequential(weight(), nn.Linear(1, 1))
+    nn.init.ones_(net[1].weight)  # type: ignore[arg-type]
+    model = parallel.DistributedDataParallel(net)
+    for trained in (True, False, False):
+        net[0].requires_grad_(trained)
+        backward(model, rank + 1.0)
+    net[0].requires_grad_(True)
+    return grads_of_steps(net[0], lambda _: backward(model, rank + 1.0))  # type: ignore[arg-type]
+
+
+def gradient_of_the_input_too(rank: int) -> list[float]:
+    """A gradient penalty: torch.autograd.grad between forward and backward."""
+    module = weight()
+    model = parallel.DistributedDataParallel(module)
+
+    def step(_: int) -> None:
+        loss = model(torch.full((1, 2), rank + 1.0)).sum()
+        x = torch.ones(1, 2, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (loss + 0.0 * grad.sum()).backward()
+
+    return grads_of_steps(module, step)
+
+
+def users_hook_after_no_sync(rank: int) -> list[float]:
+    module = weight()
+    model = parallel.DistributedDataParallel(module)
+    model.register_comm_hook(None, allreduce_hook)
+
+    def step(_: int) -> None:
+        with model.no_sync():
+            backward(model, 0.0)
+        backward(model, rank + 1.0)
+
+    return grads_of_steps(module, step)
+
+
+USES = (
+    output_in_a_dataclass,
+    frozen_where_backward_passes_through_first,
+    unfrozen_later,
+    frozen_for_a_while,
+    gradient_of_the_input_too,
+    users_hook_after_no_sync,
+)
+
+
+def judged_while_local(rank: int) -> list[float]:
+    """Only the forward is in `no_sync`: scales, and the weight, after an inf of one process."""
+    handle: Any = amp.init(device_type="cpu")
+    handle._default_scaler = amp.scaler.LossScaler(**SCALE)
+    module = weight()
+    model = parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found: list[float] = []
+    for number in range(2):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss = model(torch.full((1, 2), rank + 1.0)).float().sum()
+        bad = rank == 0 and number == 0
+        for one in (loss * (float("inf") if bad else 1.0), None):
+            each = model(torch.full((1, 2), rank + 1.0)).float().sum() if one is None else one
+            with handle.scale_loss(each, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        found += [handle._default_scaler.loss_scale(), module.weight[0, 0].item()]
+    handle._deactivate()
+    return found
+
+
+def masters_in_one_process_only(rank: int) -> str:
+    module = weight(torch.float16)
+    optimizer = None
+    if rank == 0:
+        optimizer = fp16_utils.FP16_Optimizer(sgd(module.parameters()), verbose=False)
+    try:
+        parallel.DistributedDataParallel(module)
+    except RuntimeError as error:
+        return str(error)
+    return f"{optimizer} was not missed"
+
+
 def reduced_lists(rank: int) -> list[list[float]]:
     grads = [torch.full((2,), rank + 1.0), [torch.full((1,), rank + 3.0).half()]]
     parallel.Reducer(grads).reduce()
@@ -439,6 +581,9 @@ def probes(rank: int) -> dict[str, Any]:
         reduced_lists,
         averages_of_a_model,
         groups_of,
+        *USES,
+        judged_while_local,
+        masters_in_one_process_only,
     ):
         found[probe.__name__] = probe(rank)
     return found

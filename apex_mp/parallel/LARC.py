@@ -147,7 +147,8 @@ class LARC(torch.optim.Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
+        # A scheduler puts a step there that is this optimizer's own.
+        return {name: value for name, value in vars(self).items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

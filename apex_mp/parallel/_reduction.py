@@ -1,6 +1,8 @@
 """How a bucket of gradients becomes their sum or average: DistributedDataParallel's hook."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ class Reduction:
         in_float32: Send low precision as float32.
         is_on: Whether anything is sent; if not, each process keeps its own gradients.
         is_held: Whether nothing is sent after this one forward.
+        others: A hook that does it instead, after its state.
         buffers: Where buckets are put after they were reduced, by their index.
     """
 
@@ -26,6 +29,7 @@ class Reduction:
     in_float32: bool = False
     is_on: bool = True
     is_held: bool = False
+    others: tuple[Any, Callable[..., Any]] | None = None
     buffers: dict[int, Tensor] | None = None
 
     @property
@@ -54,6 +58,9 @@ def reduce_bucket(
         as_it_is: torch.futures.Future[Tensor] = torch.futures.Future()
         as_it_is.set_result(buffer)
         return as_it_is
+    if state.others is not None:
+        others, hook = state.others
+        return hook(others, bucket)  # type: ignore[no-any-return]
     before, after = state.factors(dist.get_world_size())
     sent = buffer.float() if state.in_float32 else buffer
     sent.mul_(before)

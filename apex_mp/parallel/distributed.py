@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import warnings
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from apex_mp.parallel import followers, local_gradients
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
@@ -121,18 +125,51 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._reduces_itself = False
         if not self._reduction.is_torchs:
             self._reduce_here()
-        local_gradients.note(self)
+        self._begin()
         followers.broadcast(module)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._reduces_itself:  # torch has made a new reducer, which has no hook yet.
             self._reduce_here()
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: it for name, it in state.items() if name not in ("_nodes", "_learning")}
+
+    def _begin(self) -> None:
+        """Begin with a new reducer of torch's, which knows nothing of the graph."""
+        self._all_params = [*self.module.parameters()]
+        self._trained = [param.requires_grad for param in self._all_params]
+        # torch's reducer keeps these nodes: they stay the same.
+        reduced = [param for param in self._all_params if param.requires_grad]
+        self._nodes = [get_gradient_edge(param).node for param in reduced]
+        self._has_run_backward = self._runs_backward = False
+        self._is_prepared = self._has_accumulated = False
+        self.last_forward_was_local = False  # For local_gradients.
+        self._learning: list[Any] = []
+        if self.static_graph:
+            # Where torch would begin to learn: at tensors that it finds in the output. It finds
+            # none in a dataclass, and learns that all parameters are unused from a backward that
+            # is not for this model, or from torch.autograd.grad.
+            self._static_graph_delay_allreduce_enqueued = True
+            note = functools.partial(_note_gradient, weakref.ref(self))
+            self._learning = [param.register_post_accumulate_grad_hook(note) for param in reduced]
         local_gradients.note(self)
 
     def _reduce_here(self) -> None:
-        self.register_comm_hook(self._reduction, reduce_bucket)
+        super().register_comm_hook(self._reduction, reduce_bucket)
         self._reduces_itself = True
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have a hook of torch's kind reduce buckets, where no argument needs one of its own."""
+        if not self._reduces_itself:
+            self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+            self._reduction.others = (state, hook)  # Ours still leaves gradients where they are.
+            self._reduce_here()
+        else:
+            super().register_comm_hook(state, hook)
 
     # Accumulation.
 
@@ -169,10 +206,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         """
         if self._reduction.buffers and torch.is_grad_enabled():
             self._reduction.buffers.clear()  # torch may cut others after the first backward.
+        if torch.is_grad_enabled():
+            self._follow_requires_grad()
+            self.last_forward_was_local = not self.require_backward_grad_sync
         with self._teaching_the_graph():
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._has_run_backward = self._runs_backward = False
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._has_others:
+        self._is_prepared |= torch.is_grad_enabled()
+        is_parallel = self.require_backward_grad_sync and self._has_others
+        # What a generator yields is not there yet, and would be gone.
+        if torch.is_grad_enabled() and is_parallel and not isinstance(output, Iterator):
             found: list[Tensor] = []
             extract_tensors(output, found)
             for tensor in found:
@@ -187,8 +230,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         torch takes the first backward of all for the one that shows which parameters get
         gradients, and does not look at it in `no_sync`: it would average no gradients later.
         """
-        is_first = self.static_graph and not self._static_graph_delay_allreduce_enqueued
-        self._reduction.is_held = is_first and not self.require_backward_grad_sync
+        self._reduction.is_held = bool(self._learning) and not self.require_backward_grad_sync
         if not self._reduction.is_held:
             yield
             return
@@ -203,22 +245,69 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _begin_backward(self, grad: Tensor) -> None:
         if self._runs_backward:
             return  # Another of several outputs.
-        if self._has_run_backward and self._reduction.is_on:
+        leaves_gradients = self._leaves_gradients()
+        if leaves_gradients and self._has_run_backward and self._reduction.is_on:
             raise RuntimeError(
                 "DistributedDataParallel: this is a second backward through one forward, whose "
                 "gradients would not be averaged; add the losses and run one, or call the model "
                 "again"
             )
-        self._has_run_backward = self._runs_backward = True
+        self._has_run_backward |= leaves_gradients  # Not by torch.autograd.grad of the input.
+        self._await_end()
+
+    def _await_end(self) -> None:
+        self._runs_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._runs_backward = False
+        if self._has_accumulated and self._learning:
+            self._stop_learning()
+            self.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
+    def _leaves_gradients(self) -> bool:
+        """Tell whether the backward under way adds to gradients of parameters."""
+        try:
+            return any(map(torch._C._will_engine_execute_node, self._nodes))
+        except RuntimeError:  # torch.autograd.grad of parameters.
+            return False
+
+    def _stop_learning(self) -> None:
+        for handle in self._learning:
+            handle.remove()
+        self._learning = []
+
+    def _follow_requires_grad(self) -> None:
+        """Begin anew if others are to be trained than before; torch knows those of the beginning.
+
+        While none is, as the half of a GAN that is not trained now, nothing changes.
+        """
+        trained = [param.requires_grad for param in self._all_params]
+        if trained == self._trained or not any(trained):
+            return
+        if self.find_unused_parameters and all(map(operator.le, trained, self._trained)):
+            return  # It finds those that are frozen now.
+        self._stop_learning()
+        self.__setstate__({})
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Keep torch from refusing every SyncBatchNorm on the CPU, where ours runs."""
         if needs_torchs_check(module):
             super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+
+
+def _note_gradient(model: weakref.ref[DistributedDataParallel], _: Tensor) -> None:
+    """See a gradient come in before the graph is known.
+
+    What counts is the end of the outermost backward, of which the output tells. Where no tensor was
+    found in that, this is taken for the outermost.
+    """
+    self = model()
+    if self is None or not self._is_prepared:
+        return
+    self._has_accumulated = True
+    if not self._runs_backward:
+        self._await_end()
 
 
 def _one_factor(factor: float, old_name: float | None) -> float:

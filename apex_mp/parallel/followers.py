@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -36,8 +37,26 @@ def broadcast(module: torch.nn.Module, group: Any = None) -> None:
     Without it they would keep what each process had initialised, and write that to the model in
     the first step.
     """
+    gc.collect()  # A holder that nobody has any more would be there in one process only.
     params = {id(param) for param in module.parameters()}
     alive = [holder for each in _holders if (holder := each()) is not None]
     masters = [master for holder in alive for master in holder.masters_of(params)]
+    _check_all_have_as_many(masters, module, group)
     first = 0 if group is None else dist.get_global_rank(group, 0)
     flat_dist_call([master.detach() for master in masters], dist.broadcast, (first, group))
+
+
+def _check_all_have_as_many(masters: list[Tensor], module: torch.nn.Module, group: Any) -> None:
+    """Refuse, in all processes alike, what would wait for ever or mix up masters."""
+    param = next(module.parameters(), None)
+    if param is None:
+        return
+    count = sum(master.numel() for master in masters)
+    least = torch.tensor([count, -count], device=param.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    if least[0] != -least[1]:
+        raise RuntimeError(
+            f"parallel: this process has float32 masters with {count} elements of the model's "
+            f"parameters, and another has {least[0]} to {-least[1]}; make the same optimizers in "
+            "all processes before the model becomes parallel"
+        )

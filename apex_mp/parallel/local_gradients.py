@@ -39,4 +39,6 @@ def stay_here(params: Iterable[Tensor]) -> bool:
 
 def _synchronises(model: DistributedDataParallel) -> bool:
     is_on: bool = getattr(model, "allreduce_is_enabled", True)
-    return is_on and model.require_backward_grad_sync
+    # Of `no_sync`, the forward counts; a model of torch's does not tell what it was.
+    is_local: bool = getattr(model, "last_forward_was_local", False)
+    return is_on and not is_local and model.require_backward_grad_sync
