@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from apex_mp import amp, device_scale
 from apex_mp.optimizers import FusedAdam
+from apex_mp.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -133,3 +134,28 @@ def test_gradients_that_ddp_has_not_reduced_yet_stay_scaled_and_add_up(bucket_vi
     block()  # Another one, in sync, before the step.
     assert model.weight.grad.tolist() == [[3.0, 3.0]]
     optimizer.step()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("first", ["disable_allreduce", "enable_allreduce"])
+def test_switching_reduction_inside_a_block_is_refused(first: str) -> None:
+    handle: Any = amp.init(loss_scale=128.0, device_type="cpu")
+    model = nn.Linear(2, 1, bias=False)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if first == "enable_allreduce":
+        parallel.disable_allreduce()
+
+    def block(switch: Any) -> None:
+        loss = parallel(torch.ones(1, 2)).float().sum()
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            switch()
+            scaled_loss.backward()
+
+    with pytest.raises(RuntimeError, match="stay in this process was changed inside the block"):
+        block(getattr(parallel, first))
+    optimizer.zero_grad()
+    parallel.enable_allreduce()
+    block(lambda: None)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]

@@ -117,7 +117,7 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel ReduceOp Reducer {_SYNC_BN}"},
     "apex.parallel.LARC": {"apex_mp.parallel.LARC": "LARC"},
     "apex.parallel.distributed": {
-        "apex_mp.parallel.distributed": "DistributedDataParallel Reducer",
+        "apex_mp.parallel": "DistributedDataParallel Reducer",
         "apex_mp.multi_tensor_apply.apex_C": "flatten unflatten",
         "apex_mp.parallel.flat_calls": (
             "apply_flat_dist_call extract_tensors flat_dist_call split_by_type "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -68,12 +69,16 @@ def scaled_backward(
     with _open_blocks(optimizers) as guards:
         routes = _all_routes(optimizers, guards)
         # Whether gradients overflow, all processes say together, when they have added theirs.
-        if delay_unscale or local_gradients.stay_here(route.source for route in routes):
+        stay_here = functools.partial(local_gradients.stay_here, [each.source for each in routes])
+        were_to_stay = stay_here()
+        if delay_unscale or were_to_stay:
             scale = scaler.loss_scale()
             _leave_scaled(routes, guards, scale)
             for guard in guards:
                 guard.scalers[id(scaler)] = scaler
             yield _wide(loss) * scale
+            if were_to_stay and not delay_unscale:
+                _check_unswitched(were_to_stay, stay_here())
             return
         device = None if delay_overflow_check else _common_device(optimizers, routes)
         unscaler: HostUnscaler | DeviceUnscaler
@@ -90,6 +95,7 @@ def scaled_backward(
                 _routes.check_before(routes, unscaler)
             with _clearing(optimizers, routes):
                 yield _wide(loss) * unscaler.scale
+            _check_unswitched(were_to_stay, stay_here())
             if expect_float32:
                 _warn_of_low_precision(routes)
             _routes.unscale(routes, unscaler)
@@ -213,6 +219,14 @@ def _check(loss: Any, optimizers: Sequence[Any]) -> None:
             raise TypeError(
                 f"scale_loss: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
+
+
+def _check_unswitched(were_to_stay: bool, stay: bool) -> None:
+    if were_to_stay != stay:
+        raise RuntimeError(
+            "scale_loss: whether gradients stay in this process was changed inside the block, by "
+            "disable_allreduce, enable_allreduce, no_sync or a forward; do that before the block"
+        )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from torch.distributed import ReduceOp
 
 from apex_mp.parallel import LARC
-from apex_mp.parallel.distributed import DistributedDataParallel, Reducer
+from apex_mp.parallel.distributed import DistributedDataParallel
+from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import (
     SyncBatchNorm,
     convert_syncbn_model,

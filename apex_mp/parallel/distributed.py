@@ -1,4 +1,4 @@
-"""DistributedDataParallel and Reducer with the arguments of apex, over torch.distributed."""
+"""DistributedDataParallel with the arguments of apex, over torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from apex_mp.parallel import followers, local_gradients
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
-from apex_mp.parallel.flat_calls import extract_tensors, flat_dist_call
+from apex_mp.parallel.flat_calls import extract_tensors
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
 _LOG = logging.getLogger("apex_mp.parallel")
@@ -331,34 +331,3 @@ def _tell_what_has_no_effect(**given: bool) -> None:
             _LOG.warning(
                 "DistributedDataParallel: %s has no effect: %s", name, _WITHOUT_EFFECT[name]
             )
-
-
-class Reducer:
-    """Average gradients over all processes when `reduce()` is called.
-
-    Within `amp.scale_loss` call it before the block ends; with FP16_Optimizer, between
-    `backward(loss, update_master_grads=False)` and `update_master_grads()`: gradients are looked at
-    for an overflow after all processes have added theirs.
-
-    Args:
-        module_or_grads_list: A module, whose parameters are broadcast from rank 0 now, with masters
-            that there are of them; or gradients, which may be nested in lists.
-    """
-
-    def __init__(self, module_or_grads_list: torch.nn.Module | Iterable[Any]) -> None:
-        self.module: torch.nn.Module | None = None
-        self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, torch.nn.Module):
-            self.module = module_or_grads_list
-            params = [param.detach() for param in self.module.parameters()]
-            flat_dist_call(params, dist.broadcast, (0,))
-            followers.broadcast(self.module)
-        else:
-            extract_tensors(module_or_grads_list, self.grads)
-
-    def reduce(self) -> None:
-        """Replace each gradient by the average over all processes."""
-        grads = self.grads
-        if self.module is not None:
-            grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        flat_dist_call(grads, dist.all_reduce)
