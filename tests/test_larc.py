@@ -324,6 +324,12 @@ def test_what_is_no_optimizer_is_refused() -> None:
         LARC([nn.Parameter(torch.ones(1))])
 
 
+@pytest.mark.parametrize("name", ["trust_coefficient", "eps"])
+def test_a_number_below_0_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"LARC: {name} is -0.5; it must be at least 0"):
+        LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **{name: -0.5})
+
+
 def test_grad_scaler_is_told_of_an_optimizer_inside_that_scales_itself() -> None:
     weight = nn.Parameter(torch.ones(1).half())
     optimizer = larc(fp16(fp16_utils.FP16_Optimizer, torch.optim.SGD([weight], lr=1.0)))

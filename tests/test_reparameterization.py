@@ -643,6 +643,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
     model = nn.Sequential(nn.Conv1d(2, 2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     refused(r"weight norm of weight: dim is 2; for the shape \[2, 2\]", model, WeightNorm, "", 2)
     refused(r"between -3 and 2, or None", model, WeightNorm, "0.weight", -4)
+    refused(r"weight norm of weight: dim is 'a'", model, WeightNorm, "0.weight", "a")
     refused(
         r"1\.wait is no parameter of Linear, which has weight, bias", model, WeightNorm, "1.wait"
     )

@@ -107,8 +107,9 @@ def test_weights_are_drawn_between_the_roots_of_the_hidden_size(kind: str) -> No
         ({"num_layers": 1.0}, r"num_layers is 1\.0; it must be an int"),
         ({"input_size": -1}, r"input_size is -1; it must be an int of 1 or more"),
         ({"hidden_size": "5"}, r"hidden_size is '5'; it must be an int of 1 or more"),
-        ({"dropout": 1}, r"dropout is 1; it must be in \[0, 1\)"),
-        ({"dropout": -0.1}, r"dropout is -0\.1; it must be in \[0, 1\)"),
+        ({"dropout": 1}, r"dropout is 1; it must be a number in \[0, 1\)"),
+        ({"dropout": -0.1}, r"dropout is -0\.1; it must be a number in \[0, 1\)"),
+        ({"dropout": "a"}, r"dropout is 'a'; it must be a number in \[0, 1\)"),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)

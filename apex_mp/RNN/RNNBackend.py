@@ -75,8 +75,8 @@ class stackedRNN(_Several):
     ) -> None:
         super().__init__()
         at_least_one("num_layers", num_layers)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout!r}; it must be in [0, 1)")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout!r}; it must be a number in [0, 1)")
         self.dropout = dropout
         self.batch_first = batch_first
         self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))

@@ -28,6 +28,7 @@ class LARC(torch.optim.Optimizer):
 
     Raises:
         TypeError: `optimizer` is not an optimizer.
+        ValueError: `trust_coefficient` or `eps` is below 0.
     """
 
     def __init__(
@@ -42,6 +43,9 @@ class LARC(torch.optim.Optimizer):
             raise TypeError(
                 f"LARC: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
+        for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
+            if not value >= 0:
+                raise ValueError(f"LARC: {name} is {value}; it must be at least 0")
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip

@@ -52,10 +52,11 @@ class WeightNorm(Reparameterization):
         Raises:
             ValueError: The weight has no dimension `dim`.
         """
-        if dim is not None and not -weight.dim() <= dim < weight.dim():
+        known = range(-weight.dim(), weight.dim())
+        if dim is not None and (not isinstance(dim, int) or dim not in known):
             raise ValueError(
-                f"weight norm of {name}: dim is {dim}; for the shape {[*weight.shape]} it must be "
-                f"between {-weight.dim()} and {weight.dim() - 1}, or None"
+                f"weight norm of {name}: dim is {dim!r}; for the shape {[*weight.shape]} it must "
+                f"be between {-weight.dim()} and {weight.dim() - 1}, or None"
             )
         v = weight.detach()
         g = torch.norm_except_dim(v, 2, _torch_dim(dim, v))
