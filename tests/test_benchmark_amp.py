@@ -14,7 +14,11 @@ from benchmarks import amp as benchmark
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "amp-cpu.json"
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "restore_threads")]
+pytestmark = [
+    pytest.mark.any_torch,
+    pytest.mark.cpu_only,
+    pytest.mark.usefixtures("amp_off", "restore_threads"),
+]
 
 # What each way computes a linear layer in.
 COMPUTED_IN = {

@@ -19,7 +19,7 @@ from benchmarks.step_shapes import Workload
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "memory-cpu.json"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("one_thread")]
 
 SHAPES = [(600, 500), (500,), (300, 1000), (1000, 3, 3), (400_000,)]
 PARAMETERS = sum(map(math.prod, SHAPES))

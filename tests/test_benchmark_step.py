@@ -15,7 +15,7 @@ from benchmarks import step_cases, step_machine, step_peers, step_report, step_t
 from benchmarks.step_arena import SCALE, Arena, Case
 from benchmarks.step_shapes import QUICK, WORKLOADS
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only, pytest.mark.usefixtures("one_thread")]
 
 SHAPES = [(40, 30), (30,), (7, 3, 3)]
 NAMED = {case.name: case for case in step_cases.CASES}
