@@ -21,8 +21,8 @@ TRAINING = (
     "--log-every-n-secs 1e-6 --force-fp16-tokens true"
 )
 FP16 = "--fp16 true --fp16-impl apex"
-# ParlAI takes no seed. So all start from one model, that of a single step, whose seed is one of those
-# whose first gradients fit float16 at the scale that it starts with: else a first step is skipped.
+# ParlAI takes no seed. So all start from one model, that of a single step. That one has a seed: the
+# first gradients of some do not fit float16 at the scale that ParlAI starts with.
 SEEDED = """
 import runpy
 import torch
