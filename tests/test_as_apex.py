@@ -180,6 +180,8 @@ def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
 LIBRARIES = {
     "parallel": "DistributedDataParallel ReduceOp Reducer SyncBatchNorm convert_syncbn_model "
     "create_syncbn_process_group LARC.LARC multiproc.main",
+    "parallel.distributed": "DistributedDataParallel Reducer apply_flat_dist_call extract_tensors "
+    "flat_dist_call split_by_type split_half_float_double",
     "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
     "normalization.fused_layer_norm": "fused_layer_norm fused_layer_norm_affine fused_rms_norm "
     "fused_rms_norm_affine mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine",

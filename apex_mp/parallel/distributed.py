@@ -18,8 +18,26 @@ from torch.autograd.graph import get_gradient_edge
 
 from apex_mp.parallel import followers, local_gradients
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
-from apex_mp.parallel.flat_calls import extract_tensors
+from apex_mp.parallel.flat_calls import (
+    apply_flat_dist_call,
+    extract_tensors,
+    flat_dist_call,
+    split_by_type,
+    split_half_float_double,
+)
+from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+
+# What stood in this module, too.
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "split_by_type",
+    "split_half_float_double",
+]
 
 _LOG = logging.getLogger("apex_mp.parallel")
 _SHARED = (
