@@ -37,20 +37,27 @@ CUDA_BUILT := $(CUDA_VENV)/.done-build
 CUDA_TESTED := $(CUDA_VENV)/.done-test
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
 COVERAGE := build/coverage
+PYTEST := $(VENV)/bin/python -m pytest -n auto --dist loadfile
+# Tests whose results depend on torch's CPU kernels.
+PROCESSOR_TESTS := $(patsubst %,tests/test_%.py,amp_casts amp_fp16_compute amp_policy benchmark_amp \
+  language_model normalization point_of_mixed_precision published_snippets rnn_training)
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint types coverage clients cuda-on-cpu cuda-link gpu bench format clean
+.PHONY: help build demo test test-slow processors lint types coverage clients cuda-on-cpu cuda-link gpu bench sdist format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
-	@echo 'make test       run the tests'
+	@echo 'make test       run the tests, but for the slow ones'
+	@echo 'make test-slow  run those that start processes or build'
+	@echo 'make processors run the tests that depend on the processor, as on older ones'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
 	@echo 'make clients    train with OpenNMT-py, ParlAI and fairseq, as PyPI has them, through apex_mp'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
+	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
 	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
@@ -62,8 +69,19 @@ build: $(BUILT)
 demo: $(BUILT)
 	$(VENV)/bin/python examples/digits.py --compare
 
+# A process for each core; the tests of a file stay together.
 test: $(BUILT)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow' --durations 10 $(PYTEST_ARGS)
+
+test-slow: $(BUILT)
+	$(PYTEST) -m slow --durations 10 $(PYTEST_ARGS)
+
+# As on a processor with AVX2 and no more, and on one without: torch's kernels and ours differ there.
+processors: $(BUILT)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 APEX_MP_CPU_LEVEL=avx2 \
+	  $(PYTEST) $(PROCESSOR_TESTS) $(PYTEST_ARGS)
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default APEX_MP_CPU_LEVEL=baseline \
+	  $(PYTEST) $(PROCESSOR_TESTS) $(PYTEST_ARGS)
 
 lint: $(BUILT)
 	$(VENV)/bin/ruff check .
@@ -87,7 +105,8 @@ coverage: $(BUILT)
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q \
 	  tests/test_operator*.py tests/test_cpu_levels.py tests/test_fused_*.py \
-	  tests/test_step_*.py tests/test_grad_marks.py tests/test_fp16_optimizer_clipping.py
+	  tests/test_step_*.py tests/test_grad_marks.py tests/test_unscaled_grads.py \
+	  tests/test_fp16_optimizer_clipping.py
 	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
 	@for level in $$($(VENV)/bin/python -c \
 	  'from apex_mp import _C; print(*{"avx2", "avx512"} - {*_C.cpu_levels()})'); do \
@@ -98,6 +117,17 @@ coverage: $(BUILT)
 
 bench: $(BUILT)
 	$(VENV)/bin/python -m benchmarks.step $(BENCH_ARGS)
+
+# Collects the tests and does not run them; the extension is that of this tree.
+sdist: $(BUILT)
+	rm -rf build/sdist
+	mkdir -p build/sdist/unpacked
+	$(VENV)/bin/python setup.py -q egg_info --egg-base build/sdist sdist --dist-dir build/sdist
+	tar -xzf build/sdist/*.tar.gz -C build/sdist/unpacked --strip-components 1
+	cp apex_mp/_C.* build/sdist/unpacked/apex_mp/
+	@cd build/sdist/unpacked && $(CURDIR)/$(VENV)/bin/python -m pytest --collect-only -q \
+	  > ../collected.txt || { tail -n 40 ../collected.txt; exit 1; }
+	@echo "The tests of $$(ls build/sdist/*.tar.gz) can start."
 
 clients: $(CLIENTS_READY)
 	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(PYTEST_ARGS)

@@ -1,27 +1,42 @@
-"""Build apex_mp._C: which sources and flags, CPU or CUDA. Everything else is in pyproject.toml."""
+"""Build apex_mp._C: which sources and flags, CPU or CUDA; and compute some of the metadata."""
 
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
+import warnings
 from glob import glob
 from pathlib import Path
 
+LEAST_TORCH = "2.11"
+TOOLS = "setuptools wheel ninja pybind11"
 INSTALL = "pip install --no-build-isolation"
 
 if sys.argv[1:2] in (["install"], ["develop"]):
     sys.exit(f"setup.py {sys.argv[1]} is not supported; run:  {INSTALL} .   (or -e . to develop)")
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; no numpy is needed here
 # Checked before pip resolves anything: it would download a torch of its own choice and use that.
 try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
     sys.exit(
-        f"apex_mp is compiled against your PyTorch, and this Python cannot import it ({error}).\n"
-        f"If it is installed, pip hid it by build isolation; if not, install it. Run:  {INSTALL} ."
+        f"apex_mp is compiled against your PyTorch, and this Python cannot import it ({error}): it "
+        "is hidden by pip's build isolation, or not installed. Run both:\n"
+        f'  pip install "torch>={LEAST_TORCH}" {TOOLS}\n'
+        f"  {INSTALL} .\n"
+        "A torch that is installed stays as it is. If you want a certain one (another version of "
+        "CUDA, or the CPU alone), install that first."
     )
-if torch.__version__ < (2, 11):
-    sys.exit(f"apex_mp needs torch >= 2.11; this Python has torch {torch.__version__}")
+if torch.__version__ < LEAST_TORCH:
+    sys.exit(
+        f"apex_mp needs torch >= {LEAST_TORCH}; this Python has torch {torch.__version__}. "
+        f'Run:  pip install -U "torch>={LEAST_TORCH}"'
+    )
 if not cpp_extension.is_ninja_available():  # it lies in a virtual environment not activated
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 try:
@@ -32,7 +47,12 @@ try:
     if int(setuptools.__version__.split(".")[0]) < 77:  # older ones misread pyproject.toml
         raise ImportError(f"setuptools {setuptools.__version__} is older than 77")
 except (ImportError, RuntimeError) as error:
-    sys.exit(f"Cannot be built: {error}. Run:  pip install -U setuptools wheel ninja pybind11")
+    sys.exit(f"Cannot be built: {error}. Run:  pip install -U {TOOLS}")
+
+# Whether the command makes an extension or the metadata of a wheel, which are for this torch alone.
+BUILDING = not {
+    "bdist", "bdist_wheel", "build", "build_ext", "dist_info", "editable_wheel",
+}.isdisjoint(sys.argv)  # fmt: skip
 
 DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
 WINDOWS, MACOS = sys.platform == "win32", sys.platform == "darwin"
@@ -62,6 +82,38 @@ def plan_cuda(force, home):
         f"  - install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to it,\n"
         f"  - install a torch that was built with CUDA {toolkit},\n"
         f"  - {without}"
+    )
+
+
+def compiler_obstacle(compiler):
+    """Return the sentence that stops the build if C++ cannot be compiled here, or nothing."""
+    if WINDOWS:  # setuptools finds Visual Studio, or says that there is none.
+        return ""
+    mend = "Install one (Debian, Ubuntu: apt-get install g++), or set CXX to its path"
+    if shutil.which(compiler) is None:
+        return f"apex_mp is written in C++, and there is no compiler {compiler!r}. {mend}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return (
+            f"The headers of Python {version} are missing ({header}). Install them (Debian, "
+            f"Ubuntu: apt-get install python{version}-dev)"
+        )
+    # The C++ standard that this torch compiles with.
+    standard = "c++20" if "c++20" in inspect.getsource(cpp_extension) else "c++17"
+    options = flags([])
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text("#include <omp.h>\n#include <vector>\n")
+        command = [compiler, *options["extra_compile_args"]["cxx"], f"-std={standard}", "-fPIC"]
+        command += ["-shared", source, "-o", library, *options["extra_link_args"]]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+    return (
+        f"torch {torch.__version__} needs a compiler for {standard} with OpenMP, and {compiler!r} "
+        f"is none ({errors[0].strip()}). {mend}"
     )
 
 
@@ -108,8 +160,6 @@ class Build(cpp_extension.BuildExtension):
         super().finalize_options()
 
     def run(self):
-        if OBSTACLE:
-            sys.exit(OBSTACLE)
         os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))  # ninja would take two more
         super().run()
         # The loader reads this before the dynamic linker fails on a symbol of another torch.
@@ -117,6 +167,36 @@ class Build(cpp_extension.BuildExtension):
         record.write_text(f'{{"torch": "{torch.__version__}"}}\n')
 
 
+def long_description():
+    """Return README.md with names of files instead of links to them, which would lead nowhere."""
+
+    def name_the_file(link):
+        text, target = link.groups()
+        if target.startswith("#"):  # A heading, for which an index may have another anchor.
+            return text
+        return f"`{target}`" if text.strip("`") == target else f"{text} (`{target}`)"
+
+    text = Path("README.md").read_text(encoding="utf-8")
+    links = r"!?\[([^]]+)\]\((?!https?:)([^)]+)\)"
+    return (
+        re.sub(links, name_the_file, text) + "\nFiles named here are in the source distribution.\n"
+    )
+
+
 WITH_CUDA, OBSTACLE = plan_cuda(os.environ.get("FORCE_CUDA", ""), cpp_extension.CUDA_HOME)
 if __name__ == "__main__":
-    setuptools.setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})
+    # Link with the same compiler: setuptools would link with the one that Python was built with.
+    os.environ.setdefault("CXX", cpp_extension.get_cxx_compiler())
+    if BUILDING:
+        OBSTACLE = OBSTACLE or compiler_obstacle(os.environ["CXX"])
+        if OBSTACLE:  # Now, not after pip has resolved and setuptools has copied everything.
+            sys.exit(OBSTACLE)
+    # The loader refuses another release of torch; a local version (+cpu, +cu130) fits "==".
+    release = torch.__version__.split("+")[0]
+    setuptools.setup(
+        ext_modules=[extension(WITH_CUDA)],
+        cmdclass={"build_ext": Build},
+        install_requires=[f"torch=={release}" if BUILDING else f"torch>={LEAST_TORCH}"],
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
+    )

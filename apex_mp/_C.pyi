@@ -1,7 +1,9 @@
 # The compiled module: facts of the build (csrc/module.cpp), objects of the step (csrc/step/).
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 with_cuda: bool
@@ -52,6 +54,7 @@ class AdamPlan:
         copies: list[list[Tensor | None]] | None,
         scale: float | Tensor,
         norms: list[float | Tensor | None] | None,
+        unscale: Sequence[torch.dtype] = (),
     ) -> list[tuple[int, int]]: ...
     def run(
         self,

@@ -20,7 +20,7 @@ else:
         parallel,
         reparameterization,
     )
-    from apex_mp._as_apex import install_as_apex, uninstall_as_apex
+    from apex_mp._as_apex.install import install_as_apex, uninstall_as_apex
     from apex_mp.checkpoint import load_checkpoint
 
 __all__ = [

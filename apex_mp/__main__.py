@@ -1,21 +1,27 @@
 """`python -m apex_mp`: print what it runs on, exit with 1 if it cannot; `run`: run a script."""
 
+import argparse
 import sys
 
-from apex_mp import _extension
 from apex_mp._environment import survey
+from apex_mp._run.command import main
+from apex_mp._version import __version__
 
 if sys.argv[1:2] == ["run"]:
-    try:
-        _extension.load()
-    except ImportError as error:
-        sys.exit(f"apex_mp run: {error}")
-    from apex_mp._run.command import main
-
     main(sys.argv[2:])
-elif sys.argv[1:]:
-    sys.exit(f"python -m apex_mp: {sys.argv[1]!r} is no command; it must be run, or nothing")
-else:
-    report = survey()
-    print(report)
-    sys.exit(0 if report.usable else 1)
+    sys.exit()
+parser = argparse.ArgumentParser(
+    prog="python -m apex_mp",
+    usage="%(prog)s [-h] [--version] [run ...]",
+    allow_abbrev=False,
+    description="Without arguments: print what apex_mp runs on, and for what is missing the "
+    "command that mends it. run: run an old script that says import apex; see "
+    "python -m apex_mp run --help.",
+)
+parser.add_argument("--version", action="version", version=f"apex_mp {__version__}")
+_, words = parser.parse_known_args()
+if words:
+    parser.error(f"{words[0]!r} is no command; it must be run, or nothing")
+report = survey()
+print(report)
+sys.exit(0 if report.usable else 1)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex_mp._state_checks import file_advice
+
 
 def check_state(function: str, state_dict: Any) -> None:
     """Refuse what is no state_dict of a model, but a file's name, a model or a whole checkpoint.
@@ -36,9 +38,7 @@ def check_state(function: str, state_dict: Any) -> None:
 
 
 def _advice(state_dict: Any) -> str:
-    if isinstance(state_dict, str) or hasattr(state_dict, "__fspath__"):
-        return f", {str(state_dict)!r}, which apex_mp.load_checkpoint opens"
-    return ", not a dict by names" if isinstance(state_dict, Mapping) else ""
+    return ", not a dict by names" if isinstance(state_dict, Mapping) else file_advice(state_dict)
 
 
 def check_model(function: str, model: Any) -> None:

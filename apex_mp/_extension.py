@@ -19,9 +19,11 @@ def import_torch() -> ModuleType:
     try:
         return importlib.import_module("torch")
     except ImportError as error:
+        built_for = torch_built_for()
+        built = f"; this apex_mp was built for torch {built_for}" if built_for else ""
         raise ImportError(
-            f"apex_mp needs PyTorch, which this Python cannot import ({error}); install it with:\n"
-            f'  "{sys.executable}" -m pip install torch'
+            f"apex_mp needs PyTorch, which this Python cannot import ({error}){built}; install it "
+            f"with:\n  {_torch_command(built_for)}"
         ) from error
 
 
@@ -34,11 +36,14 @@ def load() -> ModuleType:
     """
     torch = import_torch()
     # In this folder alone: an editable install elsewhere would offer its own.
-    if PathFinder.find_spec("apex_mp._C", [str(_PACKAGE)]) is None:
+    if not _is_built(_PACKAGE):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        hidden = [path for path in sys.path if _is_built(Path(path, "apex_mp"))]
+        hides = f", which hides the one in {hidden[0]}" if hidden else ""
+        instead = "start Python in another folder to use that one, or " if hidden else ""
         raise ImportError(
             f"apex_mp's extension has not been built for Python {version} (there is no apex_mp._C "
-            f"in {_PACKAGE}); {build_hint()}"
+            f"in {_PACKAGE}{hides}); {instead}{build_hint()}"
         )
     built_for = torch_built_for()
     if built_for is not None:
@@ -56,6 +61,10 @@ def load() -> ModuleType:
     except ValueError as error:
         raise ImportError(f"apex_mp: {error}; run:\n  unset APEX_MP_CPU_LEVEL") from error
     return extension
+
+
+def _is_built(package: Path) -> bool:
+    return PathFinder.find_spec("apex_mp._C", [str(package)]) is not None
 
 
 def torch_built_for() -> str | None:
@@ -80,6 +89,17 @@ def build_hint(environment: str = "") -> str:
     return f"build it with{where}:\n  {command}"
 
 
+def _torch_command(built_for: str | None) -> str:
+    """Return the command that installs the release of torch that the extension was built for."""
+    wanted = f"torch=={_release(built_for)}" if built_for else "torch>=2.11"
+    return f'"{sys.executable}" -m pip install "{wanted}"'
+
+
+def _release(version: str) -> str:
+    # 2.13.0+cpu and 2.13.0+cu130 are one release with one C++ interface.
+    return version.split("+")[0]
+
+
 def is_environment_report() -> bool:
     """Tell whether `python -m apex_mp` is what imports the package.
 
@@ -91,9 +111,9 @@ def is_environment_report() -> bool:
 
 
 def _check_same_torch(built_for: str, running: str) -> None:
-    # 2.13.0+cpu and 2.13.0+cu130 are one release with one C++ interface.
-    if built_for.split("+")[0] != str(running).split("+")[0]:
+    if _release(built_for) != _release(running):
         raise ImportError(
             f"apex_mp's extension was built for torch {built_for}, but this is torch {running}; "
-            f"{build_hint()}"
+            f"{build_hint()}\nor install the torch that it was built for:\n"
+            f"  {_torch_command(built_for)}"
         )

@@ -22,7 +22,7 @@ def names_in(file: IO[bytes]) -> list[str]:
         for stream in _pickles(file):
             for name in _names_in_pickle(stream):
                 names[name] = None
-    except (ValueError, zipfile.BadZipFile):  # No pickle from here on.
+    except Exception:  # No pickle from here on: pickletools and zipfile raise many things.
         pass
     return [*names]
 

@@ -1,4 +1,4 @@
-"""What a fused optimizer's step is asked for, so that nobody makes lists of gradients for it."""
+"""What a fused optimizer's step is asked for, without lists of gradients made for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from apex_mp.device_scale import DeviceScale
@@ -55,6 +56,7 @@ class StepRequest:
         check: Look for inf and NaN, and do nothing if there is any.
         clip_by_global_norm: Clip each group by the norm of all.
         loss_scale: To be updated by what `check` finds, on its device; None: there is none.
+        unscale: A step that is taken leaves scaled gradients of these dtypes unscaled.
         wait: The host is to know the outcome when the step returns.
         outcome: Set by the step.
         sent: Set by the step if the outcome is not known yet: it is in this tensor on the device,
@@ -72,6 +74,7 @@ class StepRequest:
     check: bool = False
     clip_by_global_norm: bool = False
     loss_scale: DeviceScale | None = None
+    unscale: Sequence[torch.dtype] = ()
     wait: bool = True
     sent: Tensor | None = None
     read: Callable[[Tensor], Outcome] | None = None

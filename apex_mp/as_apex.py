@@ -3,7 +3,7 @@
 Where it is installed already, of whatever era, it stays as it is.
 """
 
-from apex_mp._as_apex import install_as_apex, installed_era
+from apex_mp._as_apex.install import install_as_apex, installed_era
 
 if installed_era() is None:
     install_as_apex()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import struct
 import tarfile
 import threading
 import zipfile
@@ -19,7 +18,6 @@ from apex_mp._pickled_scalers import Receivers
 # How torch.save begins: an archive, or, until PyTorch 1.6, the pickle of a certain number.
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_OF_A_SHORT_FILE = (EOFError, IndexError, KeyError, struct.error)
 _TRUSTED = (
     ". To let through a class that you trust, call torch.serialization.add_safe_globals([Class]) "
     "before"
@@ -87,13 +85,15 @@ def _load(file: IO[bytes], name: str, map_location: Any) -> Any:
                 f"load_checkpoint: {name} asks for {reason}; a checkpoint may hold tensors, plain "
                 f"values and the loss scalers of apex. Nothing else of it was run{trusted}"
             ) from None
-        except Exception as error:  # Whatever a parser does with what is no checkpoint.
+        except OSError:
+            raise
+        except Exception as error:  # On damaged bytes torch raises errors of any type.
+            file.seek(start)
+            if _loads_to_cpu(file):
+                raise  # The error is of map_location.
             file.seek(start)
             _check_is_checkpoint(file, name)
-            of_short_file = isinstance(error, _OF_A_SHORT_FILE) or "EOF" in str(error)
-            if of_short_file and not callable(map_location):
-                raise _damaged(name) from None
-            raise  # Of map_location, for example.
+            raise _damaged(name) from error
 
 
 def _is_tar(file: IO[bytes]) -> bool:
@@ -104,6 +104,14 @@ def _is_tar(file: IO[bytes]) -> bool:
     file.seek(start)
     with tarfile.open(fileobj=file) as archive:
         return archive.next() is not None
+
+
+def _loads_to_cpu(file: IO[bytes]) -> bool:
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        return False
+    return True
 
 
 def _check_is_checkpoint(file: IO[bytes], name: str) -> None:
@@ -121,8 +129,8 @@ def _check_is_checkpoint(file: IO[bytes], name: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.namelist()
-    except zipfile.BadZipFile:
-        raise _damaged(name) from None
+    except Exception as error:  # zipfile raises other errors than BadZipFile too.
+        raise _damaged(name) from error
     if any(entry.endswith("/constants.pkl") for entry in entries):
         raise pickle.UnpicklingError(
             f"load_checkpoint: {name} is a TorchScript archive, which holds code; it is for "

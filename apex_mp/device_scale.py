@@ -1,25 +1,32 @@
 """The loss scale where the gradients are, so that the host waits for no device between steps.
 
-The host gets to know of an overflow later: `send` has a few numbers copied to it behind the work
-under way, `settle` tells what has arrived, in the order in which it was sent. A block and a step
-settle what is there without waiting; whoever looks at a scale, or asks for a skipped step, waits.
+The host learns of an overflow later: `send` copies a few numbers to it after the work under way,
+and `settle` calls back for those that have arrived, in the order in which they were sent. A block
+and a step settle without waiting; reading a scale, or whether a step was skipped, waits. What is
+under way when the process ends is settled then.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _ops
+from apex_mp import _C, _log, _ops
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 
-# Where a scale may live. On a CPU there is nobody to wait for.
+# Where a scale may live. The host never waits for a CPU.
 DEVICE_TYPES = {"cuda"}
+# How long a process that ends waits for what is on its way to the host.
+SECONDS_AT_EXIT = 5.0
+_LOG = _log.logger("apex_mp.device_scale")
 
 
 def bring(values: Tensor, device: torch.device) -> Tensor:
@@ -77,7 +84,7 @@ def send(values: Sequence[Tensor], tell: Callable[[list[float]], None]) -> None:
 
 
 def send_tensor(values: Tensor, tell: Callable[[Tensor], None]) -> None:
-    """As `send`, for a tensor of any shape and dtype, which is told as a tensor on the CPU."""
+    """As `send`, for a tensor of any shape and dtype; the callback gets a copy on the CPU."""
     _in_flight.append(Transfer(values, tell))
 
 
@@ -87,7 +94,7 @@ def is_capturing() -> bool:
 
 
 def settle(*, wait: bool) -> None:
-    """Tell what has arrived. Does nothing where somebody is being told, or in a graph's capture.
+    """Call back for all that has arrived, except within a callback or the capture of a graph.
 
     Args:
         wait: Wait for the rest.
@@ -99,10 +106,34 @@ def settle(*, wait: bool) -> None:
         _is_telling = True
         try:
             while _in_flight and (wait or _in_flight[0].has_arrived()):
-                _in_flight[0].wait()  # Whoever interrupts this loses nothing.
+                _in_flight[0].wait()  # An interrupt here loses no result.
                 _in_flight.popleft().finish()
         finally:
             _is_telling = False
+
+
+def _settle_at_exit() -> None:
+    """Call back for all that has arrived when the process ends, and wait a short time for the rest.
+
+    The wait is limited: a device that waits for another process, which has died, never answers.
+    """
+    deadline = time.monotonic() + SECONDS_AT_EXIT
+    settle(wait=False)
+    while _in_flight and time.monotonic() < deadline:
+        time.sleep(0.01)
+        settle(wait=False)
+    if _in_flight:
+        _LOG.warning(
+            "%d results of steps are lost, with their messages of an overflow: the device has not "
+            "answered within %g seconds of the end of the process",
+            len(_in_flight),
+            SECONDS_AT_EXIT,
+        )
+
+
+atexit.register(_settle_at_exit)
+if hasattr(os, "register_at_fork"):  # Not on Windows.
+    os.register_at_fork(after_in_child=_in_flight.clear)  # The results are for the parent.
 
 
 class DeviceScale:

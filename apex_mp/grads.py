@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from apex_mp import _ops
+from apex_mp import _C, _ops
 from apex_mp.device_scale import bring
+from apex_mp.tensors import is_dense, is_wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Checked:
 class NonFinite:
     """A gradient that holds inf or NaN: whose, of what shape, and how many of each.
 
-    Nobody knows how many (None) if the gradient was gone when the host heard of it.
+    The counts are None if the gradient was cleared before the host learnt of the step.
     """
 
     name: str
@@ -46,6 +49,62 @@ class NonFinite:
     def __str__(self) -> str:
         what = "inf or NaN" if self.inf is None else f"{self.inf} inf, {self.nan} NaN"
         return f"{self.name} {list(self.shape)}: {what}"
+
+
+class Edits(enum.Enum):
+    """Which gradients were edited since masters' were made of the model's."""
+
+    NONE = "none, or masters' alone"
+    OF_MODEL = "the model's"
+    OF_BOTH = "the model's and masters'"
+
+
+class EditWatch:
+    """Detects edits of gradients by gradient version and norm.
+
+    An all-reduce and an edit through `.data` do not change the version, so norms are compared too.
+    """
+
+    def __init__(self) -> None:
+        self._model, self._masters = _C.GradMarks(), _C.GradMarks()
+        self._norms: Mapping[int, float] = {}
+
+    def begin(
+        self,
+        models: list[Parameter],
+        norms: Mapping[int, float],
+        masters: list[Parameter] | None = None,
+    ) -> None:
+        """Remember the gradients as they are.
+
+        Args:
+            models: The model's parameters.
+            norms: Norm of each gradient of theirs, by id(); empty if it is not known.
+            masters: Parameters whose gradients have just been made [None: as before].
+        """
+        self._norms = norms
+        self._model.take(models)
+        if masters is not None:
+            self._masters.take(masters)
+
+    def find(
+        self, models: list[Parameter], norms: Mapping[int, float], masters: list[Parameter]
+    ) -> Edits:
+        """Return what was edited since; a gradient that was cleared is none. Args as in `begin`."""
+        has_new_norms = not norms.items() <= self._norms.items() and any(
+            not _same(self._norms.get(param), norm) for param, norm in norms.items()
+        )
+        if not has_new_norms and not self._model.differ(models):
+            return Edits.NONE
+        if not self._masters.differ(masters):
+            return Edits.OF_MODEL
+        # A write that changes no norm is not worth a warning.
+        return Edits.OF_BOTH if has_new_norms or not norms else Edits.NONE
+
+
+def _same(one: float | None, other: float) -> bool:
+    """Whether two norms are equal, or both NaN."""
+    return one == other or (one is not None and math.isnan(one) and math.isnan(other))
 
 
 def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
@@ -73,6 +132,12 @@ def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
     return Checked(found, tuple(math.sqrt(total) for total in sums))
 
 
+@torch.no_grad()
+def norms(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Return the l2 norm of each tensor; equal bits have equal norms."""
+    return check([[t if is_dense(t) else t.contiguous()] for t in tensors]).norms
+
+
 def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> bool:
     """Write `src[i] * inv_scale` to `dst[i]` and return whether `src` holds inf or NaN.
 
@@ -91,7 +156,7 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
 
 
 def unscale_unwaited(src: Sequence[Tensor], dst: Sequence[Tensor], scale: float | Tensor) -> None:
-    """Write `src[i] / scale` to `dst[i]`; the host waits for nothing and hears nothing.
+    """Write `src[i] / scale` to `dst[i]`, without waiting and without looking for inf and NaN.
 
     Args:
         src: Scaled gradients on any devices.
@@ -106,6 +171,27 @@ def unscale_unwaited(src: Sequence[Tensor], dst: Sequence[Tensor], scale: float 
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         here = inv_scale if inv_scale.is_cpu else bring(inv_scale, device)
         _ops.unscale_(sources, targets, here, found_inf)
+
+
+def unscale_wrappers(grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
+    """Multiply gradients in place by `inv_scale`, by the operator of torch.amp.GradScaler.
+
+    It knows what the operators here do not: DTensors, whose processes agree on what was found.
+
+    Args:
+        grads: Wrappers on any devices.
+        inv_scale: 1 / loss scale, 0-dim.
+
+    Returns:
+        For each a 0-dim float32: not 0 if it held inf or NaN.
+    """
+    found = []
+    for grad in grads:
+        flag = torch.zeros((), dtype=torch.float32, device=grad.device)
+        factor = bring(inv_scale.float(), grad.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, factor)
+        found.append(flag)
+    return found
 
 
 def add_unscaled(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> bool:
@@ -127,25 +213,20 @@ def add_unscaled(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float)
 
 
 def lie_as(grad: Tensor, param: Tensor) -> Tensor:
-    """Return the gradient with its elements in memory in the parameter's order.
+    """Return the gradient with its elements in memory in the parameter's order, not negated.
 
-    Raises:
-        RuntimeError: The gradient is sparse.
+    One that is not plain, or of another shape, is returned as it is; callers refuse it.
     """
     if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"a gradient of shape {[*grad.shape]} is sparse, but apex_mp scales and steps dense "
-            "ones only; make the layer with sparse=False"
-        )
-    if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
         return grad
-    if grad.shape != param.shape:
-        return grad  # The operator says so in a sentence.
+    alike = (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride()
+    if (alike and not grad.is_neg()) or grad.shape != param.shape or is_wrapper(grad):
+        return grad
     return torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 def locate_nonfinite(grads: Iterable[tuple[str, Tensor]]) -> list[NonFinite]:
-    """Return which of the named gradients hold inf or NaN, and how many, the worst first."""
+    """Return which of the named gradients hold inf or NaN and how many, most first."""
     named = list(grads)
     counts = [_count_nonfinite(grad) for _, grad in named]
     found = []
@@ -163,7 +244,7 @@ def _count_nonfinite(grad: Tensor) -> Tensor:
     # slow with small pieces.
     at_once = 1 << 16 if numbers.is_cpu else 1 << 24
     if numbers.numel() > at_once:
-        dense = torch.empty_like(numbers, device="meta").stride() == numbers.stride()
+        dense = is_dense(numbers)
         flat = numbers.as_strided([numbers.numel()], [1]) if dense else numbers.reshape(-1)
         return torch.stack([_count_nonfinite(piece) for piece in torch.split(flat, at_once)]).sum(0)
     return torch.stack([numbers.isinf().sum(), numbers.isnan().sum()])

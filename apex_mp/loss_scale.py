@@ -11,8 +11,8 @@ small gradients survive float16. After each step `update(found_inf)` returns the
         step()
     loss_scale = loss_scale.update(found_inf)
 
-Whoever sees `found_inf` skips the step, whatever the policy: a policy says only how large the scale
-is next. The device twin of the rule is `csrc/math/update_scale.h`; the tests hold the two together.
+Callers skip the step if `found_inf`, with every policy: a policy says only how large the scale is
+next. The device twin of the rule is `csrc/math/update_scale.h`; the tests hold the two together.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from apex_mp.tensors import PLAIN_TYPES, is_dense
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -21,27 +23,52 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 _TENSOR_GRAD: Any = torch.Tensor.grad
 
 
-class MasterParameter(Parameter):
-    """An fp32 master whose `grad` is made when somebody first looks at it.
+class Held(Protocol):
+    """The masters of an optimizer.
 
-    Until then the gradient is the model's own, scaled and in low precision, and a fused optimizer
-    steps with that one; a look costs a pass and memory, no look costs nothing.
+    Attributes:
+        model_of: The model parameter of each master.
     """
 
-    _before_look: Callable[[], None] | None = None
+    model_of: dict[Parameter, Parameter]
+
+    def model_params(self) -> list[Parameter]:
+        """The model parameters of all masters."""
+
+    def master_params(self) -> list[Parameter]:
+        """All masters, in the same order."""
+
+    def flats(self) -> list[Tensor]:
+        """The elements of all masters, in as few tensors as there are."""
+
+    def masters_of(self, params: Collection[int]) -> list[Tensor]:
+        """Return the masters of parameters of the model, given by id()."""
+
+    def copy_to_model(self) -> None:
+        """Write each master, rounded, to the model."""
+
+
+class MasterParameter(Parameter):
+    """An fp32 master whose `grad` is materialized when it is first read.
+
+    Until then the gradient is the model's own, scaled and in low precision, and a fused optimizer
+    steps with that one. Reading `grad` costs a pass and memory; not reading it costs nothing.
+    """
+
+    _before_read: Callable[[], None] | None = None
 
     @property
     def grad(self) -> Tensor | None:
         """The unscaled gradient in float32, or None; edits of it count."""
-        if self._before_look is not None:
-            self._before_look()
+        if self._before_read is not None:
+            self._before_read()
         grad: Tensor | None = _TENSOR_GRAD.__get__(self)
         return grad
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        if self._before_look is not None:
-            self._before_look()
+        if self._before_read is not None:
+            self._before_read()
         _TENSOR_GRAD.__set__(self, grad)
 
     @grad.deleter
@@ -54,14 +81,7 @@ class MasterParameter(Parameter):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def check_dtypes(params: Sequence[Tensor]) -> None:
-    """Raise a TypeError if there can be no master of one of the parameters."""
-    for param in params:
-        if param.dtype not in (*LOW_PRECISION, torch.float32, torch.float64):
-            raise TypeError(
-                "Wrapped parameters must be of dtype torch.float16, torch.bfloat16, "
-                f"torch.float32 or torch.float64. Received {param.dtype}"
-            )
+PLAIN_TYPES.add(MasterParameter)
 
 
 def stored_grad(param: Tensor) -> Tensor | None:
@@ -79,10 +99,11 @@ class MasterGroup:
     """The masters of one parameter group.
 
     Args:
-        before_look: Called before anybody reads or sets a master's `grad`; None makes the masters
+        before_read: Called before a master's `grad` is read or set; None makes the masters
             plain Parameters, for which torch's optimizers have their fast paths.
 
     Attributes:
+        params: The optimizer's list, which holds masters and own parameters.
         model_params: Low-precision parameters of the model that require grad.
         master_params: Their fp32 masters, in the same order.
         own_params: Parameters of float32 or float64, which are their own masters.
@@ -90,13 +111,14 @@ class MasterGroup:
         flats: For each device one float32 vector; the masters are views into it.
     """
 
-    def __init__(self, before_look: Callable[[], None] | None) -> None:
+    def __init__(self, before_read: Callable[[], None] | None) -> None:
+        self.params: list[Any] = []
         self.model_params: list[Parameter] = []
         self.master_params: list[Parameter] = []
         self.own_params: list[Parameter] = []
         self.frozen_params: list[Parameter] = []
         self.flats: dict[torch.device, Tensor] = {}
-        self._before_look = _weak(before_look) if before_look is not None else None
+        self._before_read = _weak(before_read) if before_read is not None else None
 
     def adopt(self, params: list[Any]) -> dict[Parameter, Parameter]:
         """Put masters into the list `params` in place of its low-precision parameters.
@@ -106,12 +128,8 @@ class MasterGroup:
 
         Returns:
             The new masters, by model parameter.
-
-        Raises:
-            TypeError: A parameter is not of a floating dtype of 16, 32 or 64 bits; nothing is
-                changed.
         """
-        check_dtypes(params)
+        self.params = params
         model_of = dict(zip(self.master_params, self.model_params, strict=True))
         new: dict[Parameter, Parameter] = {}
         self.own_params, self.frozen_params = [], []
@@ -134,10 +152,10 @@ class MasterGroup:
 
     def _new_master(self, param: Parameter) -> Parameter:
         data = param.detach().float()
-        if self._before_look is None:
+        if self._before_read is None:
             return Parameter(data)
         master = MasterParameter(data)
-        master._before_look = self._before_look
+        master._before_read = self._before_read
         return master
 
     def _flatten(self) -> None:
@@ -154,7 +172,7 @@ class MasterGroup:
             used[master.device] += master.numel()
             place = self.flats[master.device][start : used[master.device]]
             # A dense layout such as channels_last is kept: element i stays element i in memory.
-            dense = master.data if _is_dense(master) else master.data.contiguous()
+            dense = master.data if is_dense(master) else master.data.contiguous()
             view = place.as_strided(dense.size(), dense.stride())
             view.copy_(dense)
             master.data = view
@@ -200,10 +218,6 @@ def rekey_state(state: Any, new: dict[Parameter, Parameter]) -> None:
                 else value
                 for key, value in state.pop(param).items()
             }
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:

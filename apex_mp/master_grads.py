@@ -1,4 +1,4 @@
-"""The gradients that masters step with: scaled in the model, unscaled for whoever looks.
+"""The gradients that masters step with: scaled in the model, unscaled in the masters.
 
 Gradients of low-precision parameters stay in the model, scaled, where several backward calls add
 up. A master's own `.grad` is made from them on demand. A parameter that is its own master (fp32)
@@ -9,17 +9,19 @@ it. The scale may be a tensor on a device, that the host knows nothing of.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C
+from apex_mp import _C, tensors
 from apex_mp import grads as _grads
 from apex_mp._step_request import Lists
 from apex_mp.device_scale import bring
+from apex_mp.grads import Edits
 from apex_mp.master import MasterGroup, rekey_state, store_grad, stored_grad, write
 from apex_mp.parallel import followers
 
@@ -29,21 +31,22 @@ Scale: TypeAlias = float | Tensor
 class Stage(enum.Enum):
     """What the `.grad` of parameters that are their own masters holds.
 
-    After a step nobody can tell an edit of such a gradient from scaled ones added to it; it is
+    After a step an edit of such a gradient cannot be told from scaled gradients added to it. It is
     taken for the latter.
     """
 
-    READY = "nothing of ours, so what is there came in scaled"
+    READY = "no tracked gradients: existing ones are scaled"
     SCALED = "scaled gradients: backward came last"
     UNSCALED = "unscaled gradients: unscale() came last"
-    STEPPED = "unscaled gradients that a step has used, or others that came in since, scaled"
+    STEPPED = "unscaled gradients that a step has used, or later ones, which are scaled"
 
 
 class MasterGrads:
     """The masters of an optimizer's parameter groups, and the gradients they step with.
 
     Args:
-        lazy: Masters' gradients are made when somebody looks at them, else by `unscale`.
+        lazy: Masters' gradients are materialized when they are read, else by `unscale`.
+        dense: Parameters must be dense, because the optimizer itself writes the model's.
         current_scale: Returns the loss scale that gradients have which came in without
             `begin_backward`: a number or a 0-dim tensor.
 
@@ -55,25 +58,53 @@ class MasterGrads:
             used.
     """
 
-    def __init__(self, *, lazy: bool, current_scale: Callable[[], Scale]) -> None:
+    def __init__(self, *, lazy: bool, dense: bool, current_scale: Callable[[], Scale]) -> None:
         self.groups: list[MasterGroup] = []
         self.model_of: dict[Parameter, Parameter] = {}
         self.stage = Stage.READY
         self.holding = False
         self._lazy = lazy
+        self._dense = dense
         self._current_scale = current_scale
         self._scale: Scale | None = None  # of the gradients in the model, once we know
         self._model_marks, self._own_marks = _C.GradMarks(), _C.GradMarks()
-        self._rescaled = False
+        self._edits = _grads.EditWatch()
+        self._rescaled = self._sources_are_rescaled = False
         self._aligned: list[tuple[list[Any], list[Tensor | None]]] = []
         followers.add(self)
 
     # Parameters.
 
+    def check_new(self, number: int, params: list[Any], names: Sequence[str] | None = None) -> None:
+        """Raise if the parameters of a group cannot be adopted.
+
+        Args:
+            number: Number of the group.
+            params: Its parameters.
+            names: Of the parameters, empty where there is none [None: none].
+
+        Raises:
+            TypeError: There can be no master of one, or one is not dense and must be.
+            ValueError: A parameter is in a group already.
+        """
+
+        def reason(param: Tensor) -> str | None:
+            unreadable = tensors.not_readable(param)
+            return tensors.not_dense(param) if unreadable is None and self._dense else unreadable
+
+        tensors.check_params("FP16_Optimizer", number, params, reason, names)
+        if not {id(model) for model in self.model_params()}.isdisjoint(map(id, params)):
+            raise ValueError("some parameters appear in more than one parameter group")
+
     def adopt(self, param_group: dict[str, Any], state: Any) -> None:
-        """Put masters into a new parameter group, and move the optimizer's state to them."""
-        # Masters whose grad is made on first look slow torch's own optimizers down, which always
-        # look; so they are for inner optimizers that take scaled gradients.
+        """Put masters into a new parameter group, and move the optimizer's state to them.
+
+        Raises:
+            TypeError, ValueError: As `check_new`.
+        """
+        self.check_new(len(self.groups), param_group["params"])
+        # Masters that materialize `.grad` slow down torch's own optimizers, which always read it;
+        # so they are for inner optimizers that take scaled gradients.
         group = MasterGroup(self.hold if self._lazy else None)
         self._adopt_into(group, param_group, state)
         self.groups.append(group)
@@ -84,7 +115,12 @@ class MasterGrads:
 
     def adopt_unfrozen(self, param_groups: list[dict[str, Any]], state: Any) -> None:
         """Make masters for parameters that have come to require grad."""
-        for group, param_group in zip(self.groups, param_groups, strict=True):
+        if len(param_groups) < len(self.groups):
+            raise RuntimeError(
+                f"FP16_Optimizer: the inner optimizer has {len(param_groups)} parameter groups "
+                f"left of {len(self.groups)} that have masters; groups may be added, not removed"
+            )
+        for group, param_group in zip(self.groups, param_groups, strict=False):
             if any(param.requires_grad for param in group.frozen_params):
                 self._adopt_into(group, param_group, state)
 
@@ -100,6 +136,10 @@ class MasterGrads:
     def master_params(self) -> list[Parameter]:
         """Their masters, in the same order."""
         return [param for group in self.groups for param in group.master_params]
+
+    def flats(self) -> list[Tensor]:
+        """The flat tensors of all groups, in which the masters lie."""
+        return [flat for group in self.groups for flat in group.flats.values()]
 
     def own_params(self) -> list[Parameter]:
         """The parameters of all groups that are their own masters."""
@@ -134,12 +174,15 @@ class MasterGrads:
         if not self._rescaled:
             scaled += own
         # The scale may have changed since the last backward.
-        before = self._scale_of_grads()
+        before = self.scale_of_grads()
         if before is self._scale is scale and last is not None:
             before = last
-        _rescale(scaled, before, scale)
+        self._sources_are_rescaled = (
+            self.holding and before is not scale and self.model_edits() is Edits.NONE
+        )
+        self._rescale(scaled, before, scale)
         if self._rescaled:
-            _rescale(own, 1.0, scale)
+            self._rescale(own, 1.0, scale)
         self._scale = scale
 
     def end_backward(self) -> None:
@@ -152,8 +195,10 @@ class MasterGrads:
         if self._rescaled:
             self._unscale_own()
             self.accept_edits()
+        if self._sources_are_rescaled:
+            self._edits.begin(self.model_params(), self._norms())
 
-    def _scale_of_grads(self) -> Scale:
+    def scale_of_grads(self) -> Scale:
         """The scale of the gradients in the model."""
         if self._scale is None or (self.stage is Stage.STEPPED and self.came_in()):
             return self._current_scale()
@@ -168,7 +213,7 @@ class MasterGrads:
             Whether there is inf or NaN in it; None if that is not known yet (lazy masters).
         """
         self._release()
-        self._scale = self._scale_of_grads()
+        self._scale = self.scale_of_grads()
         found = self._own_are_scaled() and self._unscale_own()
         self.stage = Stage.UNSCALED
         if self._lazy:
@@ -195,6 +240,33 @@ class MasterGrads:
             and any(param.grad is not None for param in self._visible_params())
         )
 
+    def any_nonzero(self) -> bool:
+        """Whether gradients that came in since are more than the zeros of a `zero_grad`."""
+        return self.came_in() and any(
+            param.grad is not None and bool(param.grad.any()) for param in self._visible_params()
+        )
+
+    def model_edits(self) -> Edits:
+        """Which gradients were edited after masters' were made of the model's."""
+        if self.stage is not Stage.UNSCALED or not self.holding:
+            return Edits.NONE  # Else a step reads the gradients of the model themselves.
+        return self._edits.find(self.model_params(), self._norms(), self.master_params())
+
+    def _norms(self) -> dict[int, float]:
+        """Norms of the model's gradients by id(); none on a GPU where the host does not wait."""
+        given = [param for param in self.model_params() if param.grad is not None]
+        return self._norms_of(given, (self._plain(_grad(param), param) for param in given))
+
+    def _norms_of(self, params: list[Parameter], grads: Iterable[Tensor]) -> dict[int, float]:
+        if self._lazy and not all(param.is_cpu for param in params):
+            return {}
+        return dict(zip(map(id, params), _grads.norms(grads), strict=True))
+
+    def norm_as_they_lie(self) -> float:
+        """The l2 norm of the gradients that `clip_grad_norm_` sees; the host waits for it."""
+        grads = [self._plain(_grad(p), p) for p in self._visible_params() if p.grad is not None]
+        return math.hypot(*_grads.norms(grads))
+
     def _own_are_scaled(self) -> bool:
         if self.stage is Stage.STEPPED:
             return self._own_came_in()
@@ -209,26 +281,50 @@ class MasterGrads:
 
     @torch.no_grad()
     def _unscale_own(self) -> bool:
-        params = [param for param in self.own_params() if param.grad is not None]
-        grads = [_grads.lie_as(_grad(param), param) for param in params]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+        grads = self._plain_grads(self.own_params())
         return self._divide_by_scale(grads, grads)
+
+    def _plain_grads(self, params: list[Parameter]) -> list[Tensor]:
+        """Return the gradients of parameters, which get plain ones first, to write to."""
+        given = [param for param in params if param.grad is not None]
+        plain = [self._plain(_grad(param), param) for param in given]
+        for param, grad in zip(given, plain, strict=True):
+            if param.grad is not grad:
+                param.grad = grad
+        return plain
+
+    @torch.no_grad()
+    def _rescale(self, params: list[Parameter], before: Scale, after: Scale) -> None:
+        """Give the gradients that there are another scale."""
+        if before is after:
+            return
+        if not (isinstance(before, Tensor) or isinstance(after, Tensor)) and before == after:
+            return
+        grads = self._plain_grads(params)
+        if not grads:
+            return
+        if isinstance(before, Tensor):
+            before = before.double()
+        if isinstance(after, Tensor):
+            after = after.double()
+        _grads.unscale_unwaited(grads, grads, before / after)
 
     @torch.no_grad()
     def _make_master_grads(self) -> bool:
-        masters = [master for master, model in self.model_of.items() if model.grad is not None]
-        scaled = [_grads.lie_as(_grad(self.model_of[master]), master) for master in masters]
+        pairs = [pair for pair in self.model_of.items() if pair[1].grad is not None]
+        masters, models = [master for master, _ in pairs], [model for _, model in pairs]
+        scaled = [self._plain(_grad(model), master) for master, model in pairs]
         unscaled = [torch.empty_like(master, requires_grad=False) for master in masters]
         found = self._divide_by_scale(scaled, unscaled)
         for master, grad in zip(masters, unscaled, strict=True):
             store_grad(master, grad)
         self.holding = True
+        self._edits.begin(self.model_params(), self._norms_of(models, scaled), self.master_params())
         return found
 
     def _divide_by_scale(self, scaled: list[Tensor], unscaled: list[Tensor]) -> bool:
-        """Unscale; return whether there is inf or NaN, False where nobody asks (lazy masters)."""
-        scale = self._scale_of_grads()
+        """Unscale; return whether there is inf or NaN, or False where the host does not wait."""
+        scale = self.scale_of_grads()
         if self._lazy or isinstance(scale, Tensor):
             _grads.unscale_unwaited(scaled, unscaled, scale)
             return False
@@ -236,7 +332,7 @@ class MasterGrads:
 
     def _release(self) -> None:
         if self._lazy and not self.holding:
-            return  # No master has a gradient: to set one is a look.
+            return  # No master has a gradient; assigning `.grad` would materialize it.
         self.holding = False
         for master in self.model_of:
             store_grad(master, None)
@@ -258,7 +354,7 @@ class MasterGrads:
     def end_step(self) -> None:
         """After a step, taken or skipped: what is there has been used."""
         if self._lazy:
-            self._release()  # A look makes them again; gradients that come in must not be missed.
+            self._release()  # Else gradients of a later backward would not be used.
         self.stage = Stage.STEPPED
         self.accept_edits()
 
@@ -266,7 +362,29 @@ class MasterGrads:
         """The gradient to step `param` with: its own, or while masters hold none the model's."""
         model = self.model_of.get(param)
         grad = stored_grad(param) if model is None or self.holding else model.grad
-        return None if grad is None else _grads.lie_as(grad, param)
+        return None if grad is None else self._plain(grad, param)
+
+    def _plain(self, grad: Tensor, param: Parameter) -> Tensor:
+        """Return the gradient with its elements in memory in the order of a parameter.
+
+        Raises:
+            RuntimeError: The operators cannot read it.
+        """
+        if tensors.is_usual(grad) and param.is_contiguous():
+            return grad
+        plain = _grads.lie_as(grad, param)
+        reason = tensors.not_readable(plain)
+        if reason is not None:
+            raise RuntimeError(f"FP16_Optimizer: grads{self._place_of(param)} {reason}")
+        return plain
+
+    def _place_of(self, param: Parameter) -> str:
+        """Group and index of a parameter of the model, or of its master."""
+        for number, group in enumerate(self.groups):
+            for index, own in enumerate(group.params):
+                if own is param or self.model_of.get(own) is param:
+                    return f"[{number}][{index}]"
+        return ""
 
     def sources(self, param_groups: list[dict[str, Any]]) -> tuple[Lists, Lists, Scale]:
         """Return for each parameter whose gradient to step with, and its model parameter.
@@ -276,7 +394,7 @@ class MasterGrads:
         models = [self._models_of(i, group) for i, group in enumerate(param_groups)]
         if self.holding:
             return [[None] * len(one) for one in models], models, 1.0
-        return models, models, self._scale_of_grads()
+        return models, models, self.scale_of_grads()
 
     def _models_of(self, index: int, param_group: dict[str, Any]) -> list[Tensor | None]:
         """The model parameter of each master in a group's list, which may change at any time."""
@@ -300,7 +418,7 @@ class MasterGrads:
         )
         if not pending:
             return lists, 1.0
-        scale = self._scale_of_grads()
+        scale = self.scale_of_grads()
         # The few fp32 parameters of a mixed model are unscaled already.
         if isinstance(scale, Tensor) or scale != 1.0:
             for grads, group in zip(lists, param_groups, strict=True):
@@ -310,23 +428,6 @@ class MasterGrads:
                         here = bring(scale, grad.device) if isinstance(scale, Tensor) else scale
                         grads[index] = grad * here
         return lists, scale
-
-
-@torch.no_grad()
-def _rescale(params: list[Parameter], before: Scale, after: Scale) -> None:
-    """Give the gradients that there are another scale."""
-    if before is after:
-        return
-    grads = [param.grad for param in params if param.grad is not None]
-    if not grads:
-        return
-    if isinstance(before, Tensor):
-        before = before.double()
-    if isinstance(after, Tensor):
-        after = after.double()
-    factor = before / after
-    if isinstance(factor, Tensor) or factor != 1.0:
-        _grads.unscale_unwaited(grads, grads, factor)
 
 
 def _grad(param: Parameter) -> Tensor:

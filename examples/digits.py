@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -169,11 +170,12 @@ def compare(args: argparse.Namespace) -> list[Run]:
         for name, flags in COMPARED.items()
     ]
     total = sum(sum(1 for _ in batches(len(data[0]), job)) for _, job in jobs)
-    print(
-        f"Training {len(COMPARED)} models from {args.seeds} seed(s) on {args.device}:", flush=True
-    )
+    seeds = "1 seed" if args.seeds == 1 else f"{args.seeds} seeds"
+    print(f"Training {len(COMPARED)} models from {seeds} on {args.device}:", flush=True)
     runs = []
     with progress(total) as bar:
+        if bar.disable:  # Not a terminal: skipped steps are counted in the table, no more.
+            logging.getLogger("apex_mp").setLevel(logging.ERROR)
         for name, job in jobs:
             bar.set_description(f"{name:<12} seed {job.seed}")
             runs.append(train(name, job, data, bar))
@@ -183,10 +185,11 @@ def compare(args: argparse.Namespace) -> list[Run]:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[tqdm]:
-    """A bar that what is printed meanwhile goes above, not through."""
+    """A bar; what is printed meanwhile, messages and warnings too, goes above it."""
     with (
         tqdm(total=total, unit="step", disable=None, dynamic_ncols=True, file=sys.stderr) as bar,
         contextlib.redirect_stdout(DummyTqdmFile(sys.stdout)),
+        contextlib.redirect_stderr(DummyTqdmFile(sys.stderr)),
     ):
         yield bar
 
@@ -201,7 +204,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     precision.add_argument("--fp16", action="store_true", help="half the model, scale the loss")
     precision.add_argument("--amp", action="store_true", help="fp32 model, amp.init() in fp16")
     precision.add_argument("--bf16", action="store_true", help="bfloat16 model, fp32 masters")
-    precision.add_argument("--compare", action="store_true", help="all precisions, several seeds")
+    precision.add_argument("--compare", action="store_true", help="all precisions, in turn")
     add("--loss_scale", type=float, default=0.0, help="with --fp16: 0 is dynamic, else static")
     add("--scale_window", type=int, default=40, help="good steps before a dynamic scale doubles")
     add("--optimizer", choices=["fused_adam", "adamw", "sgd"], default="fused_adam", help="which")
@@ -211,7 +214,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch_size", type=int, default=32, help="scans a step")
     add("--max_batches", type=int, default=None, help="at most so many steps an epoch")
     add("--seed", type=int, default=0, help="of the weights and the order; --compare: the first")
-    add("--seeds", type=int, default=5, help="with --compare: from how many seeds")
+    add("--seeds", type=int, default=1, help="with --compare: from how many seeds; README has 5")
     add(
         "--threads", type=int, default=1, help="of the CPU; more do not speed up a model this small"
     )

@@ -148,7 +148,7 @@ def notes(results: dict[str, Any]) -> str:
     time = half["forward_backward_ms"] / single["forward_backward_ms"]
     lines = [
         finding(results) + ".",
-        f"Test accuracy: mean of {len(single['seeds'])} seeds (lowest-highest).",
+        _spread(len(single["seeds"])),
         "Times: medians, of forward with backward and of the optimizer's step.",
         "State: weights, gradients, fp32 masters, moments.",
         f"Held: what autograd keeps from forward for backward; fp16 {memory:.2f} of fp32's.",
@@ -165,6 +165,12 @@ def notes(results: dict[str, Any]) -> str:
         ]
     lines += [f"First skipped step: {where}" for where in half["first_overflow"]]
     return "\n".join(lines)
+
+
+def _spread(seeds: int) -> str:
+    if seeds == 1:
+        return "Test accuracy: of one seed, and seeds differ by a point; --seeds 5 tells the mean."
+    return f"Test accuracy: mean of {seeds} seeds (lowest-highest)."
 
 
 def save(results: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sample arguments for every function that the policy of amp names."""
+"""Sample arguments for every function that the policy of amp names; a module that calls any."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex_mp.amp.policy import Rule
+
+
+class Runs(nn.Module):
+    """Calls a function with itself, as the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
 
 class Maker:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apex_mp import amp
+from apex_mp.amp import _amp_state
 from apex_mp.optimizers import FusedAdam
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -83,6 +84,16 @@ def train_plain(model: Any, optimizer: Any, steps: int, *, start: int = 0) -> li
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """All numbers that training depends on: model, masters, state, scales."""
+    tensors = [*model.parameters(), *model.buffers(), *amp.master_params(optimizer)]
+    for param in amp.master_params(optimizer):
+        state = optimizer.state[param]
+        tensors += [torch.as_tensor(state[key]) for key in sorted(state) if state[key] is not None]
+    scales = [[s.loss_scale(), s._unskipped] for s in _amp_state.loss_scalers]
+    return [*(tensor.detach().clone() for tensor in tensors), torch.tensor(scales)]
 
 
 def twins(make: Callable[[], nn.Module], count: int = 2) -> list[nn.Module]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. A test of threads sets their number; for the small tensors of all others
+# a second thread costs more than it computes.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 from torch import distributed as dist
 
@@ -26,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only: is about the CPU; left out with another --device")
     config.addinivalue_line("markers", "cuda_only: needs --device cuda; left out without it")
+    config.addinivalue_line(
+        "markers",
+        "slow: starts processes or builds; make test leaves it out, make test-slow runs it",
+    )
     config.addinivalue_line(
         "markers", "any_torch: is as true of one torch as of another; make cuda-link leaves it out"
     )
@@ -72,12 +82,6 @@ def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def one_thread(restore_threads: None) -> None:
-    """Compute on one thread: for a second the tensors of a test are too small."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

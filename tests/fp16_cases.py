@@ -40,6 +40,11 @@ faces = pytest.mark.parametrize("face", FACES.values(), ids=FACES.keys())
 probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
 
 
+def wrap(inner: Any, face: Any = fp16_utils.FP16_Optimizer, **more: Any) -> Any:
+    """Return an FP16_Optimizer, silent and with a loss scale of 128 by default."""
+    return face(inner, **{"static_loss_scale": 128.0, "verbose": False, **more})
+
+
 def parameter(
     values: Any, dtype: torch.dtype = F16, device: torch.device | str = "cpu"
 ) -> Parameter:
@@ -132,6 +137,10 @@ class _RaiseInBackward(torch.autograd.Function):
 
 def raise_in_backward(x: Tensor) -> Tensor:
     return _RaiseInBackward.apply(x)
+
+
+# The first step makes the state; weights are looked at before and after steps 1, 2, 4, 8, ...
+STEPS_TO_COUNT_PASSES = 6
 
 
 class _Passes(TorchDispatchMode):

@@ -33,7 +33,6 @@ def text_of(snippet: str, kind: str) -> str:
 def main() -> None:
     snippet, kind, folder = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
     torch.manual_seed(rank)  # Rank 0 has the weights that count.
     bad = json.loads(os.environ["BAD_FORWARDS"])
     watch = Watch(bad if rank == world - 1 else ())

@@ -189,7 +189,7 @@ DTYPES: dict[str, list[Sequence[Dtypes]]] = {
         (MIXED, MIXED[::-1], (None,)),
         (MIXED, (F16, BF16, F16, F64), MIXED[::-1]),
     ],
-    # params, grads, momentum buffers, copies
+    # params, grads, momentum buffers, copies; unscaled gradients only beside copies
     "sgd_": [
         ((F32,), (F32,), (F32,), (None,)),
         ((F32,), (F32,), (None,), (F16,)),
@@ -317,6 +317,13 @@ def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -
     has_momentum = None not in dtypes[2]
     # Some buffers hold nothing yet, and others in each launch of a long list.
     fresh = [number(float(i % 7 == 1), device) for i in range(len(params))]
+    optional: Arguments = dict.fromkeys(("copies", "unscaled_grads", "unscale_factor"))
+    if None not in dtypes[3]:
+        optional = {
+            "copies": make_list(case, dtypes[3], device, position=3),
+            "unscaled_grads": make_list(case, dtypes[1], device, position=4),
+            "unscale_factor": number(1 / 3, device, F64),
+        }
     return {
         "params": params,
         "grads": make_list(case, dtypes[1], device, position=1),
@@ -324,7 +331,6 @@ def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -
             make_list(case, dtypes[2], device, position=2) if has_momentum else None
         ),
         "fresh": fresh if has_momentum else None,
-        "copies": None if None in dtypes[3] else make_list(case, dtypes[3], device, position=3),
         "lr": number(0.01, device, F64),
         "inv_scale": number(0.5, device),
         "found_inf": torch.zeros(1, device=device),
@@ -333,6 +339,7 @@ def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -
         "weight_decay": 0.1,
         "nesterov": False,
         "wd_after_momentum": False,
+        **optional,
     }
 
 
@@ -375,8 +382,8 @@ OPERATORS = [
     Operator(
         "sgd_",
         sample_sgd,
-        ("params", "grads", "momentum_buffers", "fresh", "copies"),
-        ("params", "momentum_buffers", "fresh", "copies"),
+        ("params", "grads", "momentum_buffers", "fresh", "copies", "unscaled_grads"),
+        ("params", "momentum_buffers", "fresh", "copies", "unscaled_grads"),
     ),
 ]
 OPERATOR = {operator.name: operator for operator in OPERATORS}

@@ -273,6 +273,5 @@ def second_half(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     for each in CASES:
         second_half(each, Path(sys.argv[1]))

@@ -22,12 +22,6 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 low_dtypes = pytest.mark.parametrize("low", [F16, BF16], ids=["fp16", "bf16"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread(restore_threads: None) -> None:
-    """Tensors of a few numbers gain nothing from more, and wait for them where others work."""
-    torch.set_num_threads(1)
-
-
 def assert_close_to_float(actual: Tensor, expected: Tensor, low: torch.dtype) -> None:
     """Each number goes through at most ten roundings, of operands of the size of the largest."""
     bound = 10 * torch.finfo(low).eps / 2 * float(expected.detach().abs().max())

@@ -19,6 +19,7 @@ from amp_level_cases import (
     backward,
     batches,
     dtypes,
+    everything,
     initialize,
     levels,
     train,
@@ -33,7 +34,7 @@ from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
 from apex_mp.amp.scaler import LossScaler
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_thread")]
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 makes = pytest.mark.parametrize(
     "make",
@@ -57,16 +58,6 @@ def checkpoint(model: Any, optimizer: Any) -> Any:
             "amp": amp.state_dict(),
         }
     )
-
-
-def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """All numbers that training depends on: model, masters, state, scales."""
-    tensors = [*model.parameters(), *model.buffers(), *amp.master_params(optimizer)]
-    for param in amp.master_params(optimizer):
-        state = optimizer.state[param]
-        tensors += [torch.as_tensor(state[key]) for key in sorted(state) if state[key] is not None]
-    scales = [[s.loss_scale(), s._unskipped] for s in _amp_state.loss_scalers]
-    return [*(tensor.detach().clone() for tensor in tensors), torch.tensor(scales)]
 
 
 def start(level: str, dtype: torch.dtype, model: nn.Module, optimizer: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from apex_mp import amp
 from apex_mp.amp.compute import LowPrecisionCompute
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_thread")]
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 
 def images() -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import re
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from amp_level_cases import BF16, F16, F32, F64, initialize, levels, step
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state, _current
@@ -174,6 +176,21 @@ def test_an_option_that_is_not_none_overrides_the_level(
 # Errors.
 
 
+def picture(value: Any) -> Any:
+    """Everything there is to a model, an optimizer or a container, down to tensors and hooks."""
+    if isinstance(value, torch.Tensor):
+        grad = None if value.grad is None else picture(value.grad)
+        memory = None if value.is_sparse else value.data_ptr()
+        return (id(value), value.dtype, memory, value._version, grad, vars(value))
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return (id(value), type(value), picture(vars(value)))
+    if isinstance(value, dict):
+        return (id(value), [(picture(key), picture(each)) for key, each in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (id(value), [*map(picture, value)])
+    return (id(value), type(value))
+
+
 class Unchanged:
     """Says that a call left models, optimizers and the process as they were."""
 
@@ -182,16 +199,14 @@ class Unchanged:
         self._before = self._look()
 
     def _look(self) -> Any:
-        models = [each for each in self._objects if isinstance(each, nn.Module)]
-        optimizers = [each for each in self._objects if hasattr(each, "param_groups")]
+        handle = _current.handle
         return (
-            [[(p.dtype, p.data_ptr()) for p in model.parameters()] for model in models],
-            [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in models],
-            [[id(p) for group in o.param_groups for p in group["params"]] for o in optimizers],
-            [sorted(vars(optimizer)) for optimizer in optimizers],
-            dict(vars(_amp_state)),
-            _current.handle,
+            [picture(each) for each in self._objects],
+            picture(vars(_amp_state)),
+            (id(handle), handle is not None and handle.is_active()),
             torch.is_autocast_enabled("cpu"),
+            (id(nn.functional.linear), id(nn.Module.__call__), id(torch.softmax)),
+            len(_global_optimizer_pre_hooks),
         )
 
     def check(self) -> None:
@@ -271,6 +286,32 @@ class Counting:
     def step(self) -> None: ...
 
 
+class Sharded(torch.optim.SGD):
+    """Steps through another optimizer with groups of its own, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.5)
+        self.optim = sgd(model)
+
+
+class Final(torch.optim.SGD):
+    """Cannot get the subclass that optimizers with masters have."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final has no subclasses")
+
+
+def two_optimizers(model: nn.Module, odd: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Optimizers of which the second has an odd parameter in its second group."""
+    loose = nn.Parameter(odd)
+    last = torch.optim.SGD(linear().parameters(), lr=0.5, momentum=0.5)
+    last.add_param_group({"params": [nn.Parameter(torch.ones(1)), loose]})
+    first = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    first.step()
+    return [first, last]
+
+
 def wrapped_in_ddp(model: nn.Module) -> nn.Module:
     return nn.DataParallel(model)
 
@@ -321,6 +362,42 @@ OBJECTS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], type[Exception]
         TypeError,
         "an optimizer is a Counting; for float32 masters it must be a torch.optim.Optimizer",
     ),
+    "a scripted model": (
+        lambda m: (torch.jit.script(m), sgd(m)),
+        RuntimeError,
+        "a model is a RecursiveScriptModule, which has no hooks for the casts of opt_level 'O2'",
+    ),
+    "a scripted part": (
+        lambda m: (nn.Sequential(linear(), torch.jit.script(m)), sgd(m)),
+        RuntimeError,
+        "1 is a RecursiveScriptModule",
+    ),
+    "an optimizer around one of its own parameters": (
+        lambda m: (m, [sgd(linear()), Sharded(m)]),
+        TypeError,
+        "amp.initialize: Sharded steps its parameters by its optim, of type SGD, which has lists",
+    ),
+    "a model made in inference mode": (
+        lambda m: ([m, torch.inference_mode()(linear)()], sgd(m)),
+        TypeError,
+        "amp.initialize: the parameter weight was made in torch.inference_mode, so it cannot be",
+    ),
+    "an optimizer without subclasses": (
+        lambda m: (m, [sgd(linear()), Final(m.parameters(), lr=1.0)]),
+        TypeError,
+        "Final has no subclasses",
+    ),
+    **{
+        f"a parameter that {reason}": (
+            lambda m, odd=odd: (m, two_optimizers(m, odd)),
+            TypeError,
+            f"amp.initialize: params[1][1] {reason}",
+        )
+        for reason, odd in {
+            "is sparse": torch.ones(2).to_sparse(),
+            "is on meta": torch.ones(2, device="meta"),
+        }.items()
+    },
 }
 
 
@@ -333,7 +410,7 @@ def test_an_object_out_of_place_is_an_error_and_nothing_is_changed(
     listed = optimizers if isinstance(optimizers, list) else [optimizers]
     unchanged = Unchanged(model, *listed)
     with pytest.raises(error, match=re.escape(message)):
-        amp.initialize(models, optimizers, opt_level="O2")
+        amp.initialize(models, optimizers, opt_level="O2", verbosity=2)
     unchanged.check()
     assert capsys.readouterr().out == ""
 
@@ -369,11 +446,48 @@ def test_hard_override_prints_what_would_be_an_error_and_goes_on(
     assert _amp_state.opt_properties.patch_torch_functions is True
 
 
-def test_without_cudnn_casts_on_cuda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", ["O0", "O1", "O2"])
+def test_without_cudnn_casts_on_cuda_are_refused(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    initialize(linear(), opt_level="O0")
+    initialize(linear(), opt_level=before)
+    model = linear()
+    optimizer = sgd(model)
+    unchanged = Unchanged(model, optimizer)
     with pytest.raises(RuntimeError, match=r"Amp requires torch\.backends\.cudnn\.enabled = True"):
-        initialize(linear(), opt_level="O1", device_type="cuda")
+        initialize(model, optimizer, opt_level="O1", device_type="cuda")
+    unchanged.check()
+
+
+@pytest.mark.parametrize("before", ["O0", "O1", "O2"])
+def test_a_registered_function_that_is_gone_is_refused_and_nothing_is_changed(before: str) -> None:
+    module = types.ModuleType("theirs")
+    module.function = torch.exp  # type: ignore[attr-defined]
+    initialize(linear(), opt_level=before)
+    amp.register_half_function(module, "function")
+    del module.function
+    model = linear()
+    optimizer = sgd(model)
+    unchanged = Unchanged(model, optimizer)
+    message = "amp.init: the function named function, registered in <module 'theirs'>, cannot be"
+    for call in (
+        lambda: initialize(model, optimizer, opt_level="O1", verbosity=2),
+        lambda: amp.init(device_type="cpu"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+        unchanged.check()
+
+
+@levels
+def test_complex_tensors_of_a_model_stay_complex(level: str) -> None:
+    model = linear()
+    model.register_buffer("rotations", torch.tensor([1j]))
+    model.phase = nn.Parameter(torch.tensor([2j]), requires_grad=False)
+    options = {"keep_batchnorm_fp32": False} if level == "O2" else {}
+    initialize(model, opt_level=level, **options)
+    assert (model.rotations.item(), model.phase.item()) == (1j, 2j)
 
 
 # What comes back.

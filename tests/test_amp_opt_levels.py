@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +38,7 @@ from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
 from apex_mp.optimizers import FusedAdam
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_thread")]
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 
 def linear(*values: float) -> nn.Linear:
@@ -310,6 +311,114 @@ def test_gradients_are_gone_however_they_are_cleared(level: str, clear: Any, fir
     clear(model, optimizer)
     step(optimizer, pull((model.weight, [[4.0]])))
     assert model.weight.item() == -4.0
+
+
+class WithList(torch.optim.SGD):
+    """An optimizer that keeps a list of its own, and does not look into its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1.0)
+        self.own = [*self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.own:
+            param.data.add_(-1.0)
+
+
+def test_an_optimizer_that_steps_the_model_and_not_the_masters_is_an_error() -> None:
+    model = linear(1.0)
+    optimizer = WithList(model.parameters())
+    initialize(model, optimizer, opt_level="O2")
+    with pytest.raises(
+        RuntimeError, match=r"amp: WithList\.step\(\) has written the model's param"
+    ):
+        step(optimizer, pull((model.weight, [[0.25]])))
+    assert model.weight.item() == 1.0
+
+
+@pytest.mark.parametrize("write", [lambda p: p.detach().zero_(), lambda p: p.data.zero_()])
+def test_a_write_to_the_model_that_a_step_overwrites_gets_one_warning(write: Any) -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    write(model.weight)
+    with pytest.warns(RuntimeWarning, match=r"amp: the model's parameter of size \[1, 1\] changed"):
+        step(optimizer, pull((model.weight, [[0.25]])))
+    write(model.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(optimizer, pull((model.weight, [[0.25]])))
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_that_the_masters_have_too_are_nothing_to_tell() -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    model.load_state_dict({"weight": torch.full((1, 1), 0.1)})
+    step(optimizer, pull((model.weight, [[0.25]])))
+    kept = model.weight.detach().clone()
+    model.weight.data.zero_()
+    model.weight.data.copy_(kept)
+    step(optimizer, pull((model.weight, [[0.25]])))
+
+
+def test_masters_that_change_without_the_model_get_one_warning() -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    step(optimizer, pull((model.weight, [[0.25]])))
+    inner = torch.optim.SGD(amp.master_params(optimizer), lr=1.0)
+    inner.step()
+    message = "amp: the float32 master of the model's parameter of"
+    with (
+        pytest.warns(RuntimeWarning, match=message) as warned,
+        amp.scale_loss(pull((model.weight, [[0.25]])), optimizer),
+    ):
+        pass
+    assert warned[0].filename == __file__
+    inner.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(optimizer, pull((model.weight, [[0.25]])))
+
+
+def test_a_master_beyond_float16_gets_a_warning() -> None:
+    model = linear(1.0)
+    optimizer = sgd(model, lr=1e6)
+    initialize(model, optimizer, opt_level="O2")
+    with pytest.warns(RuntimeWarning, match=r"has come to 250001, beyond 65504"):
+        step(optimizer, pull((model.weight, [[-0.25]])))
+
+
+class OwnArguments(torch.optim.SGD):
+    """An optimizer whose methods do not take the arguments of torch's."""
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any], rate: float = 1.0) -> None:
+        super().add_param_group({**param_group, "lr": rate})
+
+    def state_dict(self, epoch: int = 0) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        assert strict is False
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_with_masters_takes_the_arguments_of_its_own_class() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = OwnArguments(model.parameters(), lr=1.0)
+    initialize(model, optimizer, opt_level="O2")
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}, rate=0.5)
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    state = optimizer.state_dict(epoch=3)
+    assert state["epoch"] == 3
+    optimizer.load_state_dict(state, strict=False)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -853,7 +962,7 @@ def test_master_params_are_what_an_optimizer_steps() -> None:
 def count_tensors() -> int:
     while gc.collect():  # Those of earlier tests that die by and by.
         pass
-    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+    return sum(Tensor in type(each).__mro__ for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -942,15 +1051,103 @@ def test_fused_adam_steps_masters_as_torch_does() -> None:
     )
 
 
-def test_a_backward_outside_of_scale_loss_is_named_by_the_step_of_o2() -> None:
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="none of its float32 masters; call backward in"):
+def after_a_step(model: Any, optimizer: Any) -> None:
+    step(optimizer, pull((model.weight, [[1.0]])))
+
+
+def after_a_skipped_step(model: Any, optimizer: Any) -> None:
+    step(optimizer, pull((model.weight, [[INF]])))
+
+
+def after_a_block_that_raised(model: Any, optimizer: Any) -> None:
+    after_a_step(model, optimizer)
+
+    def interrupted() -> None:
+        with amp.scale_loss(pull((model.weight, [[1.0]])), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+
+
+EARLIER = {
+    "at first": lambda *_: None,
+    "after a step": after_a_step,
+    "after a skipped step": after_a_skipped_step,
+    "after a block that raised": after_a_block_that_raised,
+}
+earlier = pytest.mark.parametrize("come_here", EARLIER.values(), ids=EARLIER.keys())
+
+
+@earlier
+def test_a_backward_outside_of_scale_loss_is_refused_by_the_step_of_o2(come_here: Any) -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2", max_loss_scale=2.0**10)
+    come_here(model, optimizer)
+    weight = model.weight.item()
+    model.zero_grad()
+    pull((model.weight, [[1.0]])).backward()
+    with pytest.raises(RuntimeError, match="not in those of its float32 masters; call backward in"):
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
+    assert model.weight.item() == weight
+
+
+@pytest.mark.parametrize(
+    ("come_here", "clear"),
+    [
+        (how, clear)
+        for how in EARLIER
+        for clear in CLEARED
+        # After a step the masters keep its gradient, for another step with it.
+        if how != "after a step" or clear.startswith("optimizer")
+    ],
+)
+def test_cleared_gradients_are_no_backward(come_here: str, clear: str) -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2", max_loss_scale=2.0**10)
+    EARLIER[come_here](model, optimizer)
+    weight = model.weight.item()
+    CLEARED[clear](model, optimizer)
+    optimizer.step()
+    assert model.weight.item() == weight
+
+
+@earlier
+def test_a_step_without_any_backward_uses_what_the_last_one_left(come_here: Any) -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2", max_loss_scale=2.0**10)
+    come_here(model, optimizer)
+    weight = model.weight.item()
+    optimizer.step()
+    assert model.weight.item() == weight - (come_here is after_a_step)
+
+
+def test_edits_of_the_models_gradients_after_scale_loss_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2", max_loss_scale=2.0**10)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(optimizer, pull((model.weight, [[0.25]])))
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.125)
+        optimizer.step()
+    assert (model.weight.item(), caplog.messages) == (0.75, [])
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(optimizer, pull((model.weight, [[0.25]])))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.125)
+        optimizer.step()
+    assert model.weight.item() == 0.25
+    (message,) = caplog.messages
+    assert "which has no effect: clip, edit and average those of amp.master_params" in message
 
 
 def test_an_optimizer_that_initialize_never_saw_is_refused_by_scale_loss() -> None:

@@ -13,11 +13,12 @@ from benchmarks import amp as benchmark
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "amp-cpu.json"
+CACHING_RESULTS = ROOT / "benchmarks" / "results" / "amp-caching-cpu.json"
 
 pytestmark = [
     pytest.mark.any_torch,
     pytest.mark.cpu_only,
-    pytest.mark.usefixtures("amp_off", "restore_threads"),
+    pytest.mark.usefixtures("amp_off"),
 ]
 
 # What each way computes a linear layer in.
@@ -44,11 +45,15 @@ def test_a_run_times_every_model_in_every_way_and_writes_it(tmp_path, capsys):
     assert json.loads(path.read_text()) == results
     assert [row["model"] for row in results["rows"]] == [w.name for w in benchmark.WORKLOADS]
     for row in results["rows"]:
-        assert set(row["ms"]) == set(COMPUTED_IN)
+        # On a processor without AVX-512 oneDNN has no bf16 LSTM, so torch.autocast may have none.
+        may_fail = {"torch.autocast"} if row["model"] == "LSTM" else set()
+        assert set(row["failures"]) <= may_fail
+        assert set(row["ms"]) == set(COMPUTED_IN) - set(row["failures"])
         assert all(ms > 0 for ms in row["ms"].values())
-        assert row["ratio"]["amp.init / torch.autocast"] == pytest.approx(
-            row["ms"]["amp.init"] / row["ms"]["torch.autocast"]
-        )
+        expected = None
+        if not row["failures"]:
+            expected = pytest.approx(row["ms"]["amp.init"] / row["ms"]["torch.autocast"])
+        assert row["ratio"]["amp.init / torch.autocast"] == expected
     assert benchmark.table(results) in capsys.readouterr().out
     assert _current.handle is None
 
@@ -73,7 +78,18 @@ def test_the_published_costs_are_within_five_percent_of_autocast():
     assert all(0.97 <= row["ratio"]["NoOpHandle / fp32"] <= 1.03 for row in rows)
 
 
-def test_the_page_shows_the_published_table():
-    table = benchmark.table(json.loads(RESULTS.read_text()))
+CELL = "cell in a loop, batch of 1"
+
+
+def test_keeping_casts_pays_where_a_weight_is_used_again():
+    rows = json.loads(CACHING_RESULTS.read_text())["rows"]
+    ratios = [r["ratio"]["amp.init / enable_caching=False"] for r in rows if r["model"] == CELL]
+    assert len(ratios) == 2
+    assert max(ratios) < 0.9
+
+
+@pytest.mark.parametrize("results", [RESULTS, CACHING_RESULTS], ids=lambda path: path.stem)
+def test_the_page_shows_the_published_table(results):
+    table = benchmark.table(json.loads(results.read_text()))
     page = (ROOT / "docs" / "casts.md").read_text()
-    assert table in page, f"docs/casts.md must hold what {RESULTS.name} says:\n{table}"
+    assert table in page, f"docs/casts.md must hold what {results.name} says:\n{table}"

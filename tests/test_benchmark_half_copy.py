@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import half_copy
 
-pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 PAGE = Path(half_copy.__file__).resolve().parents[1] / "docs" / "speed.md"
 

@@ -19,7 +19,7 @@ from benchmarks.step_shapes import Workload
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "memory-cpu.json"
 
-pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.any_torch]
 
 SHAPES = [(600, 500), (500,), (300, 1000), (1000, 3, 3), (400_000,)]
 PARAMETERS = sum(map(math.prod, SHAPES))
@@ -41,6 +41,7 @@ def in_groups(arena: OwnArena) -> Running:
         dynamic_loss_args={"init_scale": SCALE},
         verbose=False,
     )
+    assert optimizer.loss_scale == SCALE
     arena.share_moments(inner)
     grads = [arena.half_grads[0].float(), *arena.half_grads[1:]]
     return Running(lambda: bring_in([*single, *half], grads), optimizer.step)

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks import normalization
 
-pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 PAGE = Path(normalization.__file__).resolve().parents[1] / "docs" / "normalization.md"
 PUBLISHED = normalization.RESULTS / "normalization-cpu.json"

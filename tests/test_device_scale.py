@@ -7,8 +7,11 @@ import functools
 import itertools
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,6 +251,59 @@ def test_switching_off_tells_everything_and_still_skips(
     optimizer.step()
     assert weight.tolist() == [1.0, 2.0]
     assert "step" not in vars(optimizer)
+
+
+# The end of the process.
+
+PROGRAM = """
+import os
+import torch
+from apex_mp import amp, device_scale
+from apex_mp.optimizers import FusedAdam
+
+device_scale.DEVICE_TYPES = {"cpu"}
+device_scale.Transfer.has_arrived = lambda transfer: has_ended
+has_ended = False
+
+def main():
+    handle = amp.init(device_type="cpu")
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([weight])
+    with handle.scale_loss((weight * float("inf")).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print(len(device_scale._in_flight), "under way", flush=True)
+
+main()
+has_ended = True
+if os.fork():
+    os.wait()
+"""
+
+
+@pytest.mark.cpu_only
+def test_what_is_under_way_at_the_end_of_the_process_is_told_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "2 under way",
+        "Gradient overflow, skipping update; the loss scale goes from 65536.0 to 32768.0",
+        "  group 0, parameter 0 [2]: 2 inf, 0 NaN",
+    ]
+
+
+def test_a_device_that_does_not_answer_does_not_keep_the_process(
+    handle: Any, weight: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device_scale, "SECONDS_AT_EXIT", 0.05)
+    backward(handle, pull((weight, INF)), FusedAdam([weight]))
+    device_scale._settle_at_exit()
+    assert caplog.messages == [
+        "1 results of steps are lost, with their messages of an overflow: the device has not "
+        "answered within 0.05 seconds of the end of the process"
+    ]
 
 
 # Together with the rest.

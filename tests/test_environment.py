@@ -67,11 +67,25 @@ def test_a_missing_extension_is_an_import_error_with_the_build_command(unbuilt: 
     assert COMMAND in message
 
 
+def test_sources_that_hide_an_installed_apex_mp_are_told(
+    unbuilt: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As after "pip install ." in the folder of the sources, for Python started there.
+    installed = tmp_path_factory.mktemp("site-packages")
+    shutil.copytree(unbuilt / "apex_mp", installed / "apex_mp")
+    add_extension(installed)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    message = import_error(unbuilt)
+    assert f"no apex_mp._C in {unbuilt / 'apex_mp'}, which hides the one in {installed}" in message
+    assert "start Python in another folder" in message
+
+
 def test_an_extension_of_another_torch_is_refused_before_it_is_loaded(unbuilt: Path) -> None:
     add_extension(unbuilt)  # loading it would give another error
     (unbuilt / "apex_mp" / "_C.json").write_text('{"torch": "2.12.1+cu128"}')
     message = import_error(unbuilt)
     assert f"was built for torch 2.12.1+cu128, but this is torch {torch.__version__}" in message
+    assert '-m pip install "torch==2.12.1"' in message
     assert COMMAND in message
 
 
@@ -136,7 +150,45 @@ def test_the_report_is_printed_where_torch_is_missing(unbuilt: Path) -> None:
     assert result.returncode == 1
     assert result.stderr == ""
     assert "torch            missing" in result.stdout
-    assert "-m pip install torch" in result.stdout
+    assert '-m pip install "torch>=2.11"' in result.stdout
+
+
+@pytest.mark.parametrize("built_for", ["2.13.0", "2.13.0+cu130"])
+def test_a_wheel_without_torch_names_the_release_that_it_was_built_for(
+    built_for: str, unbuilt: Path
+) -> None:
+    (unbuilt / "apex_mp" / "_C.json").write_text(f'{{"torch": "{built_for}"}}')
+    report = run_python(unbuilt, "-S", "-m", "apex_mp")
+    imported = run_python(unbuilt, "-S", "-c", "import apex_mp")
+    for text in (report.stdout, imported.stderr):
+        assert f"built for torch {built_for}" in text
+        assert '-m pip install "torch==2.13.0"' in text
+
+
+@pytest.mark.parametrize("python", [(), ("-S",)], ids=["without the extension", "without torch"])
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (["--help"], "usage: python -m apex_mp [-h] [--version] [run ...]"),
+        (["-h"], "python -m apex_mp run --help"),
+        (["--version"], f"apex_mp {apex_mp.__version__}\n"),
+        (["run", "--help"], "--era {2019-03,2019-08,2020}"),
+        (["run", "-h"], "usage: python -m apex_mp run"),
+    ],
+)
+def test_help_and_version_are_printed_where_nothing_can_run(
+    arguments: list[str], printed: str, python: tuple[str, ...], unbuilt: Path
+) -> None:
+    result = run_python(unbuilt, *python, "-m", "apex_mp", *arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert printed in result.stdout
+
+
+def test_run_without_the_extension_says_what_mends_it(unbuilt: Path) -> None:
+    result = run_python(unbuilt, "-m", "apex_mp", "run", "script.py")
+    assert result.returncode == 1
+    assert result.stderr.startswith("apex_mp run: apex_mp's extension has not been built for")
+    assert COMMAND in result.stderr
 
 
 def test_only_the_report_may_import_the_package_without_its_extension(unbuilt: Path) -> None:

@@ -15,7 +15,7 @@ PRECISIONS = ["", "--amp", "--amp --dtype bfloat16"]
 
 pytest.importorskip("tqdm", reason='the example needs pip install -e ".[examples]"')
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "restore_threads")]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import json
+import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,21 +42,13 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def trained(digits: ModuleType, one_thread: None) -> Any:
+def trained(digits: ModuleType) -> Any:
     def train(*flags: str) -> Any:
         args = digits.parse_args(["--epochs", "2", *flags, "--device", "cpu"])
         with digits.progress(0) as bar:
             return digits.train("a run", args, digits.load_data("cpu"), bar)
 
     return train
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +124,7 @@ def test_weights_decay_and_biases_and_norms_do_not(digits):
 
 def test_compare_writes_table_picture_and_figures(tmp_path):
     figures = tmp_path / "new" / "figures.json"
-    command = [sys.executable, "digits.py", "--compare", "--epochs", "1", "--seeds", "1"]
+    command = [sys.executable, "digits.py", "--compare", "--epochs", "1"]
     done = subprocess.run(
         [*command, "--max_batches", "3", "--save-results", str(figures)],
         cwd=EXAMPLES,
@@ -141,8 +134,46 @@ def test_compare_writes_table_picture_and_figures(tmp_path):
     assert done.returncode == 0, done.stderr
     for name in ("fp32", "fp16 static", "fp16 dynamic", "fp16 amp", "bf16"):
         assert f"\n| {name} " in done.stdout
+    # Short, and without a bar, where it is no terminal.
+    assert done.stderr == ""
+    assert done.stdout.startswith("Training 5 models from 1 seed on cpu:\n\n| run ")
     assert figures.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert [row["steps"] for row in json.loads(figures.read_text())["rows"]] == [3] * 5
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_skipped_step_is_told_above_the_bar_and_where_there_is_no_bar_not_at_all(
+    digits, monkeypatch, terminal
+):
+    screen = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    log = logging.getLogger("apex_mp")
+    monkeypatch.setattr(log, "level", log.level)
+
+    def skip_a_step(name: str, args: Any, data: Any, bar: Any) -> None:
+        bar.refresh()
+        logging.getLogger("apex_mp.amp").warning("Gradient overflow, skipping update")
+        sys.stderr.write("a warning\n")
+        bar.update()
+
+    monkeypatch.setattr(digits, "train", skip_a_step)
+    args = ["--compare", "--device", "cpu", "--epochs", "1", "--max_batches", "1"]
+    digits.compare(digits.parse_args(args))
+    first, *_ = lines = screen.getvalue().rstrip("\n").split("\n")
+    assert first == "Training 5 models from 1 seed on cpu:"
+    # What a bar leaves on its line is wiped, up to the last carriage return.
+    shown = [line.rpartition("\r")[2] for line in lines[1:]]
+    if terminal:
+        assert shown.pop().startswith("all: 100%")
+        assert shown == ["Gradient overflow, skipping update", "a warning"] * 5
+    else:
+        assert shown == ["a warning"] * 5
 
 
 def test_the_finding_is_computed_from_the_accuracies(report, results):

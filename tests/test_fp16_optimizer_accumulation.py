@@ -1,7 +1,6 @@
 """Several backward calls before a step: nothing is lost, nothing is counted or unscaled twice."""
 
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -21,16 +20,12 @@ from fp16_cases import (
     probes,
     pull,
     raise_in_backward,
+    wrap,
 )
 
 from apex_mp import fp16_utils
 
 UPDATES = list(itertools.product([True, False], repeat=3))
-
-
-def wrap(probe: Any, params: list[Any], face: Any = fp16_utils.FP16_Optimizer, **more: Any) -> Any:
-    more = {"static_loss_scale": 128.0, "verbose": False, **more}
-    return face(probe(params), **more)
 
 
 @faces
@@ -39,7 +34,7 @@ def test_two_backward_calls_at_scale_128_add_up(
     probe: Any, face: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params, face)
+    optimizer = wrap(probe(params), face)
     for _ in range(2):
         optimizer.backward(pull(*((p, 1.0) for p in params)))
     # The old one divided the fp32 gradient by 128 twice: 1.0078.
@@ -55,7 +50,7 @@ def test_backward_calls_add_up_whenever_master_grads_are_updated(
     updates: tuple[bool, ...], ends: str, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16, F64)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     for index, update in enumerate(updates):
         optimizer.backward(pull(*((p, 2.0**index) for p in params)), update_master_grads=update)
     if ends == "update":
@@ -75,7 +70,7 @@ def test_looking_and_updating_twice_changes_nothing(
     looks: int, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     for _ in range(2):
         optimizer.backward(pull(*((p, 1.0) for p in params)))
         for _ in range(looks):
@@ -93,7 +88,7 @@ def test_a_retained_graph_can_be_run_backward_again(
     update: bool, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     loss = pull(*((p, 3.0) for p in params))
     optimizer.backward(loss, update, retain_graph=True)
     optimizer.backward(loss, update_master_grads=update)
@@ -118,7 +113,7 @@ def test_a_parameter_may_be_unused_in_some_of_the_backward_calls(
     a, b = ones(2, device=device), ones(2, dtype=F32, device=device)
     c, d = ones(3, device=device), ones(3, dtype=F32, device=device)
     e, f = ones(1, device=device), ones(1, dtype=F32, device=device)
-    optimizer = wrap(probe, [a, b, c, d, e, f])
+    optimizer = wrap(probe([a, b, c, d, e, f]))
     losses = [[(a, 1.0), (b, 1.0)], [(c, 2.0), (d, 2.0)], [(a, 4.0), (b, 4.0)]]
     for pairs, update in zip(losses, updates, strict=True):
         optimizer.backward(pull(*pairs), update_master_grads=update)
@@ -132,7 +127,7 @@ def test_a_parameter_may_be_unused_in_some_of_the_backward_calls(
 @probes
 def test_parameters_without_gradients_stay_as_they_are(probe: Any, device: torch.device) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     for index in (0, 2, 1):  # Another one is used in each step.
         before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
         optimizer.zero_grad(set_to_none=True)
@@ -150,7 +145,7 @@ def test_parameters_without_gradients_stay_as_they_are(probe: Any, device: torch
 @probes
 def test_a_step_without_any_gradient_changes_nothing(probe: Any, device: torch.device) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.step()
     assert optimizer.overflow is False
     assert_grads(grads_used(optimizer), None, None)
@@ -164,7 +159,7 @@ def test_gradients_of_two_scales_add_up(
     updates: tuple[bool, ...], second: float, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     for index, (scale, update) in enumerate(zip((128.0, second, 128.0), updates, strict=True)):
         optimizer.loss_scale = scale
         optimizer.backward(pull(*((p, 2.0**index) for p in params)), update_master_grads=update)
@@ -178,7 +173,7 @@ def test_a_scale_changed_after_backward_does_not_touch_its_gradients(
     update: bool, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
     optimizer.loss_scale = 4.0
     optimizer.step()
@@ -192,8 +187,7 @@ def test_a_dynamic_scale_that_grows_between_steps_unscales_by_the_right_one(
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
     optimizer = wrap(
-        probe,
-        params,
+        probe(params),
         dynamic_loss_scale=True,
         dynamic_loss_args={"init_scale": 64.0, "scale_window": 1},
     )
@@ -213,7 +207,7 @@ def test_gradients_that_were_not_cleared_count_in_the_next_step_as_in_torch(
     probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 1.0) for p in params)))
     optimizer.step()
     optimizer.backward(pull(*((p, 2.0) for p in params)))
@@ -227,7 +221,7 @@ def test_a_second_step_uses_the_same_gradients_as_in_torch(
     probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)))
     for _ in range(3):
         optimizer.step()
@@ -237,7 +231,7 @@ def test_a_second_step_uses_the_same_gradients_as_in_torch(
 @probes
 def test_gradients_can_be_looked_at_after_the_step(probe: Any, device: torch.device) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)))
     optimizer.step()
     for _ in range(2):
@@ -248,7 +242,7 @@ def test_gradients_can_be_looked_at_after_the_step(probe: Any, device: torch.dev
 @probes
 def test_clipping_after_the_step_does_not_unscale_again(probe: Any, device: torch.device) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)))
     optimizer.step()
     for _ in range(3):  # As old code logs the norm.
@@ -263,7 +257,7 @@ def test_scaled_gradients_that_came_without_our_backward_are_unscaled(
 ) -> None:
     # `loss_scaler.backward(loss)` of old code, or (loss * optimizer.loss_scale).backward().
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.loss_scaler.backward(pull(*((p, 3.0) for p in params)))
     if update:
         optimizer.update_master_grads()
@@ -278,7 +272,7 @@ def test_every_step_may_get_its_gradients_without_our_backward(
 ) -> None:
     model = torch.nn.Linear(2, 3, device=device)
     model.weight = ones(3, 2, device=device)
-    optimizer = wrap(probe, list(model.parameters()))
+    optimizer = wrap(probe(list(model.parameters())))
     for _ in range(3):
         model.zero_grad(set_to_none=to_none)
         loss = pull((model.weight, 3.0), (model.bias, 3.0))
@@ -303,7 +297,7 @@ def test_gradients_that_came_without_our_backward_have_the_scale_of_now(
 ) -> None:
     model = torch.nn.Linear(2, 3, device=device)
     model.weight = ones(3, 2, device=device)
-    optimizer = wrap(probe, list(model.parameters()))
+    optimizer = wrap(probe(list(model.parameters())))
     optimizer.backward(pull((model.weight, 5.0), (model.bias, 5.0)))
     if "look" in before:
         assert_grads(master_grads(optimizer), 5.0, 5.0)
@@ -322,7 +316,7 @@ def test_gradients_that_came_without_our_backward_have_the_scale_of_now(
 def test_the_model_may_clear_the_gradients(probe: Any, face: Any, device: torch.device) -> None:
     model = torch.nn.Linear(2, 3, device=device)
     model.weight = ones(3, 2, device=device)  # fp16; the bias stays fp32.
-    optimizer = wrap(probe, list(model.parameters()), face)
+    optimizer = wrap(probe(list(model.parameters())), face)
     for to_none in (True, False):
         for _ in range(2):
             model.zero_grad(set_to_none=to_none)
@@ -337,7 +331,7 @@ def test_a_model_that_clears_its_gradients_in_between_forgets_them_all(
 ) -> None:
     model = torch.nn.Linear(2, 3, device=device)
     model.weight = ones(3, 2, device=device)
-    optimizer = wrap(probe, list(model.parameters()))
+    optimizer = wrap(probe(list(model.parameters())))
     optimizer.backward(pull((model.weight, 64.0), (model.bias, 64.0)))
     optimizer.backward(pull((model.weight, 64.0), (model.bias, 64.0)), update_master_grads=False)
     model.zero_grad()
@@ -352,7 +346,7 @@ def test_a_model_that_clears_its_gradients_in_between_forgets_them_all(
 def test_zero_grad_in_between_forgets_all(update: bool, probe: Any, device: torch.device) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
     for to_none in (True, False):
-        optimizer = wrap(probe, params)
+        optimizer = wrap(probe(params))
         optimizer.backward(pull(*((p, 64.0) for p in params)))
         optimizer.backward(pull(*((p, 64.0) for p in params)), update_master_grads=update)
         optimizer.zero_grad(to_none)
@@ -377,7 +371,7 @@ def test_an_exception_inside_backward_loses_nothing(
     update: bool, raising_update: bool, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
     with pytest.raises(BackwardError):
         optimizer.backward(
@@ -393,7 +387,7 @@ def test_an_exception_inside_backward_after_a_step_loses_nothing(
     probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)))
     optimizer.step()
     with pytest.raises(BackwardError):
@@ -412,7 +406,7 @@ def test_backward_can_go_on_after_an_exception(
     update: bool, probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
     with pytest.raises(BackwardError):
         optimizer.backward(raise_in_backward(pull(*((p, 16.0) for p in params))))
@@ -427,7 +421,7 @@ def test_half_a_backward_leaves_no_scaled_gradient_in_fp32_parameters(
     earlier: float | None, probe: Any, device: torch.device
 ) -> None:
     low, own = ones(2, device=device), ones(2, dtype=F32, device=device)
-    optimizer = wrap(probe, [low, own])
+    optimizer = wrap(probe([low, own]))
     optimizer.backward(pull((low, 3.0), *([(own, earlier)] if earlier else [])))
     with pytest.raises(BackwardError):
         optimizer.backward(failing_loss([low], own))
@@ -444,7 +438,7 @@ def test_a_loss_that_is_no_scalar_is_refused_and_nothing_lost(
     probe: Any, device: torch.device
 ) -> None:
     params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe, params)
+    optimizer = wrap(probe(params))
     optimizer.backward(pull(*((p, 3.0) for p in params)))
     with pytest.raises(RuntimeError, match="scalar"):
         optimizer.backward(params[0] * 2)
@@ -465,75 +459,3 @@ def test_gradients_beyond_float16_of_an_fp32_parameter_are_no_overflow(
     optimizer.step()
     assert optimizer.overflow is False
     assert own.tolist() == [0.0, 0.0]
-
-
-# All of that in any order, against sums.
-
-
-class Walk:
-    """Random calls; `sums` is what each gradient must be, None where there is none."""
-
-    def __init__(self, probe: Any, seed: int, device: torch.device) -> None:
-        self.chance = random.Random(seed)
-        self.params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16)]
-        self.optimizer = wrap(probe, self.params, static_loss_scale=8.0)
-        self.sums: list[float | None] = [None] * len(self.params)
-
-    def backward(self) -> None:
-        used = [index for index in range(len(self.params)) if self.chance.random() < 0.7] or [0]
-        self.optimizer.backward(
-            pull(*((self.params[index], 1.0) for index in used)),
-            update_master_grads=self.chance.random() < 0.5,
-        )
-        for index in used:
-            self.sums[index] = (self.sums[index] or 0.0) + 1.0
-
-    def failing_backward(self) -> None:
-        with pytest.raises(BackwardError):
-            self.optimizer.backward(raise_in_backward(pull(*((p, 16.0) for p in self.params))))
-
-    def zero_grad(self) -> None:
-        to_none = self.chance.random() < 0.5
-        if self.chance.random() < 0.5:
-            self.optimizer.zero_grad(set_to_none=to_none)
-        else:
-            torch.nn.ParameterList(self.params).zero_grad(set_to_none=to_none)
-            self.optimizer.update_master_grads()
-        self.sums = [None if to_none or total is None else 0.0 for total in self.sums]
-
-    def update(self) -> None:
-        self.optimizer.update_master_grads()
-
-    def change_scale(self) -> None:
-        self.optimizer.loss_scale = self.chance.choice([4.0, 8.0, 16.0, 32.0])
-
-    def clip_nothing(self) -> None:
-        assert self.optimizer.clip_master_grads(1e9) != -1
-
-    def look(self) -> None:
-        assert self.optimizer.overflow is False
-        assert_grads(self.optimizer.inspect_master_grad_data()[0], *self.sums)
-        assert_grads(master_grads(self.optimizer), *self.sums)
-
-    def step(self) -> None:
-        self.optimizer.state.clear()  # So that the moments are those of this step alone.
-        self.optimizer.step()
-        assert_grads(grads_used(self.optimizer), *self.sums)
-
-
-@probes
-@pytest.mark.parametrize("seed", range(60))
-def test_calls_in_any_order_keep_the_sums(seed: int, probe: Any, device: torch.device) -> None:
-    walk = Walk(probe, seed, device)
-    actions = [
-        *[walk.backward] * 3,
-        *[walk.step] * 2,
-        walk.failing_backward,
-        walk.zero_grad,
-        walk.update,
-        walk.change_scale,
-        walk.clip_nothing,
-        walk.look,
-    ]
-    for _ in range(25):
-        walk.chance.choice(actions)()

@@ -15,7 +15,10 @@ from fp16_cases import (
     F16,
     F32,
     INF,
+    STEPS_TO_COUNT_PASSES,
     assert_grads,
+    assert_same,
+    everything,
     faces,
     grads_used,
     ones,
@@ -160,7 +163,7 @@ def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
     inner = FusedAdam([ones(1000, device=device)])
     scheduler = SCHEDULERS["StepLR"](inner)
     optimizer = fp16_utils.FP16_Optimizer(inner, 128.0, verbose=False)
-    for _ in range(2):
+    for _ in range(STEPS_TO_COUNT_PASSES):
         optimizer.backward(pull(*((param, 1.0) for param in optimizer.all_fp16_params)))
         with passes_over(1000) as names:
             optimizer.step()
@@ -366,6 +369,50 @@ def test_the_inner_optimizer_works_with_grad_scaler(
     scaler.step(optimizer.optimizer)
     scaler.update()
     assert_grads(grads_used(optimizer), 3.0)
+
+
+# torch.compile.
+
+
+@probes
+def test_in_a_compiled_training_step_only_the_model_is_traced(
+    probe: Any, device: torch.device
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    def train(compiler: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2, device=device, dtype=F16)
+        optimizer = fp16_utils.FP16_Optimizer(probe(model.parameters()), 128.0, verbose=False)
+        x = torch.ones(3, 2, device=device, dtype=F16)
+
+        def step() -> None:
+            loss = model(x).float().square().sum()
+            optimizer.zero_grad()
+            optimizer.backward(loss, update_master_grads=False)
+            optimizer.update_master_grads()
+            optimizer.clip_master_grads(1.0)
+            assert not optimizer.overflow
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5
+            optimizer.step()
+
+        compiled = compiler(step)
+        for _ in range(3):
+            compiled()
+        return optimizer
+
+    torch._dynamo.reset()
+    with no_warning():
+        optimizer = train(lambda step: torch.compile(step, backend=backend))
+    calls = [node.op for graph in graphs for node in graph.graph.nodes if "call" in node.op]
+    assert len(calls) == 4  # linear, float, square, sum
+    expected = train(lambda step: step)
+    assert_same(everything(optimizer), everything(expected))
 
 
 # Copying.

@@ -354,8 +354,8 @@ WRONG_CALLS: dict[str, tuple[Any, Any, str]] = {
     "scale a word": (
         lambda face: face(inner(), "dynamic"),
         TypeError,
-        "FP16_Optimizer: static_loss_scale is 'dynamic'; it must be a number; a scale that adjusts "
-        "itself is had by dynamic_loss_scale=True",
+        "FP16_Optimizer: static_loss_scale is 'dynamic'; it must be a number; for a scale that "
+        "adjusts itself give dynamic_loss_scale=True",
     ),
     "a number to go back from": (
         lambda face: face(inner(), verbose=False).backward(3.0),
@@ -378,7 +378,11 @@ WRONG_CALLS: dict[str, tuple[Any, Any, str]] = {
         "scale_windwo",
     ),
     "clip": (lambda face: face(inner(), clip="none"), ValueError, "clip is 'none'"),
-    "complex": (lambda face: face(complex_inner()), TypeError, "Received torch.complex64"),
+    "complex": (
+        lambda face: face(complex_inner()),
+        TypeError,
+        "[0][0] is of dtype torch.complex64",
+    ),
 }
 
 
@@ -392,12 +396,11 @@ def test_wrong_arguments_raise_a_sentence(case: str, face: Any) -> None:
 
 
 @faces
-@pytest.mark.parametrize("make", [FusedAdam, torch.optim.AdamW], ids=["fused", "plain"])
-def test_a_refused_optimizer_is_left_as_it_was(make: Any, face: Any, device: torch.device) -> None:
+def test_a_refused_optimizer_is_left_as_it_was(face: Any, device: torch.device) -> None:
     weight = ones(2, device=device)
     complex_one = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
-    wrapped = make([{"params": [weight]}, {"params": [complex_one]}])
-    with pytest.raises(TypeError, match=r"Received torch\.complex64"):
+    wrapped = torch.optim.AdamW([{"params": [weight]}, {"params": [complex_one]}])
+    with pytest.raises(TypeError, match=r"params\[1\]\[0\] is of dtype torch\.complex64"):
         face(wrapped, verbose=False)
     assert wrapped.param_groups[0]["params"][0] is weight
 
@@ -507,7 +510,7 @@ def test_sparse_gradients_are_refused_with_a_sentence(
     layer = torch.nn.Embedding(4, 2, sparse=True, device=device, dtype=dtype)
     optimizer = face(sgd(layer.parameters()), verbose=False)
     loss = layer(torch.tensor([1, 2], device=device)).float().sum()
-    with pytest.raises(RuntimeError, match=r"a gradient of shape \[4, 2\] is sparse"):
+    with pytest.raises(RuntimeError, match=r"FP16_Optimizer: grads\[0\]\[0\] is sparse"):
         optimizer.backward(loss)
 
 

@@ -105,7 +105,8 @@ def test_finite_gradients_whose_sum_is_infinite_are_no_overflow(
     largest = torch.finfo(dtype).max
     weight = ones(64, dtype=dtype, device=device)
     optimizer = face(probe([weight], lr=0.25, weight_decay=0.0), verbose=False, **scaling)
-    weight.grad = torch.full_like(weight, largest)  # As if our backward had made it, scaled.
+    assert optimizer.loss_scale == 128.0  # So the gradient is taken for a scaled one.
+    weight.grad = torch.full_like(weight, largest)
     assert not bool(weight.grad.sum().isfinite())
     optimizer.update_master_grads()
     assert optimizer.overflow is False

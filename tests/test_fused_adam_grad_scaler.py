@@ -59,18 +59,6 @@ def scaled_step(
     return scaler.get_scale()
 
 
-def test_grad_scaler_leaves_unscaling_to_the_step(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer, scaler = FusedAdam(params), make_scaler(device)
-    give_grads(params, 0, factor=1024.0)
-    before = [p.grad.clone() for p in params]
-    scaler.step(optimizer)
-    for param, grad in zip(params, before, strict=True):
-        assert_same_bits(param.grad, grad)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")
-
-
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_the_trajectory_is_that_of_torch_under_the_same_overflows(
     bad: float, device: torch.device

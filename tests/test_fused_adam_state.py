@@ -390,7 +390,7 @@ REFUSED: dict[str, tuple[Callable[[list[Parameter]], dict[str, Any]], str]] = {
     "a step below 0": (damaged(step=-1), r"\['step'\] is -1; it must be a number of steps"),
     "a step that is NaN": (damaged(step=float("nan")), r"\['step'\] is nan"),
     "lr below 0": (with_options(lr=-0.1), "lr is -0.1; it must be 0 or more"),
-    "lr that is a word": (with_options(lr="low"), "'>=' not supported"),
+    "lr that is a word": (with_options(lr="low"), "lr is 'low'; it must be a number$"),
     "one beta": (with_options(betas=(0.9,)), r"betas is \(0.9,\); it must be two numbers"),
     "eps NaN": (with_options(eps=float("nan")), "eps is nan; it must be 0 or more"),
     "fewer parameters": (other_size_state, "doesn't match the size of optimizer's group"),

@@ -344,7 +344,37 @@ def test_a_learning_rate_is_required() -> None:
     FusedSGD([{"params": [Parameter(torch.ones(1))], "lr": 0.1}])
 
 
-@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay", "max_grad_norm"])
+@pytest.mark.parametrize("lr", [-0.1, float("nan")])
+def test_a_schedule_past_its_end_steps_as_in_torch(lr: float, device: torch.device) -> None:
+    params = make_params(device)
+    theirs = copies_of(params)
+    for optimizer, its in (
+        (FusedSGD(params, 0.1), params),
+        (torch.optim.SGD(theirs, 0.1), theirs),
+    ):
+        optimizer.param_groups[0]["lr"] = lr
+        train(optimizer, its, range(1))
+    for param, wanted in zip(params, theirs, strict=True):
+        assert_near(param.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize("name", ["lr", "momentum", "dampening", "weight_decay", "max_grad_norm"])
+def test_an_option_that_is_no_number_is_refused(name: str) -> None:
+    sentence = f"^FusedSGD: {name} is '1e-3'; it must be a number .YAML reads 1e-3 as text"
+    params = [Parameter(torch.ones(1))]
+    with pytest.raises(TypeError, match=sentence):
+        FusedSGD(params, **{"lr": 0.1, name: "1e-3"})
+    optimizer = FusedSGD(params, 0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][name] = "1e-3"
+    with Unchanged(optimizer), pytest.raises(TypeError, match=sentence):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0][name] = "1e-3"
+    with pytest.raises(TypeError, match=sentence):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["momentum", "weight_decay", "max_grad_norm"])
 def test_an_option_that_comes_out_of_range_later_is_refused(
     name: str, device: torch.device
 ) -> None:
@@ -397,7 +427,7 @@ def spoil_sparse(optimizer: FusedSGD, params: list[Parameter]) -> dict[str, Any]
         (spoil_copy, r"output_params\[1\]\[3\] has sizes .*; they must lie in memory in the same"),
         (spoil_buffer, r"momentum_buffers\[1\]\[3\] has sizes \[3\] and"),
         (spoil_param, r"params\[1\]\[3\] has sizes \[23, 29\] and strides \[58, 2\]; its elements"),
-        (spoil_sparse, r"a gradient of shape \[23, 29\] is sparse"),
+        (spoil_sparse, r"grads\[1\]\[3\] is sparse"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -141,12 +141,17 @@ def test_a_buffer_that_torch_has_not_made_yet_is_none_of_ours(device: torch.devi
             r"momentum is -1\.0; it must be 0 or more",
         ),
         (
+            lambda saved: saved["param_groups"][0].update(dampening=float("nan")),
+            ValueError,
+            "dampening is nan; it must be a number",
+        ),
+        (
             lambda saved: saved["param_groups"][0].update(params=[0, 1]),
             ValueError,
             "doesn't match the size of optimizer's group",
         ),
     ],
-    ids=["shape", "int32", "float", "Adam", "maximize", "momentum", "length"],
+    ids=["shape", "int32", "float", "Adam", "maximize", "momentum", "dampening", "length"],
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(
     spoil: Any, error: type[Exception], sentence: str, device: torch.device

@@ -22,6 +22,7 @@ from op_cases import LISTS
 ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.any_torch,
     pytest.mark.cpu_only,
     pytest.mark.skipif(sys.platform == "win32", reason="the stubs are scripts"),

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.cpu_only
 PACKAGE = Path(apex_mp.__file__).parent
 # A room imports from lower rows only. A new room is a name in the row where it belongs.
 ROWS = [
-    {"_version", "_C", "loss_scale"},
-    {"_convert_checks", "_extension", "_ops", "_pickled_names", "_rename", "master"},
+    {"_version", "_C", "_log", "_missing", "_state_checks", "loss_scale", "tensors"},
+    {"_convert_checks", "_extension", "_ops", "_options", "_pickled_names", "_rename", "master"},
     {
         "RNN",
         "device_scale",

@@ -72,7 +72,6 @@ def run_of(kind: str, device: torch.device) -> dict[str, Any]:
     return run(kind, device)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_it_learns_in_fp16_what_it_learns_in_float32(device: torch.device) -> None:
     ours, theirs = run_of("apex_mp", device), run_of("fp32", torch.device("cpu"))
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-3)

@@ -242,6 +242,17 @@ def test_a_scheduler_takes_it_as_it_takes_the_optimizer() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
 
 
+def test_a_scheduler_of_the_optimizer_inside_does_not_warn_of_a_skipped_first_step() -> None:
+    net = model().half()
+    inside = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = fp16(fp16_utils.FP16_Optimizer, larc(inside))
+    scheduler = torch.optim.lr_scheduler.StepLR(inside, 1, gamma=0.5)
+    optimizer.backward(net(torch.ones(1, 6).half()).sum() * float("inf"))
+    optimizer.step()
+    scheduler.step()  # Warnings are errors here.
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_hooks_run_once_a_step() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = larc(torch.optim.SGD([weight], lr=1.0))
@@ -326,8 +337,10 @@ def test_what_is_no_optimizer_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["trust_coefficient", "eps"])
 def test_a_number_below_0_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"LARC: {name} is -0.5; it must be at least 0"):
+    with pytest.raises(ValueError, match=f"LARC: {name} is -0.5; it must be 0 or more"):
         LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **{name: -0.5})
+    with pytest.raises(TypeError, match=f"LARC: {name} is '0.02'; it must be a number"):
+        LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **{name: "0.02"})
 
 
 def test_grad_scaler_is_told_of_an_optimizer_inside_that_scales_itself() -> None:

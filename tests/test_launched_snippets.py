@@ -17,7 +17,7 @@ from tolerances import FP16_TRAINING
 
 import apex_mp
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_only]
 
 TESTS = Path(__file__).parent
 SCRIPT = "distributed_fp16_optimizer"

@@ -6,10 +6,12 @@ import argparse
 import io
 import os
 import pickle
+import random
 import tarfile
 import threading
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +414,51 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(case: str, tmp_path: Pat
             apex_mp.load_checkpoint(given)
         assert str(raised.value).startswith(f"load_checkpoint: {name} is ")
         assert str(raised.value).endswith(words)
+
+
+def damaged_copies(content: bytes) -> Iterator[bytes]:
+    """Copies that are cut short, and copies in which a few bytes are others."""
+    yield from (content[:length] for length in range(0, len(content), 29))
+    draw = random.Random(0)
+    for _ in range(400):
+        copy = bytearray(content)
+        for _ in range(draw.choice([1, 2, 5])):
+            place = draw.randrange(len(copy))
+            copy[place] = draw.choice([0, 255, copy[place] ^ 1 << draw.randrange(8)])
+        yield bytes(copy)
+
+
+@formats
+def test_a_damaged_file_loads_or_is_an_unpickling_error(new: bool) -> None:
+    weight = parameter([1.0, 2.0])
+    optimizer = fp16_utils.FP16_Optimizer(FusedAdam([weight]), dynamic_loss_scale=True)
+    optimizer.backward(pull((weight, 1.0)))
+    optimizer.step()
+    content = saved({"optimizer": optimizer.state_dict(), "at": "Zürich"}, new=new)
+    refused = 0
+    for damaged in damaged_copies(content):
+        try:
+            apex_mp.load_checkpoint(io.BytesIO(damaged))
+        except pickle.UnpicklingError:
+            refused += 1
+    assert refused > 100
+
+
+@formats
+def test_a_damaged_file_is_not_taken_for_an_error_of_map_location(new: bool) -> None:
+    content = saved({"at": "Zürich"}, new=new).replace("ü".encode(), b"\xff\xff")
+    for place in (lambda storage, _: storage, "nowhere"):
+        with pytest.raises(pickle.UnpicklingError, match=DAMAGED):
+            apex_mp.load_checkpoint(io.BytesIO(content), map_location=place)
+
+
+def test_an_error_of_the_disk_is_left_as_it_is() -> None:
+    class Broken(io.BytesIO):
+        def readline(self, _: int | None = -1) -> bytes:  # What pickle calls, and nothing before.
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        apex_mp.load_checkpoint(Broken(OF_OLD))
 
 
 @pytest.mark.parametrize("path", [None, {"a": 1}, io.StringIO("text")])

@@ -225,7 +225,7 @@ def ones(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 FLAG = torch.zeros(1, dtype=torch.int32)
 ADAM = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
-DTYPES = "it must be of torch.float16, torch.bfloat16, torch.float32 or torch.float64"
+DTYPES = "it must be float16, bfloat16, float32 or float64"
 NO_FLAG = "it must be a tensor of one, such as torch.cuda.IntTensor([0])"
 
 
@@ -262,17 +262,22 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: amp_C.multi_tensor_scale(1, FLAG, [ones(), ones(torch.int32)], 1.0),
         RuntimeError,
-        f"multi_tensor_scale: outputs[0] is of torch.int32; {DTYPES}",
+        f"multi_tensor_scale: outputs[0] is of dtype torch.int32; {DTYPES}",
     ),
     (
         lambda: amp_C.multi_tensor_scale(1, FLAG, [[torch.ones(3, device="meta")], ones()], 1.0),
         RuntimeError,
-        "multi_tensor_scale: inputs[0] is on meta; it must be on the CPU or a GPU",
+        "multi_tensor_scale: inputs[0] is on meta, where there are no numbers; it must be",
     ),
     (
         lambda: amp_C.multi_tensor_scale(1, FLAG, [[ones()[0].to_sparse()], ones()], 1.0),
         RuntimeError,
-        "multi_tensor_scale: inputs[0] is a sparse tensor; it must be a dense (strided) tensor",
+        "multi_tensor_scale: inputs[0] is sparse (torch.sparse_coo); it must be dense",
+    ),
+    (
+        lambda: amp_C.multi_tensor_scale(1, FLAG, [[torch._neg_view(torch.ones(3))], ones()], 1.0),
+        RuntimeError,
+        "multi_tensor_scale: inputs[0] is a negative view",
     ),
     (
         lambda: amp_C.multi_tensor_scale(
@@ -342,7 +347,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: adam_with(grad=ones(torch.int32)[0]),
         RuntimeError,
-        f"grad[0] is of torch.int32; {DTYPES}",
+        f"grad[0] is of dtype torch.int32; {DTYPES}",
     ),
     (
         lambda: adam_with(exp_avg=ones(torch.float16)[0]),

@@ -13,7 +13,7 @@ import apex_mp
 from apex_mp.parallel import multiproc
 from apex_mp.parallel._multiproc_worker import with_option
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_only]
 
 SCRIPT = """
 import argparse, os, sys

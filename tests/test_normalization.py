@@ -243,7 +243,6 @@ def test_gradients_of_float32_weights_of_many_rows_are_added_up_in_float32(
 
 
 @pytest.mark.cpu_only
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("elements", [1, 24, 5 * 24, 6 * 24, 10**9])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_blocks_of_rows_of_any_length_add_up_to_the_same(

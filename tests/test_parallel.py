@@ -64,6 +64,16 @@ def test_distributed_data_parallel_takes_parameters_that_get_no_gradient(
 
 
 @pytest.mark.usefixtures("one_process")
+def test_a_join_that_divides_by_other_numbers_is_refused_where_a_hook_reduces() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 1), gradient_average=False)
+    with pytest.raises(ValueError, match="divide_by_initial_world_size=False, which torch"):
+        model.join(divide_by_initial_world_size=False)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="Leave it True"), model.join(False):
+        model.disable_allreduce()
+
+
+@pytest.mark.usefixtures("one_process")
 def test_a_reducer_averages_when_it_is_told() -> None:
     module = nn.Linear(2, 1)
     module(torch.ones(1, 2)).sum().backward()

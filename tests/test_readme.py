@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import textwrap
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from apex_mp import amp
+from apex_mp.optimizers import FP16_Optimizer
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
@@ -65,7 +67,7 @@ def test_the_loop_of_2019_runs_and_learns_after_its_import_is_replaced(loss_scal
 
 @pytest.mark.cpu_only
 def test_the_loop_with_grad_scaler_runs_and_learns():
-    code, _, _ = blocks("python")
+    code = blocks("python")[0]
     there = names(torch.float32)
     exec(code.replace("lr=1e-3", "lr=0.1"), there)
     assert is_learnt(there)
@@ -74,7 +76,7 @@ def test_the_loop_with_grad_scaler_runs_and_learns():
 @pytest.mark.cpu_only
 @pytest.mark.usefixtures("amp_off")
 def test_the_amp_loop_runs_as_pasted_and_trains_float32_weights_in_float16():
-    _, code, _ = blocks("python")
+    code = blocks("python")[1]
     torch.manual_seed(0)
     there: dict[str, Any] = {}
     exec(code, there)
@@ -88,7 +90,7 @@ def test_the_amp_loop_runs_as_pasted_and_trains_float32_weights_in_float16():
 @pytest.mark.cpu_only
 @pytest.mark.usefixtures("amp_off")
 def test_the_registered_functions_run_in_the_precision_they_ask_for():
-    _, _, code = blocks("python")
+    code = blocks("python")[2]
     there: dict[str, Any] = {"amp": amp, "torch": torch}
     exec(textwrap.dedent(code), there)
     amp.init(device_type="cpu")
@@ -96,3 +98,23 @@ def test_the_registered_functions_run_in_the_precision_they_ask_for():
     assert there["normalise"](half).dtype == torch.float32
     assert torch.sigmoid(half).dtype == torch.float32
     assert torch.einsum("ij,jk->ik", full, full).dtype == torch.float16
+
+
+@pytest.mark.cpu_only
+def test_the_callback_is_told_of_a_skipped_step(capsys):
+    logger = logging.getLogger("apex_mp")
+    before = [*logger.handlers]
+    try:
+        exec(blocks("python")[3], {})
+        overflow()
+    finally:
+        logger.handlers[:] = before
+    assert capsys.readouterr().out.splitlines()[-1] == "loss scale: 8.0"
+
+
+def overflow() -> None:
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=0.1), dynamic_loss_scale=True)
+    optimizer.loss_scale = 16.0
+    optimizer.backward(weight.sum().float() * float("inf"))
+    optimizer.step()

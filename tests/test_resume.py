@@ -15,22 +15,19 @@ from tolerances import assert_same_bits
 
 import apex_mp
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_thread")]
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], list[Path]]]:
     """Run all first halves here, and all second ones in one other process."""
     folder = tmp_path_factory.mktemp("resume")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     done = {}
     for name in resume_cases.CASES:
         scales, result = resume_cases.first_half(name, folder)
         torch.save(result, resume_cases.file_of(folder, name, "whole"))
         files = [resume_cases.file_of(folder, name, part) for part in ("whole", "second")]
         done[name] = scales, files
-    torch.set_num_threads(threads)
     subprocess.run(
         [sys.executable, resume_cases.__file__, str(folder)],
         check=True,

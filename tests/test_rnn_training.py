@@ -14,7 +14,7 @@ from apex_mp import amp, fp16_utils, optimizers
 from apex_mp.RNN import RNNBackend
 
 pytestmark = [
-    pytest.mark.usefixtures("amp_off", "one_thread"),
+    pytest.mark.usefixtures("amp_off"),
     # Of cuDNN, where weights are computed or cast.
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
 ]

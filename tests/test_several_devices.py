@@ -373,6 +373,8 @@ def test_grad_scaler_unscales_and_skips_on_all_devices(
             scaler.step(optimizer)
             scaler.update()
         assert scalers[0].get_scale() == scalers[1].get_scale()
+        for param, twin in zip(params, twins, strict=True):
+            assert_same_bits(param.grad, twin.grad)  # unscaled, unless the step was skipped
     assert_same_trajectory(optimizers[0], params, optimizers[1], twins)
     assert float(optimizers[0].state[params[0]]["step"]) == 9.0
     if not max_grad_norm:
@@ -474,9 +476,10 @@ def test_parameters_that_come_to_one_device_get_one_plan_again() -> None:
 
 def test_a_first_parameter_on_another_device_needs_several_plans() -> None:
     # One without a gradient may be where there are no kernels.
-    elsewhere = Parameter(torch.ones(3, device="meta"))
+    elsewhere = Parameter(torch.ones(3, device="meta"), requires_grad=False)
     params = [parameter(4), parameter(3)]
     optimizer = FusedAdam([elsewhere, *params], **OPTIONS)
+    elsewhere.requires_grad_()
     expected = FusedAdam(copies_of(params), **OPTIONS)
     for step in range(3):
         give_grads(params, step)
@@ -489,7 +492,9 @@ def test_a_first_parameter_on_another_device_needs_several_plans() -> None:
 
 
 def test_nothing_but_parameters_without_a_gradient_is_no_mistake() -> None:
-    optimizer = FusedAdam([Parameter(torch.ones(3, device="meta"))])
+    param = Parameter(torch.ones(3, device="meta"), requires_grad=False)
+    optimizer = FusedAdam([param])
+    param.requires_grad_()
     for check in (False, True):
         request = StepRequest(check=check)
         optimizer.step(grads=request)

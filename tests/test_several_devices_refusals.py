@@ -143,9 +143,9 @@ def test_a_gradient_where_there_are_no_kernels_is_refused_by_name(steps_before: 
 
 
 def test_without_kernels_for_cuda_the_command_that_builds_them_is_told() -> None:
-    param = Parameter(torch.ones(3, device="meta"))
-    param.grad = torch.ones(3, device="meta")
+    param = Parameter(torch.ones(3, device="meta"), requires_grad=False)
     groups: Any = FusedAdam([param]).param_groups
+    param.requires_grad_().grad = torch.ones(3, device="meta")
     lists = dict.fromkeys(["grads", "grads_of", "copies"])
     part = Part(torch.device("cuda", 1), _C.AdamPlan(), [[0]], groups, lists)
     part.read({}, 1.0, None)
@@ -171,7 +171,7 @@ def test_a_capture_of_several_devices_is_refused(
 
 def test_the_cpu_is_stepped_last_and_is_home_only_where_it_is_alone() -> None:
     params = [torch.ones(4), torch.ones(2, device="meta"), torch.ones(6)]
-    groups: Any = FusedAdam([Parameter(param) for param in params]).param_groups
+    groups: Any = FusedAdam([Parameter(p, requires_grad=False) for p in params]).param_groups
     parts = split({}, groups, {})
     assert [part.device.type for part in parts] == ["meta", "cpu"]
     assert [len(part.groups[0]["params"]) for part in parts] == [1, 2]

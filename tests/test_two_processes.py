@@ -10,9 +10,20 @@ import torch
 from tolerances import FP16_TRAINING
 from torch import Tensor
 from torch import distributed as dist
-from two_process_cases import ARGUMENTS, BAD_STEP, STEPS, USES, WAYS, WORLD, runs, train, work
+from two_process_cases import (
+    ARGUMENTS,
+    BAD_STEP,
+    JOINING,
+    STEPS,
+    USES,
+    WAYS,
+    WORLD,
+    runs,
+    train,
+    work,
+)
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 RUNS = runs()
 every_run = pytest.mark.parametrize(
@@ -187,6 +198,13 @@ def test_process_groups_are_torchs_subgroups(probes: list[dict[Any, Any]]) -> No
         assert found["ours"] == found["torch's"] == [[rank], [0, 1]]
 
 
+def test_processes_that_share_a_dtensor_skip_its_step_together(
+    probes: list[dict[Any, Any]],
+) -> None:
+    expected = [True, [[1.0, 1.0]], False, [[0.5, 0.5]]]
+    assert by_both(probes, "overflow_in_one_shard") == [expected] * WORLD
+
+
 def test_a_reducer_takes_gradients_in_nested_lists(probes: list[dict[Any, Any]]) -> None:
     assert by_both(probes, "reduced_lists") == [[[1.5, 1.5], [3.5]]] * WORLD
 
@@ -198,13 +216,24 @@ def test_gradients_are_averaged_however_the_model_is_used(
     assert by_both(probes, use) == [[1.5] * 4] * WORLD
 
 
-def test_gradients_of_a_forward_in_no_sync_are_judged_when_they_are_averaged(
-    probes: list[dict[Any, Any]],
+@pytest.mark.parametrize("way", [way for way in JOINING if "torch's" not in way])
+def test_a_join_ends_with_the_masters_and_scales_of_the_process_that_took_most_steps(
+    way: str, probes: list[dict[Any, Any]]
 ) -> None:
-    mine, other = by_both(probes, "judged_while_local")
-    assert mine == other
-    assert mine[0] == 2.0**9  # One inf, one step.
-    assert mine[1] != mine[3]
+    fewer, more = by_both(probes, ("joined", way))
+    masters, scale = more["before"]
+    assert fewer["before"][1] != scale
+    for each in (fewer, more):
+        assert all(map(torch.equal, each["after"][0], masters))
+        assert all(map(torch.equal, each["model"], more["model"]))
+        assert each["after"][1] == scale
+        assert each["warnings"] == []
+
+
+def test_a_join_of_torchs_own_class_is_warned_of(probes: list[dict[Any, Any]]) -> None:
+    (first, _) = by_both(probes, ("joined", "amp handle, torch's DDP"))
+    assert len(first["warnings"]) == 1
+    assert "but not their float32 masters and loss scales" in first["warnings"][0]
 
 
 def test_masters_of_one_process_only_are_refused_in_all(probes: list[dict[Any, Any]]) -> None:

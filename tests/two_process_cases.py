@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from apex_mp import amp, fp16_utils, optimizers, parallel
 from apex_mp.optimizers import FusedAdam, FusedSGD
@@ -212,13 +215,15 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], Trainer], Callable[[nn.Module],
 }
 BY_REDUCER = {name for name in WAYS if "Reducer" in name}
 
-# How a script keeps gradients to itself until the last of several batches.
-ACCUMULATIONS = ("no_sync", "disable_allreduce")
+# How a script keeps gradients to itself until the last of several batches. Of `no_sync` the forward
+# counts: backward, in its block of scale_loss, may come after it.
+FORWARD_ALONE = "no_sync of the forward"
+ACCUMULATIONS = ("no_sync", "disable_allreduce", FORWARD_ALONE)
 
 
 @contextlib.contextmanager
 def keeping(model: Any, how: str) -> Iterator[None]:
-    if how == "no_sync":
+    if how != "disable_allreduce":
         with model.no_sync():
             yield
     else:
@@ -258,8 +263,12 @@ def train(way: str, rank: int, world: int, accumulation: str | None = None) -> d
             rows = slice(half * BATCH // halves, (half + 1) * BATCH // halves)
             loss_is_bad = step == BAD_STEP and rank == 0 and half == 0
             is_last = half == halves - 1
-            with contextlib.nullcontext() if is_last else keeping(trainer.model, accumulation):
+            with contextlib.ExitStack() as stack:
+                if not is_last:
+                    stack.enter_context(keeping(trainer.model, accumulation))
                 loss = loss_of(trainer.model, x[rows][rank::world], y[rows][rank::world])
+                if accumulation == FORWARD_ALONE:
+                    stack.close()
                 trainer.backward(loss / halves * (float("inf") if loss_is_bad else 1.0))
         if step == 0:
             found["grads"] = [param.grad.clone() for param in params(trainer)]
@@ -288,7 +297,7 @@ def runs() -> list[tuple[str, str | None]]:
         (way, how)
         for way, (_, wrap) in WAYS.items()
         for how in ACCUMULATIONS
-        if wrap is ours or (wrap is torchs and how == "no_sync")
+        if wrap is ours or (wrap is torchs and how != "disable_allreduce")
     ]
     return [(way, None) for way in WAYS] + accumulating
 
@@ -502,27 +511,43 @@ USES = (
 )
 
 
-def judged_while_local(rank: int) -> list[float]:
-    """Only the forward is in `no_sync`: scales, and the weight, after an inf of one process."""
-    handle: Any = amp.init(device_type="cpu")
-    handle._default_scaler = amp.scaler.LossScaler(**SCALE)
-    module = weight()
-    model = parallel.DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    found: list[float] = []
-    for number in range(2):
-        optimizer.zero_grad()
-        with model.no_sync():
-            loss = model(torch.full((1, 2), rank + 1.0)).float().sum()
-        bad = rank == 0 and number == 0
-        for one in (loss * (float("inf") if bad else 1.0), None):
-            each = model(torch.full((1, 2), rank + 1.0)).float().sum() if one is None else one
-            with handle.scale_loss(each, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        optimizer.step()
-        found += [handle._default_scaler.loss_scale(), module.weight[0, 0].item()]
-    handle._deactivate()
-    return found
+# Ways in whose `join()` a process with fewer batches ends with what the other one has.
+JOINING = [
+    "amp handle",
+    "amp handle, torch's DDP",
+    "amp handle, wrapped optimizer",
+    "fp16_utils.FP16_Optimizer",
+    "optimizers.FP16_Optimizer",
+    "initialize O1",
+    "initialize O2",
+]
+
+
+def joined(way: str, rank: int) -> dict[str, Any]:
+    """What each process has before and after the end of `join()`, and the warnings in it."""
+    build, wrap = WAYS[way]
+    torch.manual_seed(11 + rank)
+    trainer = build(Net(), wrap)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("apex_mp.parallel").addHandler(handler)
+    with trainer.model.join():
+        for x, y in batches((2, 5)[rank]):
+            trainer.optimizer.zero_grad()
+            trainer.backward(loss_of(trainer.model, x[rank::WORLD], y[rank::WORLD]))
+            trainer.optimizer.step()
+        before = values(trainer), trainer.scale()
+    logging.getLogger("apex_mp.parallel").removeHandler(handler)
+    if amp._current.handle is not None:
+        amp._current.handle._deactivate()
+    model = [param.detach().clone() for param in trainer.model.parameters()]
+    return {
+        "before": before,
+        "after": (values(trainer), trainer.scale()),
+        "model": model,
+        "warnings": [record.getMessage() for record in records],
+    }
 
 
 def masters_in_one_process_only(rank: int) -> str:
@@ -541,6 +566,24 @@ def reduced_lists(rank: int) -> list[list[float]]:
     grads = [torch.full((2,), rank + 1.0), [torch.full((1,), rank + 3.0).half()]]
     parallel.Reducer(grads).reduce()
     return [grads[0].tolist(), grads[1][0].tolist()]  # type: ignore[union-attr]
+
+
+def overflow_in_one_shard(rank: int) -> list[Any]:
+    """Whether a step of a DTensor was skipped, for an overflow in one process and then none."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    param = nn.Parameter(distribute_tensor(torch.ones(WORLD, 2), mesh, [Shard(0)]))
+    optimizer, handle = torch.optim.SGD([param], lr=0.5), amp.init(loss_scale=4.0)
+    found: list[Any] = []
+    for first in (float("inf"), 4.0):
+        grad = torch.full((WORLD, 2), 4.0)
+        grad[0] = first
+        with handle.scale_loss(torch.zeros((), requires_grad=True), optimizer):
+            param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [amp.step_was_skipped(optimizer), param.to_local().tolist()]  # type: ignore[attr-defined]
+    handle._deactivate()
+    return found
 
 
 def averages_of_a_model(rank: int) -> dict[str, list[Tensor]]:
@@ -579,19 +622,20 @@ def probes(rank: int) -> dict[str, Any]:
         switched_between_forward_and_backward,
         two_backwards_of_one_forward,
         reduced_lists,
+        overflow_in_one_shard,
         averages_of_a_model,
         groups_of,
         *USES,
-        judged_while_local,
         masters_in_one_process_only,
     ):
         found[probe.__name__] = probe(rank)
+    for way in JOINING:
+        found["joined", way] = joined(way, rank)
     return found
 
 
 def work(rank: int, folder: str) -> None:
     """Be one of the processes: train in every way, and save what was found."""
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )

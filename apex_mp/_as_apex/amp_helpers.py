@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp._log import logger
+
+LOG = logger("apex_mp.amp")
+
 # apex.amp.__version__, of all years.
 VERSION = (0, 1, 0)
 __version__ = "0.1.0"
@@ -112,7 +116,7 @@ def _cast(x: Any, source: torch.dtype, target: torch.dtype, line: str | None) ->
     if not isinstance(x, Tensor) or x.dtype != source:
         return x
     if line is not None:
-        print(line)
+        LOG.info(line)
     return x.to(target)
 
 

@@ -13,9 +13,9 @@ from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 from apex_mp._as_apex.eras import Era, eras_with
-from apex_mp._as_apex.missing import stand_in
 from apex_mp._as_apex.table import EAGER, MISSING, MODULES, PROGRAMS, TOP_LEVEL, is_package
 from apex_mp._as_apex.wording import Wording
+from apex_mp._missing import stand_in
 
 
 class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -46,8 +46,8 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise ImportError(self._absence(module, name), name=fullname)
         if fullname not in MODULES:
             return None
-        # `from module import name` asks for a module of that name, which is told above, if and
-        # only if the first is a package.
+        # `from module import name` looks for a submodule of that name if and only if `module` is a
+        # package; the lines above answer it.
         like_package = is_package(fullname) or any(fullname == of for of, _ in self.era.absent)
         return ModuleSpec(fullname, self, origin="apex_mp", is_package=like_package)
 

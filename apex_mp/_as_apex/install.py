@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+# The eras' modules now, so that installing and uninstalling change nothing but the name apex.
+from apex_mp._as_apex import contrib, since_2019_08, until_2019_08  # noqa: F401
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._as_apex.finder import ApexFinder
 from apex_mp._as_apex.table import TOP_LEVEL

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from apex_mp._missing import LAMB, NOVOGRAD
+
 _REGISTRY = (
     "float_function half_function promote_function register_float_function "
     "register_half_function register_promote_function"
@@ -180,8 +182,6 @@ EAGER = [
     "apex.reparameterization",
 ]
 
-_LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
-_NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
 _SYNC_FUNCTION = "use apex_mp.parallel.SyncBatchNorm, which is the module around it"
 _CASTS = "register the function by amp.register_half_function or amp.register_float_function"
 _RNN_CASTS = "amp casts torch.nn.LSTM, GRU, RNN and their cells as they are; leave it out"
@@ -190,11 +190,11 @@ _STAGES = "take the step with torch.optim.AdamW"
 
 # module: {a name that scripts import and that is not here: what to use instead}
 MISSING: dict[str, dict[str, str]] = {
-    "apex.optimizers": {"FusedLAMB": _LAMB, "FusedNovoGrad": _NOVOGRAD},
-    "apex.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
-    "apex.optimizers.fused_novograd": {"FusedNovoGrad": _NOVOGRAD},
-    "apex.contrib.optimizers": {"FusedLAMB": _LAMB},
-    "apex.contrib.optimizers.fused_lamb": {"FusedLAMB": _LAMB},
+    "apex.optimizers": {"FusedLAMB": LAMB, "FusedNovoGrad": NOVOGRAD},
+    "apex.optimizers.fused_lamb": {"FusedLAMB": LAMB},
+    "apex.optimizers.fused_novograd": {"FusedNovoGrad": NOVOGRAD},
+    "apex.contrib.optimizers": {"FusedLAMB": LAMB},
+    "apex.contrib.optimizers.fused_lamb": {"FusedLAMB": LAMB},
     "apex.amp._initialize": {"_initialize": _INITIALIZE},
     "apex.amp._process_optimizer": {
         "AmpOptimizerState": _INITIALIZE,
@@ -212,10 +212,10 @@ MISSING: dict[str, dict[str, str]] = {
     "apex.parallel.optimized_sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "apex.parallel.sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "amp_C": {
-        "multi_tensor_lamb": _LAMB,
+        "multi_tensor_lamb": LAMB,
         "multi_tensor_lamb_stage1_cuda": _STAGES,
         "multi_tensor_lamb_stage2_cuda": _STAGES,
-        "multi_tensor_novograd": _NOVOGRAD,
+        "multi_tensor_novograd": NOVOGRAD,
     },
 }
 

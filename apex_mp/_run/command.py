@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from apex_mp import _extension
 from apex_mp._as_apex.eras import ERAS
-from apex_mp._run import main_module
-from apex_mp._run.apply import apply
 from apex_mp._run.settings import Settings
 
 _WITH_VALUE = ("--era", "--device")
@@ -27,6 +26,14 @@ def main(arguments: Sequence[str]) -> None:
     if not theirs[is_module:]:
         parser.error("there is nothing to run; give a script, or -m and a module")
     name, *rest = theirs[is_module:]
+    try:
+        _extension.load()
+    except ImportError as error:
+        sys.exit(f"apex_mp run: {error}")
+    # Only now: without the extension these modules cannot be imported, but help must be printed.
+    from apex_mp._run import main_module
+    from apex_mp._run.apply import apply
+
     settings = Settings(options.era, options.force, options.device, options.modernize)
     program = main_module.Target(name, is_module=is_module)
     program.take_over(rest)
@@ -39,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return our options, and the target with all that it is given, which nobody looks at.
+    """Return our options, and the target with all its arguments, which are not parsed.
 
     As for python, `-m`, which may be joined with its module, is the last option, and `--` may end
     them. argparse would take a `--` of the script away.

@@ -4,6 +4,7 @@ from apex_mp.amp._amp_state import _amp_state, master_params
 from apex_mp.amp.amp import init
 from apex_mp.amp.compute import fp16_compute
 from apex_mp.amp.frontend import (
+    clear_cache,
     disable_casts,
     initialize,
     load_state_dict,
@@ -27,6 +28,7 @@ __all__ = [
     "NoOpHandle",
     "OptimWrapper",
     "_amp_state",
+    "clear_cache",
     "disable_casts",
     "float_function",
     "fp16_compute",

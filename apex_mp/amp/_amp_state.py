@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp._log import logger
 from apex_mp.amp._options import Options
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.scaler import LossScaler
+
+LOG = logger("apex_mp.amp")
 
 
 class AmpState:
@@ -61,10 +64,9 @@ _amp_state = AmpState()
 
 
 def maybe_print(message: str) -> None:
-    """Print on the first process of a group, unless verbosity is 0."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if _amp_state.verbosity > 0 and (not distributed or torch.distributed.get_rank() == 0):
-        print(message)
+    """Log a message, which prints it on the first process of a group, unless verbosity is 0."""
+    if _amp_state.verbosity > 0:
+        LOG.info("%s", message)
 
 
 def warn_or_err(message: str) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from apex_mp._state_checks import as_dict
 from apex_mp.amp._amp_state import _amp_state, maybe_print
 from apex_mp.loss_scale import is_of_grad_scaler
 
@@ -33,6 +34,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         RuntimeError: There is a key of another kind; nothing is changed.
         TypeError, ValueError, KeyError: A state is not one; nothing is changed.
     """
+    state_dict = as_dict("amp", state_dict)
     scalers = _amp_state.loss_scalers
     if is_of_grad_scaler(state_dict):
         state_dict = {f"loss_scaler{number}": state_dict for number in range(len(scalers))}

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp import tensors
 from apex_mp.amp import amp
 from apex_mp.amp._amp_state import _amp_state, warn_or_err
-from apex_mp.amp._masters import Masters, OptimizerMasters, share_masters
+from apex_mp.amp._master_state import MasterState
+from apex_mp.amp._masters import check_group, class_with_masters, give_masters
 from apex_mp.amp._options import Options
 from apex_mp.amp.casting import is_low, map_tensors
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.fp16_utils import FP16_Optimizer, convert_network
+from apex_mp.fp16_utils._inner import check_lists
 from apex_mp.parallel import followers, local_gradients
+from apex_mp.tensors import FLOATING
 
 
 class Setup:
@@ -57,7 +61,10 @@ class Setup:
         if self._device_type == "cuda" and not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
         _check_models(self._models)
-        _check_optimizers(self._optimizers, need_hooks=bool(options.master_weights))
+        _check_scripted(self._models, options)
+        if options.cast_model_type is not None:
+            _check_castable(self._models)
+        _check_optimizers(self._optimizers, masters=bool(options.master_weights))
 
     def apply(self, *, verbose: bool) -> None:
         """Do it all.
@@ -65,27 +72,29 @@ class Setup:
         Args:
             verbose: Print casts around functions.
         """
+        # First, as only this may still raise: functions that users have registered.
+        handle = self._options.patch_torch_functions and amp.init(
+            loss_scale=self._options.loss_scale,
+            verbose=verbose,
+            dtype=self._dtype,
+            device_type=self._device_type,
+        )
         stop_casts()
-        if self._options.patch_torch_functions:
-            _amp_state.handle = amp.init(
-                loss_scale=self._options.loss_scale,
-                verbose=verbose,
-                dtype=self._dtype,
-                device_type=self._device_type,
-            )
+        _amp_state.handle = handle or None
         originals = _cast_models(self._models, self._options)
-        masters: Masters = {}
+        model_state = MasterState({})
         for optimizer in self._optimizers:
-            optimizer._amp_initialized = True
             if not self._options.is_plain_float32:
                 guard_of(optimizer)  # The first scale_loss may come in the closure of a step.
             if self._options.master_weights:
-                OptimizerMasters(optimizer, originals, masters)
-            elif self._options.cast_model_type is not None:
+                give_masters(optimizer, originals, model_state)
+                continue
+            optimizer._amp_initialized = True
+            if self._options.cast_model_type is not None:
                 _cast_state(optimizer)
-        if self._options.master_weights or self._options.opt_level == "O2":
+        if self._options.saves_float32:
             for model in self._models:
-                share_masters(model, masters)
+                model_state.attach(model)
         _amp_state.models = [weakref.ref(model) for model in self._models]
 
 
@@ -143,7 +152,32 @@ def _check_models(models: list[torch.nn.Module]) -> None:
                     )
 
 
-def _check_optimizers(optimizers: list[Any], *, need_hooks: bool) -> None:
+def _check_castable(models: list[torch.nn.Module]) -> None:
+    """Refuse parameters whose memory does not hold their numbers, frozen ones too."""
+    for model in models:
+        for name, param in model.named_parameters():
+            reason = tensors.not_castable(param)
+            if reason is not None:
+                raise TypeError(f"amp.initialize: the parameter {name} {reason}")
+
+
+def _check_scripted(models: list[torch.nn.Module], options: Options) -> None:
+    """Refuse modules of torch.jit where hooks are needed: on models, at O2 on all submodules."""
+    for model in models:
+        if options.saves_float32:
+            hooked = dict(model.named_modules())
+        else:
+            hooked = {} if options.output_dtype is None else {"": model}
+        for name, module in hooked.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"amp.initialize: {name or 'a model'} is a {type(module).__name__}, which has "
+                    f"no hooks for the casts of opt_level {options.opt_level!r}; use O1, which "
+                    "needs none"
+                )
+
+
+def _check_optimizers(optimizers: list[Any], *, masters: bool) -> None:
     once = "A given optimizer should only be passed through amp.initialize once."
     for optimizer in optimizers:
         if isinstance(optimizer, (FP16_Optimizer, OptimWrapper)):
@@ -154,13 +188,23 @@ def _check_optimizers(optimizers: list[Any], *, need_hooks: bool) -> None:
             )
         if hasattr(optimizer, "_amp_initialized"):
             raise RuntimeError(once)
-        if need_hooks and not hasattr(optimizer, "register_step_post_hook"):
-            raise TypeError(
-                f"amp.initialize: an optimizer is a {type(optimizer).__name__}; for float32 "
-                "masters it must be a torch.optim.Optimizer, whose steps have hooks"
-            )
+        if masters:
+            _check_can_have_masters(optimizer)
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError(once)
+
+
+def _check_can_have_masters(optimizer: Any) -> None:
+    has_hooks = hasattr(optimizer, "_optimizer_step_post_hooks")
+    if not isinstance(optimizer, torch.optim.Optimizer) or not has_hooks:
+        raise TypeError(
+            f"amp.initialize: an optimizer is a {type(optimizer).__name__}; for float32 "
+            "masters it must be a torch.optim.Optimizer, whose steps have hooks"
+        )
+    check_lists("amp.initialize", optimizer, FLOATING)
+    for number, group in enumerate(optimizer.param_groups):
+        check_group(number, group["params"], group.get("param_names"))
+    class_with_masters(optimizer)
 
 
 def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor, Tensor]:
@@ -170,12 +214,13 @@ def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor
     for model in models:
         if target is not None:
             for param in model.parameters():
-                # Casts give a parameter new memory, so this view keeps the old one as it was.
-                originals.setdefault(param, param.detach())
+                # Casts give a parameter new memory; this keeps the old one, with its own version.
+                originals.setdefault(param, param.data)
             if options.keep_batchnorm_fp32:
                 convert_network(model, target)
             else:
-                model.to(target)
+                # Not model.to(), which casts complex tensors too and drops their imaginary part.
+                model._apply(lambda t: t.to(target) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
             model.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
         if outputs is not None:
             # Before hooks of the user's, for which the model is what it was.

@@ -1,120 +1,197 @@
-"""float32 masters inside an optimizer that stays the user's own."""
+"""float32 masters inside an optimizer that stays the user's own object."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp import _C, tensors
+from apex_mp._log import logger
+from apex_mp.amp._master_state import Masters, MasterState
+from apex_mp.amp._routes import dense_values
 from apex_mp.amp.casting import is_low
-from apex_mp.master import check_dtypes, rekey_state
+from apex_mp.amp.step_guard import guard_of
+from apex_mp.fp16_utils._inner import StepWatch
+from apex_mp.fp16_utils._weights import WeightWatch
+from apex_mp.master import rekey_state
 from apex_mp.parallel import followers
+from apex_mp.parallel.checkpoint_view import (
+    CheckpointView,
+    attribute_with_checkpoint_view,
+    with_checkpoint_view,
+)
 
-# By parameter of the model. Optimizers with a parameter in common have one master of it.
-Masters: TypeAlias = dict[Parameter, Parameter]
+_LOG = logger("apex_mp.amp")
+_ADVICE_FOR_WRITES = (
+    "Write weights to amp.master_params(optimizer) too, or load them by model.load_state_dict"
+)
 
 
 class OptimizerMasters:
-    """Puts masters into an optimizer's groups, and keeps the model up with them.
+    """The masters in an optimizer's groups, which each step copies to the model.
+
+    It has no reference to the optimizer, so that a shallow copy of that shares it.
 
     Args:
-        optimizer: A torch optimizer; its groups and state are changed.
-        originals: The float32 values of parameters before the model was cast: they become the
-            masters, so nothing is lost by the cast.
-        masters: All masters of the models; those of this optimizer are added.
+        model_state: What the models' hooks save and load; not kept alive.
 
     Attributes:
         model_of: The model's parameter of each master.
+        weights: Notices writes to the model between steps.
     """
 
-    def __init__(
-        self, optimizer: Any, originals: Mapping[Tensor, Tensor], masters: Masters
-    ) -> None:
+    def __init__(self, model_state: MasterState) -> None:
         self.model_of: dict[Parameter, Parameter] = {}
-        self._optimizer = optimizer
-        self._masters = masters
+        if model_state.masters is None:
+            model_state.masters = {}
+        self._masters = model_state.masters
+        self._model_state = weakref.ref(model_state)
+        self._is_copy = False
         self._grads_are_stale = False
-        for group in optimizer.param_groups:
-            check_dtypes(group["params"])
-        for group in optimizer.param_groups:
-            self._adopt(group["params"], originals)
+        self._known_grads = _C.GradMarks()
+        self._has_warned = False
+        self._steps = StepWatch("amp", self)
+        self.weights = WeightWatch("amp", self, _described, _ADVICE_FOR_WRITES)
         followers.add(self)
-        optimizer._amp_masters = self
-        optimizer._amp_model_of = self.model_of
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.zero_grad = functools.partial(self._zero_grad, optimizer.zero_grad)
-        optimizer.add_param_group = functools.partial(
-            self._add_param_group, optimizer.add_param_group
-        )
 
-    def _adopt(self, params: list[Parameter], originals: Mapping[Tensor, Tensor]) -> None:
-        """Put masters into `params`, the very list, because optimizers such as LBFGS keep it."""
-        new: Masters = {}
-        for index, param in enumerate(params):
-            if not is_low(param.dtype) or not param.requires_grad:
-                continue
-            if param not in self._masters:
-                self._masters[param] = Parameter(originals.get(param, param).detach().float())
-            params[index] = new[param] = self._masters[param]
-        rekey_state(self._optimizer.state, new)
-        self.model_of.update({master: model for model, master in new.items()})
+    # Copies.
+
+    def __reduce__(self) -> Any:
+        return _linked, ([*self.model_of.items()], self._model_state())
+
+    def link_copy(self, pairs: Iterable[tuple[Parameter, Parameter]]) -> None:
+        """Adopt pairs of master and model parameter that were copied together."""
+        self._is_copy = True
+        self.model_of.update(pairs)
+        self._masters.update({model: master for master, model in self.model_of.items()})
+
+    def check_linked(self, name: str) -> None:
+        """Raise if the optimizer is a copy, and the model was not copied with it.
+
+        Args:
+            name: The optimizer's class, for the message.
+        """
+        if self._is_copy and self._model_state() is None:
+            raise RuntimeError(
+                f"scale_loss: this {name} was copied or pickled without its model, so its float32 "
+                "masters belong to no model and would train nothing; copy both in one call, "
+                "copy.deepcopy((model, optimizer)), or pickle both in one tuple"
+            )
+
+    # Parameters.
+
+    def adopt(self, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
+        """Put masters into the parameter lists of all groups, in place, as LBFGS keeps its list.
+
+        Args:
+            optimizer: Its groups and state are changed.
+            originals: float32 values of parameters before the model was cast, which become the
+                masters, so nothing is lost by the cast.
+        """
+        for group in optimizer.param_groups:
+            new: Masters = {}
+            params = group["params"]
+            for index, param in enumerate(params):
+                if not is_low(param.dtype) or not param.requires_grad:
+                    continue
+                if param not in self._masters:
+                    self._masters[param] = Parameter(originals.get(param, param).data.float())
+                params[index] = new[param] = self._masters[param]
+            rekey_state(optimizer.state, new)
+            self.model_of.update({master: model for model, master in new.items()})
 
     def masters_of(self, params: Collection[int]) -> list[Tensor]:
         """Return the masters of parameters of the model, given by id()."""
         return [master for master, model in self.model_of.items() if id(model) in params]
+
+    def model_params(self) -> list[Parameter]:
+        """The model parameters of all masters."""
+        return [*self.model_of.values()]
+
+    def master_params(self) -> list[Parameter]:
+        """All masters, in the same order."""
+        return [*self.model_of]
+
+    def flats(self) -> list[Tensor]:
+        """The masters, each a tensor of its own."""
+        return [*self.model_of]
 
     def copy_to_model(self) -> None:
         """Write each master, rounded, to the model."""
         if self.model_of:
             with torch.no_grad():
                 torch._foreach_copy_([*self.model_of.values()], [*self.model_of])
+            self.weights.note_masters()
 
     # Gradients of masters are made when a block of scale_loss ends.
 
-    def before_backward(self) -> None:
-        """Make ready for gradients: those of a step that is over go, whoever cleared the model's.
+    def begin_block(self, optimizer: Any) -> None:
+        """Prepare for a block: clear masters' gradients that a step has used.
 
         Parameters that require grad only now get masters.
         """
-        for group in self._optimizer.param_groups:
-            self._adopt(group["params"], {})
+        self.adopt(optimizer, {})
+        self.weights.check_masters()
         if self._grads_are_stale:
             self._grads_are_stale = False
             for master in self.model_of:
                 master.grad = None
 
-    def _zero_grad(self, zero_grad: Any, set_to_none: bool = True) -> None:
-        zero_grad(set_to_none=set_to_none)
+    def end_block(self) -> None:
+        """Mark the gradients of the model as known, whether the block raised or not."""
+        self._known_grads.take([*self.model_of.values()])
+
+    def zero_model_grads(self, *, to_none: bool) -> None:
+        """Clear the gradients of the model: set them to None, or to zero where they exist."""
         for model in self.model_of.values():
             if model.grad is not None:
-                model.grad = None if set_to_none else model.grad.detach().zero_()
+                model.grad = None if to_none else model.grad.detach().zero_()
+        self.end_block()
 
     # Steps.
 
-    def _before_step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before_step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Check weights and gradients, or let a closure see new weights; a hook before steps."""
+        self.weights.before_step()
+        self._steps.before_step()
         if len(args) < 2 and "closure" not in kwargs:
-            self._refuse_plain_backward()
+            self._check_grads()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._with_new_weights(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._with_new_weights(kwargs["closure"])}
         return None
 
-    def _refuse_plain_backward(self) -> None:
-        """Raise if a backward outside of scale_loss left the masters without gradients."""
-        has_grads = [
-            any(param.grad is not None for param in params)
-            for params in (self.model_of.values(), self.model_of)
-        ]
-        if has_grads == [True, False] and not self._grads_are_stale:
+    def _check_grads(self) -> None:
+        """Raise, or warn once, if the model has gradients that the masters' do not include."""
+        models = [*self.model_of.values()]
+        if not self._known_grads.differ(models):
+            return
+        if not self._grads_are_stale and any(master.grad is not None for master in self.model_of):
+            self._warn_of_edits()
+            return
+        grads = [model.grad for model in models if model.grad is not None]
+        if any(dense_values(grad).any() for grad in grads):  # All zeros: cleared by the user.
             raise RuntimeError(
-                "step() found gradients of the model, but none of its float32 masters; call "
-                "backward in `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+                "step() found gradients of the model that are not in those of its float32 masters; "
+                "call backward in `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+            )
+
+    def _warn_of_edits(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "step() uses the gradients that scale_loss gave to the float32 masters; those of "
+                "the model were changed since then, which has no effect: clip, edit and average "
+                "those of amp.master_params(optimizer), and call backward in scale_loss"
             )
 
     def _with_new_weights(self, closure: Any) -> Any:
@@ -125,65 +202,148 @@ class OptimizerMasters:
 
         return wrapper
 
-    def _after_step(self, *_: Any) -> None:
-        self.copy_to_model()
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Write the new weights to the model; a hook after each step."""
         self._grads_are_stale = True
+        self._steps.after_step(optimizer)
+        self.weights.begin()
 
-    def _add_param_group(self, add_param_group: Any, param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        if not isinstance(given, (Tensor, set)):  # torch refuses sets.
-            given = param_group["params"] = [*given]
-            plain = [param[1] if isinstance(param, tuple) else param for param in given]
-        else:
-            plain = [*given] if isinstance(given, set) else [given]
-        if any(param is model for param in plain for model in self.model_of.values()):
+
+def _described(master: Parameter) -> str:
+    return f"parameter of size {[*master.shape]}"
+
+
+def _linked(
+    pairs: list[tuple[Parameter, Parameter]], model_state: MasterState | None
+) -> OptimizerMasters:
+    # Without a model this MasterState is freed when the copy is complete: see check_linked.
+    masters = OptimizerMasters(model_state or MasterState())
+    masters.link_copy(pairs)
+    return masters
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copied:
+    """The state of an optimizer's copy: that of its own class, and the masters."""
+
+    own: Any
+    masters: OptimizerMasters
+
+
+class OptimizerWithMasters(torch.optim.Optimizer):
+    """Overrides methods of an optimizer's own class in the class of those with masters."""
+
+    _amp_initialized = True
+    _amp_masters: OptimizerMasters
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an optimizer without masters: `type(optimizer)(params)` makes one like it."""
+        return _own_class(cls)(*args, **kwargs)
+
+    @property
+    def _amp_model_of(self) -> Mapping[Parameter, Parameter]:
+        return self._amp_masters.model_of
+
+    # The arguments are those of the optimizer's own class, which may differ from torch's.
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        to_none = next(iter((*args, *kwargs.values())), True)
+        self._amp_masters.zero_model_grads(to_none=to_none)
+
+    def add_param_group(self, param_group: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        params, names = tensors.listed(param_group)
+        if any(param is model for param in params for model in self._amp_model_of.values()):
             raise ValueError("some parameters appear in more than one parameter group")
-        add_param_group(param_group)
-        self._adopt(self._optimizer.param_groups[-1]["params"], {})
+        check_group(len(self.param_groups), params, names)
+        super().add_param_group(param_group, *args, **kwargs)
+        self._amp_masters.adopt(self, {})
+
+    @with_checkpoint_view
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().state_dict(*args, **kwargs)
+
+    @with_checkpoint_view
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _checkpoint_view(self) -> CheckpointView:
+        # The model saves the masters.
+        return CheckpointView(
+            self, lambda inner, *_: self.load_state_dict(inner), self._amp_model_of
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle as the optimizer's own class does, and the masters with it."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
+            raise TypeError(
+                f"{type(self).__name__}.__reduce__ returns no state, so a copy or pickle would "
+                "lose the float32 masters; copy model.state_dict() and optimizer.state_dict()"
+            )
+        make, args, own, *items = reduced
+        own_class = _own_class(type(self))
+        plain = tuple(own_class if each is type(self) else each for each in args)
+        return _make_with_masters, (make, plain), _Copied(own, self._amp_masters), *items
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, _Copied):  # load_state_dict calls this, too.
+            super().__setstate__(state)
+            return
+        super().__setstate__(state.own)
+        _install(self, state.masters)
+        guard_of(self)
 
 
-def share_masters(model: torch.nn.Module, masters: Masters) -> None:
-    """Let a model and each part of it save its masters' values, and load them back."""
-    share = MasterState(masters)
-    for module in model.modules():
-        # torch writes an attribute to a hook, which a method has no room for.
-        save, load = functools.partial(share.save), functools.partial(share.load)
-        module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
+def check_group(number: int, params: Iterable[Any], names: Sequence[str] | None) -> None:
+    """Raise a TypeError if a parameter of a group cannot have a master."""
+    tensors.check_params("amp.initialize", number, params, tensors.not_castable, names)
 
 
-class MasterState:
-    """What modules in low precision do about their masters when they save and load.
+def give_masters(
+    optimizer: torch.optim.Optimizer, originals: Mapping[Tensor, Tensor], model_state: MasterState
+) -> None:
+    """Put masters into an optimizer, and make its class one whose copies keep them.
+
+    The object stays what it was, for schedulers that hold it; its class becomes a subclass of the
+    same name.
 
     Args:
-        masters: By parameter of the model. None: of a copy of the model, which is not what the
-            optimizers step; its own values are all it has.
+        optimizer: Its groups, state and class are changed.
+        originals: As for `OptimizerMasters.adopt`.
+        model_state: What the models' hooks save and load.
     """
+    masters = OptimizerMasters(model_state)
+    masters.adopt(optimizer, originals)
+    masters.weights.begin()
+    masters.weights.note_masters()
+    optimizer.__class__ = class_with_masters(optimizer)
+    _install(optimizer, masters)
 
-    def __init__(self, masters: Masters | None) -> None:
-        self._masters = masters
 
-    def __reduce__(self) -> Any:
-        return MasterState, (None,)
+def class_with_masters(optimizer: Any) -> Any:
+    """Return the subclass of an optimizer's class for those with masters."""
+    own = optimizer.__class__
+    for known in own.__subclasses__():  # Weak references, so that classes are freed.
+        if OptimizerWithMasters in known.__bases__:
+            return known
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    for name in ("param_groups", "state"):
+        names[name] = attribute_with_checkpoint_view(name, own)
+    return types.new_class(own.__name__, (OptimizerWithMasters, own), {}, lambda d: d.update(names))
 
-    def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put float32 values in place of a module's own in low precision."""
-        if self._masters is None:
-            return
-        tensors = {**module._parameters, **module._buffers}
-        for name, tensor in tensors.items():
-            if tensor is not None and is_low(tensor.dtype) and prefix + name in state:
-                master = self._masters.get(tensor)  # type: ignore[call-overload]
-                state[prefix + name] = tensor.float() if master is None else master.detach()
 
-    def load(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Write what a module is about to load to its masters, before it is rounded."""
-        if self._masters is None:
-            return
-        for name, param in module._parameters.items():
-            master = None if param is None else self._masters.get(param)
-            value = state.get(prefix + name)
-            # What does not fit is for load_state_dict to refuse.
-            if master is not None and torch.is_tensor(value) and value.shape == master.shape:
-                with torch.no_grad():
-                    master.copy_(value)
+def _own_class(with_masters: type) -> type:
+    return with_masters.__bases__[1]
+
+
+def _make_with_masters(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    optimizer = make(*args)
+    optimizer.__class__ = class_with_masters(optimizer)
+    return optimizer
+
+
+def _install(optimizer: Any, masters: OptimizerMasters) -> None:
+    optimizer._amp_masters = masters
+    optimizer.register_step_pre_hook(masters.before_step)
+    optimizer.register_step_post_hook(masters.after_step)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from apex_mp.amp.scaler import WISH, held_value
+from apex_mp.loss_scale import DynamicLossScale
+
 _BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",
     "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n",
@@ -34,7 +37,7 @@ class Options:
         patch_torch_functions: Cast around functions, as `amp.init()` does.
         keep_batchnorm_fp32: Leave affine batch norms in float32.
         master_weights: Step float32 masters of low-precision parameters.
-        loss_scale: "dynamic" or a number.
+        loss_scale: "dynamic", a number or a dynamic loss scale.
         enabled: Whether anything happens at all.
         cast_model_outputs: dtype of the model's outputs, or None: float32 if the model is cast.
     """
@@ -44,7 +47,7 @@ class Options:
     patch_torch_functions: bool
     keep_batchnorm_fp32: bool | None
     master_weights: bool | None
-    loss_scale: float | str
+    loss_scale: float | str | DynamicLossScale
     enabled: bool = True
     cast_model_outputs: torch.dtype | None = None
 
@@ -53,6 +56,11 @@ class Options:
         """Whether this is the float32 training that others are compared with: nothing scaled."""
         plain = self.opt_level == "O0" and self.cast_model_type in (None, torch.float32)
         return plain and self.loss_scale == 1.0
+
+    @property
+    def saves_float32(self) -> bool:
+        """Whether a model's state_dict holds float32 values in place of those it computes with."""
+        return bool(self.master_weights) or self.opt_level == "O2"
 
     @property
     def output_dtype(self) -> torch.dtype | None:
@@ -132,7 +140,10 @@ def description(chosen: Options, final: Options) -> str:
 def _plain(name: str, value: Any) -> Any:
     """Return the value of an option; strings from a command line become what they say."""
     if name == "loss_scale":
-        return value if value == "dynamic" else _number(value)
+        held = held_value(value)
+        if held is None:
+            return value if value == "dynamic" else _number(value)
+        return held if isinstance(held, DynamicLossScale) else held.scale
     if name.startswith("cast_model"):
         if value is False:
             return None
@@ -148,11 +159,11 @@ def _plain(name: str, value: Any) -> Any:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f'amp.initialize: loss_scale is {value!r}; it must be a number or "dynamic"'
-        ) from None
+        if getattr(value, "dtype", type(value)) not in (bool, torch.bool):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"amp.initialize: loss_scale is {value!r}; {WISH}")
 
 
 def _reason_against(opt_level: str, name: str, value: Any) -> str:

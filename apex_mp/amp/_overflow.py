@@ -1,33 +1,12 @@
-"""What is known of an overflow, and what a closure does about one."""
+"""A closure that is called again after an overflow."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from apex_mp.fp16_utils._closure import evaluate
-from apex_mp.fp16_utils._skips import lines
-from apex_mp.grads import NonFinite
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-    """Gradients that hold inf or NaN.
-
-    Attributes:
-        report: Which gradients hold how many.
-        scale_before: The loss scale that they had.
-        scale_after: The next one.
-    """
-
-    report: Sequence[NonFinite]
-    scale_before: float
-    scale_after: float
-
-    def lines(self) -> list[str]:
-        """Return a line for each of the worst parameters, and one for the number of the others."""
-        return lines(self.report)
+from apex_mp.fp16_utils._skips import Overflow
 
 
 class FiniteClosure:

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from apex_mp import grads as _grads
+from apex_mp import tensors
 from apex_mp.amp._unscalers import Unscaler
+from apex_mp.tensors import is_wrapper
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,6 +23,7 @@ class Route:
     Attributes:
         source: The parameter that backward gives a gradient to.
         target: The parameter that the optimizer steps: the source itself, or its master.
+        place: Its parameter group and its index in it.
         scaled_by: The scale of the gradient that is there, if it was left scaled, else None.
         before: The unscaled gradient that the target had before the block.
         seen: The gradient that the source had: a master's was made from it.
@@ -28,6 +32,7 @@ class Route:
 
     source: Tensor
     target: Tensor
+    place: tuple[int, int]
     scaled_by: float | None = None
     before: Tensor | None = None
     seen: Tensor | None = None
@@ -51,9 +56,9 @@ def routes_of(optimizer: Any, scaled_by: float | None = None) -> list[Route]:
     """
     models: Mapping[Tensor, Tensor] = getattr(optimizer, "_amp_model_of", {})
     return [
-        Route(models.get(param, param), param, scaled_by)
-        for group in optimizer.param_groups
-        for param in group["params"]
+        Route(models.get(param, param), param, (number, index), scaled_by)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
     ]
 
 
@@ -67,16 +72,16 @@ def set_aside(routes: Iterable[Route]) -> None:
             route.seen, route.source.grad = route.source.grad, None
             if not route.has_master:
                 route.before = route.seen
-                if route.seen is not None and not route.seen.is_sparse and route.seen._is_view():
+                if route.seen is not None and _is_strided_view(route.seen):
                     # DistributedDataParallel may write this memory anew: a view of its bucket.
                     route.copy = route.seen.clone()
 
 
 def check_before(routes: Iterable[Route], unscaler: Unscaler) -> None:
     """Look for inf and NaN in what was set aside."""
-    before = [_values(_coalesced(route.before)) for route in routes if route.before is not None]
+    before = [dense_values(route.before) for route in routes if route.before is not None]
     if before:
-        unscaler.check([_real(grad) for grad in before])
+        unscaler.check([_real(_writable(grad)) for grad in before])
 
 
 def put_back(routes: Iterable[Route]) -> None:
@@ -112,11 +117,12 @@ def scale_by(routes: Iterable[Route], scale: float) -> None:
         if route.has_master and not route.is_scaled:
             route.source.grad = torch.zeros_like(route.source.grad)
         else:
+            route.source.grad = _writable(route.source.grad)
             route.source.grad.mul_(scale / (route.scaled_by or 1.0))
 
 
 def _clear_with_model(route: Route) -> None:
-    # Whoever clears the gradients of the model clears those of its masters.
+    # A user who clears the gradients of the model wants those of the masters cleared too.
     if route.source.grad is None:
         route.target.grad = None
 
@@ -127,21 +133,27 @@ def unscale(routes: Iterable[Route], unscaler: Unscaler) -> None:
 
     Args:
         routes: As `set_aside` left them, with the gradients of backward.
-        unscaler: By which scale, and who is told of inf and NaN.
+        unscaler: Divides by the scale and notes inf and NaN.
+
+    Raises:
+        RuntimeError: A gradient holds no numbers, or numbers that cannot be scaled.
     """
     fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
     added: tuple[list[Tensor], list[Tensor]] = ([], [])
-    sparse: list[tuple[Route, Tensor]] = []
+    new: list[tuple[Route, Tensor]] = []  # gradients that are not added up in place
     for route in routes:
+        _make_writable(route)
         grad, before, target = route.source.grad, route.before, route.target
         if route.copy is not None and grad is not None and _share_memory(grad, before):
             before = route.copy
         if grad is None:
             route.source.grad, target.grad = route.seen, before
+        elif is_wrapper(grad):
+            new.append((route, grad))
         elif grad.is_sparse or (before is not None and before.is_sparse):
             grad = _coalesced(grad).to(target.dtype)
-            _append(fresh, _values(grad), _values(grad))
-            sparse.append((route, grad))
+            _append(fresh, dense_values(grad), dense_values(grad))
+            new.append((route, grad))
         elif before is not None:
             _append(added, _grads.lie_as(grad, before), before)
             target.grad = before
@@ -154,7 +166,10 @@ def unscale(routes: Iterable[Route], unscaler: Unscaler) -> None:
         unscaler.unscale(*fresh)
     if added[0]:
         unscaler.add_unscaled(*added)
-    for route, grad in sparse:
+    wrappers = [grad for _, grad in new if is_wrapper(grad)]
+    if wrappers:
+        unscaler.unscale_wrappers(wrappers)
+    for route, grad in new:
         route.target.grad = _sum(grad, route.before)
     # An unscaled gradient may be too large for float16 where the scaled one was not.
     half = [grad for pair in (fresh, added) for grad in pair[1] if grad.dtype is torch.float16]
@@ -178,12 +193,45 @@ def _real(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
+def _writable(grad: Tensor) -> Tensor:
+    """Return the gradient, or a copy if its strides or negation forbid writing to it."""
+    return tensors.writable(grad) if grad.layout is torch.strided else grad
+
+
+def _make_writable(route: Route) -> None:
+    """Give a route gradients that can be written to.
+
+    Raises:
+        RuntimeError: The gradient of backward has no numbers in memory, or cannot be scaled.
+    """
+    if route.before is not None:
+        route.before = _writable(route.before)
+    grad = route.source.grad
+    if grad is None or grad.is_sparse or tensors.is_usual(grad):
+        return
+    resolved = _writable(grad)
+    if route.has_master or not is_wrapper(grad) or isinstance(grad, FakeTensor):
+        reason = tensors.no_numbers(resolved)
+        if reason is None and not grad.is_complex():
+            reason = tensors.not_floating(resolved)
+        if reason is not None:
+            number, index = route.place
+            raise RuntimeError(f"scale_loss: grads[{number}][{index}] {reason}")
+    if resolved is not grad:
+        route.source.grad = resolved
+
+
+def _is_strided_view(grad: Tensor) -> bool:
+    return not grad.is_sparse and not is_wrapper(grad) and grad._is_view()
+
+
 def _coalesced(grad: Tensor) -> Tensor:
     return grad.coalesce() if grad.is_sparse else grad
 
 
-def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else grad
+def dense_values(grad: Tensor) -> Tensor:
+    """Return a gradient, or the values of a sparse one."""
+    return _coalesced(grad)._values() if grad.is_sparse else grad
 
 
 def _sum(grad: Tensor, before: Tensor | None) -> Tensor:
@@ -211,4 +259,7 @@ def named_grads(
                 name = names.get(id(models.get(param, param)))
                 if name is None and own_names:
                     name = own_names[index]
-                yield name or f"group {number}, parameter {index}", _values(_coalesced(param.grad))
+                grad = dense_values(param.grad)
+                grad = grad.to_local() if hasattr(grad, "to_local") else grad  # of a DTensor
+                if not is_wrapper(grad):  # The inf and NaN of others cannot be counted.
+                    yield name or f"group {number}, parameter {index}", grad

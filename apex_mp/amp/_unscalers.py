@@ -10,6 +10,7 @@ from torch import Tensor
 
 from apex_mp import _ops
 from apex_mp import grads as _grads
+from apex_mp.tensors import is_wrapper
 
 
 class Unscaler(Protocol):
@@ -20,6 +21,9 @@ class Unscaler(Protocol):
 
     def add_unscaled(self, scaled: Sequence[Tensor], stashed: Sequence[Tensor]) -> None:
         """Add it to `stashed[i]`, a gradient of earlier losses."""
+
+    def unscale_wrappers(self, grads: Sequence[Tensor]) -> None:
+        """Divide by the scale, in place, gradients such as DTensors."""
 
     def check(self, unscaled: Sequence[Tensor]) -> None:
         """Look for inf and NaN that are not the fault of the scale."""
@@ -49,8 +53,15 @@ class HostUnscaler:
     def add_unscaled(self, scaled: Sequence[Tensor], stashed: Sequence[Tensor]) -> None:
         self.found_inf = _grads.add_unscaled(scaled, stashed, self._inv_scale) or self.found_inf
 
+    def unscale_wrappers(self, grads: Sequence[Tensor]) -> None:
+        found = _grads.unscale_wrappers(grads, torch.tensor(self._inv_scale, device="cpu"))
+        self.found_inf = sum(flag.item() for flag in found) > 0.0 or self.found_inf
+
     def check(self, unscaled: Sequence[Tensor]) -> None:
-        self.found_in_sum = _grads.check([unscaled]).found_inf or self.found_in_sum
+        plain, wrappers = _split(unscaled)
+        found = _grads.unscale_wrappers(wrappers, torch.ones((), device="cpu"))
+        wrapped_inf = sum(flag.item() for flag in found) > 0.0
+        self.found_in_sum = _grads.check([plain]).found_inf or wrapped_inf or self.found_in_sum
 
 
 class DeviceUnscaler:
@@ -78,6 +89,19 @@ class DeviceUnscaler:
         one = torch.ones((), dtype=torch.float64, device="cpu")
         _ops.axpby_(scaled, stashed, stashed, self._inv_scale, one, self.found_inf, tested=0)
 
+    def unscale_wrappers(self, grads: Sequence[Tensor]) -> None:
+        for flag in _grads.unscale_wrappers(grads, self._inv_scale):
+            self.found_inf.copy_(torch.maximum(self.found_inf, flag))
+
     def check(self, unscaled: Sequence[Tensor]) -> None:
+        plain, wrappers = _split(unscaled)
         sum_sq = torch.zeros(1, dtype=torch.float64, device=self.found_in_sum.device)
-        _ops.check_(unscaled, [0] * len(unscaled), self.found_in_sum, sum_sq)
+        _ops.check_(plain, [0] * len(plain), self.found_in_sum, sum_sq)
+        for flag in _grads.unscale_wrappers(wrappers, torch.ones_like(self.scale)):
+            self.found_in_sum.copy_(torch.maximum(self.found_in_sum, flag))
+
+
+def _split(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return plain gradients, and wrappers, which only torch's own operators can read."""
+    plain = [grad for grad in grads if not is_wrapper(grad)]
+    return plain, [grad for grad in grads if is_wrapper(grad)]

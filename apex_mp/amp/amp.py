@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from apex_mp._log import logger
 from apex_mp.amp import _current
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.registry import (
@@ -19,6 +19,7 @@ from apex_mp.amp.registry import (
     register_half_function,
     register_promote_function,
 )
+from apex_mp.loss_scale import LossScale
 
 __all__ = [
     "float_function",
@@ -32,7 +33,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LOG = logging.getLogger("apex_mp.amp")
+_LOG = logger("apex_mp.amp")
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -60,7 +61,7 @@ def _knows_the_early_order(init: F) -> F:
 @_knows_the_early_order
 def init(
     enabled: bool = True,
-    loss_scale: float | str = "dynamic",
+    loss_scale: float | str | LossScale = "dynamic",
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
@@ -81,7 +82,7 @@ def init(
 
     Args:
         enabled: With False torch is left as it is, and the handle does nothing [True].
-        loss_scale: "dynamic", or a number ["dynamic"].
+        loss_scale: "dynamic", a number, or a loss scale of `apex_mp.loss_scale` ["dynamic"].
         enable_caching: Cast each weight once for a call of the outermost module [True].
         verbose: Print a line for each tensor that a listed function casts [False].
         allow_banned: Cast to float32 what is refused otherwise: binary_cross_entropy [False].

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp._log import logger
+from apex_mp.amp.switch import Switch
+
 Function = Callable[..., Any]
 
+_LOG = logger("apex_mp.amp")
 _SHORT_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
 
@@ -23,26 +27,30 @@ class Caster:
     """Casts arguments on one device, and makes wrappers that do so before a call.
 
     Args:
-        device_type: "cpu" or "cuda"; tensors elsewhere are never cast.
+        switch: Whether casts are on in a thread. Its device is the one whose tensors are cast.
         enable_caching: Keep the cast of a parameter for the rest of the outermost module call.
         verbose: Print a line for each tensor that is cast.
 
     Attributes:
-        active: False once the wrappers are to do nothing, wherever somebody may have kept them.
         cache: The low-precision casts of parameters, by parameter.
     """
 
-    def __init__(self, device_type: str, *, enable_caching: bool, verbose: bool) -> None:
-        self.device_type = device_type
+    def __init__(self, switch: Switch, *, enable_caching: bool, verbose: bool) -> None:
+        self.switch = switch
+        self.device_type = switch.device_type
         self.enable_caching = enable_caching
         self.verbose = verbose
-        self.active = True
         self.cache = CastCache()
-        self._is_here = f"is_{device_type}"  # A tensor's flag: five times as fast as its device.
+        self.is_on = switch.is_on
+        # Reading this flag of a tensor is five times as fast as reading its device.
+        self._is_here = f"is_{switch.device_type}"
 
-    def is_on(self) -> bool:
-        """Whether functions called now have their arguments cast."""
-        return self.active and torch.is_autocast_enabled(self.device_type)
+    def call_where_off(self, wrapper: Function, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call `function` in a thread where autocast is off, with casts if they are due there."""
+        if not torch.compiler.is_compiling() and self.switch.is_due():
+            with self.switch.on_for_a_call():
+                return wrapper(*args, **kwargs)
+        return function(*args, **kwargs)
 
     # The four casts. Each takes and returns the arguments of a call.
 
@@ -98,13 +106,13 @@ class Caster:
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype is not source or not getattr(tensor, self._is_here):
                 return tensor
-            keep = source is torch.float32 and self.cache.takes(tensor)
+            keep = source is torch.float32 and self._keeps_cast(tensor)
             done = self.cache.get_cast(tensor, target) if keep else None
             if done is not None:
                 return done
             if verbose:
-                print(f"{_SHORT_NAMES[source]}->{_SHORT_NAMES[target]} ({name})")
-            return self.cache.keep(tensor, target) if keep else tensor.to(target)
+                _LOG.info("%s->%s (%s)", _SHORT_NAMES[source], _SHORT_NAMES[target], name)
+            return self.cache.keep(tensor, target) if keep else convert(tensor, target)
 
         args = map_tensors(cast, args)
         if kwargs:
@@ -112,6 +120,30 @@ class Caster:
             out = {"out": kwargs["out"]} if "out" in kwargs else {}
             kwargs = {**map_tensors(cast, kwargs), **out}
         return args, kwargs
+
+    def _keeps_cast(self, tensor: Tensor) -> bool:
+        """Whether the cast of a tensor is kept: parameters are long-lived, and there are few."""
+        if torch.compiler.is_compiling() or not self.switch.thread.keeps_casts:
+            return False
+        return tensor.requires_grad and tensor.is_leaf and _may_be_kept(tensor)
+
+    def _with_kept_casts(self, args: Any) -> Any:
+        """Replace parameters by casts that are kept, which torch then does not make."""
+        dtype, cache = torch.get_autocast_dtype(self.device_type), self.cache
+        result = [*args]
+        for index, value in enumerate(result):
+            if not isinstance(value, Tensor) or not value.requires_grad or not value.is_leaf:
+                continue
+            done = cache.get_cast(value, dtype)
+            if done is not None:
+                result[index] = done
+            elif (
+                value.dtype is torch.float32
+                and getattr(value, self._is_here)
+                and _may_be_kept(value)
+            ):
+                result[index] = cache.keep(value, dtype)
+        return result
 
     # Wrappers.
 
@@ -124,32 +156,47 @@ class Caster:
             cast: "to_low", "to_float", "promote" or "match_first".
             casts_inside: Whether what the function calls is cast again.
         """
-        cast_arguments = getattr(self, cast)
+        cast_arguments, is_on = getattr(self, cast), self.is_on
         call = _call if casts_inside else self.call_uncast
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_on():
-                return function(*args, **kwargs)
+            if not is_on():
+                return self.call_where_off(wrapper, function, args, kwargs)
             args, kwargs = cast_arguments(name, args, kwargs)
             return call(function, args, kwargs)
 
         return wrapper
 
-    def tell(self, function: Function, name: str, cast: str) -> Function:
-        """Return `function` with a line printed for each argument that torch casts in it."""
-        cast_arguments = getattr(self, cast)
+    def follow(self, function: Function, name: str = "", cast: str = "") -> Function:
+        """Return `function`, in which torch casts, wrapped so that it casts in every thread.
+
+        Args:
+            function: What to call.
+            name: What a line of verbose output calls it.
+            cast: Which cast torch makes, as for `wrap`; empty if it is neither logged nor kept.
+        """
+        is_on, is_compiling, thread = self.is_on, torch.compiler.is_compiling, self.switch.thread
+        log_casts = getattr(self, cast) if cast and self.verbose else None
+        may_keep = cast == "to_low" and self.enable_caching
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self.is_on() and not torch.compiler.is_compiling():
-                cast_arguments(name, args, kwargs)  # For its lines alone.
+            if not is_on():
+                return self.call_where_off(wrapper, function, args, kwargs)
+            if log_casts is not None and not is_compiling():
+                log_casts(name, args, kwargs)  # The casts themselves are torch's.
+            if may_keep and not is_compiling() and thread.keeps_casts and "out" not in kwargs:
+                args = self._with_kept_casts(args)
+                if kwargs:
+                    values = self._with_kept_casts(kwargs.values())
+                    kwargs = dict(zip(kwargs, values, strict=True))
             return function(*args, **kwargs)
 
         return wrapper
 
     def call_uncast(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function with casts, which are on, off."""
+        """Call a function with casts switched off; they are on."""
         device_type = self.device_type
         if torch.compiler.is_compiling():  # The way that Dynamo knows.
             with torch.autocast(device_type, enabled=False):
@@ -166,7 +213,7 @@ class Caster:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not self.is_on():
-                return function(*args, **kwargs)
+                return self.call_where_off(wrapper, function, args, kwargs)
             if self.has_low(args, kwargs):
                 raise NotImplementedError(error)
             return self.call_uncast(function, args, kwargs)
@@ -179,7 +226,9 @@ class Caster:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self.is_on() and self.has_low(args[:1], {}):
+            if not self.is_on():
+                return self.call_where_off(wrapper, function, args, kwargs)
+            if self.has_low(args[:1], {}):
                 raise NotImplementedError(error)
             return matching(*args, **kwargs)
 
@@ -190,34 +239,47 @@ def _call(function: Function, args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-class CastCache(dict[Tensor, Tensor]):
-    """Casts of parameters, for as long as torch's own cache of them is on: a call of a module."""
+def _may_be_kept(parameter: Tensor) -> bool:
+    return not (
+        parameter._is_view()
+        or torch.is_inference_mode_enabled()
+        or torch._C._are_functorch_transforms_active()  # A cast made in one is invalid after it.
+    )
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether casts of a tensor are kept: parameters are long-lived, and there are few."""
-        return (
-            torch.is_autocast_cache_enabled()
-            and tensor.requires_grad
-            and tensor.is_leaf
-            and not tensor._is_view()
-            and not torch.is_inference_mode_enabled()
-            and not torch.compiler.is_compiling()
-        )
+
+class CastCache(dict[Tensor, Tensor]):
+    """Casts of parameters, each with the tensor and the version that it was made from.
+
+    `swap_tensors` gives a parameter, which is the key, another tensor: that is `_cdata`.
+    """
 
     def get_cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the cast to `dtype` that is kept, unless the parameter was changed since."""
         done = self.get(tensor)
         if done is None or done.dtype is not dtype:  # Another thread may want another dtype.
             return None
-        return done if getattr(done, "_version_of_source", None) == tensor._version else None
+        source = (tensor._cdata, tensor._version)
+        return done if getattr(done, "_source", None) == source else None
 
     def keep(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a cast, and keep it; with a graph, as it may be used where gradients are."""
-        with torch.enable_grad():
-            done = tensor.to(dtype)
-        done._version_of_source = tensor._version  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            done = convert(tensor, dtype)
+        else:
+            with torch.enable_grad():
+                done = convert(tensor, dtype)
+        done._source = (tensor._cdata, tensor._version)  # type: ignore[attr-defined]
         self[tensor] = done
         return done
+
+
+def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor.to(dtype)`, in a quarter of the time that parsing its arguments takes."""
+    if dtype is torch.float16:
+        return tensor.half()
+    if dtype is torch.bfloat16:
+        return tensor.bfloat16()
+    return tensor.float() if dtype is torch.float32 else tensor.to(dtype)
 
 
 def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:

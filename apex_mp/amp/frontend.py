@@ -10,15 +10,24 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp import _current, _options
-from apex_mp.amp._amp_state import _amp_state, maybe_print, warn_or_err
+from apex_mp.amp._amp_state import LOG, _amp_state, maybe_print, warn_or_err
 from apex_mp.amp._checkpoint import load_state_dict, state_dict
 from apex_mp.amp._initialize import Setup, stop_casts
 from apex_mp.amp.amp import check_enabled
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.amp.scaling import Overflow, scaled_backward
+from apex_mp.amp.scaling import scaled_backward
+from apex_mp.fp16_utils._skips import Overflow
+from apex_mp.loss_scale import LossScale
 
-__all__ = ["disable_casts", "initialize", "load_state_dict", "scale_loss", "state_dict"]
+__all__ = [
+    "clear_cache",
+    "disable_casts",
+    "initialize",
+    "load_state_dict",
+    "scale_loss",
+    "state_dict",
+]
 
 
 def initialize(
@@ -30,7 +39,7 @@ def initialize(
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
+    loss_scale: float | str | LossScale | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
@@ -62,7 +71,7 @@ def initialize(
         patch_torch_functions: Cast around functions; only O1 does.
         keep_batchnorm_fp32: Leave affine batch norms in float32; may be the string "True".
         master_weights: Step float32 masters.
-        loss_scale: "dynamic" or a number.
+        loss_scale: "dynamic", a number, or a loss scale of `apex_mp.loss_scale`.
         cast_model_outputs: dtype of the models' floating outputs [None: float32 if models are
             cast].
         num_losses: Losses with a scale of their own, by `loss_id` [1].
@@ -102,14 +111,21 @@ def initialize(
             warn_or_err(objection)
         scalers = _new_scalers(num_losses, options.loss_scale, min_loss_scale, max_loss_scale)
         setup = Setup(models, optimizers, options, dtype=dtype, device_type=device_type)
+        setup.apply(verbose=verbosity == 2)
     maybe_print(_options.description(defaults, options))
-    setup.apply(verbose=verbosity == 2)
+    if dtype is torch.bfloat16 and loss_scale is not None and scalers[0].dynamic:
+        maybe_print(
+            "Warning:  gradients in bfloat16 do not underflow; a dynamic loss scale is not needed"
+        )
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
     return models if optimizers is None else (models, optimizers)
 
 
 def _new_scalers(
-    count: int, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float
+    count: int,
+    loss_scale: float | str | LossScale,
+    min_loss_scale: float | None,
+    max_loss_scale: float,
 ) -> list[LossScaler]:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"amp.initialize: num_losses is {count!r}; it must be at least 1")
@@ -141,7 +157,8 @@ def scale_loss(
             skips the next step all the same [False].
 
     Raises:
-        RuntimeError: `amp.initialize` has not been called.
+        RuntimeError: `amp.initialize` has not been called, or an optimizer with masters was copied
+            without its model.
         ValueError: There is no scale of that `loss_id`.
     """
     options = _amp_state.opt_properties
@@ -164,16 +181,14 @@ def scale_loss(
         )
     listed = [*optimizers] if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in listed:
-        if hasattr(optimizer, "_amp_masters"):
-            optimizer._amp_masters.before_backward()
-        elif options.master_weights:
+        if options.master_weights and not hasattr(optimizer, "_amp_masters"):
             _check_has_no_low_precision(optimizer)
     with scaled_backward(
         loss,
         listed,
         _amp_state.loss_scalers[loss_id],
         names=_amp_state.parameter_names,
-        announce=lambda overflow: maybe_print(_overflow_message(loss_id, overflow)),
+        announce=lambda overflow: _announce(loss_id, overflow),
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
         expect_float32=options.opt_level == "O1",
@@ -190,13 +205,14 @@ def _check_has_no_low_precision(optimizer: Any) -> None:
         )
 
 
-def _overflow_message(loss_id: int, overflow: Overflow) -> str:
+def _announce(loss_id: int, overflow: Overflow) -> None:
     after = overflow.scale_after
     change = f"reducing loss scale to {after}"
     if after >= overflow.scale_before:
         change = f"which keeps its loss scale of {after}"
-    first = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
-    return "\n".join([first, *overflow.lines()])
+    if _amp_state.verbosity > 0:
+        message = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
+        overflow.log(LOG, message)
 
 
 @contextlib.contextmanager
@@ -207,3 +223,13 @@ def disable_casts() -> Iterator[None]:
         return
     with _current.handle._disable_casts():
         yield
+
+
+def clear_cache() -> None:
+    """Forget the casts of weights that are kept during a call of a module, if casts are on.
+
+    It is needed after an edit that changes no version and does not read `.data` at the time: one
+    through a tensor that was taken from `.data` earlier, or by foreign code that writes to memory.
+    """
+    if _current.handle is not None:
+        _current.handle._clear_cache()

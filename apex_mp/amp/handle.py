@@ -12,25 +12,27 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from apex_mp._state_checks import as_dict
 from apex_mp.amp import _current, registry
 from apex_mp.amp.casting import CastCache, Caster
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.patching import Patches
-from apex_mp.amp.policy import Rule, rules
+from apex_mp.amp.policy import Rule, rules, unlisted
 from apex_mp.amp.registry import Registration
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.scopes import Scopes, show_torch_to_dynamo
 from apex_mp.amp.step_guard import guard_first_closure, remove_guards
+from apex_mp.amp.switch import Switch
 from apex_mp.device_scale import settle
-from apex_mp.loss_scale import is_of_grad_scaler
+from apex_mp.loss_scale import LossScale, is_of_grad_scaler
 
 
 class AmpHandle:
     """Casts that are on, until another `init()` or `_deactivate()`; `amp.init` makes one.
 
     Args:
-        loss_scale: "dynamic", or a number ["dynamic"].
+        loss_scale: "dynamic", a number, or a loss scale of `apex_mp.loss_scale` ["dynamic"].
         enable_caching: Cast each weight once for a call of the outermost module [True].
         verbose: Print a line for each tensor that a listed function casts [False].
         allow_banned: Cast to float32 what is refused otherwise: binary_cross_entropy [False].
@@ -45,7 +47,7 @@ class AmpHandle:
 
     def __init__(
         self,
-        loss_scale: float | str = "dynamic",
+        loss_scale: float | str | LossScale = "dynamic",
         enable_caching: bool = True,
         verbose: bool = False,
         *,
@@ -61,8 +63,9 @@ class AmpHandle:
             "max_loss_scale": max_loss_scale,
         }
         self._default_scaler: LossScaler | None = self._new_scaler()
-        self._caster = Caster(device_type, enable_caching=enable_caching, verbose=verbose)
-        self._scopes = Scopes(self._caster, dtype, self._deactivate)
+        self._switch = Switch(device_type, dtype)
+        self._caster = Caster(self._switch, enable_caching=enable_caching, verbose=verbose)
+        self._scopes = Scopes(self._caster, self._deactivate)
         self._patches = Patches()
         self._rules = [*rules(allow_banned=allow_banned)]
         self._switched_off = threading.local()
@@ -72,6 +75,7 @@ class AmpHandle:
 
     def _activate(self) -> None:
         """Replace the handle that is there, and switch casts on."""
+        self._check_registrations()
         if _current.handle is not None:
             _current.handle._was_replaced = True
             _current.handle._deactivate()
@@ -84,34 +88,47 @@ class AmpHandle:
             for registration in registry.registrations.values():
                 self._install(registration)
             for rule in self._rules:
-                if self._is_left_to_us(rule):
+                if self._needs_wrapper(rule):
                     self._patches.install(
                         rule.owner, rule.name, functools.partial(rule.wrap, caster=self._caster)
                     )
+            for owner, name in unlisted(self._caster.device_type):
+                if (owner, name) not in self._patches:
+                    self._patches.install(owner, name, self._caster.follow)
             self._scopes.open(self._patches)
         except BaseException:
             self._deactivate()
             raise
 
-    def _is_left_to_us(self, rule: Rule) -> bool:
+    def _check_registrations(self) -> None:
+        """Raise if a function that was registered cannot be replaced any more."""
+        trial = Patches()
+        for registration in registry.registrations.values():
+            try:
+                registration.install(trial, self._caster)
+            except (AttributeError, TypeError) as error:
+                raise RuntimeError(
+                    f"amp.init: the function named {registration.name}, registered in "
+                    f"{registration.owner}, cannot be replaced: {error}"
+                ) from error
+            finally:
+                trial.remove_all()
+
+    def _needs_wrapper(self, rule: Rule) -> bool:
         if (rule.owner, rule.name) in self._patches or not hasattr(rule.owner, rule.name):
             return False
-        # Whoever wants to be told of each cast is told by us.
-        return self._caster.verbose or not rule.is_done_by_torch(self._caster.device_type)
+        # Verbose output has a line for each cast, whatever makes it.
+        return self._caster.verbose or not rule.is_type_promotion()
 
     def _install(self, registration: Registration) -> None:
-        self._patches.install(
-            registration.owner,
-            registration.name,
-            functools.partial(registration.wrap, caster=self._caster),
-        )
+        registration.install(self._patches, self._caster)
 
     def _deactivate(self) -> None:
         """Switch casts off, and leave torch exactly as it was before `init()`."""
         if _current.handle is not self:
             return
         _current.handle = None
-        self._caster.active = False
+        self._switch.active = False
         self._patches.remove_all()
         self._scopes.close()
         self._hook.remove()
@@ -138,7 +155,7 @@ class AmpHandle:
         depth = getattr(self._switched_off, "depth", 0)
         self._switched_off.depth = depth + 1
         try:
-            with self._scopes.casts_off():
+            with self._switch.casts_off():
                 yield
         finally:
             self._switched_off.depth = depth
@@ -205,6 +222,7 @@ class AmpHandle:
         Raises:
             ValueError: There is the state of another number of scales; nothing is changed.
         """
+        state_dict = as_dict("AmpHandle", state_dict)
         expected = self.state_dict()
         if expected and is_of_grad_scaler(state_dict):
             state_dict = {"loss_scaler0": state_dict}
@@ -231,7 +249,7 @@ class AmpHandle:
 
     @property
     def cache(self) -> CastCache:
-        """The casts that are kept now, by parameter; those that torch keeps are not among them."""
+        """The casts that are kept now, by parameter."""
         return self._caster.cache
 
     def remove_cache(self, param: Tensor) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp._state_checks import as_dict
 from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.step_guard import step_was_skipped
 from apex_mp.fp16_utils import _inner_state
 from apex_mp.loss_scale import is_of_grad_scaler
+from apex_mp.parallel.checkpoint_view import CheckpointView, with_checkpoint_view
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -124,6 +126,7 @@ class OptimWrapper(torch.optim.Optimizer):
     # through __getattr__: hooks too, which run where the step is taken.
 
     @property
+    @with_checkpoint_view
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
@@ -134,6 +137,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self._optimizer.param_groups = value
 
     @property
+    @with_checkpoint_view
     def state(self) -> Any:
         """The optimizer's state."""
         return self._optimizer.state
@@ -164,11 +168,22 @@ class OptimWrapper(torch.optim.Optimizer):
         """Add a group to the optimizer."""
         self._optimizer.add_param_group(param_group)
 
+    @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state_dict, and the state of the scales as "loss_scalers"."""
-        scalers = [scaler.state_dict() for scaler in self._loss_scaler]
-        return {**self._optimizer.state_dict(), "loss_scalers": scalers}
+        return {**self._optimizer.state_dict(), **self._scale_state()}
 
+    def _scale_state(self) -> dict[str, Any]:
+        return {"loss_scalers": [scaler.state_dict() for scaler in self._loss_scaler]}
+
+    def _checkpoint_view(self) -> CheckpointView:
+        return CheckpointView(
+            self._optimizer,
+            lambda inner, _, scales: self.load_state_dict({**inner, **scales}),
+            extra=self._scale_state(),
+        )
+
+    @with_checkpoint_view
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or the state of the optimizer inside.
 
@@ -214,7 +229,7 @@ def _saved_scales(
     """Divide a state_dict into the optimizer's part and the states of scales, None without any."""
     if is_of_grad_scaler(state_dict):
         return {}, [state_dict] * num_loss
-    inner = dict(state_dict)
+    inner = as_dict("OptimWrapper", state_dict)
     numbered = [key for key in inner if re.fullmatch(r"loss_scaler\d+", key)]
     states = [inner.pop(key) for key in sorted(numbered, key=lambda key: int(key[11:]))]
     return inner, inner.pop("loss_scalers", states or None)

@@ -45,7 +45,7 @@ class Patches:
         What is bound to an object or a class, or to nothing, stays so.
 
         Raises:
-            AttributeError, TypeError: The owner does not have it, or lets nobody replace it.
+            AttributeError, TypeError: The owner does not have it, or it cannot be replaced.
         """
         self.remove(owner, name)
         original = getattr(owner, name)  # First: some modules put it into their dict only now.
@@ -54,7 +54,7 @@ class Patches:
         self._patches[id(owner), name] = _Patch(owner, name, before, vars(owner)[name])
 
     def remove(self, owner: Any, name: str) -> None:
-        """Put back what was there, unless somebody else has replaced ours since."""
+        """Put back the original, unless another replacement has been put over ours."""
         patch = self._patches.pop((id(owner), name), None)
         if patch is not None and patch.is_there():
             patch.put_back()

@@ -42,6 +42,17 @@ _NOT_LEFT_TO_TORCH = {
     "norm",  # torch.Tensor's calls torch's
     "binary_cross_entropy",  # the rule for CUDA is an error
 }
+# Functions without a rule of torch's own that call functions with one.
+_COMPOSITES = {"chain_matmul", "einsum", "inner", "kron", "tensordot"}
+# Where Python finds torch's operators, and the prefix that their names lack there.
+_PLACES: list[tuple[Any, str]] = [
+    (torch, ""),
+    (torch.Tensor, ""),
+    (torch.nn.functional, ""),
+    (torch._C._nn, ""),  # torch.nn.functional calls these, under whatever name it was imported.
+    (torch.linalg, "linalg_"),
+    (torch.fft, "fft_"),
+]
 _ALIASES = {"truediv": "div", "rtruediv": "div"}
 
 
@@ -66,7 +77,7 @@ class Rule:
     def wrap(self, function: Function, caster: Caster) -> Function:
         """Return the function as it is to be called."""
         if self.is_done_by_torch(caster.device_type):
-            return caster.tell(function, self.name, _CASTS[self.kind])
+            return caster.follow(function, self.name, _CASTS[self.kind])
         if self.library == "recurrent":
             return wrap_recurrent(function, self.name, caster)
         if self.kind == REFUSE:
@@ -81,12 +92,17 @@ class Rule:
             return False
         if self.library == "recurrent":
             return device_type != "cpu"
-        overloads = _overloads(self.name)
-        if self.kind in (PROMOTE, MATCH) and any(_is_pointwise(each) for each in overloads):
-            return True  # Type promotion is part of torch's arithmetic.
+        if self.is_type_promotion():
+            return True
         if self.kind in (LOW, FLOAT, PROMOTE):
-            return any(_has_autocast_rule(each, device_type) for each in overloads)
+            return any(_has_autocast_rule(each, device_type) for each in _overloads(self.name))
         return False
+
+    def is_type_promotion(self) -> bool:
+        """Whether the type promotion of torch does the same without autocast."""
+        if self.name in _NOT_LEFT_TO_TORCH or self.kind not in (PROMOTE, MATCH):
+            return False
+        return any(torch.Tag.pointwise in each.tags for each in _overloads(self.name))
 
 
 def rules(*, allow_banned: bool) -> Iterator[Rule]:
@@ -112,6 +128,19 @@ def rules(*, allow_banned: bool) -> Iterator[Rule]:
     yield from _in_place_rules()
 
 
+def unlisted(device_type: str) -> Iterator[tuple[Any, str]]:
+    """Yield owner and name of each function in which torch.autocast casts by a rule of its own."""
+    key = f"Autocast{device_type.upper()}"
+    operators = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    names = {name.removeprefix("aten::").split(".")[0] for name in operators} | _COMPOSITES
+    for owner, prefix in _PLACES:
+        for name in sorted(names):
+            short = name.removeprefix(prefix)
+            is_there = name.startswith(prefix) and not short.startswith("_")
+            if is_there and callable(getattr(owner, short, None)):
+                yield owner, short
+
+
 def _in_place_rules() -> Iterator[Rule]:
     """Rules for the forms that write to their first argument, which keeps its dtype."""
     for name in torch_overrides.FP32_FUNCS:
@@ -135,10 +164,6 @@ def _overloads(name: str) -> list[Any]:
         if packet is not None:
             return [getattr(packet, overload) for overload in packet.overloads()]
     return []
-
-
-def _is_pointwise(overload: Any) -> bool:
-    return torch.Tag.pointwise in overload.tags
 
 
 def _has_autocast_rule(overload: Any, device_type: str) -> bool:

@@ -22,7 +22,7 @@ def wrap_recurrent(function: Function, name: str, caster: Caster) -> Function:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not caster.is_on():
-            return function(*args, **kwargs)
+            return caster.call_where_off(wrapper, function, args, kwargs)
         dtype = torch.get_autocast_dtype(caster.device_type)
         args, kwargs = caster.to_low(name, args, kwargs)
         if dtype is not torch.float16:

@@ -37,6 +37,14 @@ class Registration:
             function, self.name, self.cast, casts_inside=_casts_inside(function, self.cast)
         )
 
+    def install(self, patches: Patches, caster: Caster) -> None:
+        """Replace the function.
+
+        Raises:
+            AttributeError, TypeError: It is not there, or nothing can take its place.
+        """
+        patches.install(self.owner, self.name, functools.partial(self.wrap, caster=caster))
+
 
 # In the order of registration. They stay: each init() applies them.
 registrations: dict[tuple[int, str], Registration] = {}
@@ -159,9 +167,11 @@ def _decorate(fn: F, cast: str) -> F:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         handle = _current.handle
-        if handle is None or not handle._caster.is_on():
+        if handle is None:
             return fn(*args, **kwargs)
         caster = handle._caster
+        if not caster.is_on():
+            return caster.call_where_off(wrapper, fn, args, kwargs)
         args, kwargs = getattr(caster, cast)(name, args, kwargs)
         if casts_inside:
             return fn(*args, **kwargs)

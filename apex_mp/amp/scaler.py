@@ -8,14 +8,27 @@ from typing import Any
 import torch
 
 from apex_mp import fp16_utils
+from apex_mp._state_checks import as_dict
 from apex_mp.device_scale import DeviceScale
 from apex_mp.loss_scale import (
     AMP_PRESET,
     FLOAT32_SMALLEST_NORMAL,
     DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
     StaticLossScale,
     from_grad_scaler,
     is_of_grad_scaler,
+)
+
+WISH = 'it must be a number or "dynamic", or a loss scale of apex_mp.loss_scale'
+# The defaults of those arguments of a LossScaler that a dynamic loss scale has itself.
+_BESIDE = (
+    AMP_PRESET.scale,
+    AMP_PRESET.growth_factor,
+    AMP_PRESET.growth_interval,
+    None,
+    AMP_PRESET.max_scale,
 )
 
 
@@ -23,7 +36,8 @@ class LossScaler:
     """The scale of one loss, and whether its gradients overflowed.
 
     Args:
-        loss_scale: "dynamic", or a number that stays ["dynamic"].
+        loss_scale: "dynamic", a number that stays, or a loss scale of `apex_mp.loss_scale`, or a
+            scaler that has one ["dynamic"].
         init_scale: Where a dynamic scale starts [2**16].
         scale_factor: Growth and backing off, more than 1 [2].
         scale_window: Good steps before the scale grows [2000].
@@ -32,12 +46,13 @@ class LossScaler:
 
     Raises:
         TypeError: An argument is not a number; `loss_scale` may be "dynamic".
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or is given beside a dynamic loss scale that has
+            one of its own.
     """
 
     def __init__(
         self,
-        loss_scale: float | str = "dynamic",
+        loss_scale: float | str | LossScale = "dynamic",
         init_scale: float = AMP_PRESET.scale,
         scale_factor: float = AMP_PRESET.growth_factor,
         scale_window: int = AMP_PRESET.growth_interval,
@@ -46,17 +61,31 @@ class LossScaler:
     ) -> None:
         self._has_overflow = False
         self._device_scale: DeviceScale | None = None  # holds the scale, if it is not None
-        if loss_scale == "dynamic":
-            self.value = DynamicLossScale(
-                min(init_scale, max_loss_scale),
+        beside = (init_scale, scale_factor, scale_window, min_loss_scale, max_loss_scale)
+        held = held_value(loss_scale)
+        if held is not None:
+            if isinstance(held, DynamicLossScale) and beside != _BESIDE:
+                raise ValueError(
+                    f"loss_scale is {held!r}, and arguments beside it ask for other bounds or "
+                    "factors; give them in the loss scale alone"
+                )
+            self.value = held
+        elif loss_scale == "dynamic":
+            if min_loss_scale is None or min_loss_scale == 0:
+                min_loss_scale = FLOAT32_SMALLEST_NORMAL
+            value = DynamicLossScale(
+                init_scale,
                 growth_factor=scale_factor,
                 backoff_factor=1.0 / scale_factor,
                 growth_interval=scale_window,
-                min_scale=min_loss_scale or FLOAT32_SMALLEST_NORMAL,
+                min_scale=min_loss_scale,
                 max_scale=max_loss_scale,
             )
+            self.value = dataclasses.replace(value, scale=min(value.scale, value.max_scale))
         elif isinstance(loss_scale, str):
-            raise ValueError(f'loss_scale is {loss_scale!r}; it must be a number or "dynamic"')
+            raise ValueError(f"loss_scale is {loss_scale!r}; {WISH}")
+        elif isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+            raise TypeError(f"loss_scale is {loss_scale!r}; {WISH}")
         else:
             self.value = StaticLossScale(loss_scale)
 
@@ -71,7 +100,7 @@ class LossScaler:
         self._device_scale = None
 
     def on(self, device: torch.device) -> DeviceScale:
-        """Return the scale on a device, where it lives until somebody sets it on the host."""
+        """Return the scale on a device, where it stays until it is set on the host."""
         if self._device_scale is None or self._device_scale.device != device:
             self._device_scale = DeviceScale(self.value, device)
         return self._device_scale
@@ -139,9 +168,12 @@ class LossScaler:
             TypeError: One is not a number.
             ValueError: One is out of range.
         """
+        saved = _value_of(state)
+        if saved is None:
+            state = as_dict("LossScaler", state)
         if not isinstance(self.value, DynamicLossScale):
-            self.value = StaticLossScale(_scale_of(state))
-        elif (saved := _value_of(state)) is None:
+            self.value = StaticLossScale(state["loss_scale"] if saved is None else saved.scale)
+        elif saved is None:
             self.value = dataclasses.replace(
                 self.value,
                 scale=state["loss_scale"],
@@ -160,16 +192,18 @@ class LossScaler:
             self.value = saved
 
 
-def _scale_of(state: Any) -> float:
-    value = _value_of(state)
-    scale: float = state["loss_scale"] if value is None else value.scale
-    return scale
-
-
 def _value_of(state: Any) -> DynamicLossScale | StaticLossScale | None:
     """The whole loss scale that a state describes; None if it is one of two numbers."""
     if is_of_grad_scaler(state):
         return from_grad_scaler(state)
-    if isinstance(state, fp16_utils.LossScaler | fp16_utils.DynamicLossScaler):
-        return state.loss_scale_value
-    return state.value if isinstance(state, LossScaler) else None
+    return held_value(state)
+
+
+def held_value(given: Any) -> DynamicLossScale | StaticLossScale | None:
+    """Return a loss scale, or that of a loss scaler, as a value; None if `given` is neither."""
+    if isinstance(given, fp16_utils.LossScaler | fp16_utils.DynamicLossScaler):
+        return given.loss_scale_value
+    if isinstance(given, NoOpLossScale):
+        return StaticLossScale(given.scale)
+    value = given.value if isinstance(given, LossScaler) else given
+    return value if isinstance(value, DynamicLossScale | StaticLossScale) else None

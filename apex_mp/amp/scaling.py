@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,19 +13,19 @@ from torch import Tensor
 
 from apex_mp import device_scale
 from apex_mp import grads as _grads
+from apex_mp._log import logger
 from apex_mp.amp import _routes
-from apex_mp.amp._overflow import Overflow
+from apex_mp.amp._masters import OptimizerMasters
 from apex_mp.amp._unscalers import DeviceUnscaler, HostUnscaler
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
 from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.parallel import local_gradients
+from apex_mp.fp16_utils._skips import Overflow
+from apex_mp.parallel import followers, local_gradients
 
-__all__ = ["Overflow", "scaled_backward"]
-
-_LOG = logging.getLogger("apex_mp.amp")
+_LOG = logger("apex_mp.amp")
 _warned_of_low_precision = False
 
 
@@ -53,7 +52,7 @@ def scaled_backward(
         optimizers: Those whose parameters get gradients; an overflow skips the next step of each.
         scaler: The scale of this loss; updated.
         names: Returns names of parameters by id(), for messages.
-        announce: Is told of an overflow [a warning in the log].
+        announce: Called with each overflow [a warning in the log].
         delay_unscale: Leave the gradients scaled: more losses are to come. It is so anyway as long
             as the model is in `no_sync`.
         delay_overflow_check: Leave the scale to the next block with this scaler. An overflow skips
@@ -65,6 +64,7 @@ def scaled_backward(
         RuntimeError: An optimizer scales by itself, or is in a block already.
     """
     _check(loss, optimizers)
+    followers.add_scale(scaler, lambda owner: owner, optimizers)
     settle(wait=False)
     with _open_blocks(optimizers) as guards:
         routes = _all_routes(optimizers, guards)
@@ -90,7 +90,7 @@ def scaled_backward(
             unscaler = DeviceUnscaler(scaler.on(device).scale.clone())
         _routes.set_aside(routes)
         try:
-            # Nobody may have cleared what the last step was skipped for.
+            # The gradients for which the last step was skipped may still be there.
             if device is not None or any(guard.step_was_skipped for guard in guards):
                 _routes.check_before(routes, unscaler)
             with _clearing(optimizers, routes):
@@ -190,7 +190,7 @@ class _Verdict:
     def _tell(self, numbers: list[float]) -> None:
         found, before, after = numbers
         if found:
-            # Gradients that were cleared in the meantime are in nobody's report.
+            # Gradients that were cleared in the meantime are not in the report.
             overflow = self._overflow(before, after)
             for guard in self.guards:
                 guard.last_overflow = overflow
@@ -219,6 +219,14 @@ def _check(loss: Any, optimizers: Sequence[Any]) -> None:
             raise TypeError(
                 f"scale_loss: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
+        for masters in _masters_of(optimizer):
+            masters.check_linked(type(optimizer).__name__)
+
+
+def _masters_of(optimizer: Any) -> list[OptimizerMasters]:
+    """Return the masters that amp.initialize gave an optimizer, as a list of one or none."""
+    masters = getattr(optimizer, "_amp_masters", None)
+    return [] if masters is None else [masters]
 
 
 def _check_unswitched(were_to_stay: bool, stay: bool) -> None:
@@ -241,8 +249,14 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
     for guard in guards:
         guard.in_block = True
     try:
+        for optimizer in optimizers:
+            for masters in _masters_of(optimizer):
+                masters.begin_block(optimizer)
         yield guards
     finally:
+        for optimizer in optimizers:
+            for masters in _masters_of(optimizer):
+                masters.end_block()
         for guard in guards:
             guard.in_block = False
 
@@ -299,5 +313,4 @@ def _warn_of_low_precision(routes: Sequence[_routes.Route]) -> None:
 def _warn(overflow: Overflow) -> None:
     before, after = overflow.scale_before, overflow.scale_after
     change = f"goes from {before} to {after}" if after < before else f"stays {before}"
-    first = f"Gradient overflow, skipping update; the loss scale {change}"
-    _LOG.warning("%s", "\n".join([first, *overflow.lines()]))
+    overflow.log(_LOG, f"Gradient overflow, skipping update; the loss scale {change}")

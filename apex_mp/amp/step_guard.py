@@ -1,4 +1,4 @@
-"""Skips one step of an optimizer after an overflow, whoever calls it and with whatever closure."""
+"""Skips one step of an optimizer after an overflow, for any caller and with any closure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp._overflow import FiniteClosure, Overflow
+from apex_mp.amp._overflow import FiniteClosure
 from apex_mp.amp._routes import routes_of
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
-from apex_mp.fp16_utils._skips import SKIPS_BEFORE_WARNING, warn_of_endless_skips
+from apex_mp.fp16_utils._skips import (
+    SKIPS_BEFORE_WARNING,
+    Overflow,
+    mark_step_called,
+    warn_of_endless_skips,
+)
 
 
 class StepGuard:
@@ -62,7 +67,7 @@ class StepGuard:
         self._overflow = self.last_overflow = overflow
 
     def may_have_overflowed(self, found_inf: Tensor) -> None:
-        """Skip the next step if `found_inf` is 1; nobody waits for it."""
+        """Skip the next step if `found_inf` is 1; the host does not wait for it."""
         before = self._found_inf
         self._found_inf = found_inf if before is None else torch.maximum(before, found_inf)
 
@@ -91,7 +96,7 @@ class StepGuard:
             return
         del optimizer._amp_step_guard
         if vars(optimizer).get("step") is not self._ours:
-            return  # Somebody has put another one on ours, which does nothing from now on.
+            return  # Another `step` wraps ours, which does nothing from now on.
         if self._had_own_step:
             optimizer.step = self._before
         else:
@@ -121,9 +126,9 @@ class StepGuard:
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()
         if overflow is not None:
-            _tell_schedulers(optimizer)
+            mark_step_called(optimizer)
             for route in routes_of(optimizer):
-                if route.has_master:  # Whoever clears gradients may know only the model's.
+                if route.has_master:  # The user may clear only the model's gradients.
                     route.target.grad = None
             self._end_step(overflow)
             return None
@@ -154,7 +159,7 @@ class StepGuard:
 
     def _take_overflow(self) -> Overflow | None:
         found_inf, self._found_inf = self._found_inf, None
-        settle(wait=True)  # How earlier steps ended is told before how this one does.
+        settle(wait=True)  # Results of earlier steps are handled first.
         if found_inf is not None and found_inf.item():
             self._overflow = self.last_overflow
         overflow, self._overflow = self._overflow, None
@@ -284,10 +289,3 @@ def _written_by(optimizer: Any) -> list[torch.Tensor]:
     """What a step writes: parameters, and where there are masters those of the model too."""
     params = [each for route in routes_of(optimizer) for each in (route.target, route.source)]
     return [*{id(param): param for param in params}.values()]
-
-
-def _tell_schedulers(optimizer: Any) -> None:
-    """Say that step was called to schedulers that watch it, or that of an optimizer inside."""
-    for each in (optimizer, *vars(optimizer).values()):
-        if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
-            each._opt_called = True  # type: ignore[attr-defined]

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from apex_mp._state_checks import check_optimizer_state
 from apex_mp.fp16_utils import _inner_state
 from apex_mp.fp16_utils._saved_scaler import read_loss_scaler, required
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.master import MasterGroup
+from apex_mp.tensors import no_numbers
 
 _WHO = "FP16_Optimizer"
 
@@ -42,6 +45,32 @@ class Loaded:
 def masters(groups: Sequence[MasterGroup]) -> list[list[Tensor]]:
     """Return copies of the masters, a list for each group."""
     return [[master.detach().clone() for master in group.master_params] for group in groups]
+
+
+def joined(
+    inner: dict[str, Any],
+    masters: list[list[Any]],
+    scale: Mapping[str, Any],
+    param_groups: list[dict[str, Any]],
+    model_of: Mapping[Parameter, Parameter],
+) -> dict[str, Any]:
+    """Return a state_dict of the parts that a CheckpointView has loaded.
+
+    Args:
+        inner: The inner optimizer's state_dict.
+        masters: For each group as many as parameters, None for those that have no master.
+        scale: The rest of the state_dict; empty if another optimizer was saved.
+        param_groups: The groups with masters.
+        model_of: Its keys are the masters.
+    """
+    if not scale:
+        return inner
+    pairs = zip(masters, param_groups, strict=False)  # `read` says if their numbers differ.
+    present = [
+        [each for each, param in zip(saved, group["params"], strict=False) if param in model_of]
+        for saved, group in pairs
+    ]
+    return {**scale, "optimizer_state_dict": inner, "fp32_from_fp16": present}
 
 
 def read(
@@ -139,7 +168,7 @@ def _check_master(name: str, saved: Any, master: Tensor) -> None:
     """Raise an error if copying to a master would fail, or lose what it says."""
     if not torch.is_tensor(saved):
         kind = type(saved).__name__
-    elif saved.layout is not torch.strided or saved.is_meta or not saved.is_floating_point():
+    elif no_numbers(saved) is not None or not saved.is_floating_point():
         kind = f"tensor of {saved.dtype}, {saved.layout}, on {saved.device}"
     elif saved.shape != master.shape:
         raise ValueError(
@@ -162,8 +191,11 @@ def _read_inner_state(
     optimizer knew; its state is cut into the masters' here.
     """
     inner: Mapping[str, Any] = required(state_dict, "optimizer_state_dict")
-    if not isinstance(inner, Mapping) or "param_groups" not in inner:
-        return inner  # `check` says what is wrong with it.
+    if _inner_state.has_load_hooks(optimizer):
+        if not isinstance(inner, Mapping) or "param_groups" not in inner:
+            return inner  # They may make a state of it.
+    else:
+        check_optimizer_state(_WHO, inner)
     saved_groups = inner["param_groups"]
     flat = "fp32_groups_flat" in state_dict and len(saved_groups) == len(groups)
     if not flat or any(len(group["params"]) != 1 for group in saved_groups):

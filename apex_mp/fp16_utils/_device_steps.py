@@ -1,7 +1,7 @@
 """Steps of an FP16_Optimizer on a device that the host does not wait for.
 
-The loss scale is there, and each step brings it up to date; the `DynamicLossScaler` on the host
-follows when it is told what became of the steps, by the same rule and so to the same numbers.
+The loss scale is on the device, and each step updates it there. The `DynamicLossScaler` on the host
+follows when the outcomes of steps arrive, by the same rule and so with the same numbers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeviceSteps:
         return self._live(scaler, device)
 
     def _live(self, scaler: DynamicLossScaler, device: torch.device) -> DeviceScale:
-        """The scale on the device, written anew if somebody has written to the scaler."""
+        """The scale on the device, written again if the user has written to the scaler."""
         scale = self._scale
         if scale is not None and scale.device == device and self._agrees(scaler):
             return scale
@@ -98,7 +98,7 @@ class DeviceSteps:
     def update(self, scaler: LossScaler | DynamicLossScaler, *, skipped: bool) -> None:
         """Have the scaler take note of a step that has brought the device up to date.
 
-        What somebody has written to the scaler since is for the steps that are to come.
+        What the user has written to the scaler since counts for the steps after it.
         """
         if scaler is not self._scaler:
             scaler.update_scale(skipped)

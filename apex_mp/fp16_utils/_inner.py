@@ -1,18 +1,27 @@
-"""What FP16_Optimizer asks of the optimizer inside, and of what else it is given."""
+"""Checks of the optimizer inside an FP16_Optimizer, of its steps, and of the loss."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
+
+from apex_mp import grads
+from apex_mp.master import LOW_PRECISION, Held
+
+# Of masters, and of their model parameters.
+_Norms: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
     """Return the optimizer to wrap, given by one of two names.
 
     Raises:
-        TypeError: It is not an optimizer, is a `wrapper` already, or was not given once.
+        TypeError: It is not an optimizer, is a `wrapper` already, was not given once, or steps
+            parameters that are not in the lists of its `param_groups`.
     """
     if (init_optimizer is None) == (optimizer is None):
         raise TypeError("FP16_Optimizer: give the optimizer to wrap once, as init_optimizer=")
@@ -24,7 +33,90 @@ def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
         raise TypeError(
             f"FP16_Optimizer: init_optimizer is a {type(inner).__name__}; it must be an optimizer"
         )
+    check_lists("FP16_Optimizer", inner, LOW_PRECISION)
     return inner
+
+
+def check_lists(caller: str, optimizer: Any, dtypes: Collection[torch.dtype]) -> None:
+    """Refuse an optimizer that steps parameters through another one, with lists of its own.
+
+    Masters are put into the lists of `param_groups`, where such an optimizer does not look.
+
+    Args:
+        caller: The class or function, for the message.
+        optimizer: The optimizer that is to get masters.
+        dtypes: The dtypes of parameters that get one.
+
+    Raises:
+        TypeError: `optimizer` is one that does so.
+    """
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    replaced = {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, Tensor) and param.dtype in dtypes
+    }
+    for name, nested in _nested(optimizer):
+        own = [group["params"] for group in nested.param_groups if id(group["params"]) not in lists]
+        if any(id(param) in replaced for params in own for param in params):
+            raise TypeError(
+                f"{caller}: {type(optimizer).__name__} steps its parameters by its {name}, "
+                f"of type {type(nested).__name__}, which has lists of its own and would not get "
+                "the float32 masters; use an optimizer that steps what is in its param_groups, "
+                f"or {type(optimizer).__name__} with float32 parameters and torch.autocast"
+            )
+
+
+def _nested(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield optimizers among an optimizer's attributes, or in a list of one, with their names."""
+    for name, value in vars(optimizer).items():
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, torch.optim.Optimizer):
+                yield name, each
+                yield from ((f"{name}.{deeper}", found) for deeper, found in _nested(each))
+
+
+class StepWatch:
+    """Detects an optimizer that steps the model's parameters instead of their masters.
+
+    Args:
+        caller: The class or function, for the message.
+        held: The masters and their model parameters.
+    """
+
+    def __init__(self, caller: str, held: Held) -> None:
+        self._caller = caller
+        self._held = held
+        self._steps_masters = False
+        self._before: _Norms | None = None
+
+    def before_step(self) -> None:
+        """Remember all weights, until a step has written masters."""
+        self._before = None if self._steps_masters else self._norms()
+
+    def after_step(self, optimizer: Any) -> None:
+        """Write the masters to the model.
+
+        Raises:
+            RuntimeError: The step wrote the model's parameters and not their masters.
+        """
+        before, self._before = self._before, None
+        after = None if before is None else self._norms()
+        self._held.copy_to_model()
+        if before is None or after is None:
+            return
+        self._steps_masters = before[0] != after[0]
+        # A step with a learning rate of zero writes neither.
+        if not self._steps_masters and before[1] != after[1]:
+            raise RuntimeError(
+                f"{self._caller}: {type(optimizer).__name__}.step() has written the model's "
+                "parameters, and not the float32 masters that are in its param_groups; it must "
+                "step the parameters that it finds there"
+            )
+
+    def _norms(self) -> _Norms:
+        return grads.norms(self._held.master_params()), grads.norms(self._held.model_params())
 
 
 def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
@@ -37,21 +129,8 @@ def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
     )
 
 
-def check_static_scale(scale: Any) -> None:
-    """Refuse a word, which amp takes as a scale.
-
-    Raises:
-        TypeError: It is one.
-    """
-    if isinstance(scale, str):
-        raise TypeError(
-            f"FP16_Optimizer: static_loss_scale is {scale!r}; it must be a number; a scale that "
-            "adjusts itself is had by dynamic_loss_scale=True"
-        )
-
-
 def check_loss(loss: Any) -> None:
-    """Refuse what has no backward.
+    """Refuse a loss that has no backward.
 
     Raises:
         TypeError: It is no floating tensor.

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from apex_mp._state_checks import check_optimizer_state
+
 # State of torch's optimizers and of FusedAdam that has the parameter's shape. torch does not check
 # it when it loads; the next step fails, or broadcasts.
 _LIKE_PARAM = (
@@ -36,19 +38,9 @@ def check(who: str, saved: Any, optimizer: Any) -> None:
         TypeError: It is no state_dict.
         ValueError: Groups, parameters or shapes do not fit; the message names group and parameter.
     """
-    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
+    if has_load_hooks(optimizer):
         return
-    if not isinstance(saved, Mapping):
-        kind = type(saved).__name__
-        raise TypeError(
-            f"{who}.load_state_dict: the optimizer's state is a {kind}; it must be a dict"
-        )
-    missing = [key for key in ("state", "param_groups") if key not in saved]
-    if missing:
-        raise ValueError(
-            f"{who}.load_state_dict: keys {missing} are missing from the optimizer's state, which "
-            f"has {[*saved]}; it must be what an optimizer's state_dict() returned"
-        )
+    check_optimizer_state(who, saved)
     ours, theirs = optimizer.param_groups, saved["param_groups"]
     if len(theirs) != len(ours):
         raise ValueError(
@@ -69,6 +61,11 @@ def check(who: str, saved: Any, optimizer: Any) -> None:
                 f"{who}.load_state_dict: {key} of parameter {index} in group {number} has shape "
                 f"{shape}, its parameter {wanted}; they must match"
             )
+
+
+def has_load_hooks(optimizer: Any) -> bool:
+    """Tell whether hooks of an optimizer may make another state of what it loads."""
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 def has_known_state(optimizer: Any) -> bool:

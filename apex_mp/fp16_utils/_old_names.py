@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.fp16_utils._device_steps import DeviceSteps
+from apex_mp.fp16_utils._given_scale import is_true, scaler_of
+from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import StaticLossScale
 from apex_mp.master_grads import MasterGrads
@@ -21,6 +23,7 @@ class OldNames:
     _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
     _loss_scaler: LossScaler | DynamicLossScaler
     _steps: DeviceSteps
+    _misuse: Misuse
     _grads: MasterGrads
     _iteration: int
     _dynamic_args: dict[str, Any]
@@ -29,14 +32,23 @@ class OldNames:
     def loss_scaler(self) -> LossScaler | DynamicLossScaler:
         """What holds the loss scale; may be set. On a GPU the host waits for it to be up to date.
 
-        Whoever keeps it reads old numbers from it: ask for it again.
+        A reference that was kept has old numbers: ask for it again.
         """
+        self._misuse.note_scale_is_known()
+        return self._scaler_now()
+
+    @loss_scaler.setter
+    def loss_scaler(self, value: Any) -> None:
+        self._misuse.note_scale_is_known()
+        self._set_scaler(scaler_of(value) or value)
+
+    def _scaler_now(self) -> LossScaler | DynamicLossScaler:
+        """The loss scaler, up to date: a read that does not count as one by the user."""
         self._steps.catch_up(self._loss_scaler)
         return self._loss_scaler
 
-    @loss_scaler.setter
-    def loss_scaler(self, value: LossScaler | DynamicLossScaler) -> None:
-        self._steps.catch_up(self._loss_scaler)  # What is still to be told is not for the new one.
+    def _set_scaler(self, value: LossScaler | DynamicLossScaler) -> None:
+        self._steps.catch_up(self._loss_scaler)  # Outcomes of earlier steps are for the old one.
         self._loss_scaler = value
 
     @property
@@ -58,9 +70,12 @@ class OldNames:
         return isinstance(self._loss_scaler, DynamicLossScaler)
 
     @dynamic_loss_scale.setter
-    def dynamic_loss_scale(self, value: bool) -> None:
-        if bool(value) != self.dynamic_loss_scale:
-            self.loss_scaler = self._new_loss_scaler(bool(value), self.loss_scale)
+    def dynamic_loss_scale(self, value: Any) -> None:
+        scaler = scaler_of(value)
+        if scaler is not None:
+            self.loss_scaler = scaler
+        elif (dynamic := is_true("dynamic_loss_scale", value)) != self.dynamic_loss_scale:
+            self.loss_scaler = self._new_loss_scaler(dynamic, self.loss_scale)
 
     def _new_loss_scaler(self, dynamic: bool, scale: float) -> LossScaler | DynamicLossScaler:
         if not dynamic:
@@ -70,12 +85,12 @@ class OldNames:
     @property
     def cur_iter(self) -> int:
         """Steps until now, skipped ones included; may be set."""
-        scaler = self.loss_scaler
+        scaler = self._scaler_now()
         return scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration
 
     @cur_iter.setter
     def cur_iter(self, value: int) -> None:
-        scaler = self.loss_scaler
+        scaler = self._scaler_now()
         self._iteration = value
         if isinstance(scaler, DynamicLossScaler):
             scaler.cur_iter = value
@@ -108,9 +123,10 @@ class OldNames:
         self._dynamic("scale_window").scale_window = value
 
     def _dynamic(self, name: str) -> DynamicLossScaler:
-        if not isinstance(self.loss_scaler, DynamicLossScaler):
+        scaler = self._scaler_now()
+        if not isinstance(scaler, DynamicLossScaler):
             raise AttributeError(f"FP16_Optimizer has {name} only if dynamic_loss_scale is True")
-        return self.loss_scaler
+        return scaler
 
     @property
     def fp16_groups(self) -> list[list[Parameter]]:

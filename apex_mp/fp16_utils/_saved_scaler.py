@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from apex_mp._state_checks import part_advice
+from apex_mp.fp16_utils._given_scale import scaler_of
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.loss_scale import (
-    FLOAT32_SMALLEST_NORMAL,
-    DynamicLossScale,
-    StaticLossScale,
-    from_grad_scaler,
-    is_of_grad_scaler,
-)
+from apex_mp.loss_scale import from_grad_scaler, is_of_grad_scaler
 
 _DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 
@@ -24,6 +19,7 @@ def required(state_dict: Mapping[str, Any], key: str) -> Any:
     if key not in state_dict:
         raise ValueError(
             f"FP16_Optimizer.load_state_dict: key {key!r} is missing; the dict has {[*state_dict]}"
+            f"{part_advice(state_dict)}"
         )
     return state_dict[key]
 
@@ -67,36 +63,4 @@ def whole_scaler(saved: Any) -> LossScaler | DynamicLossScaler | None:
     That is a scaler object, of this module or of amp, which checkpoints of 2019 hold, and the
     state of a GradScaler.
     """
-    if isinstance(saved, (LossScaler, DynamicLossScaler)):
-        return copy.copy(saved)
-    if is_of_grad_scaler(saved):
-        return _with_value(from_grad_scaler(saved))
-    value = getattr(saved, "value", None)  # amp's scaler, of a room above this one
-    return _with_value(value) if isinstance(value, (StaticLossScale, DynamicLossScale)) else None
-
-
-def _with_value(value: StaticLossScale | DynamicLossScale) -> LossScaler | DynamicLossScaler:
-    if isinstance(value, StaticLossScale):
-        return LossScaler(value.scale)
-    if value.backoff_factor != 1.0 / value.growth_factor:
-        raise ValueError(
-            f"FP16_Optimizer.load_state_dict: backoff_factor is {value.backoff_factor} and "
-            f"growth_factor {value.growth_factor}; the one must be the inverse of the other, as "
-            "DynamicLossScaler has one scale_factor for both"
-        )
-    scaler = DynamicLossScaler(
-        scale_factor=value.growth_factor,
-        scale_window=value.growth_interval,
-        min_loss_scale=None if value.min_scale == FLOAT32_SMALLEST_NORMAL else value.min_scale,
-        max_loss_scale=None if value.max_scale == math.inf else value.max_scale,
-        hysteresis=value.hysteresis,
-    )
-    scaler.load_state_dict(
-        {
-            "cur_scale": value.scale,
-            "cur_iter": value.good_steps,
-            "last_overflow_iter": -1,
-            "overflows": value.overflows,
-        }
-    )
-    return scaler
+    return copy.copy(scaler_of(from_grad_scaler(saved) if is_of_grad_scaler(saved) else saved))

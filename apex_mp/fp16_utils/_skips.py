@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -15,74 +19,108 @@ from apex_mp.grads import NonFinite
 from apex_mp.master_grads import MasterGrads
 
 SKIPS_BEFORE_WARNING = 50
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# torch's wrappers stand between the user's line and ours.
+_NOT_THE_USERS = (
+    *(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__)),
+    contextlib.__file__,
+)
 _PARAMETERS_NAMED = 3
+# A parameter, its group, and the numbers of the group and of the parameter in it.
+_Place: TypeAlias = tuple[Parameter, Mapping[str, Any], tuple[int, int]]
 
 
-def named_grads(
-    param_groups: list[dict[str, Any]], grads: MasterGrads, names: Mapping[int, str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every present gradient with a name for its parameter.
+class ParamNames:
+    """Names for messages of the parameters of an FP16_Optimizer.
 
     Args:
-        param_groups: The optimizer's groups; their `param_names` are used where they exist.
-        grads: Knows the gradients and the model parameters of masters.
-        names: Names of the model's parameters by id(), which come first.
+        held: The masters and their model parameters.
+        model: The module whose names come first; then come `param_names` of the groups, and last
+            group and index [None].
     """
-    for number, group in enumerate(param_groups):
-        for index, param in enumerate(group["params"]):
-            grad = grads.grad_of(param)
+
+    def __init__(self, held: MasterGrads, model: torch.nn.Module | None) -> None:
+        self._held = held
+        named = () if model is None else model.named_parameters()
+        self._of_model = {id(param): name for name, param in named}
+
+    def of_model(self, param: Any) -> str:
+        """Return the name of a parameter in the model; empty if it has none."""
+        return self._of_model.get(id(param), "")
+
+    def of(self, master: Parameter, param_groups: list[dict[str, Any]]) -> str:
+        """Return the name of a master that is in a group."""
+        places = self._places(param_groups)
+        return next((self._name(*each) for each in places if each[0] is master), "parameter")
+
+    def grads(self, param_groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every gradient that there is, with the name of its parameter."""
+        for each in self._places(param_groups):
+            grad = self._held.grad_of(each[0])
             if grad is not None:
-                yield _name_of(param, group, (number, index), grads, names), grad
+                yield self._name(*each), grad
+
+    def rows(
+        self,
+        rows: Sequence[int],
+        without_grad: Collection[tuple[int, int]],
+        param_groups: list[dict[str, Any]],
+    ) -> list[NonFinite]:
+        """Return which gradients held inf or NaN in a step of which only their rows are known.
+
+        Args:
+            rows: Numbers of theirs among the parameters that had a gradient in that step.
+            without_grad: Group and index of the parameters that had none.
+            param_groups: The optimizer's groups.
+        """
+        had_none = {*without_grad}
+        stepped = [each for each in self._places(param_groups) if each[2] not in had_none]
+        found = [stepped[row] for row in rows if row < len(stepped)]
+        return [NonFinite(self._name(*each), tuple(each[0].shape)) for each in found]
+
+    def _places(self, param_groups: list[dict[str, Any]]) -> Iterator[_Place]:
+        for number, group in enumerate(param_groups):
+            for index, param in enumerate(group["params"]):
+                yield param, group, (number, index)
+
+    def _name(self, param: Parameter, group: Mapping[str, Any], place: tuple[int, int]) -> str:
+        name = self._of_model.get(id(self._held.model_of.get(param, param)))
+        if name is not None:
+            return name
+        number, index = place
+        fallback = group.get("param_names")
+        return fallback[index] if fallback else f"group {number}, parameter {index}"
 
 
-def named_rows(
-    rows: Sequence[int],
-    without_grad: Collection[tuple[int, int]],
-    param_groups: list[dict[str, Any]],
-    grads: MasterGrads,
-    names: Mapping[int, str],
-) -> list[NonFinite]:
-    """Return which parameters' gradients held inf or NaN, when only their rows are known.
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """Gradients that hold inf or NaN.
 
-    Args:
-        rows: Numbers of theirs among the parameters that had a gradient in that step.
-        without_grad: Group and index of those that had none.
-        param_groups: As in `named_grads`, like the rest.
-        grads: Likewise.
-        names: Likewise.
+    Attributes:
+        report: Which gradients hold how many, the worst first.
+        scale_before: The loss scale that they had.
+        scale_after: The next one.
     """
-    had_none = {*without_grad}
-    stepped = [
-        (param, group, (number, index))
-        for number, group in enumerate(param_groups)
-        for index, param in enumerate(group["params"])
-        if (number, index) not in had_none
-    ]
-    found = [stepped[row] for row in rows if row < len(stepped)]
-    return [NonFinite(_name_of(*each, grads, names), tuple(each[0].shape)) for each in found]
+
+    report: Sequence[NonFinite]
+    scale_before: float
+    scale_after: float
+
+    def log(self, logger: logging.Logger, message: str) -> None:
+        """Log a message with the worst parameters under it; the record has `overflow`."""
+        worst = [f"  {found}" for found in self.report[:_PARAMETERS_NAMED]]
+        others = len(self.report) - _PARAMETERS_NAMED
+        rest = [f"  and {others} more parameters"] if others > 0 else []
+        logger.warning("%s", "\n".join([message, *worst, *rest]), extra={"overflow": self})
 
 
-def _name_of(
-    param: Parameter,
-    group: Mapping[str, Any],
-    place: tuple[int, int],
-    grads: MasterGrads,
-    names: Mapping[int, str],
-) -> str:
-    name = names.get(id(grads.model_of.get(param, param)))
-    if name is not None:
-        return name
-    number, index = place
-    fallback = group.get("param_names")
-    return fallback[index] if fallback else f"group {number}, parameter {index}"
+def mark_step_called(optimizer: Any) -> None:
+    """Keep schedulers from warning that `step` was never called on an optimizer that skipped one.
 
-
-def lines(report: Sequence[NonFinite]) -> list[str]:
-    """Return a line for each of the worst parameters, and one for the number of the others."""
-    shown = [f"  {found}" for found in report[:_PARAMETERS_NAMED]]
-    others = len(report) - _PARAMETERS_NAMED
-    return shown + ([f"  and {others} more parameters"] if others > 0 else [])
+    Or on one inside it, which is an attribute of it: a scheduler may watch either.
+    """
+    for each in (optimizer, *vars(optimizer).values()):
+        if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
+            each._opt_called = True  # type: ignore[attr-defined]
 
 
 def warn_of_endless_skips(
@@ -90,17 +128,15 @@ def warn_of_endless_skips(
 ) -> None:
     """Warn that lowering the scale does not help."""
     worst = f" The worst: {report[0]}." if report else ""
-    warnings.warn(
+    warn(
         f"{who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is now "
-        f"{scale}. Gradients hold inf or NaN at every scale tried.{worst}",
-        RuntimeWarning,
-        stacklevel=_frames_of_ours(),
+        f"{scale}. Gradients hold inf or NaN at every scale tried.{worst}"
     )
 
 
-def _frames_of_ours() -> int:
-    """The stacklevel at which a warning of the caller names the first line outside the package."""
+def warn(message: str) -> None:
+    """Warn at the first line outside of apex_mp and torch."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(message, RuntimeWarning, stacklevel=level + 1)

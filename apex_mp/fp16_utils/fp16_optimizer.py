@@ -8,33 +8,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from apex_mp import device_scale, grads
+from apex_mp import device_scale, grads, tensors
+from apex_mp._log import logger
+from apex_mp._state_checks import as_dict
 from apex_mp._step_request import Outcome, StepRequest
 from apex_mp.fp16_utils import _checkpoint, _inner_state
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.fp16_utils._delegates import Delegates
 from apex_mp.fp16_utils._device_steps import DeviceSteps
-from apex_mp.fp16_utils._inner import check_loss, check_static_scale, inner_of, legacy_arguments
+from apex_mp.fp16_utils._given_scale import new_scaler
+from apex_mp.fp16_utils._inner import StepWatch, check_loss, inner_of, legacy_arguments
+from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._saved_scaler import whole_scaler
 from apex_mp.fp16_utils._skips import (
     SKIPS_BEFORE_WARNING,
-    lines,
-    named_grads,
-    named_rows,
+    Overflow,
+    ParamNames,
+    mark_step_called,
     warn_of_endless_skips,
 )
+from apex_mp.fp16_utils._weights import WeightWatch
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.loss_scale import is_of_grad_scaler
-from apex_mp.master import MasterGroup, check_dtypes
+from apex_mp.loss_scale import LossScale, is_of_grad_scaler
+from apex_mp.master import LOW_PRECISION, MasterGroup
 from apex_mp.master_grads import MasterGrads, Stage
+from apex_mp.parallel import followers
+from apex_mp.parallel.checkpoint_view import CheckpointView, with_checkpoint_view
 
+_LOG = logger("apex_mp.fp16_utils")
+# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
+_eager = torch._disable_dynamo  # type: ignore[attr-defined]
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
+)
+_ADVICE_FOR_WRITES = (
+    "Write weights to optimizer.param_groups too, load them by apex_mp.convert.load(model, "
+    "state_dict, optimizer), or make FP16_Optimizer after them"
+)
+_SCALE_NOT_NEEDED = (
+    "Warning:  FP16_Optimizer: gradients in bfloat16 do not underflow; a dynamic loss scale is not "
+    "needed"
 )
 _STALE_GRADS = (
     "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
@@ -42,7 +62,7 @@ _STALE_GRADS = (
 )
 
 
-class FP16_Optimizer(OldNames, torch.optim.Optimizer):
+class FP16_Optimizer(OldNames, Delegates):
     """Train float16 (or bfloat16) parameters with any optimizer, on fp32 masters.
 
     Wrapping puts an fp32 master in place of every low-precision parameter that requires grad, into
@@ -69,11 +89,13 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
 
     Args:
         init_optimizer: Optimizer of the model's parameters. Also as `optimizer=`.
-        static_loss_scale: Factor on the loss [1].
-        dynamic_loss_scale: Adjust the factor to the gradients; overrides the static one [False].
+        static_loss_scale: Factor on the loss, or a value of `apex_mp.loss_scale` [1].
+        dynamic_loss_scale: Adjust the factor to the gradients; overrides the static one. Or the
+            loss scale itself: a value of `apex_mp.loss_scale`, which is followed exactly, or a
+            scaler of this package or of amp [False].
         dynamic_loss_args: Arguments of `DynamicLossScaler`, for example `{"init_scale": 2**16}`;
             `init_scale` is 2**32 otherwise [None].
-        verbose: Print which parameters are wrapped, and why steps are skipped [True].
+        verbose: Log (which prints) which parameters are wrapped, and why steps are skipped [True].
         optimizer: The same as `init_optimizer`.
         model: The module whose names an overflow message uses for its parameters; without it the
             message names group, index and shape [None].
@@ -97,8 +119,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
     def __init__(
         self,
         init_optimizer: Any = None,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
+        static_loss_scale: float | LossScale = 1.0,
+        dynamic_loss_scale: bool | LossScale | LossScaler | DynamicLossScaler = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
         *,
@@ -111,7 +133,6 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         inner = inner_of(init_optimizer, optimizer, FP16_Optimizer)
         if clip not in ("group", "global"):
             raise ValueError(f'FP16_Optimizer: clip is {clip!r}; it must be "group" or "global"')
-        check_static_scale(static_loss_scale)
         self._legacy_arguments = legacy_arguments(inner)
         if clip == "global" and "grad_norms" not in self._legacy_arguments:
             raise ValueError(
@@ -119,35 +140,50 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
                 "norms that it is given, as FusedAdam does by its max_grad_norm; "
                 "use clip_master_grads"
             )
-        self._dynamic_args = {**self._DYNAMIC_DEFAULTS, **(dynamic_loss_args or {})}
-        self._steps = DeviceSteps(self._told)
-        self._loss_scaler: LossScaler | DynamicLossScaler = (
-            DynamicLossScaler(**self._dynamic_args)
-            if dynamic_loss_scale
-            else LossScaler(static_loss_scale)
+        self._loss_scaler, self._dynamic_args = new_scaler(
+            static_loss_scale, dynamic_loss_scale, dynamic_loss_args, self._DYNAMIC_DEFAULTS
         )
+        self._steps = DeviceSteps(self._told)
         self.optimizer = inner
         self.verbose = verbose
         self.clip = clip
         self.first_closure_call_this_step = True
         self.clip_grad_norm = torch.nn.utils.clip_grad_norm_
         self._overflow_report: list[grads.NonFinite] = []
-        self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-        self._grads = MasterGrads(lazy=bool(self._legacy_arguments), current_scale=self._scale_now)
-        self._overflow: bool | None = False  # None: nobody has looked since the last backward
+        self._grads = MasterGrads(
+            lazy=bool(self._legacy_arguments),
+            dense=getattr(inner, "_writes_output_params", False),
+            current_scale=self._scale_now,
+        )
+        self._names = ParamNames(self._grads, model)
+        self._misuse = Misuse(self._grads)
+        self._watch = StepWatch("FP16_Optimizer", self._grads)
+        self._weights = WeightWatch(
+            "FP16_Optimizer", self._grads, self._name_of, _ADVICE_FOR_WRITES
+        )
+        if self._loss_scaler in (static_loss_scale, dynamic_loss_scale):
+            self._misuse.note_scale_is_known()  # The user has the scaler, and may read it.
+        self._overflow: bool | None = False  # None: unknown since the last backward
         self._awaited: StepRequest | None = None  # the last step, until its outcome is known
         self._skips_in_a_row = 0
         self._iteration = 0
+        followers.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
-        # Hooks of state_dict() and load_state_dict() run where those do their work, in the inner
-        # one.
+        # Hooks of state_dict() and load_state_dict() run in the inner optimizer's.
         for name in _STATE_HOOKS:
             setattr(self, name, getattr(inner, name, OrderedDict()))
-        for group in inner.param_groups:
-            check_dtypes(group["params"])
+        for number, group in enumerate(inner.param_groups):
+            self._check_new(number, group["params"], group.get("param_names"))
+        dtypes = {param.dtype for group in inner.param_groups for param in group["params"]}
+        if verbose and self.dynamic_loss_scale and dtypes & {*LOW_PRECISION} == {torch.bfloat16}:
+            _LOG.warning(_SCALE_NOT_NEEDED)
         for group in inner.param_groups:
             self._adopt(group)
+        self._weights.begin()
+
+    def _check_new(self, number: int, params: list[Any], names: list[str] | None) -> None:
+        self._grads.check_new(number, params, names or [*map(self._names.of_model, params)])
 
     def _adopt(self, group: dict[str, Any]) -> None:
         self._grads.adopt(group, self.state)
@@ -155,51 +191,11 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             self._announce(len(self._grads.groups) - 1, self._grads.groups[-1])
 
     def _announce(self, index: int, group: MasterGroup) -> None:
-        print(f"FP16_Optimizer processing param group {index}:")
+        _LOG.info("FP16_Optimizer processing param group %d:", index)
         for param in [*group.model_params, *group.own_params]:
-            print(f"FP16_Optimizer received {param.type()} with {param.size()}")
+            _LOG.info("FP16_Optimizer received %s with %s", param.type(), param.size())
 
-    # What torch.optim.Optimizer has, handed to the inner optimizer.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, which hold masters and fp32 parameters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state, by master."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's defaults."""
-        defaults: dict[str, Any] = self.optimizer.defaults
-        return defaults
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        raise RuntimeError(
-            "FP16_Optimizer was given to torch.amp.GradScaler, but scales the loss itself; use "
-            "optimizer.backward(loss) and optimizer.step() without GradScaler, or GradScaler with "
-            "the inner optimizer alone"
-        )
-
-    def refresh_hyperparameters(self) -> None:
-        """Have the step in a captured CUDA graph use the groups' options as they are now.
-
-        Call it between replays; see `FusedAdam.refresh_hyperparameters`.
-        """
-        self.optimizer.refresh_hyperparameters()
+    # Parameters.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of model parameters; its low-precision ones get masters.
@@ -208,25 +204,24 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             TypeError: A parameter is of a dtype that is not floating.
             ValueError: A parameter is in a group already.
         """
-        given = param_group["params"]
-        params = [given] if torch.is_tensor(given) else list(given)
-        # Named parameters come as pairs.
-        plain = [param[1] if isinstance(param, tuple) else param for param in params]
-        check_dtypes(plain)
-        known = {id(model) for model in self._grads.model_params()}
-        if not known.isdisjoint(map(id, plain)):
-            raise ValueError("some parameters appear in more than one parameter group")
-        self.optimizer.add_param_group({**param_group, "params": params})
-        self._adopt(self.param_groups[-1])
+        if isinstance(param_group, dict):  # torch says so otherwise
+            param_group = dict(param_group)
+        self._check_new(len(self.param_groups), *tensors.listed(param_group))
+        self.optimizer.add_param_group(param_group)
+        self._adopt_new()
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+    def _adopt_new(self) -> None:
+        """Make masters for what came to require grad, and for groups that came to the inner one."""
+        self._grads.adopt_unfrozen(self.param_groups, self.state)
+        for group in self.param_groups[len(self._grads.groups) :]:
+            self._adopt(group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+    def _name_of(self, master: Parameter) -> str:
+        return self._names.of(master, self.param_groups)
 
     # Gradients.
 
+    @_eager
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
@@ -243,7 +238,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         """
         check_loss(loss)
         device_scale.settle(wait=False)
-        self._grads.adopt_unfrozen(self.param_groups, self.state)
+        self._adopt_new()
         scale = self._scale_now()
         self._grads.begin_backward(scale, self._steps.last_scale)
         self._forget_overflow()
@@ -256,6 +251,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             self._grads.abandon_backward()
             raise
         self._grads.end_backward()
+        self._misuse.note_backward()
         if update_master_grads:
             self.update_master_grads()
 
@@ -263,29 +259,32 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         """The factor on the loss: a tensor if it is on a device that the host does not wait for."""
         device = self._device_to_leave_alone()
         if device is None:
-            return self.loss_scale
+            return self._scaler_now().cur_scale
         return self._steps.scale(self._loss_scaler, device)
 
     def _device_to_leave_alone(self) -> torch.device | None:
         """The device that steps need not be waited for on, if there is one."""
         scaler = self._loss_scaler
         if type(scaler) not in (LossScaler, DynamicLossScaler) or "update_scale" in vars(scaler):
-            return None  # It wants to hear of each step.
+            return None  # Its update_scale is to be called after each step.
         params = (param for group in self.param_groups for param in group["params"])
         first = next(params, None)
         if first is None or first.device.type not in device_scale.DEVICE_TYPES:
             return None
         return first.device if self._can_step_fused() else None
 
+    @_eager
     def update_master_grads(self) -> None:
-        """Unscale what backward has accumulated, for whoever reads `.grad` in param_groups.
+        """Unscale what backward has accumulated, so that `.grad` in param_groups can be read.
 
         Edits of masters' gradients made before are lost.
         """
-        self._grads.adopt_unfrozen(self.param_groups, self.state)
+        self._adopt_new()
+        self._misuse.check_source(self._loss_scaler.cur_scale)
         self._forget_overflow()
         self._overflow = self._grads.unscale()
 
+    @_eager
     def zero_grad(  # type: ignore[override]
         self, set_grads_to_None: bool | None = None, *, set_to_none: bool | None = None
     ) -> None:
@@ -296,9 +295,11 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             set_to_none: The same, by torch's name. Without either the old default of the module
                 holds: False in fp16_utils, True in optimizers.
         """
+        self._adopt_new()
         wish = set_to_none if set_to_none is not None else set_grads_to_None
         self._grads.zero(to_none=self._ZERO_GRAD_SETS_NONE if wish is None else wish)
 
+    @_eager
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the unscaled gradients of all groups together by their norm.
 
@@ -313,15 +314,16 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self._grads.accept_edits()
         return norm
 
+    @_eager
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the unscaled gradients, a list for each group, None where there is none.
 
-        After an overflow they are worth nothing: None is returned, after a printed warning.
+        After an overflow they are worth nothing: None is returned, and a warning is logged.
         """
         self._unscale_what_came_in()
         if self.overflow:
             if self.verbose:
-                print(_STALE_GRADS)
+                _LOG.warning(_STALE_GRADS)
             return None
         return [
             [None if param.grad is None else param.grad.data for param in group["params"]]
@@ -329,6 +331,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         ]
 
     @property
+    @_eager
     def overflow(self) -> bool:
         """Whether the present gradients hold inf or NaN; after `step`, whether it was skipped.
 
@@ -353,9 +356,9 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
     def overflow_report(self) -> list[grads.NonFinite]:
         """For the last skipped step, which gradients held how many inf and NaN, the worst first.
 
-        On a GPU the host waits for it. If the gradients were cleared before somebody looked, there
-        are no numbers, and only the first eight parameters are named; none, if parameters lie on
-        several devices.
+        On a GPU the host waits for it. If the gradients were cleared before it is read, there are
+        no counts, and only the first eight parameters are named; none if parameters lie on several
+        devices.
         """
         device_scale.settle(wait=True)
         return self._overflow_report
@@ -365,14 +368,15 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self._awaited = None
 
     def _unscale_what_came_in(self) -> None:
-        """Unscale, if nobody has since the gradients came in by our backward or by another."""
-        if self._grads.came_in():
+        """Unscale gradients of our backward or another, unless they are unscaled already."""
+        if self._grads.came_in() or self._misuse.edits_count():
             self.update_master_grads()
         elif self._grads.stage is Stage.READY:
             self._forget_overflow()  # There are no gradients: the last step's overflow is over.
 
     # The step.
 
+    @_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and write them to the model, or skip if a gradient is inf or NaN.
 
@@ -386,6 +390,8 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             What the inner optimizer's step returned; None if the step was skipped.
         """
         device_scale.settle(wait=False)
+        self._adopt_new()
+        self._weights.before_step()
         loss = None
         if closure is not None and self._legacy_arguments:
             with torch.enable_grad():
@@ -394,9 +400,11 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         if closure is not None:
             skipped, value = self._step_with_closure(closure)
         else:
+            self._misuse.check_clip()
             self._unscale_what_came_in()
             skipped, value = self._step_without_closure()
         self._end_step(skipped=skipped)
+        self._weights.begin()
         if loss is None or value is not None:
             return value
         return None if self.overflow else loss
@@ -408,7 +416,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         return self._step_fused() if self._can_step_fused() else self._step_legacy()
 
     def _can_step_fused(self) -> bool:
-        # A hook runs once for each real step: who has hooks must know of an overflow before it.
+        # A hook runs once for each step that is taken: an overflow must be known before it.
         return getattr(self.optimizer.step, "takes_request", False) and not (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -434,7 +442,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         outcome = request.outcome
         assert outcome is not None  # A step that takes requests sets it.
         if not outcome.found_inf:
-            # Somebody may have written to masters that have no gradient.
+            # The user may have written to masters that have no gradient.
             self._grads.copy_to_model_of(request.without_grad)
         if outcome.is_known:
             return outcome.found_inf, value
@@ -446,10 +454,13 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         if self._overflow_now():
             return True, None
         self._call_hooks(self._optimizer_step_pre_hooks)
-        if self._optimizer_step_pre_hooks and self._overflow_now():
-            return True, None
+        if self._optimizer_step_pre_hooks:
+            self._unscale_what_came_in()  # A hook may edit gradients.
+            if self._overflow_now():
+                return True, None
+        self._watch.before_step()
         value = self.optimizer.step()
-        self._grads.copy_to_model()
+        self._watch.after_step(self.optimizer)
         self._call_hooks(self._optimizer_step_post_hooks)
         return False, value
 
@@ -506,24 +517,18 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
-            self._steps.send(self._awaited)  # From now on somebody may tell.
+            self._steps.send(self._awaited)  # From here on _told may be called.
             return
         self._awaited = None
         self._take_note(skipped, self._loss_scaler.update_scale, self._locate)
 
     def _told(self, outcome: Outcome, request: StepRequest) -> None:
-        """Hear of a step that the host has not waited for."""
+        """Handle the result of a step that completed asynchronously."""
 
         def locate() -> list[grads.NonFinite]:
             if is_last and self._grads.stage is Stage.STEPPED and not self._grads.came_in():
                 return self._locate()
-            return named_rows(
-                outcome.nonfinite_rows,
-                request.without_grad,
-                self.param_groups,
-                self._grads,
-                self._names,
-            )
+            return self._names.rows(outcome.nonfinite_rows, request.without_grad, self.param_groups)
 
         is_last = request is self._awaited
         if is_last:
@@ -555,21 +560,24 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             self._skips_in_a_row = 0
 
     def _locate(self) -> list[grads.NonFinite]:
-        return grads.locate_nonfinite(named_grads(self.param_groups, self._grads, self._names))
+        return grads.locate_nonfinite(self._names.grads(self.param_groups))
 
     def _report_skip(self, iteration: int, scale: float, found: list[grads.NonFinite]) -> None:
-        # A scheduler built on the inner optimizer would warn that its step was never called.
-        self.optimizer._opt_called = True
+        mark_step_called(self.optimizer)
+        self._weights.check_range()
         self._skips_in_a_row += 1
         self._overflow_report = found
         if self.verbose:
-            print("\n".join([self._skip_message(iteration, scale), *lines(found)]))
+            overflow = Overflow(found, scale, self._loss_scaler.cur_scale)
+            overflow.log(_LOG, self._skip_message(iteration, scale))
         if self._skips_in_a_row == SKIPS_BEFORE_WARNING:
-            warn_of_endless_skips(found, self.loss_scale)
+            warn_of_endless_skips(found, self._scaler_now().cur_scale)
 
     def _skip_message(self, iteration: int, scale: float) -> str:
         message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"
-        return message + (f", reducing to {self.loss_scale}" if self.dynamic_loss_scale else "")
+        if not self.dynamic_loss_scale:
+            return message
+        return f"{message}, reducing to {self._scaler_now().cur_scale}"
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> tuple[bool, Any]:
         """Step an inner optimizer that calls a closure as often as it likes; as _step_plain."""
@@ -594,23 +602,28 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         return evaluate(closure, self._overflowed, self._back_off)
 
     def _overflowed(self) -> bool:
+        self._misuse.check_clip()
         self._unscale_what_came_in()
         return self.overflow
 
     def _back_off(self) -> bool:
-        scale = self.loss_scale
-        if self.loss_scaler.loss_scale_value.update(True).scale >= scale:
+        scaler = self._scaler_now()
+        scale = scaler.cur_scale
+        if scaler.loss_scale_value.update(True).scale >= scale:
             return False
-        self.loss_scaler.update_scale(True)
+        scaler.update_scale(True)
         if self.verbose:
-            print(
-                "OVERFLOW within closure! Skipping step. "
-                f"Attempted loss scale: {scale}, reducing to {self.loss_scale}"
+            _LOG.warning(
+                "OVERFLOW within closure! Skipping step. Attempted loss scale: %s, reducing to %s",
+                scale,
+                scaler.cur_scale,
+                extra={"overflow": Overflow(self._locate(), scale, scaler.cur_scale)},
             )
         return True
 
     # Checkpoints.
 
+    @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs, as tensors and plain values.
 
@@ -619,15 +632,37 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
         `optimizer_state_dict`, `fp32_from_fp16` (masters, a list for each group).
         """
         return {
-            "loss_scaler": self.loss_scaler.state_dict(),
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_iter": self.cur_iter,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            **self._scale_state(),
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": _checkpoint.masters(self._grads.groups),
         }
 
+    def _scale_state(self) -> dict[str, Any]:
+        return {
+            "loss_scaler": self._scaler_now().state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "cur_iter": self.cur_iter,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+        }
+
+    def _checkpoint_view(self) -> CheckpointView:
+        return CheckpointView(
+            self.optimizer,
+            self._load_view,
+            self._grads.model_of,
+            self._scale_state(),
+            saves_masters=True,
+        )
+
+    def _load_view(
+        self, inner: dict[str, Any], masters: list[list[Any]], scale: dict[str, Any]
+    ) -> None:
+        self.load_state_dict(
+            _checkpoint.joined(inner, masters, scale, self.param_groups, self._grads.model_of)
+        )
+
+    @with_checkpoint_view
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a checkpoint of any era, and write its masters to the model.
 
@@ -641,19 +676,20 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             TypeError, ValueError: A key is missing, or masters, state or numbers do not fit; the
                 message names group and index, and nothing is changed then.
         """
+        state_dict = as_dict("FP16_Optimizer", state_dict)
         if is_of_grad_scaler(state_dict):
-            self.loss_scaler = whole_scaler(state_dict) or self.loss_scaler
+            self._set_scaler(whole_scaler(state_dict) or self._scaler_now())
             return
         loaded = _checkpoint.read(
             state_dict,
             self.optimizer,
             self._grads.groups,
-            self.loss_scaler,
+            self._scaler_now(),
             iteration=self._iteration,
             dynamic_args=self._dynamic_args,
         )
         _inner_state.load(self.optimizer, loaded.inner)
-        self.loss_scaler = loaded.loss_scaler
+        self._set_scaler(loaded.loss_scaler)
         self._iteration = loaded.iteration
         self.overflow = loaded.overflow
         self.first_closure_call_this_step = loaded.first_closure_call_this_step
@@ -661,6 +697,7 @@ class FP16_Optimizer(OldNames, torch.optim.Optimizer):
             for master, saved in loaded.masters:
                 master.copy_(saved)
         self._grads.copy_to_model()
+        self._weights.begin()
 
 
 def _check(lists: list[list[Tensor | None]]) -> grads.Checked:

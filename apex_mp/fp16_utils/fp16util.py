@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex_mp import tensors
 from apex_mp.RNN.RNNBackend import RNNCell
 
 clip_grad_norm = nn.utils.clip_grad_norm_
@@ -103,9 +104,12 @@ def prep_param_lists(
         flat_master: Make one master, a vector, for all parameters [False].
 
     Raises:
-        TypeError: `flat_master` is asked for and the parameters are of several dtypes.
+        TypeError: `flat_master` is asked for and the parameters are of several dtypes; or there can
+            be no float32 master of one.
     """
-    model_params = [param for param in model.parameters() if param.requires_grad]
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    model_params = [*named.values()]
+    tensors.check_params("prep_param_lists", 0, model_params, tensors.not_readable, [*named])
     if not flat_master:
         masters = [Parameter(param.detach().clone().float()) for param in model_params]
         return model_params, masters

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from apex_mp._state_checks import as_dict
 from apex_mp.loss_scale import (
     FLOAT32_SMALLEST_NORMAL,
     FP16_UTILS_PRESET,
@@ -60,6 +61,7 @@ class _ScalesLoss:
             TypeError, ValueError: A key is missing or unknown, or a value is out of range; the
                 scaler is then as before.
         """
+        state_dict = as_dict(type(self).__name__, state_dict)
         missing = [name for name in self._required if name not in state_dict]
         unknown = [name for name in state_dict if name not in self._required + self._optional]
         if missing or unknown:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Lists = Sequence[Sequence[Tensor]]
+from apex_mp import tensors
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Lists = Sequence[Sequence[Tensor]]
 
 
 def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> None:
@@ -33,23 +33,23 @@ def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> Non
             f"{function}: tensor_lists holds {len(tensor_lists)} lists; "
             f"it must hold {len(names)}: {', '.join(names)}"
         )
-    for name, tensors in zip(names, tensor_lists, strict=True):
-        if not isinstance(tensors, (list, tuple)):
+    for name, given in zip(names, tensor_lists, strict=True):
+        if not isinstance(given, (list, tuple)):
             raise TypeError(
-                f"{function}: {name} is a {type(tensors).__name__}; it must be a list of tensors"
+                f"{function}: {name} is a {type(given).__name__}; it must be a list of tensors"
             )
-        for index, tensor in enumerate(tensors):
+        for index, tensor in enumerate(given):
             check_tensor(function, f"{name}[{index}]", tensor)
     first, *others = tensor_lists
     if not first:
         raise RuntimeError(f"{function}: {names[0]} is empty; it must hold a tensor at least")
-    for name, tensors in zip(names[1:], others, strict=True):
-        if len(tensors) != len(first):
+    for name, given in zip(names[1:], others, strict=True):
+        if len(given) != len(first):
             raise RuntimeError(
-                f"{function}: {name} holds {len(tensors)} tensors, {names[0]} holds {len(first)}; "
+                f"{function}: {name} holds {len(given)} tensors, {names[0]} holds {len(first)}; "
                 "they must be as many"
             )
-        for index, (tensor, reference) in enumerate(zip(tensors, first, strict=True)):
+        for index, (tensor, reference) in enumerate(zip(given, first, strict=True)):
             if tensor.numel() != reference.numel():
                 raise RuntimeError(
                     f"{function}: {name}[{index}] has {tensor.numel()} elements, "
@@ -62,17 +62,13 @@ def check_tensor(function: str, name: str, tensor: Any) -> None:
 
     Raises:
         TypeError: It is no tensor.
-        RuntimeError: It is of another dtype, or has no memory.
+        RuntimeError: It is of another dtype, or its memory does not hold its numbers.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it must be a tensor")
-    if tensor.dtype not in _DTYPES:
-        raise RuntimeError(
-            f"{function}: {name} is of {tensor.dtype}; it must be of "
-            f"{', '.join(map(str, _DTYPES[:-1]))} or {_DTYPES[-1]}"
-        )
-    if tensor.is_meta:
-        raise RuntimeError(f"{function}: {name} is on meta; it must be on the CPU or a GPU")
+    reason = tensors.not_readable(tensor)
+    if reason is not None:
+        raise RuntimeError(f"{function}: {name} {reason}")
 
 
 @contextlib.contextmanager

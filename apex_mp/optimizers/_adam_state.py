@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from apex_mp import grads as _grads
+from apex_mp import tensors
+from apex_mp._state_checks import check_optimizer_state
 from apex_mp.optimizers._kept import Kept
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,6 +71,7 @@ def adapt(
         RuntimeError: It was saved with amsgrad.
         TypeError, ValueError: A parameter's state is not that of Adam, or of another shape.
     """
+    check_optimizer_state("FusedAdam", saved)
     saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
     for saved_group in saved_groups:
         check_amsgrad(saved_group)
@@ -111,6 +114,9 @@ def _adapt_state(
                 f"FusedAdam.load_state_dict: state[{index}]['{key}'] is of type {kind}; "
                 "it must be a floating tensor"
             )
+        reason = tensors.no_numbers(value)
+        if reason is not None:
+            raise TypeError(f"FusedAdam.load_state_dict: state[{index}]['{key}'] {reason}")
         if value.shape != param.shape:
             raise ValueError(
                 f"FusedAdam.load_state_dict: state[{index}]['{key}'] has shape "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -56,10 +56,18 @@ class Part:
             return None
         return [_some(one, here) for one, here in zip(lists, self._indices, strict=True)]
 
-    def read(self, state: dict[Any, Any], scale: float | Tensor, norms: Norms | None) -> Places:
+    def read(
+        self,
+        state: dict[Any, Any],
+        scale: float | Tensor,
+        norms: Norms | None,
+        unscale: Sequence[torch.dtype] = (),
+    ) -> Places:
         """Have the plan read its part; return places in the whole groups, and raise with those."""
         try:
-            needs = self.plan.read(self.groups, state, scale=scale, norms=norms, **self._lists)
+            needs = self.plan.read(
+                self.groups, state, scale=scale, norms=norms, unscale=unscale, **self._lists
+            )
         except (RuntimeError, TypeError) as error:
             error.args = (re.sub(r"\[(\d+)\]\[(\d+)\]", self._name, str(error)),)
             raise

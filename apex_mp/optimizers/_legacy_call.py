@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from apex_mp._step_request import Groups, Lists, StepRequest
@@ -35,21 +36,36 @@ def scaling(
 
 def request(
     who: str,
+    optimizer: Any,
     grads: Iterable[Any] | StepRequest | None,
     output_params: Iterable[Any] | None,
     grad_norms: Iterable[float | Tensor] | None,
-    groups: Groups,
 ) -> StepRequest:
     """Return the arguments of the legacy call as a request; one that is a request is returned."""
     if isinstance(grads, StepRequest):
         return grads
+    groups: Groups = optimizer.param_groups
+    in_grad_scaler = getattr(optimizer, "grad_scale", None) is not None
     return StepRequest(
         grads=None if grads is None else _per_group(who, "grads", grads, groups),
         copies=None
         if output_params is None
         else _per_group(who, "output_params", output_params, groups),
         norms=None if grad_norms is None else _norm_per_group(who, grad_norms, groups),
+        unscale=_UNSCALED[optimizer.unscale_grads] if in_grad_scaler else (),
     )
+
+
+# By the option `unscale_grads`: the dtypes of gradients that a step inside GradScaler unscales in
+# place. Unscaled, small gradients would underflow in float16.
+_WIDE = (torch.float32, torch.bfloat16, torch.float64)
+_UNSCALED = {None: _WIDE, True: (*_WIDE, torch.float16), False: ()}
+
+
+def check_unscale_grads(who: str, value: Any) -> None:
+    """Raise a TypeError unless `unscale_grads` is True, False or None."""
+    if not (value is None or isinstance(value, bool)):
+        raise TypeError(f"{who}: unscale_grads is {value!r}; it must be True, False or None")
 
 
 def _norm_per_group(

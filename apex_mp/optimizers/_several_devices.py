@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class Outcome:
     found_inf: bool
     norms: list[float]
     is_known: bool = True
-    # Nobody has asked which parameters they are.
+    # Which parameters they are is not known.
     nonfinite_rows: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -45,6 +46,7 @@ class SeveralDevices:
         self._parts: list[Part] = []
         self._state: dict[Any, Any] = {}
         self._scale: float | Tensor = 1.0
+        self._unscale: Sequence[torch.dtype] = ()
         self._norms: Norms = []
 
     def read(
@@ -57,6 +59,7 @@ class SeveralDevices:
         copies: Lists | None,
         scale: float | Tensor,
         norms: Norms | None,
+        unscale: Sequence[torch.dtype] = (),
     ) -> Places:
         """As `_C.AdamPlan.read`. `can_run` is False afterwards where one such plan can step all.
 
@@ -69,16 +72,20 @@ class SeveralDevices:
         if len(parts) > 1:
             _refuse_capture(parts)
         try:
-            needs = [place for part in parts for place in part.read(state, scale, norms)]
+            self._state, self._scale, self._unscale = state, scale, unscale
+            needs = [place for part in parts for place in self._read(part, norms)]
             self._parts = [part for part in parts if part.has_kernels()]
         except BaseException:
             self._forget()
             raise
         self._plans = {part.device: part.plan for part in parts}
-        self._state, self._scale, self._norms = state, scale, norms or [None] * len(param_groups)
+        self._norms = norms or [None] * len(param_groups)
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts)
         return sorted(needs)
+
+    def _read(self, part: Part, norms: Norms | None) -> Places:
+        return part.read(self._state, self._scale, norms, self._unscale)
 
     def run(
         self,
@@ -178,10 +185,10 @@ class SeveralDevices:
             norms = [*self._norms]
             for number in self._groups_to_measure():
                 norms[number] = here[-1 if clip_by_global_norm else number + 1]
-            part.read(self._state, self._scale, norms)
+            self._read(part, norms)
 
     def _let_go(self) -> None:
-        self._parts, self._state, self._scale, self._norms = [], {}, 1.0, []
+        self._parts, self._state, self._scale, self._unscale, self._norms = [], {}, 1.0, (), []
 
     def _forget(self) -> None:
         """After a refusal: a plan that has read something would keep it alive."""

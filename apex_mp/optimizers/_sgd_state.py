@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp import tensors
+from apex_mp._state_checks import check_optimizer_state
 from apex_mp.optimizers._kept import Kept
 
 BUFFER = "momentum_buffer"
@@ -35,6 +37,7 @@ def adapt(
         TypeError, ValueError: A parameter's state is not that of SGD, or of another shape; or it
             was saved with maximize.
     """
+    check_optimizer_state("FusedSGD", saved)
     saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
     for number, saved_group in enumerate(saved_groups):
         if saved_group.get("maximize"):
@@ -69,6 +72,9 @@ def _adapt_state(index: Any, state: Mapping[str, Any], param: Tensor) -> dict[st
     if not (torch.is_tensor(buffer) and buffer.is_floating_point()):
         kind = buffer.dtype if torch.is_tensor(buffer) else type(buffer).__name__
         raise TypeError(f"{where}['{BUFFER}'] is of type {kind}; it must be a floating tensor")
+    reason = tensors.no_numbers(buffer)
+    if reason is not None:
+        raise TypeError(f"{where}['{BUFFER}'] {reason}")
     if buffer.shape != param.shape:
         raise ValueError(
             f"{where}['{BUFFER}'] has shape {[*buffer.shape]}, its parameter {[*param.shape]}; "

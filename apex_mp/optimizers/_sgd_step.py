@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _ops, device_scale
+from apex_mp import _ops, device_scale, tensors
 from apex_mp import grads as _grads
 from apex_mp._step_request import StepRequest
 from apex_mp.optimizers import _device_part
@@ -17,10 +17,8 @@ from apex_mp.optimizers._several_devices import Outcome, is_capturing
 from apex_mp.optimizers._sgd_state import BUFFER
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
-# One that the host knows, or a 0-dim float64 tensor on a device that nobody waits for.
+# One that the host knows, or a 0-dim float64 tensor on a device that the host does not wait for.
 Number: TypeAlias = float | Tensor
-
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Row:
     Attributes:
         param: The parameter, or a master.
         grad: Its gradient, which lies in memory as it does.
+        writes_grad: Whether a step that is not skipped unscales the gradient in place.
+        original: The caller's gradient: `grad` itself, or where `grad` is written back to.
         scaled: Whether the loss scale has scaled the gradient.
         copy: Where the new parameter is also written.
         group: Number of the parameter group.
@@ -39,6 +39,8 @@ class Row:
 
     param: Tensor
     grad: Tensor
+    writes_grad: bool
+    original: Tensor
     scaled: bool
     copy: Tensor | None
     group: int
@@ -67,15 +69,58 @@ def read(
             row = Row(
                 param,
                 _grads.lie_as(grad, param),
+                scaled and grad.dtype in request.unscale,
+                grad,
                 scaled,
                 None if request.copies is None else request.copies[number][index],
                 number,
                 index,
                 _device_part.device_of(param),
             )
+            if row.writes_grad and _is_expanded(grad):
+                raise RuntimeError(
+                    f"FusedSGD: elements of a gradient with strides {[*grad.stride()]} share "
+                    "memory, so it cannot be unscaled in place; clone() it or construct the "
+                    "optimizer with unscale_grads=False"
+                )
             _check(row, state.get(param, {}).get(BUFFER) if group["momentum"] else None)
             rows.append(row)
+    if request.unscale:
+        _separate_shared_grads(rows)
     return rows, without_grad
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _separate_shared_grads(rows: list[Row]) -> None:
+    """Let only the first of the rows that share a gradient write it; the others read a copy.
+
+    Raises:
+        RuntimeError: Gradients overlap otherwise.
+    """
+    writers = [
+        (str(row.device), row.grad.data_ptr(), number)
+        for number, row in enumerate(rows)
+        if row.writes_grad and row.grad.numel()
+    ]
+    last = ("", 0, 0)
+    for device, begin, number in sorted(writers):
+        row = rows[number]
+        end = begin + row.grad.nbytes
+        if device != last[0] or begin >= last[2]:
+            last = (device, begin, end)
+        elif (device, begin, end) == last:
+            rows[number] = dataclasses.replace(row, grad=row.grad.clone(), writes_grad=False)
+        else:
+            raise RuntimeError(
+                "FusedSGD: two gradients overlap in memory without being the same, so they cannot "
+                "be unscaled in place; clone() one of them or construct the optimizer with "
+                "unscale_grads=False"
+            )
 
 
 def _gradient(
@@ -91,23 +136,22 @@ def _gradient(
 
 def _check(row: Row, buffer: Any) -> None:
     param = row.param
+    if tensors.is_usual(param) and all(
+        peer is None or _is_usual_peer(peer, param) for peer in (row.grad, row.copy, buffer)
+    ):
+        return
     place = f"[{row.group}][{row.index}]"
-    _check_floating("params" + place, param)
-    if not _is_dense(param):
-        raise RuntimeError(
-            f"FusedSGD: params{place} has sizes {[*param.shape]} and strides {[*param.stride()]}; "
-            "its elements must lie in memory without gaps or overlap, make it contiguous()"
-        )
+    _refuse("params" + place, tensors.not_steppable(param))
     peers = {"grads": row.grad, "output_params": row.copy, BUFFER + "s": buffer}
     for name, peer in peers.items():
         if not torch.is_tensor(peer):
             continue
-        _check_floating(name + place, peer)
         if peer.device != param.device:
             raise RuntimeError(
                 f"FusedSGD: {name}{place} is on {peer.device}, params{place} on {param.device}; "
                 "they must be on one device"
             )
+        _refuse(name + place, tensors.not_readable(peer))
         if peer.stride() == param.stride() and peer.shape == param.shape:
             continue
         laid_anew = peer is buffer and peer.shape == param.shape
@@ -120,25 +164,13 @@ def _check(row: Row, buffer: Any) -> None:
             )
 
 
-def _check_floating(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _FLOATING:
-        raise RuntimeError(
-            f"FusedSGD: {name} is of dtype {tensor.dtype}; it must be float16, bfloat16, float32 "
-            "or float64"
-        )
+def _is_usual_peer(peer: Any, param: Tensor) -> bool:
+    return tensors.is_usual(peer) and peer.shape == param.shape and peer.device == param.device
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory without gaps or overlap, in any order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise RuntimeError(f"FusedSGD: {name} {reason}")
 
 
 def host_waits_for(device: torch.device) -> bool:
@@ -192,7 +224,7 @@ class Measured:
     order: list[int]
 
     def told(self, skip: Tensor) -> Tensor:
-        """Return all that the host may be told of a step, as one vector."""
+        """Return all that the host may read of a step, as one vector."""
         return torch.cat([skip.double().view(1), self.norms[:-1], self.nonfinite])
 
     def reader(self) -> Callable[[Tensor], Outcome]:
@@ -248,12 +280,43 @@ def _norms(rows: Sequence[Row], of_each: Tensor, groups: int) -> Tensor:
     return torch.stack(torch._foreach_norm(torch.split(of_each, sizes)))
 
 
-def clip_divisor(norm: Number, max_norm: float) -> Number:
-    """What gradients of this norm are divided by; the rule of csrc/math/clip.h."""
+def _clip_divisor(norm: Number, max_norm: float) -> Number:
+    """What gradients of this norm are divided by: the rule of csrc/math/clip.h."""
     excess = (norm + 1e-6) / max_norm
     if isinstance(excess, Tensor):
         return torch.where(excess <= 1.0, 1.0, excess)  # A norm that is NaN stays NaN.
     return 1.0 if excess <= 1.0 else excess
+
+
+def must_measure(groups: Groups, request: StepRequest) -> bool:
+    """Tell whether a group is clipped by a norm that was not given."""
+    norms = request.norms or [None] * len(groups)
+    return any(
+        group["max_grad_norm"] > 0.0 and norm is None
+        for group, norm in zip(groups, norms, strict=True)
+    )
+
+
+def clip_divisors(
+    groups: Groups,
+    request: StepRequest,
+    scale: Number,
+    measured: Sequence[Number],
+    home: torch.device,
+) -> list[Number]:
+    """Return what each group's gradients are divided by to clip them."""
+    divisors: list[Number] = []
+    for number, group in enumerate(groups):
+        if not group["max_grad_norm"] > 0.0:
+            divisors.append(1.0)
+            continue
+        given = None if request.norms is None else request.norms[number]
+        if given is not None:
+            norm = number_on(home, given) / scale
+        else:
+            norm = measured[-1 if request.clip_by_global_norm else number]
+        divisors.append(_clip_divisor(norm, group["max_grad_norm"]))
+    return divisors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,10 +334,18 @@ class Factors:
     def of(self, row: Row) -> Tensor:
         """The factor for a gradient, on the CPU or on the parameter's device."""
         divisor = self.divisors[row.group]
-        factor = 1.0 / (divisor * self.scale if row.scaled else divisor)
-        if isinstance(factor, Tensor):
-            return device_scale.bring(factor, row.device)
-        return torch.tensor(factor, dtype=torch.float64, device="cpu")
+        return _reciprocal(divisor * self.scale if row.scaled else divisor, row.device)
+
+    def unscale(self, device: torch.device) -> Tensor:
+        """The factor that unscales a gradient and does not clip it."""
+        return _reciprocal(self.scale, device)
+
+
+def _reciprocal(number: Number, device: torch.device) -> Tensor:
+    factor = 1.0 / number
+    if isinstance(factor, Tensor):
+        return device_scale.bring(factor, device)
+    return torch.tensor(factor, dtype=torch.float64, device="cpu")
 
 
 def take(
@@ -298,11 +369,11 @@ def take(
     calls: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         is_fresh = bool(groups[row.group]["momentum"]) and row.param in fresh
-        key = (row.device, row.group, row.scaled, row.copy is not None, is_fresh)
+        key = (row.device, row.group, row.scaled, row.copy is not None, is_fresh, row.writes_grad)
         calls.setdefault(key, []).append(row)
     # The CPU keeps the host busy: others begin before it.
     in_order = sorted(calls.items(), key=lambda call: call[0][0].type == "cpu")
-    for (device, number, _, has_copies, is_fresh), here in in_order:
+    for (device, number, _, has_copies, is_fresh, writes_grads), here in in_order:
         group = groups[number]
         momentum = float(group["momentum"])
         _ops.sgd_(
@@ -319,7 +390,12 @@ def take(
             weight_decay=float(group["weight_decay"]),
             nesterov=bool(group["nesterov"]),
             wd_after_momentum=bool(group["wd_after_momentum"]),
+            unscaled_grads=[row.grad for row in here] if writes_grads else None,
+            unscale_factor=factors.unscale(device) if writes_grads else None,
         )
+        for row in here:
+            if writes_grads and row.original is not row.grad:
+                row.original.copy_(row.grad)
 
 
 def _as_number(value: float | Tensor, device: torch.device) -> Tensor:

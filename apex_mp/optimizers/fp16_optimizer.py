@@ -8,6 +8,7 @@ from typing import Any
 from apex_mp import fp16_utils
 from apex_mp.loss_scale import FUSED_PRESET
 from apex_mp.master import MasterGroup
+from apex_mp.parallel.checkpoint_view import with_checkpoint_view
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
@@ -28,6 +29,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
         kind = "dynamic" if self.dynamic_loss_scale else "static"
         return f"\nGrad overflow on iteration {iteration}\nUsing {kind} loss scale of {scale}"
 
+    @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs, as tensors and plain values.
 
@@ -36,13 +38,17 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
         `scale_factor` and `scale_window`, and `optimizer_state_dict`, `fp32_groups_flat` (masters,
         a vector a group).
         """
-        state: dict[str, Any] = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
+        return {
+            **self._scale_state(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_groups_flat": [flat.detach().clone() for flat in self.fp32_groups_flat],
         }
-        if self.dynamic_loss_scale:
-            state |= self.loss_scaler.state_dict()
-        state["optimizer_state_dict"] = self.optimizer.state_dict()
-        state["fp32_groups_flat"] = [flat.detach().clone() for flat in self.fp32_groups_flat]
-        return state
+
+    def _scale_state(self) -> dict[str, Any]:
+        scaler = self._scaler_now().state_dict() if self.dynamic_loss_scale else {}
+        return {
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "cur_scale": self._scaler_now().cur_scale,
+            "cur_iter": self.cur_iter,
+            **scaler,
+        }

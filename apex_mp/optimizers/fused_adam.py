@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _C
+from apex_mp import _C, _options, tensors
+from apex_mp._state_checks import as_dict
 from apex_mp._step_request import Lists, Outcome, StepRequest
 from apex_mp.optimizers import _adam_state, _kept, _legacy_call
 from apex_mp.optimizers._several_devices import SeveralDevices
@@ -25,7 +26,7 @@ class FusedAdam(torch.optim.Optimizer):
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these
     dtypes. Moments and math are float32, for float64 parameters float64. Inside
     `torch.amp.GradScaler` the unscaling is part of the same pass, and float16 gradients are
-    welcome, as long as nobody calls `scaler.unscale_`.
+    allowed unless `scaler.unscale_` is called.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
@@ -43,12 +44,17 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: No effect: a step can be captured in a CUDA graph anyway, after one outside of
             the capture, if all parameters are on one device; see `refresh_hyperparameters` [False].
         master_weights: Keep a float32 master of each float16 and bfloat16 parameter in
-            `state[p]["master_param"]`, step it, and write the parameter in the same pass. Whoever
-            loads other weights into the model must drop the masters too [False].
+            `state[p]["master_param"]`, step it, and write the parameter in the same pass. After
+            loading other weights into the model, drop the masters too [False].
         maximize: Maximise the objective instead of minimising it [False].
+        unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
+            `.grad` in place, as torch's fused optimizers do. None unscales all but float16
+            gradients, in which small numbers would underflow [None].
 
     Raises:
         RuntimeError: `amsgrad` is asked for.
+        TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
+            hyperparameter is no number.
         ValueError: A hyperparameter is out of range.
     """
 
@@ -57,6 +63,7 @@ class FusedAdam(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # FP16_Optimizer need not copy masters to the model after step(output_params=...).
     _writes_output_params = True
+    unscale_grads: bool | None = None  # for optimizers pickled before the option existed
     _plan: _Plan
 
     def __init__(
@@ -76,6 +83,7 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
         master_weights: bool = False,
         maximize: bool = False,
+        unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -91,6 +99,8 @@ class FusedAdam(torch.optim.Optimizer):
             "master_weights": master_weights,
         }
         _check_hyperparameters(defaults)
+        _legacy_call.check_unscale_grads("FusedAdam", unscale_grads)
+        self.unscale_grads = unscale_grads
         super().__init__(params, defaults)
 
     @property
@@ -103,10 +113,14 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: `amsgrad` is asked for.
+            TypeError: The operators cannot step a parameter: its dtype, layout or class.
             ValueError: A hyperparameter is out of range.
         """
         if isinstance(param_group, dict):  # torch says so otherwise
             _check_hyperparameters({**self.defaults, **param_group})
+        params, names = tensors.listed(param_group)
+        number = len(self.param_groups)
+        tensors.check_params("FusedAdam", number, params, tensors.not_steppable, names)
         super().add_param_group(param_group)
 
     # Traced, it would be compiled anew for every value of lr, and never faster. Not by
@@ -148,9 +162,7 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = _legacy_call.scaling("FusedAdam", self, scale, grads)
-        request = _legacy_call.request(
-            "FusedAdam", grads, output_params, grad_norms, self.param_groups
-        )
+        request = _legacy_call.request("FusedAdam", self, grads, output_params, grad_norms)
         with torch.no_grad():
             self._step_by_plan(request, scale, found_inf)
         return loss
@@ -202,6 +214,7 @@ class FusedAdam(torch.optim.Optimizer):
             copies=request.copies,
             scale=scale,
             norms=request.norms,
+            unscale=request.unscale,
         )
 
     def refresh_hyperparameters(self) -> None:
@@ -224,7 +237,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _undo(self, before: dict[Tensor, dict[str, Any] | None]) -> Callable[[], None]:
-        """Return what takes back state that a step has made, as long as nobody has used it."""
+        """Return a function that removes the state a step has made, unless it has been used."""
         made = {param: self.state[param] for param in before}
         steps = self._steps_taken
         weak = weakref.ref(self)
@@ -276,9 +289,12 @@ class FusedAdam(torch.optim.Optimizer):
         # As a hook it sees what the user's hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(adapt)
         try:
-            super().load_state_dict(dict(state_dict))
+            super().load_state_dict(as_dict("FusedAdam", state_dict))
         finally:
             handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "unscale_grads": self.unscale_grads}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _kept.unpack(state["state"])})
@@ -308,15 +324,13 @@ def _check_hyperparameters(group: Mapping[str, Any]) -> None:
             f"FusedAdam: bias_correction is {group['bias_correction']}; it must be True or False. "
             "Betas are given as betas="
         )
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"FusedAdam: lr is a tensor of {lr.numel()} elements; it must have 1")
-    # A tensor lr may live on a GPU; looking at it would make the host wait.
-    numbers = {"eps": group["eps"], "weight_decay": group["weight_decay"]}
-    numbers |= {} if isinstance(lr, Tensor) else {"lr": lr}
-    numbers |= {"max_grad_norm": group["max_grad_norm"]}
-    for name, value in numbers.items():
-        if not value >= 0.0:
-            raise ValueError(f"FusedAdam: {name} is {value}; it must be 0 or more")
-    if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise ValueError(f"FusedAdam: betas is {group['betas']}; it must be two numbers in [0, 1)")
+    _options.check_lr("FusedAdam", group["lr"])
+    for name in ("eps", "weight_decay", "max_grad_norm"):
+        _options.check_number("FusedAdam", name, group[name], at_least=0.0)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)):
+        raise TypeError(f"FusedAdam: betas is {betas!r}; it must be two numbers in [0, 1)")
+    for beta in betas:
+        _options.check_number("FusedAdam", "one of betas", beta)
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"FusedAdam: betas is {betas}; it must be two numbers in [0, 1)")

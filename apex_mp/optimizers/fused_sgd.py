@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from apex_mp import _options, tensors
 from apex_mp import grads as _grads
+from apex_mp._state_checks import as_dict
 from apex_mp._step_request import StepRequest
 from apex_mp.device_scale import bring
 from apex_mp.optimizers import _kept, _legacy_call, _sgd_state, _sgd_step
 from apex_mp.optimizers._several_devices import Outcome, as_flag
 from apex_mp.optimizers._sgd_state import BUFFER
-from apex_mp.optimizers._sgd_step import Factors, Groups, Measured, Number, Row
+from apex_mp.optimizers._sgd_step import Factors, Measured, Number, Row
 
 Rows: TypeAlias = Sequence[Row]
 
@@ -28,26 +30,30 @@ class FusedSGD(torch.optim.Optimizer):
     other way round. Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on
     several devices; gradients of any of these dtypes. Momentum buffers and math are float32, for
     float64 parameters float64. Inside `torch.amp.GradScaler` the unscaling is part of the same
-    pass, and float16 gradients are welcome, as long as nobody calls `scaler.unscale_`. A captured
+    pass, and float16 gradients are allowed unless `scaler.unscale_` is called. A captured
     CUDA graph keeps the options of its capture, but for an lr that is a tensor on the GPU.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
         lr: Learning rate, a float or a tensor of one element; needed here or in every group.
         momentum: Decay of the momentum buffers, not negative; 0 keeps none [0].
-        dampening: What a gradient lacks of its full weight in the buffer, but for a parameter's
-            first one [0].
+        dampening: Dampening of the momentum; not applied to a parameter's first gradient [0].
         weight_decay: Decay factor, not negative [0].
         nesterov: Step along the gradient plus momentum times buffer; needs momentum and no
             dampening [False].
         wd_after_momentum: Decay the weights themselves instead of adding L2 to the gradient
             [False].
-        materialize_master_grads: No effect: a master's gradient is made when somebody looks at it
+        materialize_master_grads: No effect: a master's gradient is materialized when it is read
             [True].
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
+        unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
+            `.grad` in place, as torch's fused optimizers do. None unscales all but float16
+            gradients, in which small numbers would underflow [None].
 
     Raises:
+        TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
+            hyperparameter is no number.
         ValueError: A hyperparameter is out of range, or a group has no lr.
     """
 
@@ -56,6 +62,7 @@ class FusedSGD(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # FP16_Optimizer need not copy masters to the model after step(output_params=...).
     _writes_output_params = True
+    unscale_grads: bool | None = None  # for optimizers pickled before the option existed
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class FusedSGD(torch.optim.Optimizer):
         set_grad_none: bool = False,
         *,
         max_grad_norm: float = 0.0,
+        unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -84,6 +92,8 @@ class FusedSGD(torch.optim.Optimizer):
         _check_nesterov(defaults)
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
+        _legacy_call.check_unscale_grads("FusedSGD", unscale_grads)
+        self.unscale_grads = unscale_grads
         super().__init__(params, defaults)
 
     @property
@@ -95,12 +105,16 @@ class FusedSGD(torch.optim.Optimizer):
         """Add a group; options it lacks are the constructor's.
 
         Raises:
+            TypeError: The operators cannot step a parameter: its dtype, layout or class.
             ValueError: A hyperparameter is out of range, or there is no lr.
         """
         if isinstance(param_group, dict):  # torch says so otherwise
             whole = {**self.defaults, **param_group}
             _check_hyperparameters(whole)
             _check_nesterov(whole)
+        params, names = tensors.listed(param_group)
+        number = len(self.param_groups)
+        tensors.check_params("FusedSGD", number, params, tensors.not_steppable, names)
         super().add_param_group(param_group)
 
     # Traced, it would be compiled anew for every value of lr, and never faster. Not by
@@ -143,9 +157,7 @@ class FusedSGD(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = _legacy_call.scaling("FusedSGD", self, scale, grads)
-        request = _legacy_call.request(
-            "FusedSGD", grads, output_params, grad_norms, self.param_groups
-        )
+        request = _legacy_call.request("FusedSGD", self, grads, output_params, grad_norms)
         with torch.no_grad():
             request.outcome = self._step(request, scale, found_inf)
         return loss
@@ -157,7 +169,7 @@ class FusedSGD(torch.optim.Optimizer):
     ) -> Outcome:
         groups = self.param_groups
         for group in groups:
-            _check_hyperparameters(group)
+            _check_numbers(group)
         rows, request.without_grad = _sgd_step.read(request, groups, self.state)
         home = _sgd_step.home_of(rows)
         waits = _sgd_step.host_waits_for(home)
@@ -165,7 +177,7 @@ class FusedSGD(torch.optim.Optimizer):
         skip = None if found_inf is None else as_flag(found_inf, "FusedSGD")
         measured: Measured | None = None
         norms: Sequence[Number] = []
-        if request.check or _must_measure(groups, request):
+        if request.check or _sgd_step.must_measure(groups, request):
             measured = _sgd_step.measure(rows, len(groups), there, home)
             norms = measured.norms.tolist() if waits else measured.norms.unbind()
             if request.check:  # Then found_inf was not given.
@@ -176,7 +188,7 @@ class FusedSGD(torch.optim.Optimizer):
                 _update(request, told)
                 return Outcome(True, _known(norms))
             skip = None
-        divisors = _divisors(groups, request, there, norms, home)
+        divisors = _sgd_step.clip_divisors(groups, request, there, norms, home)
         made = self._take(rows, Factors(there, divisors), skip)
         _update(request, told)
         if skip is None:
@@ -207,7 +219,7 @@ class FusedSGD(torch.optim.Optimizer):
         sent: Tensor,
         read: Callable[[Tensor], Outcome],
     ) -> Outcome:
-        """Have the host hear of a step now, or later."""
+        """Return the outcome of a step: read now, or left for the host to read later."""
         if not request.wait:
             request.sent, request.read = sent, read
             if made:
@@ -231,7 +243,7 @@ class FusedSGD(torch.optim.Optimizer):
         return fresh
 
     def _holds(self, param: Tensor, buffer: Tensor) -> bool:
-        """Whether a buffer is still that of a parameter; somebody may have loaded another."""
+        """Whether a buffer is still that of a parameter; another may have been loaded."""
         return self.state.get(param, {}).get(BUFFER) is buffer
 
     def _make_buffers(self, rows: Rows) -> dict[Tensor, Tensor]:
@@ -311,49 +323,18 @@ class FusedSGD(torch.optim.Optimizer):
         # As a hook it sees what the user's hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(adapt)
         try:
-            super().load_state_dict(dict(state_dict))
+            super().load_state_dict(as_dict("FusedSGD", state_dict))
         finally:
             handle.remove()
         self._fresh.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         self._drop_fresh_buffers()
-        own = ("materialize_master_grads", "set_grad_none")
+        own = ("materialize_master_grads", "set_grad_none", "unscale_grads")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _kept.unpack(state["state"])})
-
-
-def _must_measure(groups: Groups, request: StepRequest) -> bool:
-    """Whether a group is clipped by a norm that was not given."""
-    norms = request.norms or [None] * len(groups)
-    return any(
-        group["max_grad_norm"] > 0.0 and norm is None
-        for group, norm in zip(groups, norms, strict=True)
-    )
-
-
-def _divisors(
-    groups: Groups,
-    request: StepRequest,
-    scale: Number,
-    measured: Sequence[Number],
-    home: torch.device,
-) -> list[Number]:
-    """What each group's gradients are divided by to clip them."""
-    divisors: list[Number] = []
-    for number, group in enumerate(groups):
-        if not group["max_grad_norm"] > 0.0:
-            divisors.append(1.0)
-            continue
-        given = None if request.norms is None else request.norms[number]
-        if given is not None:
-            norm = _sgd_step.number_on(home, given) / scale
-        else:
-            norm = measured[-1 if request.clip_by_global_norm else number]
-        divisors.append(_sgd_step.clip_divisor(norm, group["max_grad_norm"]))
-    return divisors
 
 
 def _update(request: StepRequest, found_inf: Tensor | None) -> None:
@@ -369,16 +350,20 @@ def _known(norms: Sequence[Number]) -> list[float]:
 
 
 def _check_hyperparameters(group: Mapping[str, Any]) -> None:
-    numbers = {name: group[name] for name in ("momentum", "weight_decay", "max_grad_norm")}
     lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"FusedSGD: lr is a tensor of {lr.numel()} elements; it must have 1")
-    # A tensor lr may live on a GPU; looking at it would make the host wait.
-    if not isinstance(lr, Tensor) and lr is not required:
-        numbers["lr"] = lr
-    for name, value in numbers.items():
-        if not value >= 0.0:
-            raise ValueError(f"FusedSGD: {name} is {value}; it must be 0 or more")
+    if lr is required:  # torch refuses a group that has none either
+        group = {**group, "lr": 0.0}
+    else:
+        _options.check_lr("FusedSGD", lr)
+    _check_numbers(group)
+
+
+def _check_numbers(group: Mapping[str, Any]) -> None:
+    """Check all but the range of lr: past a schedule's end it may be negative, as in torch."""
+    _options.check_type("FusedSGD", "lr", group["lr"])
+    for name in ("momentum", "weight_decay", "max_grad_norm"):
+        _options.check_number("FusedSGD", name, group[name], at_least=0.0)
+    _options.check_number("FusedSGD", "dampening", group["dampening"])
 
 
 def _check_nesterov(group: Mapping[str, Any]) -> None:

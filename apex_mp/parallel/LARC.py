@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp import tensors
+from apex_mp._options import check_number
+from apex_mp.parallel.checkpoint_view import with_checkpoint_view
+
 
 class LARC(torch.optim.Optimizer):
     """Scale each gradient so that the step has a fixed ratio to its parameter's norm.
@@ -27,7 +31,7 @@ class LARC(torch.optim.Optimizer):
         eps: Added to the denominator [1e-8].
 
     Raises:
-        TypeError: `optimizer` is not an optimizer.
+        TypeError: `optimizer` is not an optimizer, or a hyperparameter is no number.
         ValueError: `trust_coefficient` or `eps` is below 0.
     """
 
@@ -44,8 +48,7 @@ class LARC(torch.optim.Optimizer):
                 f"LARC: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
-            if not value >= 0:
-                raise ValueError(f"LARC: {name} is {value}; it must be at least 0")
+            check_number("LARC", name, value, at_least=0.0)
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip
@@ -56,11 +59,16 @@ class LARC(torch.optim.Optimizer):
 
         Args:
             closure: Called once, before that; what it returns is returned [None].
+
+        Raises:
+            RuntimeError: A gradient is sparse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for number, group in enumerate(self.param_groups):
+            _refuse_sparse_grads(number, group["params"])
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         with torch.no_grad():
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -79,6 +87,9 @@ class LARC(torch.optim.Optimizer):
             grad = param.grad
             if grad is None:
                 continue
+            dense = tensors.writable(grad)
+            if dense is not grad:
+                grad = param.grad = dense
             param_norm, grad_norm = _norm(param), _norm(grad)
             rate = (
                 self.trust_coefficient
@@ -101,6 +112,7 @@ class LARC(torch.optim.Optimizer):
         return False  # found_inf is for who steps; the gradients would be scaled before.
 
     @property
+    @with_checkpoint_view
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer inside."""
         groups: list[dict[str, Any]] = self.optim.param_groups
@@ -111,6 +123,7 @@ class LARC(torch.optim.Optimizer):
         self.optim.param_groups = groups
 
     @property
+    @with_checkpoint_view
     def state(self) -> Any:
         """The state of the optimizer inside."""
         return self.optim.state
@@ -141,11 +154,13 @@ class LARC(torch.optim.Optimizer):
         """Add a group to the optimizer inside."""
         self.optim.add_param_group(param_group)
 
+    @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict of the optimizer inside."""
         state: dict[str, Any] = self.optim.state_dict()
         return state
 
+    @with_checkpoint_view
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the optimizer inside."""
         self.optim.load_state_dict(state_dict)
@@ -168,8 +183,17 @@ class _Module(ModuleType):
 sys.modules[__name__].__class__ = _Module
 
 
+def _refuse_sparse_grads(number: int, params: list[Tensor]) -> None:
+    for index, param in enumerate(params):
+        reason = None if param.grad is None else tensors.not_strided(param.grad)
+        if reason is not None:
+            raise RuntimeError(f"LARC: grads[{number}][{index}] {reason}")
+
+
 def _norm(tensor: Tensor) -> Tensor:
     """The l2 norm, in float32 at least: that of many halves is too large for one."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
     return norm

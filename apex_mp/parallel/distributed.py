@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import operator
 import warnings
 import weakref
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.algorithms.join import JoinHook
 
+from apex_mp._log import logger
 from apex_mp.parallel import followers, local_gradients
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
 from apex_mp.parallel.flat_calls import (
@@ -25,6 +26,7 @@ from apex_mp.parallel.flat_calls import (
     split_by_type,
     split_half_float_double,
 )
+from apex_mp.parallel.join import FollowingJoinHook
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
@@ -39,7 +41,7 @@ __all__ = [
     "split_half_float_double",
 ]
 
-_LOG = logging.getLogger("apex_mp.parallel")
+_LOG = logger("apex_mp.parallel")
 _SHARED = (
     "DistributedDataParallel: shared_param is given; it is no longer supported as an option. Leave "
     "it out, and give delay_allreduce=True for a model whose backward passes use different "
@@ -165,7 +167,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._nodes = [get_gradient_edge(param).node for param in reduced]
         self._has_run_backward = self._runs_backward = False
         self._is_prepared = self._has_accumulated = False
-        self.last_forward_was_local = False  # For local_gradients.
         self._learning: list[Any] = []
         if self.static_graph:
             # Where torch would begin to learn: at tensors that it finds in the output. It finds
@@ -174,9 +175,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._static_graph_delay_allreduce_enqueued = True
             note = functools.partial(_note_gradient, weakref.ref(self))
             self._learning = [param.register_post_accumulate_grad_hook(note) for param in reduced]
-        local_gradients.note(self)
 
     def _reduce_here(self) -> None:
+        self._check_divisor()
         super().register_comm_hook(self._reduction, reduce_bucket)
         self._reduces_itself = True
 
@@ -188,6 +189,27 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._reduce_here()
         else:
             super().register_comm_hook(state, hook)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what `join()` calls; at its end masters and loss scales are equal, too.
+
+        Raises:
+            ValueError: `divide_by_initial_world_size` is False, and an argument has buckets
+                reduced by a hook, which divides by the number of all processes.
+        """
+        hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        if self._reduces_itself:
+            self._check_divisor()
+        return FollowingJoinHook(self, hook)
+
+    def _check_divisor(self) -> None:
+        if getattr(self, "_divide_by_initial_world_size", True):
+            return
+        raise ValueError(
+            "DistributedDataParallel: join has divide_by_initial_world_size=False, which torch "
+            "can do only where no hook reduces gradients; here one does, for an argument of this "
+            "class, no_sync or disable_allreduce. Leave it True"
+        )
 
     # Accumulation.
 
@@ -226,7 +248,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._reduction.buffers.clear()  # torch may cut others after the first backward.
         if torch.is_grad_enabled():
             self._follow_requires_grad()
-            self.last_forward_was_local = not self.require_backward_grad_sync
+            local_gradients.note_forward(self, is_local=not self.require_backward_grad_sync)
         with self._teaching_the_graph():
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._has_run_backward = self._runs_backward = False

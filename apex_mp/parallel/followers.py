@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -26,24 +26,92 @@ _holders: list[weakref.ref[Any]] = []
 
 
 def add(holder: Holder) -> None:
-    """Know of somebody who has masters, as long as he is there."""
+    """Register a holder of master parameters (weakly)."""
     _holders[:] = [each for each in _holders if each() is not None]
     _holders.append(weakref.ref(holder))
 
 
-def broadcast(module: torch.nn.Module, group: Any = None) -> None:
-    """Give all processes of a group the masters that its first one has of a model.
+# Owners of a loss scale: how to get the scaler, and the optimizers whose gradients it scales.
+_scales: weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], Any], weakref.WeakSet[Any]]]
+_scales = weakref.WeakKeyDictionary()
 
-    Without it they would keep what each process had initialised, and write that to the model in
-    the first step.
+
+def add_scale(owner: Any, scaler_of: Callable[[Any], Any], optimizers: Iterable[Any]) -> None:
+    """Register the owner of a loss scale (weakly); more optimizers may come later.
+
+    Args:
+        owner: Its owner. Owners are registered in the same order in all processes.
+        scaler_of: Returns the owner's scaler, which has `state_dict` and `load_state_dict`.
+        optimizers: The optimizers whose gradients have this scale.
     """
-    gc.collect()  # A holder that nobody has any more would be there in one process only.
+    known = _scales.get(owner)
+    if known is None:
+        known = _scales[owner] = scaler_of, weakref.WeakSet()
+    known[1].update(optimizers)
+
+
+def broadcast(module: torch.nn.Module, group: Any = None, source: int | None = None) -> None:
+    """Broadcast the masters of a model from one process to all others of a group.
+
+    Else each process would keep the masters that it had initialised, and write them to the model
+    in the first step.
+
+    Args:
+        module: The model.
+        group: The process group [the default one].
+        source: The rank in the default group [the first one of `group`].
+    """
+    masters = _masters(module)
+    _check_all_have_as_many(masters, module, group)
+    flat_dist_call(
+        [master.detach() for master in masters], dist.broadcast, (_source(group, source), group)
+    )
+
+
+def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:
+    """Broadcast the loss scales of a model's gradients from one process to all others of a group.
+
+    Args:
+        module: The model.
+        group: The process group.
+        source: The rank in the default group.
+
+    Raises:
+        RuntimeError: This process has another number of scales. It keeps its own.
+    """
+    stepped = {id(param) for param in (*module.parameters(), *_masters(module))}
+    scalers = [
+        scaler_of(owner)
+        for owner, (scaler_of, optimizers) in [*_scales.items()]
+        if any(
+            id(param) in stepped
+            for optimizer in optimizers
+            for param_group in optimizer.param_groups
+            for param in param_group["params"]
+        )
+    ]
+    states = [[scaler.state_dict() for scaler in scalers]]
+    dist.broadcast_object_list(states, source, group)
+    if len(states[0]) != len(scalers):
+        raise RuntimeError(
+            f"parallel: this process has {len(scalers)} loss scales for the model, and rank "
+            f"{source} has {len(states[0])}; they cannot be made equal"
+        )
+    for scaler, state in zip(scalers, states[0], strict=True):
+        scaler.load_state_dict(state)
+
+
+def _masters(module: torch.nn.Module) -> list[Tensor]:
+    gc.collect()  # A holder without references could still exist in one process only.
     params = {id(param) for param in module.parameters()}
     alive = [holder for each in _holders if (holder := each()) is not None]
-    masters = [master for holder in alive for master in holder.masters_of(params)]
-    _check_all_have_as_many(masters, module, group)
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    flat_dist_call([master.detach() for master in masters], dist.broadcast, (first, group))
+    return [master for holder in alive for master in holder.masters_of(params)]
+
+
+def _source(group: Any, source: int | None) -> int:
+    if source is not None:
+        return source
+    return 0 if group is None else dist.get_global_rank(group, 0)
 
 
 def _check_all_have_as_many(masters: list[Tensor], module: torch.nn.Module, group: Any) -> None:

@@ -5,40 +5,86 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-_models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+from apex_mp import _log
+
+# For each model whether its last forward was in `no_sync`; where backward runs does not count.
+_was_local: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
+# torch's models in each module that was called, which may be one of them itself.
+_inside: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[DistributedDataParallel]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+_joining: weakref.WeakSet[DistributedDataParallel] = (
+    weakref.WeakSet()
+)  # A warning was given for these.
+_LOG = _log.logger("apex_mp.parallel")
 
 
-def note(*models: DistributedDataParallel) -> None:
-    """Know of models from now on; as long as they are there."""
-    _models.update(models)
+def note_forward(model: DistributedDataParallel, *, is_local: bool) -> None:
+    """Note a forward that a backward may follow.
+
+    Args:
+        model: The parallel model.
+        is_local: Whether the forward is in `no_sync`.
+    """
+    _was_local[model] = is_local
+
+
+def note_call(module: torch.nn.Module) -> None:
+    """Note a call of a module that is, or contains, a model of torch's own class."""
+    inside = _inside.get(module)
+    if inside is None:
+        inside = _inside[module] = [
+            weakref.ref(each)
+            for each in module.modules()
+            if isinstance(each, DistributedDataParallel) and not _is_ours(each)
+        ]
+    for reference in inside:
+        model = reference()
+        if model is not None and torch.is_grad_enabled():
+            _note_torchs(model)
 
 
 def note_active() -> DistributedDataParallel | None:
-    """Know of the model whose forward is running; return it if it is there and new."""
+    """Note the forward under way; return the model if it is of torch's class and this its first."""
     active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    if active is None or active in _models:
+    if active is None or _is_ours(active):
         return None
-    note(active)
-    return active  # type: ignore[no-any-return]
+    is_new = active not in _was_local
+    _note_torchs(active)
+    return active if is_new else None
 
 
 def stay_here(params: Iterable[Tensor]) -> bool:
     """Tell whether backward leaves a gradient to one of these that other processes do not add to.
 
-    It is so within `no_sync`, and after `disable_allreduce`.
+    It is so after a forward within `no_sync`, and after `disable_allreduce`.
     """
-    local = [model for model in _models if not _synchronises(model)]
+    local = [model for model, was_local in [*_was_local.items()] if was_local or _is_off(model)]
     if not local:
         return False
     theirs = {id(param) for model in local for param in model.parameters()}
     return any(id(param) in theirs for param in params)
 
 
-def _synchronises(model: DistributedDataParallel) -> bool:
-    is_on: bool = getattr(model, "allreduce_is_enabled", True)
-    # Of `no_sync`, the forward counts; a model of torch's does not tell what it was.
-    is_local: bool = getattr(model, "last_forward_was_local", False)
-    return is_on and not is_local and model.require_backward_grad_sync
+def _note_torchs(model: DistributedDataParallel) -> None:
+    note_forward(model, is_local=not model.require_backward_grad_sync)
+    if model._join_config.enable and model not in _joining:
+        _joining.add(model)
+        _LOG.warning(
+            "torch's DistributedDataParallel is in join(), at whose end it makes weights equal in "
+            "all processes, but not their float32 masters and loss scales; "
+            "apex_mp.parallel.DistributedDataParallel makes these equal, too"
+        )
+
+
+def _is_ours(model: DistributedDataParallel) -> bool:
+    return hasattr(model, "allreduce_is_enabled")
+
+
+def _is_off(model: DistributedDataParallel) -> bool:
+    return not getattr(model, "allreduce_is_enabled", True)

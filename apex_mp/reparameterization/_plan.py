@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,12 +11,13 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from apex_mp._log import logger
 from apex_mp.reparameterization import _computed
 
 if TYPE_CHECKING:
     from apex_mp.reparameterization.reparameterization import Reparameterization
 
-_logger = logging.getLogger("apex_mp.reparameterization")
+_logger = logger("apex_mp.reparameterization")
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 

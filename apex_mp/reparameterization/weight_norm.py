@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from apex_mp._log import logger
 from apex_mp.reparameterization.reparameterization import Reparameterization
 
-_logger = logging.getLogger("apex_mp.reparameterization")
+_logger = logger("apex_mp.reparameterization")
 _LOW = (torch.float16, torch.bfloat16)
 _WHOLE = -1  # What torch's functions mean by that.
 

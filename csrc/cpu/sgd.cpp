@@ -13,9 +13,12 @@ void sgd_(at::TensorList params, at::TensorList grads,
           const std::optional<at::TensorList>& fresh, const std::optional<at::TensorList>& copies,
           const at::Tensor& lr, const at::Tensor& inv_scale,
           const std::optional<at::Tensor>& found_inf, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool wd_after_momentum) {
+          double weight_decay, bool nesterov, bool wd_after_momentum,
+          const std::optional<at::TensorList>& unscaled_grads,
+          const std::optional<at::Tensor>& unscale_factor) {
   const math::SgdOptions options = {momentum, dampening, weight_decay, nesterov, wd_after_momentum};
   check_sgd(params, grads, momentum_buffers, fresh, copies, lr, inv_scale, found_inf, options);
+  check_unscaled_grads("sgd_", grads, unscaled_grads, unscale_factor);
   if (params.empty() || (found_inf.has_value() && number(*found_inf) != 0.0)) return;
 
   std::vector<math::SgdFactors<double>> factors;
@@ -36,6 +39,8 @@ void sgd_(at::TensorList params, at::TensorList grads,
     factors.push_back(math::sgd_factors(options, number(lr), number(inv_scale), is_fresh));
   }
 
+  const std::vector<Out> unscaled =
+      unscaled_grads.has_value() ? out(*unscaled_grads) : std::vector<Out>{};
   const std::vector<Chunk> chunks = chunks_of(params);
   const Kernels& level = kernels();
   for_each_chunk(chunks, [&](int64_t index) {
@@ -49,12 +54,17 @@ void sgd_(at::TensorList params, at::TensorList grads,
     if (part.copy.data != nullptr) part.copy = at_element(part.copy, chunk.begin);
     part.count = chunk.count;
     level.sgd(part, factors[chunk.tensor]);
+    if (unscaled.empty()) return;
+    // The chunk is still in the cache.
+    level.unscale(part.grad, at_element(unscaled[chunk.tensor], chunk.begin), part.count,
+                  number(*unscale_factor));
   });
 
   bump_versions(params);
   if (momentum_buffers.has_value()) bump_versions(*momentum_buffers);
   if (fresh.has_value()) bump_versions(*fresh);
   if (copies.has_value()) bump_versions(*copies);
+  if (unscaled_grads.has_value()) bump_versions(*unscaled_grads);
 }
 
 }  // namespace

@@ -104,6 +104,10 @@ void update(const Task& task, const Workspace& work) {
                 part_to_write(row.exp_avg, chunk.begin), part_to_write(row.exp_avg_sq, chunk.begin),
                 part_to_write(row.copy, chunk.begin), chunk.count},
                work.factors[work.factors_of_row[chunk.tensor]]);
+    if (!row.writes_grad) return;
+    // The chunk is still in the cache.
+    level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,
+                  1.0 / task.scale.value);
   });
 }
 

@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   Part<5> part = part_of_block(table);
   const math::AdamFactors<double>& factors = task.factors[table.launch.first_tensor + part.slot];
   if (part.double_math) {
-    adam_numbers<Cache::kKept>(part, factors);
+    adam_numbers<Cache::kKept>(part, factors, UnscaledGrad<double>{});
   } else {
     // The checks ask for float moments here: saying so spares a branch for every vector.
     part.arrays[2].dtype = part.arrays[3].dtype = DType::kFloat;
-    adam_numbers<Cache::kKept>(part, math::narrow(factors));
+    adam_numbers<Cache::kKept>(part, math::narrow(factors), UnscaledGrad<float>{});
   }
 }
 

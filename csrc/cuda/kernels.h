@@ -96,10 +96,11 @@ struct Sgd {
   Number inv_scale;
   const float* found_inf;  // nullptr: the step is always taken
   bool* is_fresh;          // scratch memory, one for each row; nullptr: no buffer is fresh
+  Number unscale_factor;   // of unscaled gradients
 };
-// Arrays: param, grad, momentum_buffer, copy. fresh[i] points to the flag of rows[i]; none: no
-// buffer is fresh.
-void sgd(const std::vector<Row<4>>& rows, const std::vector<float*>& fresh, const Sgd& task,
+// Arrays: param, grad, momentum_buffer, copy, unscaled gradient. fresh[i] points to the flag of
+// rows[i]; none: no buffer is fresh.
+void sgd(const std::vector<Row<5>>& rows, const std::vector<float*>& fresh, const Sgd& task,
          cudaStream_t stream);
 
 }  // namespace apex_mp::cuda

@@ -6,6 +6,7 @@
 #include "math/adam.h"
 #include "math/check.h"
 #include "math/sgd.h"
+#include "math/unscale.h"
 
 namespace apex_mp::cuda {
 
@@ -57,10 +58,39 @@ __device__ double sum_squares(const Part<1>& part, int32_t& found_inf) {
   return total;
 }
 
+// Where unscaled gradients are written, which may be where they were read.
+template <typename opmath_t>
+struct UnscaledGrad {
+  Array array;  // data == nullptr: nowhere
+  opmath_t inv_scale;
+};
+
+// As unscale_ computes it: in double math, too, the factor of a gradient that is no double is
+// float.
+template <typename opmath_t>
+__device__ UnscaledGrad<opmath_t> unscaled_grad(const Array& array, double inv_scale) {
+  if (array.dtype == DType::kDouble) return {array, static_cast<opmath_t>(inv_scale)};
+  return {array, static_cast<float>(inv_scale)};
+}
+
+template <typename opmath_t, int width>
+__device__ void write_unscaled(const opmath_t (&grad)[width],
+                               const UnscaledGrad<opmath_t>& unscaled, int index) {
+  if (unscaled.array.data == nullptr) return;
+  opmath_t numbers[width];
+  int32_t found_inf = 0;  // A step that is taken has finite gradients, or nobody asked.
+#pragma unroll
+  for (int i = 0; i < width; ++i) {
+    numbers[i] = math::unscale(grad[i], unscaled.inv_scale, found_inf);
+  }
+  store(numbers, unscaled.array, index);
+}
+
 // Arrays: param, grad, exp_avg, exp_avg_sq, copy. `cache` is that of parameter and moments: the
 // gradient was read shortly before, and the copy is what the next forward pass reads.
 template <Cache cache, typename opmath_t>
-__device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath_t>& factors) {
+__device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath_t>& factors,
+                             const UnscaledGrad<opmath_t>& unscaled) {
   const Array& param = part.arrays[0];
   const Array& grad = part.arrays[1];
   const Array& exp_avg = part.arrays[2];
@@ -79,6 +109,7 @@ __device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath
     widen(raw_grad, grad.dtype, g);
     widen(raw_avg, exp_avg.dtype, avg);
     widen(raw_avg_sq, exp_avg_sq.dtype, avg_sq);
+    write_unscaled(g, unscaled, index);
 #pragma unroll
     for (int i = 0; i < width; ++i) math::adam(p[i], avg[i], avg_sq[i], g[i], factors);
     store<cache>(p, param, index);
@@ -88,13 +119,15 @@ __device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath
   });
 }
 
-// Arrays: param, grad, momentum_buffer, copy.
+// Arrays: param, grad, momentum_buffer, copy, unscaled gradient.
 template <typename opmath_t>
-__device__ void sgd_numbers(const Part<4>& part, const math::SgdFactors<opmath_t>& factors) {
+__device__ void sgd_numbers(const Part<5>& part, const math::SgdFactors<opmath_t>& factors,
+                            double unscale_factor) {
   const Array& param = part.arrays[0];
   const Array& grad = part.arrays[1];
   const Array& buffer = part.arrays[2];
   const Array& copy = part.arrays[3];
+  const auto unscaled = unscaled_grad<opmath_t>(part.arrays[4], unscale_factor);
   walk<opmath_t>(part, [&](int index, auto width) {
     const auto raw_param = load<opmath_t, width>(param, index);
     const auto raw_grad = load<opmath_t, width>(grad, index);
@@ -106,6 +139,7 @@ __device__ void sgd_numbers(const Part<4>& part, const math::SgdFactors<opmath_t
     widen(raw_param, param.dtype, p);
     widen(raw_grad, grad.dtype, g);
     widen(raw_moving, buffer.dtype, moving);
+    write_unscaled(g, unscaled, index);
 #pragma unroll
     for (int i = 0; i < width; ++i) math::sgd(p[i], moving[i], g[i], factors);
     store(p, param, index);

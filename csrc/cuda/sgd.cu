@@ -26,28 +26,29 @@ __global__ void __launch_bounds__(kBlockSize)
 
 // Four blocks on a multiprocessor: at most 64 registers for a thread.
 __global__ void __launch_bounds__(kBlockSize, 4)
-    sgd_kernel(const __grid_constant__ Table<4> table, const Sgd task) {
+    sgd_kernel(const __grid_constant__ Table<5> table, const Sgd task) {
   if (is_skipped(task)) return;
-  const Part<4> part = part_of_block(table);
+  const Part<5> part = part_of_block(table);
   const bool is_fresh =
       task.is_fresh != nullptr && task.is_fresh[table.launch.first_tensor + part.slot];
   const math::SgdFactors<double> factors =
       math::sgd_factors(task.options, value_of(task.lr), value_of(task.inv_scale), is_fresh);
+  const double unscale_factor = value_of(task.unscale_factor);
   if (part.double_math) {
-    sgd_numbers(part, factors);
+    sgd_numbers(part, factors, unscale_factor);
   } else {
-    sgd_numbers(part, math::narrow(factors));
+    sgd_numbers(part, math::narrow(factors), unscale_factor);
   }
 }
 
 }  // namespace
 
-void sgd(const std::vector<Row<4>>& rows, const std::vector<float*>& fresh, const Sgd& task,
+void sgd(const std::vector<Row<5>>& rows, const std::vector<float*>& fresh, const Sgd& task,
          cudaStream_t stream) {
   for_each_float_table(fresh, [&](const FloatTable& table) {
     launch(take_fresh_kernel, count_chunks(table.tensors, kBlockSize), stream, table, task);
   });
-  for_each_table(rows, [&](const Table<4>& table) {
+  for_each_table(rows, [&](const Table<5>& table) {
     launch(sgd_kernel, table.launch.chunks, stream, table, task);
   });
 }

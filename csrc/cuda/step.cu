@@ -22,7 +22,7 @@ bool has_double_math(const step::Row& row) {
 StepFacts facts_of(const step::Row& row) {
   const auto bits = [](const step::Array& array) { return static_cast<uint32_t>(array.dtype); };
   return {bits(row.param), bits(row.grad),       bits(row.exp_avg), bits(row.exp_avg_sq),
-          bits(row.copy),  has_double_math(row), row.scaled};
+          bits(row.copy),  has_double_math(row), row.scaled,        row.writes_grad};
 }
 
 bool same_array(const step::Array& one, const step::Array& other) {
@@ -35,7 +35,8 @@ bool same_row(const step::Row& one, const step::Row& other) {
          same_array(one.exp_avg_sq, other.exp_avg_sq) && same_array(one.copy, other.copy) &&
          one.step == other.step && one.size == other.size && one.group == other.group &&
          (other.grad.data == nullptr ||
-          (one.grad.dtype == other.grad.dtype && one.scaled == other.scaled));
+          (one.grad.dtype == other.grad.dtype && one.scaled == other.scaled &&
+           one.writes_grad == other.writes_grad));
 }
 
 }  // namespace

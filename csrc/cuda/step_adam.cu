@@ -57,18 +57,23 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   if (grad == nullptr) return;
   const StepRow row = memory.rows[chunk.row];
   __shared__ math::AdamFactors<double> factors;
+  __shared__ double inv_scale;
   if (threadIdx.x == 0) {
     factors = factors_of(memory, chunk);
+    inv_scale = 1.0 / memory.outcome->scale;
     if (chunk.index == 0) *row.step += 1.0f;  // Pass 2 does not read it anywhere else.
   }
   __syncthreads();
   Part<5> part = part_of(row, grad, chunk);
+  const Array unscaled =
+      chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
   if (part.double_math) {
-    adam_numbers<kStateCache>(part, factors);
+    adam_numbers<kStateCache>(part, factors, unscaled_grad<double>(unscaled, inv_scale));
   } else {
     // Moments are floats here: saying so spares a branch for every vector.
     part.arrays[2].dtype = part.arrays[3].dtype = DType::kFloat;
-    adam_numbers<kStateCache>(part, math::narrow(factors));
+    adam_numbers<kStateCache>(part, math::narrow(factors),
+                              unscaled_grad<float>(unscaled, inv_scale));
   }
 }
 

@@ -37,6 +37,7 @@ struct StepFacts {
   uint32_t copy : 2;
   uint32_t double_math : 1;
   uint32_t scaled : 1;
+  uint32_t writes_grad : 1;
 };
 
 // The work of one block, found without a search: 16 bytes, which memory hands out at once. An empty

@@ -23,8 +23,8 @@ struct AdamFactors {
   opmath_t one_minus_beta1;
   opmath_t beta2;
   opmath_t one_minus_beta2;
-  opmath_t inv_bias_correction2;
-  opmath_t eps_inside;  // one of the two is zero: the update has no branch
+  opmath_t inv_sqrt_bias_correction2;
+  opmath_t eps_inside;  // eps * bias_correction2; one of the two is zero: the update has no branch
   opmath_t eps_outside;
   opmath_t step_size;  // lr / bias_correction1
   opmath_t keep;       // 1 - lr * weight_decay, or 1 for L2 regularisation
@@ -45,8 +45,8 @@ APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double
   factors.one_minus_beta1 = 1.0 - options.beta1;
   factors.beta2 = options.beta2;
   factors.one_minus_beta2 = 1.0 - options.beta2;
-  factors.inv_bias_correction2 = 1.0 / correction2;
-  factors.eps_inside = options.eps_inside_sqrt ? options.eps : 0.0;
+  factors.inv_sqrt_bias_correction2 = 1.0 / std::sqrt(correction2);
+  factors.eps_inside = options.eps_inside_sqrt ? options.eps * correction2 : 0.0;
   factors.eps_outside = options.eps_inside_sqrt ? 0.0 : options.eps;
   factors.step_size = lr / correction1;
   factors.keep = options.adam_w_mode ? 1.0 - lr * options.weight_decay : 1.0;
@@ -66,7 +66,7 @@ APEX_MP_MATH AdamFactors<to_t> factors_as(const AdamFactors<from_t>& factors) {
   return {static_cast<to_t>(factors.one_minus_beta1),
           static_cast<to_t>(factors.beta2),
           static_cast<to_t>(factors.one_minus_beta2),
-          static_cast<to_t>(factors.inv_bias_correction2),
+          static_cast<to_t>(factors.inv_sqrt_bias_correction2),
           static_cast<to_t>(factors.eps_inside),
           static_cast<to_t>(factors.eps_outside),
           static_cast<to_t>(factors.step_size),
@@ -87,8 +87,9 @@ APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
   const opmath_t grad = scaled_grad * factors.inv_scale + factors.l2 * param;
   exp_avg += factors.one_minus_beta1 * (grad - exp_avg);
   exp_avg_sq = factors.beta2 * exp_avg_sq + factors.one_minus_beta2 * grad * grad;
-  const opmath_t denom =
-      sqrt(exp_avg_sq * factors.inv_bias_correction2 + factors.eps_inside) + factors.eps_outside;
+  // Corrected behind the root, as in torch: exp_avg_sq / bias_correction2 may overflow.
+  const opmath_t denom = sqrt(exp_avg_sq + factors.eps_inside) * factors.inv_sqrt_bias_correction2 +
+                         factors.eps_outside;
   param = factors.keep * param - factors.step_size * exp_avg / denom;
 }
 

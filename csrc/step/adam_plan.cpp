@@ -1,6 +1,7 @@
 // One walk over parameters, gradients and states for each step.
 #include "step/adam_plan.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/ScopeExit.h>
@@ -8,6 +9,7 @@
 #include "checks.h"
 #include "cpu/step.h"
 #include "step/row_memory.h"
+#include "step/shared_grads.h"
 
 namespace apex_mp::step {
 namespace {
@@ -77,6 +79,7 @@ struct AdamPlan::Item {
   PyObject* state;
   bool master_weights;
   bool scaled = true;
+  bool writes_grad = false;
   const at::Tensor* copy = nullptr;
 };
 
@@ -115,6 +118,7 @@ void AdamPlan::read_all(const py::list& param_groups, const py::dict& state, con
     ++group;
   }
   read_rows(given);
+  if (!given.unscale.empty()) separate_shared_grads(tensors_, task_.rows, kept_);
   task_.scale = numbers.read("scale", given.scale.ptr());
   read_norms(given.norms, numbers);
   is_read_ = true;
@@ -173,6 +177,7 @@ void AdamPlan::clear() {
   items_.clear();
   kept_.clear();
   made_.clear();
+  laid_anew_.clear();
 }
 
 void AdamPlan::list_params(const py::list& param_groups) {
@@ -208,6 +213,7 @@ bool AdamPlan::read_usual(const Item& item, const Given& given, RowTensors& row)
     row.grad = &tensor_of(source).unsafeGetTensorImpl()->grad();  // grad() itself may warn.
   }
   if (!row.grad->defined() || row.grad->layout() != at::kStrided) return false;
+  row.writes_grad = given.unscales(*row.grad, row.scaled);
   const bool with_master = item.master_weights && is_low_precision(param);
   const AdamState state = read_usual_state(item.state);
   if (!state.is_complete(with_master)) return false;
@@ -237,6 +243,7 @@ bool AdamPlan::read_unusual(Item item, const Given& given, RowTensors& row) {
   }
   TORCH_CHECK(grad->layout() == at::kStrided,
               "FusedAdam does not support sparse gradients, please consider SparseAdam instead");
+  item.writes_grad = given.unscales(*grad, item.scaled);
   can_run_ &= tensor_of(item.param).device() == device_;
   if (!can_run_) return false;
   PyObject* copy = item_of(given.copies, item.place);
@@ -251,10 +258,19 @@ const at::Tensor* AdamPlan::grad_of(PyObject* param) {
   return made_.back().is_none() ? nullptr : &tensor_of(made_.back().ptr());
 }
 
-const at::Tensor& AdamPlan::laid_like(const at::Tensor& param, const at::Tensor& grad) {
-  if (lie_alike(grad, param) || grad.sizes() != param.sizes() || !is_plain(param)) return grad;
+const at::Tensor& AdamPlan::laid_like(const at::Tensor& param, const at::Tensor& grad,
+                                      bool writes_grad) {
+  const bool as_it_is = lie_alike(grad, param) && !grad.is_neg();
+  const bool can_be_copied = grad.sizes() == param.sizes() && is_plain(param) &&
+                             !grad.key_set().has(c10::DispatchKey::Python);
+  if (as_it_is || !can_be_copied) return grad;
+  TORCH_CHECK(!writes_grad || at::has_internal_overlap(grad) != at::MemOverlap::Yes,
+              "FusedAdam: elements of a gradient with strides ", grad.strides(),
+              " share memory, so it cannot be unscaled in place; clone() it or construct the "
+              "optimizer with unscale_grads=False");
   kept_.push_back(at::empty_like(param, param.options().dtype(grad.scalar_type())));
   kept_.back().copy_(grad);
+  if (writes_grad) laid_anew_.emplace_back(grad, kept_.back());
   return kept_.back();
 }
 
@@ -264,9 +280,10 @@ bool AdamPlan::check_row(const Item& item, const at::Tensor& grad, RowTensors& r
   if (with_master && item.copy != nullptr) refuse_second_copy();
   const AdamState state = read_state(item.state, with_master);
   row = {};
-  row.grad = &laid_like(param, grad);
+  row.grad = &laid_like(param, grad, item.writes_grad);
   row.group = static_cast<int32_t>(item.place.group);
   row.scaled = item.scaled;
+  row.writes_grad = item.writes_grad;
   row.copy = item.copy;
   check_given(item, *row.grad);
   check_state(state, param, item.place);
@@ -317,9 +334,16 @@ Outcome AdamPlan::run(const py::object& found_inf, bool check, bool clip_by_glob
   Outcome outcome;
   outcome.found_inf = read_found_inf(found_inf);
   if (outcome.found_inf) return outcome;
-  if (takes_long(wait)) return run_beside_python(scale, wait);
-  outcome = run_on_device(scale, wait);
-  if (!outcome.found_inf) bump_versions_of_rows();
+  if (takes_long(wait)) {
+    outcome = run_beside_python(scale, wait);
+  } else {
+    outcome = run_on_device(scale, wait);
+    if (!outcome.found_inf) bump_versions_of_rows();
+  }
+  // Where the host does not know that the step was skipped, the copies are unchanged.
+  if (!outcome.found_inf) {
+    for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);
+  }
   return outcome;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <deque>
 #include <utility>
 #include <vector>
@@ -32,6 +33,12 @@ struct Given {
   pybind11::object copies;    // where the new parameter is also written; None: nowhere
   pybind11::object scale;     // a number: scaled gradients are divided by it
   pybind11::object norms;     // None, or for each group the norm of its gradients as they lie
+  std::vector<at::ScalarType> unscale;  // a step that is taken leaves scaled gradients of these
+                                        // dtypes unscaled
+
+  bool unscales(const at::Tensor& grad, bool scaled) const {
+    return scaled && std::find(unscale.begin(), unscale.end(), grad.scalar_type()) != unscale.end();
+  }
 };
 
 // Owns no tensor. Between steps it keeps the order of the state, and empty lists with room. What a
@@ -88,7 +95,7 @@ class AdamPlan {
   Outcome run_on_device(const LossScale& loss_scale, bool wait);
   void check_given(const Item& item, const at::Tensor& grad);
   const at::Tensor* grad_of(PyObject* param);
-  const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad);
+  const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
   void clear();
 
   StateOrder order_;
@@ -100,6 +107,8 @@ class AdamPlan {
   std::vector<RowTensors> tensors_;     // of task_.rows
   std::deque<at::Tensor> kept_;         // what one step has made for itself; rows point to it
   std::vector<pybind11::object> made_;  // gradients that were made when they were asked for
+  // Gradients to be written that lie in another order than their parameters, and their copies.
+  std::vector<std::pair<at::Tensor, at::Tensor>> laid_anew_;
   Indices needs_;
   Indices without_grad_;
   at::Device device_ = at::kCPU;

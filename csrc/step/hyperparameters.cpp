@@ -30,9 +30,17 @@ PyObject* option(PyObject* group, PyObject* name) {
   throw pybind11::error_already_set();
 }
 
-double as_double(PyObject* value) {
+// Of an error of Python's, which is set, if the value is of a wrong type.
+[[noreturn]] void refuse(const char* name, PyObject* value, const char* wish) {
+  if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw pybind11::error_already_set();
+  PyErr_Clear();
+  throw pybind11::type_error(std::string(kCaller) + ": " + name + " is " +
+                             std::string(pybind11::repr(value)) + "; it must be " + wish);
+}
+
+double as_double(const char* name, PyObject* value) {
   const double number = PyFloat_AsDouble(value);
-  if (number == -1.0 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  if (number == -1.0 && PyErr_Occurred() != nullptr) refuse(name, value, "a number");
   return number;
 }
 
@@ -44,18 +52,19 @@ bool as_bool(PyObject* value) {
 
 std::pair<double, double> as_betas(PyObject* value) {
   const auto pair = pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(value));
-  if (!pair) throw pybind11::error_already_set();
+  if (!pair) refuse("betas", value, "two numbers in [0, 1)");
   if (PyTuple_GET_SIZE(pair.ptr()) != 2) {
     throw pybind11::value_error("FusedAdam: betas is " + std::string(pybind11::str(pair)) +
                                 "; it must be two numbers in [0, 1)");
   }
-  return {as_double(PyTuple_GET_ITEM(pair.ptr(), 0)), as_double(PyTuple_GET_ITEM(pair.ptr(), 1))};
+  return {as_double("beta1", PyTuple_GET_ITEM(pair.ptr(), 0)),
+          as_double("beta2", PyTuple_GET_ITEM(pair.ptr(), 1))};
 }
 
 }  // namespace
 
 Number NumberReader::read(const char* name, PyObject* value) const {
-  if (!is_tensor(value)) return {nullptr, true, as_double(value)};
+  if (!is_tensor(value)) return {nullptr, true, as_double(name, value)};
   const at::Tensor& tensor = tensor_of(value);
   if (tensor.numel() != 1) {
     throw pybind11::value_error(std::string(kCaller) + ": " + name + " is a tensor of " +
@@ -77,14 +86,14 @@ GroupOptions read_options(PyObject* param_group, const NumberReader& numbers) {
   GroupOptions options;
   options.group.adam = {beta1,
                         beta2,
-                        as_double(option(param_group, names.eps)),
-                        as_double(option(param_group, names.weight_decay)),
+                        as_double("eps", option(param_group, names.eps)),
+                        as_double("weight_decay", option(param_group, names.weight_decay)),
                         as_bool(option(param_group, names.adam_w_mode)),
                         as_bool(option(param_group, names.bias_correction)),
                         as_bool(option(param_group, names.eps_inside_sqrt))};
   check_adam_options(kCaller, options.group.adam);
   options.group.lr = numbers.read("lr", option(param_group, names.lr));
-  options.group.max_norm = as_double(option(param_group, names.max_grad_norm));
+  options.group.max_norm = as_double("max_grad_norm", option(param_group, names.max_grad_norm));
   options.group.maximize = as_bool(option(param_group, names.maximize));
   options.group.has_norm = false;
   options.master_weights = as_bool(option(param_group, names.master_weights));

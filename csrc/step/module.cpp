@@ -33,11 +33,13 @@ void define_plan(py::module_& module) {
       .def(
           "read",
           [](AdamPlan& plan, const py::list& param_groups, const py::dict& state, py::object grads,
-             py::object grads_of, py::object copies, py::object scale, py::object norms) {
-            return plan.read(param_groups, state, {grads, grads_of, copies, scale, norms});
+             py::object grads_of, py::object copies, py::object scale, py::object norms,
+             const std::vector<at::ScalarType>& unscale) {
+            return plan.read(param_groups, state, {grads, grads_of, copies, scale, norms, unscale});
           },
           py::arg("param_groups"), py::arg("state"), py::kw_only(), py::arg("grads"),
-          py::arg("grads_of"), py::arg("copies"), py::arg("scale"), py::arg("norms"))
+          py::arg("grads_of"), py::arg("copies"), py::arg("scale"), py::arg("norms"),
+          py::arg("unscale") = std::vector<at::ScalarType>())
       .def("run", &AdamPlan::run, py::kw_only(), py::arg("found_inf"), py::arg("check"),
            py::arg("clip_by_global_norm"), py::arg("loss_scale"), py::arg("wait"))
       .def_property_readonly("without_grad", &AdamPlan::without_grad)

@@ -18,6 +18,7 @@ struct RowTensors {
   const at::Tensor* step = nullptr;
   int32_t group = 0;
   bool scaled = true;
+  bool writes_grad = false;
 
   // What is stepped, from a state that is complete: a low-precision parameter may be its copy.
   void take(const AdamState& state, const at::Tensor& own, bool with_master) {
@@ -33,6 +34,7 @@ struct RowTensors {
   void each_written(const Visit& visit) const {
     for (const at::Tensor* tensor : {param, exp_avg, exp_avg_sq, step}) visit(*tensor);
     if (copy != nullptr) visit(*copy);
+    if (writes_grad) visit(*grad);
   }
 };
 
@@ -67,7 +69,7 @@ inline Array to_write(const at::Tensor& tensor) {
 inline Row memory_of(const RowTensors& row) {
   const Array none = {nullptr, DType::kHalf};
   float* step = static_cast<float*>(to_write(*row.step).data);
-  Array grad = to_read(*row.grad);
+  Array grad = row.writes_grad ? to_write(*row.grad) : to_read(*row.grad);
   // An empty gradient lies nowhere, which is to say on CUDA that there is none.
   if (grad.data == nullptr) grad.data = step;
   return {to_write(*row.param),
@@ -78,7 +80,8 @@ inline Row memory_of(const RowTensors& row) {
           step,
           row.param->numel(),
           row.group,
-          row.scaled};
+          row.scaled,
+          row.writes_grad};
 }
 
 // Whether every tensor is contiguous, as large as the parameter, of a fitting dtype and of the

@@ -20,14 +20,15 @@ struct Array {
 // One parameter. Element i of one array belongs to element i of the others.
 struct Row {
   Array param;
-  Array grad;  // only read; on CUDA, data == nullptr: there is none now, and nothing is stepped
+  Array grad;  // on CUDA, data == nullptr: there is none now, and nothing is stepped
   Array exp_avg;
   Array exp_avg_sq;
   Array copy;   // receives the new parameter; data == nullptr: there is none
   float* step;  // counts the steps of this parameter
   int64_t size;
   int32_t group;
-  bool scaled;  // the gradient is scaled by the loss scale
+  bool scaled;               // the gradient is scaled by the loss scale
+  bool writes_grad = false;  // write the unscaled gradient over it; else it is only read
 };
 
 // A number that the host knows (pointer == nullptr), or a factor on one in the device's memory.

@@ -34,6 +34,7 @@ PLAN = (
         for name in ("equivalence", "errors", "grad_scaler", "in_a_loop", "legacy_call", "state")
     ),
     *(f"tests/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
+    "tests/test_unscaled_grads.py",
     *(
         f"tests/test_fp16_optimizer_{name}.py"
         for name in ("accumulation", "clipping", "closures", "legacy", "masters", "overflow")
@@ -45,6 +46,7 @@ PLAN = (
 NOT_FOR_CUDA = (
     "tests/test_operator_autograd.py::test_a_skipped_step_leaves_every_version",
     "tests/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
+    "tests/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
     "tests/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
     "tests/test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",
 )

@@ -170,6 +170,13 @@ PLANTED_BUGS = {
         f"{SGD_TESTS}::test_sgd_takes_one_step -k fp16-fp16-none",
         UNDEFINED + r"(store to null pointer|applying non-zero offset)",
     ),
+    "gradients are unscaled by the factor of the step": PlantedBug(
+        "cuda/loops.h",
+        "unscaled_grad<opmath_t>(part.arrays[4], unscale_factor);",
+        "unscaled_grad<opmath_t>(part.arrays[4], factors.inv_scale);",
+        f"{SGD_TESTS}::test_sgd_takes_one_step -k fp32-fp16-fp32-fp16",
+        WRONG_BITS,
+    ),
     # --- sums over blocks
     "the last chunk of a tensor is not summed": PlantedBug(
         "cuda/check.cu",

@@ -6,6 +6,7 @@ from nets import INSIDE
 from planted_bugs import WRONG_BITS, PlantedBug
 
 STEPPER = f"{INSIDE}/test_stepper.py"
+UNSCALED = "tests/test_unscaled_grads.py"
 UNWAITED = f"{INSIDE}/test_unwaited_steps.py"
 NET = "plan, forward"
 NOT_REFUSED = "Failed: DID NOT RAISE"
@@ -90,6 +91,30 @@ PLANTED_PLAN_BUGS = {
         "",
         f"{STEPPER}::test_an_lr_that_is_converted_for_the_step_lives_as_long",
         FREED,
+        net=NET,
+    ),
+    "a shared gradient is unscaled twice": PlantedBug(
+        "step/adam_plan.cpp",
+        "  if (!given.unscale.empty()) separate_shared_grads(tensors_, task_.rows, kept_);\n",
+        "",
+        f"{UNSCALED}::test_a_shared_gradient_is_unscaled_once -k adam",
+        r"AssertionError|assert ",
+        net=NET,
+    ),
+    "a copy of a gradient is unscaled in its place": PlantedBug(
+        "step/adam_plan.cpp",
+        "for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);",
+        "",
+        f"{UNSCALED}::test_a_gradient_in_another_order_is_unscaled_where_it_lies -k adam",
+        WRONG_BITS,
+        net=NET,
+    ),
+    "a table is kept that does not write gradients": PlantedBug(
+        "cuda/step.cu",
+        " &&\n           one.writes_grad == other.writes_grad));",
+        "));",
+        f"{UNSCALED}::test_the_option_may_change_between_steps -k adam",
+        r"AssertionError|assert ",
         net=NET,
     ),
     "an empty gradient is none": PlantedBug(

@@ -10,6 +10,7 @@ DECISIONS = f"{INSIDE}/test_step_decisions.py"
 TABLE = f"{INSIDE}/test_step_table.py"
 
 ONE_STEP = f"{STEP}::test_a_step_is_that_of_the_operators -k fp32-fp16-fp16"
+UNSCALED = f"{STEP}::test_gradients_are_left_unscaled -k aligned"
 STEPS = f"{STEP}::test_steps_follow_each_other"
 MANY_ROWS = f"{STEP}::test_more_rows_than_one_launch_takes_are_stepped -k 5000-checked"
 CLIPPING = f"{DECISIONS}::test_gradients_are_clipped"
@@ -150,6 +151,29 @@ PLANTED_STEP_BUGS = {
         "",
         f"{CLIPPING} -k unchecked-global",
         WRONG_NUMBER,
+    ),
+    "gradients are left clipped": PlantedBug(
+        "cuda/step_adam.cu",
+        "inv_scale = 1.0 / memory.outcome->scale;",
+        "inv_scale = factors.inv_scale;",
+        UNSCALED,
+        WRONG_BITS,
+    ),
+    "gradients are unscaled that are only to be read": PlantedBug(
+        "cuda/step_adam.cu",
+        "chunk.facts.writes_grad ? ",
+        "chunk.facts.scaled ? ",
+        UNSCALED,
+        WRONG_BITS,
+    ),
+    "the step reads gradients that it has unscaled": PlantedBug(
+        "cuda/loops.h",
+        "    write_unscaled(g, unscaled, index);\n#pragma unroll\n"
+        "    for (int i = 0; i < width; ++i) math::adam(",
+        "    write_unscaled(g, unscaled, index);\n    read(grad, index, g);\n#pragma unroll\n"
+        "    for (int i = 0; i < width; ++i) math::adam(",
+        UNSCALED,
+        WRONG_BITS,
     ),
     "bias corrections are those of the step before": PlantedBug(
         "cuda/step_check.cu",

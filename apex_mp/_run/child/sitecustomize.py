@@ -19,7 +19,7 @@ _APEX = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 
 
 class _Waiting:
-    """A meta path finder that finds nothing, and acts when somebody asks for torch or apex."""
+    """A meta path finder that finds nothing, and acts when torch or apex is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,7 +1,8 @@
 """`--device cpu`: what a script puts on a GPU lies on the CPU.
 
-The script is told that there is one GPU; torch itself and apex_mp, which look at who asks, are told
-the truth. So what torch does for GPUs alone stays off, while the script's own conditions pass.
+For the script torch.cuda reports one GPU; for torch itself and apex_mp it reports none: the answer
+depends on the calling module. So what torch does for GPUs alone stays off, and conditions in the
+script pass.
 """
 
 from __future__ import annotations

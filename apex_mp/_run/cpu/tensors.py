@@ -62,7 +62,7 @@ def _factories() -> list[tuple[ModuleType, str]]:
 
 
 def _keyword(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what takes a device by name only, and may be told to pin memory for it."""
+    """Wrap a function that takes a device by keyword only, and may take `pin_memory`."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,8 @@ def copy_of(task: Task) -> Task:
     """Return the task with clones of all that a step writes."""
     rows = []
     for row in task.rows:
-        tensors = {name: getattr(row, name) for name in TENSORS}
+        names = (*TENSORS, "grad") if row.writes_grad else TENSORS
+        tensors = {name: getattr(row, name) for name in names}
         clones = {name: each.clone() for name, each in tensors.items() if each is not None}
         rows.append(dataclasses.replace(row, **clones))
     return dataclasses.replace(task, rows=rows)

@@ -54,6 +54,7 @@ class Row:
     step: Tensor
     group: int = 0
     scaled: bool = True
+    writes_grad: bool = False
 
 
 @dataclasses.dataclass
@@ -206,7 +207,8 @@ def _number(value: float | Tensor) -> CNumber:
 def _row(row: Row) -> CRow:
     tensors = (row.param, row.grad, row.exp_avg, row.exp_avg_sq, row.copy)
     arrays = [_array(tensor) for tensor in tensors]
-    return CRow(*arrays, row.step.data_ptr(), row.param.numel(), row.group, row.scaled)
+    facts = (row.param.numel(), row.group, row.scaled, row.writes_grad)
+    return CRow(*arrays, row.step.data_ptr(), *facts)
 
 
 def _group(group: Group) -> CGroup:

@@ -18,6 +18,7 @@ class CRow(Structure):
         ("size", c_int64),
         ("group", c_int),
         ("scaled", c_bool),
+        ("writes_grad", c_bool),
     ]
 
 

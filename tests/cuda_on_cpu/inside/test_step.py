@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import reference
 import torch
-from exact_lists import OFFSETS, Offsets
+from exact_lists import OFFSETS, Offsets, assert_nothing_before_was_written
 from on_cuda_kernels import ORDERS, choose
 from op_cases import ALL_ADAM, CHUNK, DTYPES, F16, F32, F64, MIXED, Dtypes, name_of
 from step_cases import (
@@ -20,10 +21,12 @@ from step_cases import (
     step_by_operators,
 )
 from step_driver import Group, Step, Task
+from tolerances import assert_same_bits
 
 SIZES = [*range(18), 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 1, 7]
 A_FEW = [5, 600, 1, CHUNK + 5, 0, 40, 9]
 ADAM_DTYPES = DTYPES["adam_"]
+WRITTEN_DTYPES: list[list[Dtypes]] = [[(F32,), (F32,), (None,)], [MIXED, MIXED[::-1], (F16,)]]
 
 
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
@@ -40,6 +43,22 @@ def test_a_step_is_that_of_the_operators(dtypes: list[Dtypes], offsets: Offsets)
 def test_a_step_takes_any_dtypes(dtypes: list[Dtypes]) -> None:
     task = sample([3, 40, 17], dtypes)
     assert_steps_like_the_operators(Step(task), task)
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@pytest.mark.parametrize("dtypes", WRITTEN_DTYPES, ids=map(name_of, WRITTEN_DTYPES))
+def test_gradients_are_left_unscaled(dtypes: list[Dtypes], offsets: Offsets) -> None:
+    task = sample(SIZES, dtypes, offsets, scale=1000.0, check=True)
+    for group in task.groups:
+        group.max_norm = 0.5  # The step multiplies by other factors.
+    for i, row in enumerate(task.rows):
+        row.writes_grad = i % 3 == 1
+    before = [row.grad.clone() for row in task.rows]
+    assert_steps_like_the_operators(Step(task), task)
+    for row, grad in zip(task.rows, before, strict=True):
+        wanted = reference.unscaled(grad, 1 / 1000, grad) if row.writes_grad else grad
+        assert_same_bits(row.grad, wanted)
+    assert_nothing_before_was_written([row.grad for row in task.rows])
 
 
 @pytest.mark.parametrize("dtypes", [HALF_MODEL, [(F32,), (F32,), (F64,)]], ids=name_of)

@@ -33,6 +33,7 @@ MOVES: dict[str, Callable[[Row], object]] = {
     "group": lambda row: setattr(row, "group", 2),
     "dtype of the gradient": lambda row: setattr(row, "grad", row.grad.float()),
     "scaled": lambda row: setattr(row, "scaled", not row.scaled),
+    "writes_grad": lambda row: setattr(row, "writes_grad", not row.writes_grad),
 }
 
 

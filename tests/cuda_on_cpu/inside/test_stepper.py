@@ -107,6 +107,18 @@ def test_a_tensor_as_lr_is_read_by_each_replay() -> None:
     assert_same_state(captured, plain)
 
 
+def test_each_replay_leaves_gradients_unscaled() -> None:
+    optimizer = make()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    train(optimizer, 0)
+    with capture():
+        optimizer.step()
+    replay(optimizer, 1)
+    for i, param in enumerate(params_of(optimizer)):
+        if param.grad is not None:
+            assert_same_bits(param.grad, grad_for(param, 1, i) / 4.0)
+
+
 def test_a_capture_that_is_refused_leaves_no_state() -> None:
     optimizer = make()
     give(optimizer, 0)

@@ -1,8 +1,12 @@
-"""Stand-ins for what apex had and apex_mp has not: they import, and say so when they are used."""
+"""Stand-ins for what apex had and apex_mp does not have: importing works, using them raises."""
 
 from __future__ import annotations
 
 from typing import Any
+
+# What to use instead of optimizers.
+LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
+NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
 
 
 class _Absent(type):

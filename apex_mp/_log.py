@@ -1,0 +1,65 @@
+"""Messages to the user: records of the logger `apex_mp`, which a default handler prints."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+
+import torch
+
+_PACKAGE = logging.getLogger("apex_mp")
+
+
+def logger(name: str) -> logging.Logger:
+    """Return a logger below `apex_mp` that logs in the first process of a group only.
+
+    If the level of `apex_mp` is DEBUG, it logs in every process.
+
+    Args:
+        name: The package that logs, for example "apex_mp.amp".
+    """
+    log = logging.getLogger(name)
+    log.addFilter(_is_for_this_process)
+    return log
+
+
+def _is_for_this_process(_: logging.LogRecord) -> bool:
+    return _is_first_process() or _PACKAGE.isEnabledFor(logging.DEBUG)
+
+
+def _is_first_process() -> bool:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"  # Set by launchers before there is a group.
+
+
+class PrintHandler(logging.Handler):
+    """Print the message alone, as apex did, unless the root logger shows it to the user.
+
+    So a program that has configured logging shows each message once, in its own format.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print to what is sys.stdout now, which tests and notebooks replace."""
+        root = logging.getLogger().handlers if _PACKAGE.propagate else []
+        if any(_shows(handler, record) for handler in root):
+            return
+        try:
+            print(self.format(record))
+        except Exception:  # As every handler: a closed sys.stdout must not end a training.
+            self.handleError(record)
+
+
+def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Tell whether the user sees what a handler emits: not in a file, nor in pytest's caplog."""
+    if isinstance(handler, (logging.FileHandler, logging.NullHandler)):
+        return False
+    captures = isinstance(getattr(handler, "stream", None), io.StringIO)
+    return not captures and record.levelno >= handler.level
+
+
+if not _PACKAGE.handlers:  # Else the user has configured it before the import.
+    _PACKAGE.addHandler(PrintHandler())
+if _PACKAGE.level == logging.NOTSET:
+    _PACKAGE.setLevel(logging.INFO)

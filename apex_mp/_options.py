@@ -1,0 +1,42 @@
+"""Checks of hyperparameters: an error with one sentence for each that is not a valid number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+
+def check_type(who: str, name: str, value: Any) -> None:
+    """Raise a TypeError unless a hyperparameter is a number, or a tensor, of any value."""
+    if not hasattr(value, "__float__"):
+        is_text = isinstance(value, str) and any(character.isdigit() for character in value)
+        hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if is_text else ""
+        raise TypeError(f"{who}: {name} is {value!r}; it must be a number{hint}")
+
+
+def check_number(who: str, name: str, value: Any, *, at_least: float = -math.inf) -> None:
+    """Check one hyperparameter.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is NaN or too small.
+    """
+    check_type(who, name, value)
+    if not value >= at_least:
+        wish = "a number" if at_least == -math.inf else f"{at_least:g} or more"
+        raise ValueError(f"{who}: {name} is {value}; it must be {wish}")
+
+
+def check_lr(who: str, lr: Any) -> None:
+    """Check a learning rate, which may be a tensor.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative or NaN, or a tensor of several elements.
+    """
+    if not isinstance(lr, Tensor):
+        check_number(who, "lr", lr, at_least=0.0)
+    elif lr.numel() != 1:  # Reading one on a GPU would make the host wait.
+        raise ValueError(f"{who}: lr is a tensor of {lr.numel()} elements; it must have 1")

@@ -1,0 +1,68 @@
+"""What the modules of a model save and load of their float32 masters."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import Parameter
+
+from apex_mp.amp.casting import is_low
+
+# By parameter of the model. Optimizers with a parameter in common have one master of it.
+Masters: TypeAlias = dict[Parameter, Parameter]
+
+
+class MasterState:
+    """What modules in low precision do about their masters when they save and load.
+
+    Args:
+        masters: By parameter of the model. None: of a copy of the model, whose own values are all
+            it has, unless an optimizer is copied with it, which gives it the masters' copies.
+    """
+
+    def __init__(self, masters: Masters | None = None) -> None:
+        self.masters = masters
+
+    def __reduce__(self) -> Any:
+        return MasterState, (None,)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Let a model and each part of it save its masters' values, and load them back."""
+        for module in model.modules():
+            # torch sets an attribute on a hook, which a bound method does not allow.
+            save, load = functools.partial(self.save), functools.partial(self.load)
+            module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
+
+    def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Put float32 values in place of a module's own in low precision."""
+        if self.masters is None:
+            return
+        tensors = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is not None and is_low(tensor.dtype) and prefix + name in state:
+                master = self.masters.get(tensor)  # type: ignore[call-overload]
+                state[prefix + name] = tensor.float() if master is None else master.detach()
+
+    def load(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        """Write what a module is about to load to its masters, before it is rounded."""
+        if self.masters is None:
+            return
+        if metadata.get("assign_to_params_buffers") and any(
+            param in self.masters for param in module.parameters()
+        ):
+            raise RuntimeError(
+                "load_state_dict: assign is True, which puts new parameters into the model, and "
+                "the optimizer has float32 masters of the old ones; load with assign=False"
+            )
+        for name, param in module._parameters.items():
+            master = None if param is None else self.masters.get(param)
+            value = state.get(prefix + name)
+            # What does not fit is for load_state_dict to refuse.
+            if master is not None and torch.is_tensor(value) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)

@@ -1,0 +1,157 @@
+"""Optimizers as torch.distributed.checkpoint.state_dict can save and load them.
+
+`get_state_dict(model, optimizer)` finds the name of each parameter of a group in the model, and
+keeps two parts of the optimizer's state_dict: the state of each parameter and the options of each
+group. Masters are no parameters of the model, and loss scales are in neither part.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_CALLER = "torch.distributed.checkpoint.state_dict"
+_MASTER, _EXTRA = "master_param", "loss_scaling"
+
+
+def with_checkpoint_view(member: _F) -> _F:
+    """Return the member of `self._checkpoint_view()` if torch.distributed.checkpoint is the caller.
+
+    torch offers no hook for this: it reads `param_groups` and `state`, and calls `state_dict` and
+    `load_state_dict`, as every caller does.
+    """
+    name = member.__name__
+
+    @functools.wraps(member)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo does not support sys._getframe.
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and sys._getframe(1).f_globals.get("__name__") == _CALLER:
+            view = getattr(self, "_checkpoint_view", None)
+            if view is not None:
+                return getattr(view(), name)(*args, **kwargs)
+        return member(self, *args, **kwargs)
+
+    return cast(_F, wrapper)
+
+
+def attribute_with_checkpoint_view(name: str, own_class: type) -> property:
+    """Return such a member for an attribute of an optimizer, for a subclass of its class."""
+
+    def get(self: Any) -> Any:
+        return own.__get__(self) if own is not None else vars(self)[name]
+
+    def put(self: Any, value: Any) -> None:
+        if own is not None:
+            own.__set__(self, value)
+        else:
+            vars(self)[name] = value
+
+    own: Any = getattr(own_class, name, None)  # A property of an optimizer around another.
+    get.__name__ = name
+    return property(with_checkpoint_view(get), put)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointView:
+    """An optimizer with the parameters of the model in its groups.
+
+    Attributes:
+        optimizer: Has the groups and the state.
+        load: Called with the optimizer's state_dict, a list of masters for each group (None for a
+            parameter without one) and `extra`, as they were saved.
+        model_of: The model parameter of each master.
+        extra: Plain values that are saved too, in the options of each group.
+        saves_masters: Whether masters are saved, in the state of their parameters.
+    """
+
+    optimizer: Any
+    load: Callable[[dict[str, Any], list[list[Any]], dict[str, Any]], None]
+    model_of: Mapping[Parameter, Parameter] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    saves_masters: bool = False
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return copies of the groups."""
+        return [
+            {**group, **self._extra(), "params": [self._model(param) for param in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+
+    def state(self) -> dict[Parameter, dict[str, Any]]:
+        """Return the state by parameter; missing state is made first."""
+        _make_state(self.optimizer)
+        return {
+            self._model(param): {**self.optimizer.state.get(param, {}), **self._master(param)}
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's, with masters and `extra` in it."""
+        saved = self.optimizer.state_dict()
+        state: dict[int, Any] = {}
+        groups = []
+        for saved_group, group in zip(
+            saved["param_groups"], self.optimizer.param_groups, strict=True
+        ):
+            first = len(state)
+            for key, param in zip(saved_group["params"], group["params"], strict=True):
+                master = {name: each.detach().clone() for name, each in self._master(param).items()}
+                state[len(state)] = {**saved["state"].get(key, {}), **master}
+            groups.append({**saved_group, **self._extra(), "params": [*range(first, len(state))]})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or the state_dict of another optimizer."""
+        groups = [{**group} for group in state_dict["param_groups"]]
+        extras = [group.pop(_EXTRA, {}) for group in groups]
+        state = {key: {**entry} for key, entry in state_dict["state"].items()}
+        masters = {key: entry.pop(_MASTER, None) for key, entry in state.items()}
+        self.load(
+            {"state": {key: each for key, each in state.items() if each}, "param_groups": groups},
+            [[masters.get(key) for key in group["params"]] for group in groups],
+            next(iter(extras), {}),
+        )
+
+    def _model(self, param: Parameter) -> Parameter:
+        return self.model_of.get(param, param)
+
+    def _master(self, param: Parameter) -> dict[str, Tensor]:
+        return {_MASTER: param} if self.saves_masters and param in self.model_of else {}
+
+    def _extra(self) -> dict[str, Any]:
+        return {_EXTRA: copy.deepcopy(self.extra)} if self.extra else {}
+
+
+def _make_state(optimizer: Any) -> None:
+    """Make missing state as torch does: by a step with zero gradients and learning rate."""
+    params = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    ]
+    if optimizer.state or any(param.grad is not None for param in params):
+        return
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for group, rate in rates:
+        group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    try:
+        optimizer.step()
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+        for param in params:
+            param.grad = None

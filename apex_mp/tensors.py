@@ -1,0 +1,171 @@
+"""Whether a tensor is plain, and one sentence for each reason why it is not.
+
+Constructors and `add_param_group` ask it of parameters, steps and `scale_loss` of gradients, before
+they change anything. A reason is the second half of a sentence, whose first half names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# Says why a tensor does not fit, or None if it does.
+Test: TypeAlias = Callable[[Tensor], str | None]
+
+PLAIN_TYPES: set[type] = {Tensor, Parameter}  # A module that subclasses them adds its own.
+_STRIDED = torch.strided
+
+
+def is_usual(tensor: Tensor) -> bool:
+    """Whether a tensor is plain, floating and contiguous: a fast path; others may be fit too."""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is _STRIDED
+        and tensor.dtype in FLOATING
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_meta)
+    )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, a FakeTensor or another subclass with `__torch_dispatch__`."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory without gaps or overlap, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return a strided tensor, or a copy if it is conjugated, negated or not dense in memory."""
+    if is_usual(tensor) or is_wrapper(tensor):
+        return tensor
+    if not (tensor.is_neg() or tensor.is_conj()) and is_dense(tensor):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
+def no_numbers(tensor: Tensor) -> str | None:
+    """Say why a tensor's memory does not hold its numbers, one for each element."""
+    if is_lazy(tensor):
+        return "is not initialized; run the model once before"
+    if is_wrapper(tensor):
+        return (
+            f"is a {type(tensor).__name__}, whose numbers do not lie in its memory; it must be a "
+            "plain tensor (DTensor.to_local() returns one)"
+        )
+    sparse = not_strided(tensor)
+    if sparse is not None:
+        return sparse
+    if tensor.is_meta:
+        return "is on meta, where there are no numbers; it must be on the CPU or on a CUDA device"
+    if tensor.is_neg():
+        return "is a negative view, whose numbers do not lie in its memory; call resolve_neg()"
+    return None
+
+
+def not_strided(tensor: Tensor) -> str | None:
+    """Say that a tensor is sparse."""
+    if tensor.layout is torch.strided:
+        return None
+    return (
+        f"is sparse ({tensor.layout}); it must be dense (layers with sparse=False have dense "
+        "gradients)"
+    )
+
+
+def not_floating(tensor: Tensor) -> str | None:
+    """Say that a tensor is of a dtype for which there is no arithmetic here."""
+    if tensor.dtype in FLOATING:
+        return None
+    return f"is of dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64"
+
+
+def not_dense(tensor: Tensor) -> str | None:
+    """Say that the operators cannot walk the memory of a tensor."""
+    if is_dense(tensor):
+        return None
+    return (
+        f"has sizes {[*tensor.shape]} and strides {[*tensor.stride()]}; its elements must lie in "
+        "memory without gaps or overlap, make it contiguous()"
+    )
+
+
+def not_readable(tensor: Tensor) -> str | None:
+    """Say why the operators cannot read a tensor."""
+    return None if is_usual(tensor) else no_numbers(tensor) or not_floating(tensor)
+
+
+def not_castable(tensor: Tensor) -> str | None:
+    """Say why a parameter cannot become one of low precision; only floating ones do."""
+    if not tensor.dtype.is_floating_point:
+        return None
+    reason = no_numbers(tensor)
+    if reason is None and tensor.requires_grad and tensor.is_inference():
+        reason = "was made in torch.inference_mode, so it cannot be trained; make it outside"
+    return reason
+
+
+def not_steppable(tensor: Tensor) -> str | None:
+    """Say why an operator cannot step a parameter; one that is not initialized may become fit."""
+    if is_usual(tensor) or is_lazy(tensor):
+        return None
+    return not_readable(tensor) or not_dense(tensor)
+
+
+def check_params(
+    caller: str, number: int, params: Iterable[Any], test: Test, names: Sequence[str] | None = None
+) -> None:
+    """Refuse the parameters of a group that do not fit; those without requires_grad are skipped.
+
+    Args:
+        caller: The class or function, for the message.
+        number: Number of the parameter group.
+        params: Its parameters. Those that are no tensors are left for torch to refuse.
+        test: Says why one does not fit.
+        names: Of the parameters, empty where there is none [None: none].
+
+    Raises:
+        TypeError: One does not fit.
+    """
+    for index, param in enumerate(params):
+        if not (isinstance(param, Tensor) and param.requires_grad):
+            continue
+        reason = test(param)
+        if reason is not None:
+            name = f" ({names[index]})" if names and names[index] else ""
+            raise TypeError(f"{caller}: params[{number}][{index}]{name} {reason}")
+
+
+def listed(param_group: Any) -> tuple[list[Any], list[str] | None]:
+    """Return the parameters of a group that is about to be added, and their names.
+
+    An iterator, which can be read once, becomes a list in the group. What torch refuses is left to
+    it.
+    """
+    given = param_group.get("params") if isinstance(param_group, dict) else None
+    if given is None or isinstance(given, set):
+        return [], None
+    if isinstance(given, Tensor):
+        return [given], None
+    items = param_group["params"] = list(given)
+    pairs = [item if isinstance(item, tuple) and len(item) == 2 else ("", item) for item in items]
+    return [param for _, param in pairs], [f"{name}" for name, _ in pairs]

@@ -1,0 +1,384 @@
+"""Casts follow `init()` in every thread, whenever it was started, and end in all of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import ThreadPool
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, mm, nn
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+
+from apex_mp import amp
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+X = torch.ones(2, 3)
+Run = Callable[[Callable[[], Any]], Any]
+
+
+class Model(nn.Module):
+    def forward(self) -> list[torch.dtype]:
+        return dtypes_of(F16)
+
+
+def dtypes_of(low: torch.dtype) -> list[torch.dtype]:
+    """Dtypes of a product, which is low with casts, and of a softmax, which is float32 then."""
+    return [torch.mm(X, X.t()).dtype, F.softmax(X.to(low), 1).dtype]
+
+
+CAST, UNCAST = [F16, F32], [F32, F16]
+# By names of torch's and by names that were imported before, which no wrapper stands behind.
+CALLS: dict[str, Callable[[], Any]] = {
+    "function": lambda: torch.mm(X, X.t()).dtype,
+    "operator": lambda: (X @ X.t()).dtype,
+    "imported before": lambda: mm(X, X.t()).dtype,
+    "linear imported before": lambda: linear(X, X).dtype,
+    "module": lambda: nn.Linear(3, 2)(X).dtype,
+    "einsum": lambda: torch.einsum("ij,kj->ik", X, X).dtype,
+}
+
+
+def autocast_state() -> list[Any]:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    of_devices = [
+        (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
+    ]
+    return [nesting, torch.is_autocast_cache_enabled(), *of_devices]
+
+
+@contextlib.contextmanager
+def executor() -> Iterator[Run]:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        yield lambda work: pool.submit(work).result()
+
+
+@contextlib.contextmanager
+def thread_pool() -> Iterator[Run]:
+    with ThreadPool(1) as pool:
+        pool.apply(int)
+        yield pool.apply
+
+
+@contextlib.contextmanager
+def own_loop() -> Iterator[Run]:
+    """A thread that takes its work from a queue, in one call that never returns."""
+    todo: queue.Queue[Any] = queue.Queue()
+    done: queue.Queue[Any] = queue.Queue()
+
+    def loop() -> None:
+        while (work := todo.get()) is not None:
+            done.put(work())
+
+    def run(work: Callable[[], Any]) -> Any:
+        todo.put(work)
+        return done.get(timeout=30)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    run(int)
+    yield run
+    todo.put(None)
+    thread.join()
+
+
+POOLS = [executor, thread_pool, own_loop]
+with_every_pool = pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.__name__)
+
+
+@with_every_pool
+@pytest.mark.parametrize("started", ["before init", "during init"])
+def test_a_thread_casts_as_the_current_init_says(pool: Callable[[], Any], started: str) -> None:
+    """What another thread did with casts on, it does without them once they are off."""
+    with contextlib.ExitStack() as stack:
+        if started == "before init":
+            run = stack.enter_context(pool())
+            at_rest = run(autocast_state)
+        handle = amp.init(device_type="cpu")
+        if started == "during init":
+            run = stack.enter_context(pool())
+            at_rest = run(autocast_state)
+
+        def dtypes() -> set[torch.dtype]:
+            return {run(call) for name, call in CALLS.items() if "imported" not in name}
+
+        def of_imported() -> set[torch.dtype]:
+            return {run(CALLS["imported before"]), run(CALLS["linear imported before"])}
+
+        assert dtypes() == {F16}
+        handle._deactivate()
+        assert dtypes() | of_imported() == {F32}
+        assert run(autocast_state) == at_rest
+        amp.init(device_type="cpu", dtype=BF16)
+        assert dtypes() == {BF16}
+        amp.init(device_type="cpu")
+        assert dtypes() == {F16}
+        assert run(autocast_state) == at_rest
+        amp.init(enabled=False)
+        assert dtypes() | of_imported() == {F32}
+        assert run(autocast_state) == at_rest
+
+
+@with_every_pool
+def test_the_state_of_autocast_in_another_thread_is_torchs_own(pool: Callable[[], Any]) -> None:
+    with pool() as run:
+        before = run(autocast_state)
+    amp.init(device_type="cpu", dtype=BF16)
+    with pool() as run:
+        for call in CALLS.values():
+            run(call)
+        assert run(autocast_state) == before
+
+
+def test_initialize_casts_in_threads_until_the_next_initialize() -> None:
+    with executor() as run:
+        model = nn.Linear(3, 2)
+        amp.initialize(model, opt_level="O1", device_type="cpu", verbosity=0)
+        assert run(lambda: model(X).dtype) is F16
+        assert run(CALLS["function"]) is F16
+        amp.initialize(nn.Linear(3, 2), opt_level="O0", verbosity=0)
+        assert run(CALLS["function"]) is F32
+
+
+def test_a_user_of_casts_in_one_thread_may_end_them_from_another() -> None:
+    before = autocast_state()
+    handle = amp.init(device_type="cpu")
+    with executor() as run:
+        run(handle._deactivate)
+        assert {call() for call in CALLS.values()} == {F32}
+        assert autocast_state() == before
+        amp.init(device_type="cpu")
+        run(lambda: amp.init(device_type="cpu", dtype=BF16))
+        assert CALLS["function"]() is BF16
+        assert autocast_state() == before
+        amp.init(enabled=False)
+        assert {call() for call in CALLS.values()} == {F32}
+        assert run(autocast_state) == before
+
+
+def test_casts_that_end_within_a_call_in_another_thread_end_with_that_call() -> None:
+    entered, ended = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self) -> Any:
+            entered.set()
+            assert ended.wait(30)
+            return torch.is_autocast_enabled("cpu")
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        before = pool.submit(autocast_state).result()
+        handle = amp.init(device_type="cpu")
+        call = pool.submit(Waits())
+        assert entered.wait(30)
+        handle._deactivate()
+        ended.set()
+        assert call.result() is True
+        assert pool.submit(autocast_state).result() == before
+
+
+# What is started later.
+
+
+class Subclass(threading.Thread):
+    def __init__(self, target: Callable[[], Any]) -> None:
+        super().__init__()
+        self.work = target
+
+    def run(self) -> None:
+        self.work()
+
+
+def finish(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join()
+
+
+THREADS: dict[str, Callable[[Callable[[], Any]], None]] = {
+    "target": lambda work: finish(threading.Thread(target=work)),
+    "subclass": lambda work: finish(Subclass(work)),
+    "timer": lambda work: finish(threading.Timer(0.0, work)),
+}
+
+
+@pytest.mark.parametrize("start", THREADS.values(), ids=THREADS)
+def test_threads_started_later_cast(start: Callable[[Callable[[], Any]], None]) -> None:
+    found: list[Any] = []
+    amp.init(device_type="cpu")
+    start(lambda: found.extend(dtypes_of(F16)))
+    assert found == CAST
+
+
+# Every rule of the main thread.
+
+QUERY = torch.rand(1, 1, 2, 4)
+LOSS_INPUT, CLASSES = torch.rand(2, 3).half(), torch.tensor([0, 2])
+RESULTS: dict[str, Callable[[], Any]] = {
+    "attention": lambda: F.scaled_dot_product_attention(QUERY, QUERY, QUERY).dtype,
+    "float function": lambda: torch.exp(X.half()).dtype,
+    "loss imported before": lambda: cross_entropy(LOSS_INPUT, CLASSES).dtype,
+    "promotion": lambda: torch.cat([X.half(), X]).dtype,
+    "recurrent cell": lambda: nn.LSTMCell(3, 3)(X)[0].dtype,
+    "decorated": lambda: amp.half_function(lambda x: x)(X).dtype,
+    "banned": lambda: raises(NotImplementedError, lambda: X.half().exp_()),
+    "region": lambda: in_region(enabled=False),
+    "region of the default dtype": lambda: in_region(),
+    "region of another dtype": lambda: in_region(dtype=BF16),
+    "region of another device": lambda: in_region(device="cuda", enabled=False),
+    "step": lambda: dtypes_in_step(closure=False),
+    "step with a closure": lambda: dtypes_in_step(closure=True),
+    "backward": lambda: dtypes_in_backward(),
+}
+
+
+def raises(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as raised:
+        call()
+    return str(raised.value)
+
+
+def in_region(device: str = "cpu", **options: Any) -> list[Any]:
+    with torch.autocast(device, **options):
+        found = [dtypes_of(F16), Model()()]
+    return [*found, dtypes_of(F16)]
+
+
+def dtypes_in_step(*, closure: bool) -> list[Any]:
+    found: list[Any] = []
+
+    class Product(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            found.append(dtypes_of(F16))
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+
+    def loss() -> Any:
+        found.append(dtypes_of(F16))
+        return weight.sum()
+
+    Product([weight], lr=0.1).step(loss if closure else None)
+    return [*found, dtypes_of(F16)]
+
+
+def dtypes_in_backward() -> list[Any]:
+    found: list[Any] = []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            found.append(dtypes_of(F16))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(dtypes_of(F16))
+            return grad * 2
+
+    weight = nn.Parameter(torch.ones(3))
+    weight.register_hook(lambda _: found.append(dtypes_of(F16)))
+    Own.apply(weight).sum().backward()
+    return [*found, dtypes_of(F16)]
+
+
+@pytest.mark.parametrize("started", ["before init", "during init"])
+def test_another_thread_follows_every_rule_of_the_main_thread(started: str) -> None:
+    with contextlib.ExitStack() as stack:
+        if started == "before init":
+            run = stack.enter_context(executor())
+        handle = amp.init(device_type="cpu")
+        if started == "during init":
+            run = stack.enter_context(executor())
+        at_rest = run(autocast_state)
+        for name, result in RESULTS.items():
+            assert (name, run(result)) == (name, result())
+            assert run(autocast_state) == at_rest
+        with handle._disable_casts():
+            assert run(lambda: dtypes_of(F16)) == CAST
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_in_another_thread_computes_again_what_it_computed(reentrant: bool) -> None:
+    amp.init(device_type="cpu")
+    weight, seen = nn.Parameter(torch.ones(3, 3)), []
+
+    def product(x: Tensor) -> Tensor:
+        result = F.linear(x, weight)
+        seen.append(result.dtype)
+        return result * result
+
+    def train() -> None:
+        x = X.clone().requires_grad_()
+        checkpoint(product, x, use_reentrant=reentrant).float().sum().backward()
+
+    with executor() as run:
+        run(train)
+    assert seen == [F16, F16]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[12.0] * 3] * 3
+
+
+def test_disable_casts_is_of_one_thread() -> None:
+    handle = amp.init(device_type="cpu")
+
+    def in_block() -> Any:
+        with handle._disable_casts():
+            return dtypes_of(F16), Model()()
+
+    with executor() as run:
+        with handle._disable_casts():
+            assert run(lambda: dtypes_of(F16)) == CAST
+            assert run(handle.is_active)
+            assert dtypes_of(F16) == UNCAST
+        assert run(in_block) == (UNCAST, UNCAST)
+        assert run(lambda: dtypes_of(F16)) == CAST
+
+
+def test_an_exception_in_another_thread_leaves_its_state_as_it_was() -> None:
+    def fail() -> None:
+        torch.mm(X, X)
+
+    def fail_in_step() -> None:
+        def closure() -> Any:
+            raise ValueError("broken")
+
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step(closure)
+
+    with executor() as run:
+        amp.init(device_type="cpu")
+        at_rest = run(autocast_state)
+        for call, error in ((fail, RuntimeError), (fail_in_step, ValueError)):
+            with pytest.raises(error):
+                run(call)
+            assert run(autocast_state) == at_rest
+            assert run(Model()) == CAST
+            assert run(lambda: dtypes_of(F16)) == CAST
+
+
+def test_two_threads_may_train_at_once() -> None:
+    amp.init(device_type="cpu")
+    models = [nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)) for _ in range(2)]
+
+    def train(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(X).square().sum().backward()
+            optimizer.step()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(train, model) for model in models]:
+            done.result()
+    for model in models:
+        assert float(model(X).detach().abs().max()) < 0.5

@@ -1,0 +1,177 @@
+"""torch.distributed.checkpoint saves and loads optimizers, with their masters and loss scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from apex_mp import amp, fp16_utils, optimizers
+from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.parallel.LARC import LARC
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_process")]
+
+# A model, an optimizer of it, and what takes the loss.
+Run = tuple[nn.Module, Any, Callable[[Tensor], Any]]
+SCALE = {"init_scale": 2.0**10, "scale_window": 3}
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def plain(make: Any, dtype: torch.dtype = torch.float32) -> Run:
+    model = net().to(dtype)
+    return model, make(model.parameters()), lambda loss: loss.backward()
+
+
+def fp16(face: Any, make: Any) -> Run:
+    model = net().half()
+    model[1].float()  # type: ignore[operator]
+    model[0].bias.requires_grad_(False)  # type: ignore[union-attr, operator]
+    optimizer = face(
+        make(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=SCALE, verbose=False
+    )
+    return model, optimizer, optimizer.backward
+
+
+def larc_around_fp16(face: Any) -> Run:
+    model, optimizer, backward = fp16(face, sgd)
+    return model, LARC(optimizer), backward
+
+
+def wrapped() -> Run:
+    handle: Any = amp._current.handle or amp.init(device_type="cpu")
+    model = net()
+    optimizer = handle.wrap_optimizer(FusedAdam(model.parameters(), lr=0.1))
+    optimizer._loss_scaler[0]._loss_scale = 2.0**10
+
+    def backward(loss: Tensor) -> None:
+        with optimizer.scale_loss(loss) as scaled_loss:
+            scaled_loss.backward()
+
+    return model, optimizer, backward
+
+
+def at_o2(make: Any) -> Run:
+    model = net()
+    optimizer = make(model.parameters())
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0
+    )
+
+    def backward(loss: Tensor) -> None:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    return model, optimizer, backward
+
+
+RUNS: dict[str, Callable[[], Run]] = {
+    "FusedAdam": lambda: plain(FusedAdam),
+    "FusedAdam with masters": lambda: plain(
+        lambda params: FusedAdam(params, master_weights=True), torch.float16
+    ),
+    "FusedSGD": lambda: plain(lambda params: FusedSGD(params, lr=0.1, momentum=0.9)),
+    "LARC": lambda: plain(lambda params: LARC(sgd(params))),
+    "fp16_utils.FP16_Optimizer": lambda: fp16(fp16_utils.FP16_Optimizer, sgd),
+    "optimizers.FP16_Optimizer": lambda: fp16(optimizers.FP16_Optimizer, FusedAdam),
+    "LARC around FP16_Optimizer": lambda: larc_around_fp16(optimizers.FP16_Optimizer),
+    "OptimWrapper": wrapped,
+    "O2": lambda: at_o2(FusedAdam),
+    "LARC at O2": lambda: at_o2(lambda params: LARC(sgd(params))),
+}
+every_run = pytest.mark.parametrize("make", RUNS.values(), ids=RUNS.keys())
+
+
+def begin(make: Callable[[], Run], seed: int, steps: int) -> Run:
+    torch.manual_seed(seed)
+    run = make()
+    train(run, steps)
+    return run
+
+
+def train(run: Run, steps: int) -> None:
+    model, optimizer, backward = run
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
+        h = model[0](x)  # type: ignore[index]
+        h = model[1](h.to(model[1].weight.dtype)).to(dtype)  # type: ignore[index]
+        backward(model[2](h).float().square().sum())  # type: ignore[index]
+        optimizer.step()
+
+
+def everything(run: Run) -> list[Tensor]:
+    """The weights, what the optimizer steps, and the loss scale."""
+    model, optimizer, _ = run
+    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    scale = [getattr(optimizer, "loss_scale", 1.0)]
+    if isinstance(optimizer, amp.OptimWrapper):
+        scale = [*optimizer._loss_scaler[0].state_dict().values()]
+    return [*(each.detach().clone() for each in (*model.parameters(), *stepped)), Tensor(scale)]
+
+
+@every_run
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("steps", [0, 2], ids=["into a new run", "into a trained run"])
+def test_a_run_that_was_saved_goes_on_with_the_same_bits(
+    make: Callable[[], Run], flat: bool, steps: int, tmp_path: Path
+) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    run = begin(make, 7, 5)
+    model, optim = get_state_dict(*run[:2], options=options)
+    checkpoint.save({"model": model, "optim": optim}, checkpoint_id=tmp_path)
+    train(run, 4)
+
+    other = begin(make, 8, steps)
+    loaded: dict[str, Any] = dict(
+        zip(("model", "optim"), get_state_dict(*other[:2], options=options), strict=True)
+    )
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(
+        *other[:2],
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optim"],
+        options=options,
+    )
+    train(other, 4)
+    assert all(map(torch.equal, everything(run), everything(other)))
+
+
+def test_asking_a_new_optimizer_for_its_state_takes_no_step() -> None:
+    run = begin(RUNS["optimizers.FP16_Optimizer"], 7, 0)
+    before = everything(run)
+    optim = get_optimizer_state_dict(*run[:2])
+    assert set(optim["state"]["2.weight"]) == {"exp_avg", "exp_avg_sq", "step", "master_param"}
+    assert all(map(torch.equal, everything(run), before))
+    assert run[1].cur_iter == 0
+    assert run[1].param_groups[0]["lr"] == 1e-3
+
+
+def test_the_state_of_a_float32_run_is_taken_without_masters() -> None:
+    saved = get_optimizer_state_dict(*begin(lambda: plain(FusedAdam), 7, 3)[:2])
+    model, optimizer, _ = begin(lambda: fp16(fp16_utils.FP16_Optimizer, FusedAdam), 8, 2)
+    before = everything((model, optimizer, None))  # type: ignore[arg-type]
+    set_optimizer_state_dict(model, optimizer, saved)
+    master = optimizer.fp32_from_fp16_groups[0][0]
+    assert torch.equal(optimizer.state[master]["exp_avg"], saved["state"]["0.weight"]["exp_avg"])
+    assert all(map(torch.equal, everything((model, optimizer, None)), before))  # type: ignore[arg-type]

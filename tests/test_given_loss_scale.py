@@ -1,0 +1,264 @@
+"""A value of apex_mp.loss_scale is taken wherever a loss scale is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp16_cases import BF16, F16, faces, ones
+
+from apex_mp import amp, fp16_utils
+from apex_mp.amp import _amp_state
+from apex_mp.amp.scaler import LossScaler as AmpLossScaler
+from apex_mp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+# Each bound, the interval and the hysteresis are met on the way.
+VALUE = DynamicLossScale(
+    2.0**10,
+    growth_factor=4.0,
+    backoff_factor=0.25,
+    growth_interval=2,
+    min_scale=2.0**7,
+    max_scale=2.0**13,
+    hysteresis=2,
+    good_steps=1,
+    overflows=1,
+)
+OVERFLOWS = [letter == "x" for letter in "...x......xxxxx.xx..x....x...."]
+
+
+def sgd(dtype: torch.dtype = F16) -> torch.optim.SGD:
+    return torch.optim.SGD([ones(2, dtype=dtype)], lr=0.25)
+
+
+def fp16_optimizer(loss_scale: Any) -> Any:
+    return fp16_utils.FP16_Optimizer(sgd(), dynamic_loss_scale=loss_scale, verbose=False)
+
+
+def static_argument(loss_scale: Any) -> Any:
+    return fp16_utils.FP16_Optimizer(sgd(), loss_scale, verbose=False)
+
+
+def assigned(loss_scale: Any) -> Any:
+    optimizer = fp16_utils.FP16_Optimizer(sgd(), verbose=False)
+    optimizer.loss_scaler = loss_scale
+    return optimizer
+
+
+def switched(loss_scale: Any) -> Any:
+    optimizer = fp16_utils.FP16_Optimizer(sgd(), verbose=False)
+    optimizer.dynamic_loss_scale = loss_scale
+    return optimizer
+
+
+def init(loss_scale: Any) -> Any:
+    handle: Any = amp.init(loss_scale=loss_scale, device_type="cpu")
+    return handle._default_scaler
+
+
+def wrapped(loss_scale: Any) -> Any:
+    handle: Any = amp.init(loss_scale=loss_scale, device_type="cpu")
+    return handle.wrap_optimizer(sgd(), num_loss=2)._loss_scaler[1]
+
+
+def initialize(loss_scale: Any) -> Any:
+    amp.initialize(
+        torch.nn.Linear(1, 1), opt_level="O2", loss_scale=loss_scale, num_losses=2, verbosity=0
+    )
+    return _amp_state.loss_scalers[1]
+
+
+def scales(taker: Any, overflows: list[bool]) -> list[float]:
+    """Return the scale after each step."""
+    out = []
+    for overflow in overflows:
+        if isinstance(taker, fp16_utils.FP16_Optimizer):
+            taker.loss_scaler.update_scale(overflow)
+            out.append(taker.loss_scale)
+        else:
+            taker.note_overflow(overflow)
+            taker.update_scale()
+            out.append(taker.loss_scale())
+    return out
+
+
+def expected(value: LossScale) -> list[float]:
+    out = []
+    for overflow in OVERFLOWS:
+        value = value.update(overflow)
+        out.append(value.scale)
+    return out
+
+
+TAKERS: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each
+    for each in (fp16_optimizer, static_argument, assigned, switched, init, wrapped, initialize)
+}
+takers = pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS.keys())
+
+
+def scaler_of_fp16_utils() -> fp16_utils.DynamicLossScaler:
+    optimizer = fp16_optimizer(VALUE)
+    scaler: fp16_utils.DynamicLossScaler = optimizer.loss_scaler
+    return scaler
+
+
+@takers
+@pytest.mark.parametrize(
+    "make",
+    [lambda: VALUE, lambda: AmpLossScaler(VALUE), scaler_of_fp16_utils],
+    ids=["value", "amp's scaler", "the scaler of fp16_utils"],
+)
+def test_a_dynamic_loss_scale_is_followed_exactly(take: Any, make: Any) -> None:
+    walk = expected(VALUE)
+    assert {min(walk), max(walk)} == {2.0**7, 2.0**13}
+    assert scales(take(make()), OVERFLOWS) == walk
+
+
+@takers
+@pytest.mark.parametrize("value", [StaticLossScale(8.0), NoOpLossScale()], ids=str)
+def test_a_loss_scale_that_does_not_move_stays(take: Any, value: LossScale) -> None:
+    assert set(scales(take(value), OVERFLOWS)) == {value.scale}
+
+
+def test_the_rule_stays_when_a_dynamic_scale_is_switched_off_and_on() -> None:
+    optimizer = fp16_optimizer(dataclasses.replace(VALUE, good_steps=0, overflows=0))
+    optimizer.dynamic_loss_scale = False
+    optimizer.dynamic_loss_scale = True
+    value = dataclasses.replace(VALUE, good_steps=0, overflows=0)
+    assert scales(optimizer, OVERFLOWS) == expected(value)
+
+
+@faces
+@pytest.mark.parametrize("flag", [True, 1, 1.0, np.bool_(True), np.int64(1)], ids=repr)
+def test_a_flag_may_be_a_bool_or_a_number_that_means_one(flag: Any, face: Any) -> None:
+    assert face(sgd(), dynamic_loss_scale=flag, verbose=False).dynamic_loss_scale is True
+    assert face(sgd(), dynamic_loss_scale=type(flag)(0), verbose=False).dynamic_loss_scale is False
+    assert face(sgd(), dynamic_loss_scale=None, verbose=False).dynamic_loss_scale is False
+
+
+NOT_A_FLAG = [1024.0, 2, "False", "dynamic", "", [True], np.ones(2), torch.amp.GradScaler("cpu")]
+
+
+@faces
+@pytest.mark.parametrize("given", NOT_A_FLAG, ids=lambda given: repr(given)[:12])
+def test_what_python_takes_for_true_is_refused_as_dynamic_loss_scale(given: Any, face: Any) -> None:
+    sentence = "FP16_Optimizer: dynamic_loss_scale is .*; it must be True, False or a loss scale"
+    inner = sgd()
+    (weight,) = inner.param_groups[0]["params"]
+    with pytest.raises(TypeError, match=sentence):
+        face(inner, dynamic_loss_scale=given, verbose=False)
+    assert inner.param_groups[0]["params"] == [weight]
+    optimizer = face(inner, verbose=False)
+    with pytest.raises(TypeError, match=sentence):
+        optimizer.dynamic_loss_scale = given
+    assert optimizer.dynamic_loss_scale is False
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"static_loss_scale": 0}, ValueError, "as in the scripts for BERT, pass dynamic_loss_sc"),
+        ({"static_loss_scale": VALUE, "dynamic_loss_scale": True}, ValueError, "give it once"),
+        (
+            {"static_loss_scale": VALUE, "dynamic_loss_scale": StaticLossScale(8.0)},
+            ValueError,
+            "give it once",
+        ),
+        (
+            {"dynamic_loss_scale": VALUE, "dynamic_loss_args": {"scale_window": 2}},
+            ValueError,
+            "give it once",
+        ),
+        (
+            {"dynamic_loss_scale": DynamicLossScale(growth_factor=3.0)},
+            ValueError,
+            "backoff_factor is 0.5 and growth_factor 3.0; the one must be the inverse",
+        ),
+        (
+            {"dynamic_loss_args": {"init_scal": 8.0}},
+            TypeError,
+            "dynamic_loss_args is .'init_scal': 8.0.; it must be a dict with some of the keys "
+            r"\['init_scale', 'scale_factor', 'scale_window', 'min_loss_scale', ",
+        ),
+        ({"dynamic_loss_args": 9}, TypeError, "dynamic_loss_args is 9; it must be a dict"),
+    ],
+)
+def test_arguments_that_ask_for_no_loss_scale_or_for_two_are_refused(
+    options: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        fp16_utils.FP16_Optimizer(sgd(), verbose=False, **options)
+
+
+@pytest.mark.parametrize("call", [init, initialize])
+@pytest.mark.parametrize(
+    "given",
+    ["much", True, [8.0], torch.amp.GradScaler("cpu")],
+    ids=lambda value: type(value).__name__,
+)
+def test_amp_refuses_what_is_no_loss_scale(given: Any, call: Any) -> None:
+    if call is init and given == "much":
+        given = b"much"  # A string there is an argument of early 2019.
+    with pytest.raises((TypeError, ValueError), match='must be a number or "dynamic", or a loss'):
+        call(given)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"min_loss_scale": 1.0}, {"max_loss_scale": 2.0**20}], ids=["min", "max"]
+)
+def test_amp_refuses_bounds_beside_a_loss_scale_that_has_its_own(beside: Any) -> None:
+    with pytest.raises(ValueError, match="give them in the loss scale alone"):
+        amp.init(loss_scale=VALUE, device_type="cpu", **beside)
+    with pytest.raises(ValueError, match="give them in the loss scale alone"):
+        amp.initialize(torch.nn.Linear(1, 1), loss_scale=VALUE, verbosity=0, **beside)
+
+
+NOT_NEEDED = "a dynamic loss scale is not needed"
+
+
+@faces
+@pytest.mark.parametrize("flag", [True, VALUE], ids=["flag", "value"])
+def test_a_dynamic_scale_for_bfloat16_alone_is_said_not_to_be_needed(
+    flag: Any, face: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    face(sgd(BF16), dynamic_loss_scale=flag)
+    assert NOT_NEEDED in capsys.readouterr().out
+    face(sgd(BF16), 8.0)
+    face(sgd(F16), dynamic_loss_scale=flag)
+    both = sgd(BF16)
+    both.add_param_group({"params": [ones(2)]})
+    face(both, dynamic_loss_scale=flag)
+    assert NOT_NEEDED not in capsys.readouterr().out
+
+
+def test_amp_says_so_of_a_dynamic_scale_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for asked in (None, "dynamic", VALUE):
+        amp.initialize(
+            torch.nn.Linear(1, 1), opt_level="O2", dtype=torch.bfloat16, loss_scale=asked
+        )
+        assert (NOT_NEEDED in capsys.readouterr().out) == (asked is not None)
+
+
+@pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
+@pytest.mark.parametrize("bound", ["1024", "", [8.0]], ids=repr)
+def test_a_bound_that_is_no_number_is_refused(name: str, bound: Any) -> None:
+    field = name.replace("loss_", "")
+    with pytest.raises(TypeError, match=rf"{field} is .*; it must be a number"):
+        AmpLossScaler(**{name: bound})
+
+
+@pytest.mark.parametrize(
+    "value", [np.True_, torch.tensor(True), 10**400], ids=["numpy bool", "bool tensor", "huge"]
+)
+def test_a_loss_scale_that_is_no_float_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r'loss_scale is .*; it must be a number or "dynamic"'):
+        initialize(value)
