@@ -37,7 +37,10 @@ CUDA_BUILT := $(CUDA_VENV)/.done-build
 CUDA_TESTED := $(CUDA_VENV)/.done-test
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
 COVERAGE := build/coverage
-PYTEST := $(VENV)/bin/python -m pytest -n auto --dist loadfile
+# A test that hangs fails by name after five minutes; the others go on in a new process.
+PYTEST_OPTIONS := -q --timeout 300 --timeout-method thread
+IN_PARALLEL := -n auto --dist loadfile
+PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(IN_PARALLEL)
 # Tests whose results depend on torch's CPU kernels.
 PROCESSOR_TESTS := $(patsubst %,tests/test_%.py,amp_casts amp_fp16_compute amp_policy benchmark_amp \
   language_model normalization point_of_mixed_precision published_snippets rnn_training)

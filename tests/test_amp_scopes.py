@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,19 +49,28 @@ class Transformed(Dataset[Any]):
         return torch.tensor([product is F16, softmax is F32, _current.handle is not None])
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_dataloader_workers_do_not_cast_and_the_parent_does(context: str) -> None:
+def test_dataloader_workers_do_not_cast_and_the_parent_does() -> None:
     amp.init(device_type="cpu")
-    loader = DataLoader(Transformed(), num_workers=1, multiprocessing_context=context)
+    loader = DataLoader(Transformed(), num_workers=1, multiprocessing_context="spawn")
     assert not torch.cat([*loader]).any()
     assert dtypes_here() == CAST
 
 
-def test_workers_that_a_thread_forks_do_not_cast() -> None:
+def fork_workers() -> None:
     amp.init(device_type="cpu")
     loader = DataLoader(Transformed(), num_workers=1, multiprocessing_context="fork")
+    assert not torch.cat([*loader]).any()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert not torch.cat(pool.submit(lambda: [*loader]).result()).any()
+    assert dtypes_here() == CAST
+
+
+def test_workers_forked_by_the_main_thread_and_by_another_do_not_cast(tmp_path: Path) -> None:
+    """In a new process: a child forked beside the threads of other tests can wait forever."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, __file__], cwd=tmp_path, env=environment, check=True, timeout=120
+    )
 
 
 # Optimizers.
@@ -189,3 +202,7 @@ def test_a_users_own_regions_have_their_way() -> None:
     for verbose in (False, True):
         amp.init(device_type="cpu", verbose=verbose)
         assert Mixed()(X) == [F16, F32, *UNCAST, BF16, F32, F16, BF16, F16]
+
+
+if __name__ == "__main__":
+    fork_workers()
