@@ -34,7 +34,6 @@ TORCH_READY := $(VENV)/$(call stamp_of,$(TORCH))
 CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
 BUILT := $(VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
-CUDA_TESTED := $(CUDA_VENV)/.done-test
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
 COVERAGE := build/coverage
 # A test that hangs fails by name after five minutes; the others go on in a new process.
@@ -44,11 +43,17 @@ PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(IN_PARALLEL)
 # Tests whose results depend on torch's CPU kernels.
 PROCESSOR_TESTS := $(patsubst %,tests/test_%.py,amp_casts amp_fp16_compute amp_policy benchmark_amp \
   language_model normalization point_of_mixed_precision published_snippets rnn_training)
+# Tests of what leans on private names of torch, or on what its documentation does not promise.
+TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patching amp_registry amp_scopes \
+  amp_threads distributed_checkpoint fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
+  fused_adam_grad_scaler grad_marks multiproc operator_autograd operators packaging parallel \
+  parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
+  run_modernize sync_batchnorm two_processes)
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors lint types coverage clients cuda-on-cpu cuda-link gpu bench sdist format clean
+.PHONY: help build demo test test-slow processors lint types coverage clients cuda-on-cpu cuda-link cuda-tests nightly gpu bench sdist format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
@@ -62,7 +67,9 @@ help:
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make format     let ruff and clang-format write their changes'
-	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the CPU tests on that build'
+	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
+	@echo 'make cuda-tests run all CPU tests on that build'
+	@echo 'make nightly    run all of these, and write benchmarks/results/nightly.json'
 	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
 	@echo 'make clean      remove what the other targets made'
@@ -87,8 +94,8 @@ processors: $(BUILT)
 	  $(PYTEST) $(PROCESSOR_TESTS) $(PYTEST_ARGS)
 
 lint: $(BUILT)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check . .ci/run
+	$(VENV)/bin/ruff format --check . .ci/run
 	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
@@ -133,10 +140,10 @@ sdist: $(BUILT)
 	@echo "The tests of $$(ls build/sdist/*.tar.gz) can start."
 
 clients: $(CLIENTS_READY)
-	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
+	$(CLIENTS_VENV)/bin/python -m pytest -q tests/clients $(PYTEST_ARGS)
 
 cuda-on-cpu: $(BUILT)
-	$(VENV)/bin/python -m pytest tests/cuda_on_cpu $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -q tests/cuda_on_cpu $(PYTEST_ARGS)
 
 format: $(BUILT)
 	$(VENV)/bin/ruff check --fix .
@@ -149,21 +156,21 @@ $(TORCH_READY):
 	@echo 'Setting up $(VENV) with $(TORCH): some minutes the first time'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.done-*
-	$(VENV)/bin/python -m pip install -q "$(TORCH)" $(BUILD_TOOLS)
+	$(VENV)/bin/python -m pip install -qq "$(TORCH)" $(BUILD_TOOLS)
 	touch $@
 
 # The CPU alone unless asked: whether nvcc is here, or fits, must not decide over demo and test.
 $(BUILT): export FORCE_CUDA := $(or $(FORCE_CUDA),0)
 $(BUILT): $(TORCH_READY) $(RECIPE)
-	$(VENV)/bin/python -m pip install -q --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
+	$(VENV)/bin/python -m pip install -qq --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
 	touch $@
 
 # fairseq without pip's cache, which does not ask for which torch a wheel was compiled.
 $(CLIENTS_READY): tests/clients/requirements.txt $(TORCH_READY) | $(BUILT)
 	@echo 'Setting up $(CLIENTS_VENV): a minute or two the first time'
 	$(VENV)/bin/python tests/clients/make_venv.py $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python -m pip install -q --no-deps -r $<
-	$(CLIENTS_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation --no-cache-dir \
+	$(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps -r $<
+	$(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps --no-build-isolation --no-cache-dir \
 	  fairseq==0.9.0
 	touch $@
 
@@ -171,7 +178,7 @@ $(CUDA_TORCH_READY):
 	@echo 'Setting up $(CUDA_VENV) with $(CUDA_TORCH): some minutes and gigabytes the first time'
 	$(PYTHON) -m venv $(CUDA_VENV)
 	rm -f $(CUDA_VENV)/.done-*
-	@$(CUDA_VENV)/bin/python -m pip install -q "$(CUDA_TORCH)" $(BUILD_TOOLS) \
+	@$(CUDA_VENV)/bin/python -m pip install -qq "$(CUDA_TORCH)" $(BUILD_TOOLS) \
 	  || { echo 'make cuda-link: $(CUDA_TORCH) could not be installed, so the CUDA code was not checked'; exit 1; }
 	@$(CUDA_VENV)/bin/python -W ignore -c 'import torch; raise SystemExit(torch.version.cuda is None)' \
 	  || { echo 'make cuda-link: $(CUDA_TORCH) came without CUDA, so the CUDA code was not checked'; exit 1; }
@@ -183,19 +190,21 @@ $(CUDA_BUILT): export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
 $(CUDA_BUILT): export CUDA_HOME := $(CUDA_HOME)
 $(CUDA_BUILT): $(CUDA_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
 	rm -rf build/lib.*
-	$(CUDA_VENV)/bin/python -m pip install -q --no-build-isolation "$(CUDA_TORCH)" ".[dev,examples]"
+	$(CUDA_VENV)/bin/python -m pip install -qq --no-build-isolation "$(CUDA_TORCH)" ".[dev,examples]"
 	touch $@
 
 # From another folder: in this one Python would find apex_mp/ before the installed wheel.
-$(CUDA_TESTED): $(CUDA_BUILT)
+cuda-link: $(CUDA_BUILT)
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
 	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
-	$(CUDA_VENV)/bin/pytest -m 'not any_torch' $(PYTEST_ARGS)
-	touch $@
+	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(PYTEST_ARGS)
 
-cuda-link: $(CUDA_TESTED)
-	@echo 'The CUDA extension compiles, links and imports, and passes the CPU tests ($(CUDA_TORCH)).'
+cuda-tests: $(CUDA_BUILT)
+	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)
+
+nightly:
+	$(PYTHON) .ci/run --nightly
 
 # Installs and fetches nothing: PYTHON is one that has torch, pytest and the build tools.
 gpu:
