@@ -3,9 +3,12 @@
     python -m benchmarks.step                   print the tables; write JSON and a chart
     python -m benchmarks.step --host            time of the host for each of many tiny tensors
     python -m benchmarks.step --quick           seconds, to see that it works
+    python -m benchmarks.step --device stub     the same code as on a GPU, without one
+    python -m benchmarks.step --extensions A B  compare builds, each an apex_mp in a folder A, B
 
 All cases take turns, in another order each round, and memory's speed is looked at before and after
-each step, because it changes by the minute on a machine that is shared.
+each batch of steps, because it changes by the minute on a machine that is shared. The JSON is
+written after each round, so a run that is killed leaves what it knew.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,20 +29,22 @@ from typing import Any
 import torch
 
 from apex_mp import __version__
-from benchmarks import step_cases, step_machine, step_peers, step_report
+from benchmarks import step_cases, step_machine, step_peers, step_profile, step_report
 from benchmarks.amp import environment
 from benchmarks.step_arena import Arena, Case
+from benchmarks.step_device import DEVICES, Cpu, Cuda
 from benchmarks.step_shapes import HOST, HOST_QUICK, QUICK, WORKLOADS, Workload
 from benchmarks.step_timing import (
+    Measurement,
     Reference,
-    build,
-    measure,
+    batch,
     reference_mebibytes,
-    take_host_turns,
+    start,
+    take_turns,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
-CASES = (*step_cases.CASES, *step_peers.CASES)
+CASES = (*step_cases.CASES, *step_peers.CASES, *step_cases.REPLAYED)
 
 
 def cases_of(device: str, names: Sequence[str] | None) -> list[Case]:
@@ -49,59 +57,76 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
     """Return what is to be stepped."""
     if args.host:
         return list(HOST_QUICK if args.quick else HOST)
-    fitting = [each for each in (QUICK if args.quick else WORKLOADS) if args.device in each.devices]
+    kind = DEVICES[args.device].kind
+    fitting = [each for each in (QUICK if args.quick else WORKLOADS) if kind in each.devices]
     if args.workloads is None:
         return fitting
     return [each for each in fitting if each.name in args.workloads]
 
 
-def measure_host(workload: Workload, cases: Sequence[Case], rounds: int, device: str) -> Any:
-    """Return the time that the host takes for each tensor."""
-    running, not_run = build(cases, Arena(workload.shapes, device))
-    tensors = len(workload.shapes)
+def measure_host(workload: Workload, cases: Sequence[Case], rounds: int, device: Cpu) -> Any:
+    """Return the time that the host takes for each tensor; a first round warms up."""
+    arena, tensors = Arena(workload.shapes, device.tensors), len(workload.shapes)
+    started = {case.name: start(case, arena, device) for case in cases}
+    running = {name: each for name, each in started.items() if not isinstance(each, str)}
+
+    def take(name: str) -> float:
+        running[name].prepare()
+        return batch(running[name], 1, device)[1][0]
+
+    *_, found = take_turns(running, rounds + 1, math.inf, take)
     return {
         "tensors": tensors,
         "rows": [
-            {"case": name, "ns_per_tensor": 1e9 * statistics.median(times) / tensors}
-            for name, times in take_host_turns(running, rounds, device).items()
+            {"case": name, "ns_per_tensor": 1e9 * statistics.median(times[1:]) / tensors}
+            for name, times in found.items()
         ],
-        "not_run": not_run,
+        "not_run": {name: each for name, each in started.items() if isinstance(each, str)},
     }
 
 
 def surroundings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the figures depend on."""
+    device = DEVICES[args.device]
     return {
-        **environment(args.device),
+        **environment(device.tensors),
+        **({} if device.is_real else {"device": args.device}),
+        "cuda": torch.version.cuda,
         "cores": os.cpu_count(),
         "apex_mp": __version__,
         "rounds": args.rounds,
         "reference_MiB": args.reference_mebibytes,
-        "packages": step_peers.versions(args.device),
+        "packages": step_peers.versions(device.kind),
     }
 
 
 def place_of(args: argparse.Namespace, facts: dict[str, Any]) -> Path:
     """Return where the JSON goes: beside the published results only if everything was measured."""
     whole = not args.quick and args.workloads is None and args.cases is None
+    whole = whole and DEVICES[args.device].is_real and args.seconds == math.inf
     folder = args.results or (RESULTS if whole else Path("build") / "bench")
     slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
     return Path(folder) / f"step-{'host-' if args.host else ''}{slug}.json"
 
 
-def write(results: dict[str, Any], path: Path) -> list[str]:
-    """Write JSON and, of workloads, the chart; return what to say of it."""
+def write(results: dict[str, Any], path: Path) -> None:
+    """Write the JSON, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    said = [f"Written: {path}"]
-    if results["workloads"]:
-        if importlib.util.find_spec("matplotlib") is None:
-            return [*said, "No chart: matplotlib is not installed"]
-        from benchmarks.step_chart import draw  # Nothing else here needs matplotlib.
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
 
-        draw(results, path.with_suffix(".png"))
-        said.append(f"Written: {path.with_suffix('.png')}")
-    return said
+
+def write_chart(results: dict[str, Any], path: Path) -> str:
+    """Draw the chart of workloads; return what to say of it."""
+    if not any(workload["rows"] for workload in results["workloads"]):
+        return "No chart: nothing was measured"
+    if importlib.util.find_spec("matplotlib") is None:
+        return "No chart: matplotlib is not installed"
+    from benchmarks.step_chart import draw  # Nothing else here needs matplotlib.
+
+    draw(results, path)
+    return f"Written: {path}"
 
 
 def say(text: str) -> None:
@@ -112,8 +137,9 @@ def say(text: str) -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     gpu = torch.cuda.is_available()
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
-    parser.add_argument("--rounds", type=int, help="of which medians are taken [9; quick 3]")
+    parser.add_argument("--device", choices=[*DEVICES], default="cuda" if gpu else "cpu")
+    parser.add_argument("--rounds", type=int, help="of which medians are taken [9; GPU 5; quick 3]")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, but for a round")
     parser.add_argument("--threads", type=int, help="of the CPU [as many as torch takes]")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=str(names))
@@ -122,9 +148,44 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for JSON and chart")
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (3 if args.quick else 9)
-    args.reference_mebibytes = 2 if args.quick else reference_mebibytes(args.device)
+    device = DEVICES[args.device]
+    args.rounds = args.rounds or (3 if args.quick else device.rounds)
+    args.reference_mebibytes = 2 if args.quick else reference_mebibytes(device.tensors)
     return args
+
+
+class Box:
+    """A limit of time, which parts of a run share by their weights; what one leaves others get."""
+
+    def __init__(self, seconds: float, weight: float) -> None:
+        self.end, self.weight = time.monotonic() + seconds, weight
+
+    def next(self, weight: float) -> float:
+        """Return the time.monotonic() at which the next part has to end."""
+        now = time.monotonic()
+        part = (self.end - now) * weight / self.weight
+        self.weight -= weight
+        return now + part
+
+
+def measure_workloads(args: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
+    """Time all workloads; then, on a GPU, look what each step does there."""
+    device = DEVICES[args.device]()
+    cases, workloads = cases_of(device.kind, args.cases), workloads_of(args)
+    reference = Reference(device, args.reference_mebibytes)
+    box = Box(args.seconds, weight=4 * len(workloads))
+    for workload in workloads:
+        results["workloads"].append({})
+        for found in Measurement(workload, cases, reference).run(args.rounds, box.next(3)):
+            results["workloads"][-1] = found
+            write(results, path)
+        say(step_report.table(results["workloads"][-1]))
+    if not isinstance(device, Cuda):
+        return
+    for workload, measured in zip(workloads, results["workloads"], strict=True):
+        for _ in step_profile.profile(workload, cases, measured, device, box.next(1)):
+            write(results, path)
+        say(step_report.profile_table(measured))
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -132,22 +193,28 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.threads:
         torch.set_num_threads(args.threads)
     facts, begin = surroundings(args), step_machine.now()
-    cases, workloads = cases_of(args.device, args.cases), workloads_of(args)
+    path = place_of(args, facts)
     results: dict[str, Any] = {"environment": facts, "workloads": [], "host": []}
     say(step_report.surroundings(facts))
     if args.host:
-        results["host"] = [measure_host(w, cases, args.rounds, args.device) for w in workloads]
+        device = DEVICES[args.device]()
+        cases = cases_of(device.kind, args.cases)
+        results["host"] = [measure_host(w, cases, args.rounds, device) for w in workloads_of(args)]
         say(step_report.host_table(results["host"]))
     else:
-        reference = Reference(args.device, args.reference_mebibytes)
-        for workload in workloads:
-            results["workloads"].append(measure(workload, cases, args.rounds, reference))
-            say(step_report.table(results["workloads"][-1]))
+        try:
+            measure_workloads(args, results, path)
+        except Exception as error:
+            results["ended_by"] = f"{type(error).__name__}: {error}"
+            write(results, path)
+            raise
     facts["taken_by_others"] = step_machine.taken_by_others(begin, step_machine.now())
+    write(results, path)
     say(step_report.notes(results))
-    say("\n".join(write(results, place_of(args, facts))))
+    chart = [] if args.host else [write_chart(results, path.with_suffix(".png"))]
+    say("\n".join([f"Written: {path}", *chart]))
     return results
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if step_report.failures(main()) else 0)

@@ -26,11 +26,15 @@ OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weig
 
 
 class Pass(NamedTuple):
-    """One way over all parameters: bytes read and written for each of them."""
+    """One way over all parameters: bytes read and written for each of them.
+
+    `kernel` is part of the name of the CUDA kernel of ours that makes it; empty for another's.
+    """
 
     name: str
     read: int
     written: int
+    kernel: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} R{self.read} W{self.written}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
-from benchmarks import step_plain
+from benchmarks import step_device, step_plain
 from benchmarks.step_arena import (
     MAX_NORM,
     OPTIONS,
@@ -22,10 +23,10 @@ from benchmarks.step_arena import (
     parameters,
 )
 
-ADAM = Pass("Adam", 16, 12)
-ADAM_WRITING = Pass("Adam, writes gradients", 16, 16)
-ADAM_WITH_COPY = Pass("Adam with copy", 14, 14)
-CHECK_AND_NORM = Pass("check with norm", 2, 0)
+ADAM = Pass("Adam", 16, 12, "step_kernel")
+ADAM_WRITING = Pass("Adam, writes gradients", 16, 16, "step_kernel")
+ADAM_WITH_COPY = Pass("Adam with copy", 14, 14, "step_kernel")
+CHECK_AND_NORM = Pass("check with norm", 2, 0, "chunks_kernel")
 SCALER_CHECK = Pass("GradScaler's check", 4, 4)  # it writes what it multiplied by 1
 NORM = Pass("norm", 4, 0)
 UNSCALE = Pass("unscale", 4, 4)
@@ -146,9 +147,37 @@ def torch_scaled_clip(arena: Arena) -> Running:
     return Running(running.prepare, step)
 
 
+def replayed(running: Running, at: Tensor) -> Running:
+    """A step as a CUDA graph replays it, always with the same gradients."""
+    for _ in range(2):
+        running.prepare()
+        running.step()
+    running.prepare()
+    return Running(lambda: None, step_device.captured(running.step, at))
+
+
+def ours_fp16_replayed(arena: Arena) -> Running:
+    return replayed(ours_fp16(arena), arena.weights[0])
+
+
+def ours_bf16_replayed(arena: Arena) -> Running:
+    return replayed(ours_bf16(arena), arena.weights[0])
+
+
+def ours_fp32_replayed(arena: Arena) -> Running:
+    return replayed(ours_fp32(arena), arena.weights[0])
+
+
+def torch_fused_replayed(arena: Arena) -> Running:
+    """AdamW of torch, made for graphs."""
+    running, _ = fp32(arena, torch.optim.AdamW, fused=True, capturable=True)
+    return replayed(running, arena.weights[0])
+
+
 FP16, FP16_CLIP, BF16 = "ours fp16", "ours fp16, clip", "ours bf16"
 FP32, SCALED, SCALED_CLIP = "ours fp32", "ours fp32, GradScaler", "ours fp32, GradScaler, clip"
 SCALED_READING = "ours fp32, GradScaler, only reads"
+GPU = ("cuda",)
 PLAIN = (COPY_IN, UNSCALE, ADAM, COPY_OUT)
 PLAIN_CLIP = (COPY_IN, UNSCALE, NORM, CLIP, ADAM, COPY_OUT)
 
@@ -171,4 +200,11 @@ CASES = (
     Case(FP32, FP32, (ADAM,), ours_fp32),
     Case("torch AdamW, fused", FP32, (ADAM,), torch_fused),
     Case("torch AdamW, foreach", FP32, (ADAM,), torch_foreach),
+)  # fmt: skip
+# They come last, because a capture that fails may leave the device unusable.
+REPLAYED = (
+    Case("ours fp32, replayed", FP32, (ADAM,), ours_fp32_replayed, GPU),
+    Case("torch AdamW, fused, replayed", FP32, (ADAM,), torch_fused_replayed, GPU),
+    Case("ours bf16, replayed", BF16, (ADAM_WITH_COPY,), ours_bf16_replayed, GPU),
+    Case("ours fp16, replayed", FP16, (CHECK_AND_NORM, ADAM_WITH_COPY), ours_fp16_replayed, GPU),
 )  # fmt: skip

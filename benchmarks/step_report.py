@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.step_cases import BF16, FP16, FP16_CLIP, FP32
 
 HEAD = ("case", "bytes", "ms", "ns/param", "GB/s", "of memory", "times ours")
-AGAIN = "again, ms"
+GPU_HEAD = ("case", "bytes", "ms", "ns/param", "GB/s", "of copy", "times ours")
+AGAIN = ("again, ms", "ms_again")
+HOST = ("host, ms", "host_ms")
+PROFILE = (
+    "case",
+    "launches",
+    "waits",
+    "pageable",
+    "kernels, ms",
+    "kernel",
+    "ms",
+    "GB/s",
+    "of copy",
+)
+IN_PLACE = "in place"
+SHOWN = 3  # kernels of a case
 SHOWN_BY_FINDING = "BERT-base"
 
 
 def notes(results: dict[str, Any]) -> str:
     """Return what stands below the tables."""
-    lines = [*busy(results), *not_run(results)]
+    lines = [*busy(results), *not_run(results), *failures(results)]
     return "\n".join(lines + (accounting(results) if results["workloads"] else []))
 
 
 def busy(results: dict[str, Any]) -> list[str]:
     """Return how busy the machine was with others, if that is known."""
-    taken = results["environment"]["taken_by_others"]
+    taken = results["environment"].get("taken_by_others")
     if taken is None:
         return []
     return [
@@ -41,6 +57,7 @@ def surroundings(facts: dict[str, Any]) -> str:
 def page(results: dict[str, Any]) -> str:
     """Return what docs/speed.md shows of results, in paragraphs."""
     tables = [table(workload) for workload in results["workloads"]]
+    tables += [profile_table(each) for each in results["workloads"] if _profiled(each)]
     if results["host"]:
         tables.append(host_table(results["host"]))
     return "\n\n".join([surroundings(results["environment"]), *tables, *aims(results)])
@@ -48,6 +65,8 @@ def page(results: dict[str, Any]) -> str:
 
 def aims(results: dict[str, Any]) -> list[str]:
     """Return a Markdown table of what was aimed at on a CPU, and whether it was reached."""
+    if results["environment"]["device"] != "cpu":
+        return []
     named = {
         (each["workload"], row["case"]): row
         for each in results["workloads"]
@@ -114,20 +133,56 @@ AIMS = (
 
 def table(workload: dict[str, Any]) -> str:
     """Return one workload as a Markdown table under a line that says what it is."""
-    reference = workload["reference_GB_per_s"]
+    reference, how = workload["reference_GB_per_s"], workload.get("reference", IN_PLACE)
     lines = [
-        f"{workload['workload']}: {count(workload)}; memory, in place, "
-        f"{reference['median']:.1f} GB/s "
+        f"{workload['workload']}: {count(workload)}; memory, {how}, {reference['median']:.1f} GB/s "
         f"({reference['lowest']:.1f} to {reference['highest']:.1f})",
         "",
     ]
-    rows = [_cells(row) for row in workload["rows"]]
-    if all(row["ms_again"] is None for row in workload["rows"]):
-        return "\n".join(lines + markdown(HEAD, rows))
-    again = [_significant(row["ms_again"]) for row in workload["rows"]]
-    return "\n".join(
-        lines + markdown([*HEAD, AGAIN], [[*row, ms] for row, ms in zip(rows, again, strict=True)])
-    )
+    more, head = ([], HEAD) if how == IN_PLACE else ([HOST], GPU_HEAD)
+    if any(row["ms_again"] is not None for row in workload["rows"]):
+        more.append(AGAIN)
+    rows = [
+        [*_cells(row), *(_significant(row[key]) for _, key in more)] for row in workload["rows"]
+    ]
+    return "\n".join(lines + markdown([*head, *(name for name, _ in more)], rows))
+
+
+def profile_table(workload: dict[str, Any]) -> str:
+    """Return what the profiler saw of one workload, a line for each of the longest kernels."""
+    memory = workload["reference_GB_per_s"]["median"]
+    rows = []
+    for row in _profiled(workload):
+        seen = row["profile"]
+        counts = ("launches", "synchronizations", "pageable_copies")
+        first = [row["case"], *(_number(seen[key]) for key in counts)]
+        first.append(_significant(seen["kernels_ms"]))
+        for kernel in seen["kernels"][:SHOWN] or [None]:
+            rows.append([*first, *_kernel_cells(kernel, memory)])
+            first = [""] * len(first)
+    said = f"{workload['workload']}: what a step does on the device, by the profiler"
+    return "\n".join([said, "", *markdown(PROFILE, rows)])
+
+
+def _profiled(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in workload["rows"] if "profile" in row]
+
+
+def _kernel_cells(kernel: dict[str, Any] | None, memory: float) -> list[str]:
+    if kernel is None:
+        return ["none seen", "", "", ""]
+    speed = kernel.get("GB_per_s")
+    of_memory = [_significant(speed), f"{speed / memory:.2f}"] if speed else ["", ""]
+    many = f"{_number(kernel['count'])} x " if kernel["count"] != 1 else ""
+    return [f"{many}{short(kernel['name'])}", _significant(kernel["ms"]), *of_memory]
+
+
+def short(name: str) -> str:
+    """Return a kernel's name without its namespaces, template arguments and parameters."""
+    if name.startswith("Mem"):  # Memcpy and Memset, which say from where to where
+        return name
+    bare = re.split(r"[<(]", name.replace("(anonymous namespace)", "anonymous"))[0]
+    return bare.removeprefix("void ").split("::")[-1]
 
 
 def count(workload: dict[str, Any]) -> str:
@@ -176,6 +231,15 @@ def not_run(results: dict[str, Any]) -> list[str]:
     return [f"Not run: {name}: {reason}" for name, reason in reasons.items()]
 
 
+def failures(results: dict[str, Any]) -> list[str]:
+    """Return one line for each case of ours or of torch that failed."""
+    return [
+        f"FAILED: {name}, {workload['workload']}: {reason}"
+        for workload in results["workloads"]
+        for name, reason in workload.get("failed", {}).items()
+    ]
+
+
 def accounting(results: dict[str, Any]) -> list[str]:
     """Return how the bytes of each case were counted."""
     rows = {row["case"]: row for each in results["workloads"] for row in each["rows"]}
@@ -209,9 +273,16 @@ def best_ratio(workload: dict[str, Any], ours: str) -> float | None:
     ratios = [
         row["times_ours"]
         for row in workload["rows"]
-        if row["compared_with"] == ours != row["case"] and row["times_ours"] is not None
+        if row["compared_with"] == ours
+        and not row["case"].startswith("ours")
+        and row["times_ours"] is not None
     ]
     return min(ratios, default=None)
+
+
+def _number(value: float) -> str:
+    """A count a step, with a digit after the point only if it is no whole number."""
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def _significant(value: float) -> str:

@@ -29,10 +29,18 @@ def resnet50() -> Iterator[Shape]:
 
 def bert_base() -> Iterator[Shape]:
     """BERT-base, uncased (Devlin et al. 2018), with its pooler and without a head."""
-    width = 768
+    return _bert(width=768, layers=12)
+
+
+def bert_large() -> Iterator[Shape]:
+    """BERT-large, likewise."""
+    return _bert(width=1024, layers=24)
+
+
+def _bert(width: int, layers: int) -> Iterator[Shape]:
     yield from ((rows, width) for rows in (30522, 512, 2))  # words, positions, segments
     yield from _norm(width)
-    for _ in range(12):
+    for _ in range(layers):
         for _ in range(4):  # query, key, value, output
             yield from _linear(width, width)
         yield from _norm(width)
@@ -96,15 +104,19 @@ def equal(count: int, size: int) -> Callable[[], Iterator[Shape]]:
     return lambda: iter([(size,)] * count)
 
 
+CPU, CUDA = ("cpu",), ("cuda",)
+# What tells most comes first: time may end before they do.
 WORKLOADS = (
+    Workload("BERT-large", bert_large, CUDA),
     Workload("ResNet-50", resnet50),
-    Workload("BERT-base", bert_base),
-    Workload("GPT-2-medium", gpt2_medium),
-    Workload("1 x 100M", equal(1, 100_000_000)),
+    Workload("1 x 1000M", equal(1, 1_000_000_000), CUDA),
+    Workload("10000 x 64", equal(10_000, 64), CUDA),
+    Workload("100 x 10M", equal(100, 10_000_000), CUDA),
+    Workload("BERT-base", bert_base, CPU),
+    Workload("GPT-2-medium", gpt2_medium, CPU),
+    Workload("1 x 100M", equal(1, 100_000_000), CPU),
     Workload("1000 x 1024", equal(1000, 1024)),
-    Workload("2000 x 64", equal(2000, 64)),
-    Workload("10000 x 64", equal(10_000, 64), ("cuda",)),
-    Workload("100 x 10M", equal(100, 10_000_000), ("cuda",)),
+    Workload("2000 x 64", equal(2000, 64), CPU),
 )
 # For --quick: seconds in all, and figures that mean nothing.
 QUICK = (Workload("30 x 1000", equal(30, 1000)), Workload("100 x 64", equal(100, 64)))

@@ -1,4 +1,4 @@
-"""How benchmarks.step takes times: in rounds, each step between two looks at memory's speed."""
+"""How benchmarks.step takes times: in rounds, each batch of steps between two looks at memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from benchmarks import step_peers
 from benchmarks.step_arena import Arena, Case, Running
+from benchmarks.step_device import Cpu
 from benchmarks.step_shapes import Workload
 
 SMALL = 4_000_000  # parameters: what steps with fewer take is the host's work
+BATCH_SECONDS = 0.25  # of all steps of a batch
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+T = TypeVar("T")
 
 
 def reference_mebibytes(device: str, caches: Path = CACHES) -> int:
@@ -33,138 +36,127 @@ def reference_mebibytes(device: str, caches: Path = CACHES) -> int:
 
 
 class Reference:
-    """An in-place read-modify-write of a tensor, as fast as memory goes for what a step does.
+    """Memory's speed: of a copy on a GPU, of an in-place multiplication on a CPU.
 
-    It also empties the caches before each step, as a forward and backward does.
+    On a CPU it also empties the caches before each step, as a forward and backward does.
     """
 
-    def __init__(self, device: str, mebibytes: int) -> None:
+    def __init__(self, device: Cpu, mebibytes: int) -> None:
         self.device = device
-        self.tensor = torch.ones(mebibytes << 18, device=device)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that one pass reads and writes."""
-        return 2 * self.tensor.nbytes
-
-    def once(self, factor: float = 1.0) -> None:
-        """Read, multiply and write every element."""
-        self.tensor.mul_(factor)
+        self.bytes, self.once = device.reference(mebibytes)
 
     def speed(self) -> float:
         """Return bytes per second, the median of three passes."""
-        took = [seconds(self.once, self.device) for _ in range(3)]
+        took, _ = batch(Running(lambda: None, self.once), 3, self.device)
         return self.bytes / statistics.median(took)
 
 
 class Time(NamedTuple):
-    """One step: how long it took, and how fast memory was just before and after.
+    """A batch of steps: how long one took, and how fast memory was just before and after.
 
-    `again` is what a further step takes with its caches warm; None where models do not fit in them.
+    Attributes:
+        seconds: Until the device had done a step, the median.
+        host: Of the host, which waits only where the step itself does, the median.
+        before: Bytes per second of the reference.
+        after: The same.
+        again: What a further step takes with its caches warm; None where models do not fit in them.
     """
 
     seconds: float
+    host: float
     before: float
     after: float
     again: float | None = None
 
     @property
     def reference(self) -> float:
-        """Bytes per second of the reference around this step."""
+        """Bytes per second of the reference around these steps."""
         return (self.before + self.after) / 2
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Return how long something takes, until the device has done it."""
-    synchronize(device)
-    begin = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - begin
+def batch(case: Running, steps: int, device: Cpu) -> tuple[list[float], list[float]]:
+    """Return the device's and the host's time of each of some steps; nothing waits between them.
+
+    The gradients of the first are there; those of the others come in untimed.
+    """
+    marks, host = [], []
+    device.wait()
+    for number in range(steps):
+        if number:
+            case.prepare()
+        begin, start = device.mark(), time.perf_counter()
+        case.step()
+        host.append(time.perf_counter() - start)
+        marks.append((begin, device.mark()))
+    device.wait()
+    return [device.seconds(begin, end) for begin, end in marks], host
 
 
-def warm_seconds(case: Running, device: str) -> float:
-    """Return how long a step takes that comes right behind others, each with new gradients."""
-    took = 0.0
-    for _ in range(3):
+def look(case: Running, steps: int, reference: Reference, *, again: bool) -> Time:
+    """Time a batch between two looks at memory's speed."""
+    case.prepare()
+    before = reference.speed()
+    took, host = batch(case, steps, reference.device)
+    after = reference.speed()
+    warm = None
+    if again:
         case.prepare()
-        took = seconds(case.step, device)
-    return took
+        warm = batch(case, 3, reference.device)[0][-1]
+    return Time(statistics.median(took), statistics.median(host), before, after, warm)
 
 
-def host_seconds(work: Callable[[], object], device: str) -> float:
-    """Return how long the host is busy; the device may still be."""
-    synchronize(device)
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+def start(case: Case, arena: Arena, device: Cpu) -> Running | str:
+    """Return a case after two steps, or why it cannot run here.
+
+    Raises:
+        Exception: It is a case of ours or of torch, and neither memory nor a package is missing.
+    """
+    if case.package and step_peers.version(case.package) is None:
+        return f"{case.package} is not installed"
+    try:
+        running = case.build(arena)
+        for _ in range(2):
+            running.prepare()
+            running.step()
+        device.wait()
+    except torch.OutOfMemoryError:
+        return "the device has too little memory"
+    # A package of others can fail in any way, which is told; ours and torch must not.
+    except Exception as error:
+        if not case.package:
+            raise
+        return reason(error)
+    return running
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def build(cases: Sequence[Case], arena: Arena) -> tuple[dict[str, Running], dict[str, str]]:
-    """Return the cases that can run here, each after one step; and why the others cannot."""
-    gc.collect()  # what the last workload has left
-    running: dict[str, Running] = {}
-    not_run: dict[str, str] = {}
-    for case in cases:
-        if case.package and step_peers.version(case.package) is None:
-            not_run[case.name] = f"{case.package} is not installed"
-            continue
-        try:
-            built = case.build(arena)
-            built.prepare()
-            built.step()
-        except torch.OutOfMemoryError:
-            not_run[case.name] = "the device has too little memory"
-        # A package of others can fail in any way, which is told; ours and torch must not.
-        except Exception as error:
-            if not case.package:
-                raise
-            said = str(error).strip().splitlines()
-            not_run[case.name] = f"{type(error).__name__}: {said[0] if said else ''}"
-        else:
-            running[case.name] = built
-    return running, not_run
+def reason(error: Exception) -> str:
+    """Return an error in one line."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"
 
 
 def take_turns(
-    running: dict[str, Running], rounds: int, reference: Reference, is_small: bool
-) -> dict[str, list[Time]]:
-    """Time every case once a round, in another order each round; if small, with warm caches too."""
-    times: dict[str, list[Time]] = {name: [] for name in running}
+    running: dict[str, Running], rounds: int, deadline: float, take: Callable[[str], T]
+) -> Iterator[dict[str, list[T]]]:
+    """Yield after each round what `take` has found, each time in another order.
+
+    Args:
+        running: The cases.
+        rounds: How many.
+        deadline: Of time.monotonic(); no round starts after it.
+        take: Gets a case's name.
+    """
+    found: dict[str, list[T]] = {name: [] for name in running}
     order = list(running)
     shuffler = random.Random(0)
-    with _no_garbage_collection():
-        for number in range(rounds + 1):
-            shuffler.shuffle(order)
+    for _ in range(rounds):
+        if time.monotonic() > deadline:
+            return
+        shuffler.shuffle(order)
+        with _no_garbage_collection():
             for name in order:
-                running[name].prepare()
-                before = reference.speed()
-                took = seconds(running[name].step, reference.device)
-                after = reference.speed()
-                again = warm_seconds(running[name], reference.device) if is_small else None
-                if number:  # The first round warms up.
-                    times[name].append(Time(took, before, after, again))
-    return times
-
-
-def take_host_turns(
-    running: dict[str, Running], rounds: int, device: str
-) -> dict[str, list[float]]:
-    """As `take_turns`, what the host does alone."""
-    times: dict[str, list[float]] = {name: [] for name in running}
-    with _no_garbage_collection():
-        for number in range(rounds + 1):
-            for name, case in running.items():
-                case.prepare()
-                took = host_seconds(case.step, device)
-                if number:
-                    times[name].append(took)
-    return times
+                found[name].append(take(name))
+        yield found
 
 
 @contextlib.contextmanager
@@ -177,27 +169,86 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def measure(
-    workload: Workload, cases: Sequence[Case], rounds: int, reference: Reference
-) -> dict[str, Any]:
-    """Return what the table says of one workload."""
-    running, not_run = build(cases, Arena(workload.shapes, reference.device))
-    times = take_turns(running, rounds, reference, workload.parameters < SMALL)
-    speeds = [time.reference for each in times.values() for time in each] or [reference.speed()]
-    return {
-        "workload": workload.name,
-        "tensors": len(workload.shapes),
-        "parameters": workload.parameters,
-        "reference_GB_per_s": {
-            "median": statistics.median(speeds) / 1e9,
-            "lowest": min(speeds) / 1e9,
-            "highest": max(speeds) / 1e9,
-        },
-        "rows": [
-            summarise(case, times, workload.parameters) for case in cases if case.name in times
-        ],
-        "not_run": not_run,
-    }
+class Measurement:
+    """One workload: its cases are started and timed once; then they take turns.
+
+    Args:
+        workload: What is stepped.
+        cases: The rows of the table.
+        reference: For memory's speed, and the device.
+    """
+
+    def __init__(self, workload: Workload, cases: Sequence[Case], reference: Reference) -> None:
+        gc.collect()  # what the last workload has left
+        self.workload, self.cases, self.reference = workload, cases, reference
+        self.arena = Arena(workload.shapes, reference.device.tensors)
+        self.running: dict[str, Running] = {}
+        self.not_run: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.times: dict[str, list[Time]] = {}
+        self.rounds = 0
+
+    def run(self, rounds: int, deadline: float) -> Iterator[dict[str, Any]]:
+        """Yield what is known so far, whenever there is more; the first look only warms up."""
+        for case in self.cases:
+            self._start(case, deadline)
+            yield self.result()
+        steps = {name: self._steps(time) for name, (time,) in self.times.items()}
+        for times in take_turns(
+            self.running, rounds, deadline, lambda name: self._look(name, steps[name])
+        ):
+            self.times, self.rounds = times, self.rounds + 1
+            yield self.result()
+
+    def _start(self, case: Case, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            self.not_run[case.name] = "no time was left"
+            return
+        try:
+            running = start(case, self.arena, self.reference.device)
+        except Exception as error:
+            self.failed[case.name] = reason(error)
+            self.reference.device.wait()  # Raises if the device is not usable any more.
+            return
+        if isinstance(running, str):
+            self.not_run[case.name] = running
+        else:
+            self.running[case.name] = running
+            self.times[case.name] = [self._look(case.name, 1)]
+
+    def _look(self, name: str, steps: int) -> Time:
+        is_small = self.workload.parameters < SMALL
+        again = is_small and self.reference.device.steps == 1
+        return look(self.running[name], steps, self.reference, again=again)
+
+    def _steps(self, time: Time) -> int:
+        """Return how many steps fit into a batch."""
+        fitting = int(BATCH_SECONDS / max(time.seconds, time.host, 1e-9))
+        return max(1, min(self.reference.device.steps, fitting))
+
+    def result(self) -> dict[str, Any]:
+        """Return what the table says."""
+        times = self.times
+        speeds = [time.reference for each in times.values() for time in each] or [0.0]
+        return {
+            "workload": self.workload.name,
+            "tensors": len(self.workload.shapes),
+            "parameters": self.workload.parameters,
+            "reference_GB_per_s": {
+                "median": statistics.median(speeds) / 1e9,
+                "lowest": min(speeds) / 1e9,
+                "highest": max(speeds) / 1e9,
+            },
+            "reference": self.reference.device.reference_is,
+            "rounds": self.rounds,
+            "rows": [
+                summarise(case, times, self.workload.parameters)
+                for case in self.cases
+                if case.name in times
+            ],
+            "not_run": self.not_run,
+            "failed": self.failed,
+        }
 
 
 def summarise(case: Case, times: dict[str, list[Time]], parameters: int) -> dict[str, Any]:
@@ -211,6 +262,7 @@ def summarise(case: Case, times: dict[str, list[Time]], parameters: int) -> dict
         "ms": 1e3 * statistics.median(took),
         "ms_lowest": 1e3 * min(took),
         "ms_highest": 1e3 * max(took),
+        "host_ms": 1e3 * statistics.median(time.host for time in mine),
         "ms_again": _median_ms([time.again for time in mine if time.again is not None]),
         "ns_per_parameter": 1e9 * statistics.median(took) / parameters,
         "GB_per_s": moved / statistics.median(took) / 1e9,

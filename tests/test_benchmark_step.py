@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from benchmarks import step as benchmark
-from benchmarks import step_cases, step_machine, step_peers, step_report, step_timing
-from benchmarks.step_arena import SCALE, Arena, Case
+from benchmarks import (
+    step_cases,
+    step_device,
+    step_machine,
+    step_peers,
+    step_profile,
+    step_report,
+    step_timing,
+)
+from benchmarks.step_arena import SCALE, Arena, Case, Running
+from benchmarks.step_device import Cpu, Cuda, Stub
 from benchmarks.step_shapes import QUICK, WORKLOADS
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
+ROOT = Path(benchmark.__file__).resolve().parents[1]
 SHAPES = [(40, 30), (30,), (7, 3, 3)]
 NAMED = {case.name: case for case in step_cases.CASES}
+ON_GPUS = NAMED | {case.name: case for case in step_cases.REPLAYED}
 
 
 # --- What is stepped
@@ -29,17 +44,26 @@ NAMED = {case.name: case for case in step_cases.CASES}
     [
         ("ResNet-50", 161, 25_557_032),
         ("BERT-base", 199, 109_482_240),
+        ("BERT-large", 391, 335_141_888),
         ("GPT-2-medium", 292, 354_823_168),
         ("1 x 100M", 1, 100_000_000),
         ("1000 x 1024", 1000, 1_024_000),
         ("2000 x 64", 2000, 128_000),
         ("10000 x 64", 10_000, 640_000),
         ("100 x 10M", 100, 1_000_000_000),
+        ("1 x 1000M", 1, 1_000_000_000),
     ],
 )
 def test_each_workload_has_the_parameters_of_its_model(name, tensors, parameters):
     (workload,) = [each for each in WORKLOADS if each.name == name]
     assert (len(workload.shapes), workload.parameters) == (tensors, parameters)
+
+
+def test_a_gpu_starts_with_the_workloads_that_tell_most():
+    args = benchmark.parse_args(["--device=cuda"])
+    assert [each.name for each in benchmark.workloads_of(args)] == [
+        "BERT-large", "ResNet-50", "1 x 1000M", "10000 x 64", "100 x 10M", "1000 x 1024",
+    ]  # fmt: skip
 
 
 def test_the_workloads_for_a_cpu_leave_out_those_of_gpus():
@@ -100,8 +124,7 @@ def test_clipping_clips(ours):
 
 def test_all_cases_on_one_arena_leave_finite_numbers_after_many_steps():
     arena = Arena(SHAPES, "cpu")
-    running, not_run = step_timing.build(step_cases.CASES, arena)
-    assert not not_run
+    running = {name: step_timing.start(case, arena, Stub()) for name, case in ON_GPUS.items()}
     for _ in range(30):
         for case in running.values():
             case.prepare()
@@ -131,14 +154,25 @@ def test_bytes_are_those_of_the_passes():
     }
 
 
-def test_the_reference_reads_and_writes_every_byte_that_it_claims():
-    reference = step_timing.Reference("cpu", 1)
-    assert reference.bytes == 2 * 2**20
-    where = reference.tensor.data_ptr()
-    reference.once(2.0)
-    assert reference.tensor.data_ptr() == where
-    assert (reference.tensor == 2.0).all()
-    assert reference.tensor.nbytes == 2**20
+def test_the_reference_of_a_cpu_reads_and_writes_every_byte_that_it_claims(monkeypatch):
+    multiplied = []
+    monkeypatch.setattr(torch.Tensor, "mul_", lambda tensor, factor: multiplied.append(tensor))
+    reference = step_timing.Reference(Cpu(), 1)
+    reference.once()
+    (tensor,) = multiplied
+    assert reference.bytes == 2 * 2**20 == 2 * tensor.nbytes
+
+
+def test_the_reference_of_a_gpu_is_a_copy_from_one_place_to_another(monkeypatch):
+    copied = []
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda target, source: copied.append((target, source))
+    )
+    reference = step_timing.Reference(Stub(), 1)
+    reference.once()
+    ((target, source),) = copied
+    assert reference.bytes == 2 * 2**20 == target.nbytes + source.nbytes
+    assert target.data_ptr() != source.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -153,14 +187,198 @@ def test_the_reference_is_larger_than_any_cache(sizes, expected, tmp_path):
     assert step_timing.reference_mebibytes("cpu", tmp_path) == expected
 
 
-@pytest.mark.parametrize(("is_small", "steps"), [(False, 1), (True, 4)])
-def test_only_a_small_model_is_stepped_with_warm_caches(is_small, steps):
-    calls = []
-    case = step_timing.Running(lambda: calls.append("prepare"), lambda: calls.append("step"))
-    reference = step_timing.Reference("cpu", 1)
-    ((_, (time,)),) = step_timing.take_turns({"a": case}, 1, reference, is_small).items()
-    assert calls == ["prepare", "step"] * steps * 2  # a round to warm up, and one that counts
-    assert (time.again is not None) == is_small
+def recorded() -> tuple[list[str], Running]:
+    calls: list[str] = []
+    return calls, Running(lambda: calls.append("prepare"), lambda: calls.append("step"))
+
+
+@pytest.mark.parametrize(("again", "steps"), [(False, 1), (True, 4)])
+def test_only_a_small_model_is_stepped_with_warm_caches(again, steps):
+    calls, case = recorded()
+    time = step_timing.look(case, 1, step_timing.Reference(Cpu(), 1), again=again)
+    assert calls == ["prepare", "step"] * steps
+    assert (time.again is not None) == again
+
+
+class Ticking(Stub):
+    """A device whose clock advances by a second at each mark, and which says what it is asked."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.now = calls, 0.0
+
+    def mark(self) -> float:
+        self.calls.append("mark")
+        self.now += 1.0
+        return self.now
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+def test_a_batch_waits_before_and_after_its_steps_and_times_nothing_between_them():
+    calls, case = recorded()
+    took, host = step_timing.batch(case, 3, Ticking(calls))
+    step = ["mark", "step", "mark"]
+    assert calls == ["wait", *step, "prepare", *step, "prepare", *step, "wait"]
+    assert took == [1.0, 1.0, 1.0]
+    assert len(host) == 3
+    assert all(0.0 < each < 1.0 for each in host)
+
+
+def test_cases_take_turns_in_whole_rounds_until_time_is_up(monkeypatch):
+    now = iter([0.0, 5.0, 11.0])
+    monkeypatch.setattr(step_timing.time, "monotonic", lambda: next(now))
+    _, case = recorded()
+    asked = []
+
+    def take(name: str) -> int:
+        asked.append(name)
+        return len(asked)
+
+    *_, found = step_timing.take_turns({"a": case, "b": case}, 9, 10.0, take)
+    assert sorted(asked) == ["a", "a", "b", "b"]
+    assert asked[:2] != asked[2:] or found == {"a": [1, 3], "b": [2, 4]}
+    assert sorted(found["a"] + found["b"]) == [1, 2, 3, 4]
+
+
+# --- A GPU, without one
+
+
+def test_the_clock_of_a_gpu_is_events_on_the_current_stream(monkeypatch):
+    made = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.timed, self.recorded = enable_timing, 0
+            made.append(self)
+
+        def record(self) -> None:
+            self.recorded += 1
+
+        def elapsed_time(self, end: Event) -> float:
+            assert (self, end) == (made[0], made[1])
+            return 2.5  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    device = Cuda()
+    assert device.seconds(device.mark(), device.mark()) == 0.0025
+    assert [(event.timed, event.recorded) for event in made] == [(True, 1), (True, 1)]
+
+
+def test_what_is_replayed_is_a_graph_of_one_step_with_its_gradients_in_place(monkeypatch):
+    calls, case = recorded()
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    @contextlib.contextmanager
+    def capture(graph):
+        assert isinstance(graph, Graph)
+        calls.append("capture")
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    replayed = step_cases.replayed(case, SimpleNamespace(is_cuda=True))
+    assert calls == ["prepare", "step"] * 2 + ["prepare", "capture", "step", "end"]
+    replayed.prepare()
+    replayed.step()
+    assert calls[8:] == ["replay"]
+
+
+def event(name: str, start: float, end: float, *, on_device: bool = False) -> SimpleNamespace:
+    kind = DeviceType.CUDA if on_device else DeviceType.CPU
+    return SimpleNamespace(name=name, device_type=kind, time_range=Interval(start, end))
+
+
+# Two steps, at 100 and 200 us, each of two kernels; what belongs to none stands beside them.
+TRACE = [
+    event("void fill<float>(float*)", 50, 60, on_device=True),
+    event("cudaDeviceSynchronize", 55, 61),
+    *(
+        each
+        for at in (100, 200)
+        for each in (
+            event(step_device.WHOLE, at, at + 80),
+            event(step_device.STEP, at, at + 20),
+            event(step_device.STEP, at + 5, at + 75, on_device=True),
+            event("aten::add_", at + 1, at + 2),
+            event("cudaLaunchKernel", at + 2, at + 3),
+            event("cudaLaunchKernelExC", at + 4, at + 5),
+            event("cuLaunchKernel", at + 6, at + 7),
+            event("cudaStreamSynchronize", at + 8, at + 18),
+            event("cudaMemcpyAsync", at + 7, at + 8),
+            event(
+                "void apex_mp::cuda::chunks_kernel<c10::Half>(x)", at + 5, at + 15, on_device=True
+            ),
+            event(
+                "void apex_mp::cuda::step_kernel<c10::Half>(x)", at + 30, at + 70, on_device=True
+            ),
+            event("Memcpy DtoH (Device -> Pageable)", at + 71, at + 72, on_device=True),
+            event("cudaDeviceSynchronize", at + 21, at + 80),
+        )
+    ),
+]
+
+
+def test_a_profile_counts_what_the_steps_do_and_not_what_the_benchmark_does():
+    profile = step_profile.summary(TRACE, steps=2)
+    step_profile.add_speeds(profile["kernels"], ON_GPUS["ours fp16"], 1_000_000)
+    assert profile == {
+        "steps": 2,
+        "launches": 3.0,
+        "synchronizations": 1.0,
+        "pageable_copies": 1.0,
+        "calls": {
+            "cudaLaunchKernel": 1.0, "cudaLaunchKernelExC": 1.0, "cudaMemcpyAsync": 1.0,
+            "cuLaunchKernel": 1.0, "cudaStreamSynchronize": 1.0,
+        },
+        "kernels_ms": pytest.approx(0.051),
+        "kernels": [
+            # 28 bytes for each of a million parameters in 40 us, and 2 bytes in 10 us.
+            {"name": "void apex_mp::cuda::step_kernel<c10::Half>(x)", "count": 1.0,
+             "ms": pytest.approx(0.04), "GB_per_s": pytest.approx(700.0)},
+            {"name": "void apex_mp::cuda::chunks_kernel<c10::Half>(x)", "count": 1.0,
+             "ms": pytest.approx(0.01), "GB_per_s": pytest.approx(200.0)},
+            {"name": "Memcpy DtoH (Device -> Pageable)", "count": 1.0,
+             "ms": pytest.approx(0.001)},
+        ],
+    }  # fmt: skip
+
+
+def test_the_kernels_of_our_passes_are_there():
+    code = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("step_*.cu"))
+    kernels = {each.kernel for case in ON_GPUS.values() for each in case.passes if each.kernel}
+    assert kernels == {"chunks_kernel", "step_kernel"}
+    assert all(f" {kernel}(const" in code for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("void apex_mp::cuda::step_kernel<c10::Half>(a::B<c>)", "step_kernel"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<x>(y)",
+         "multi_tensor_apply_kernel"),
+        ("adam_kernel", "adam_kernel"),
+        ("Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pageable)"),
+    ],
+)  # fmt: skip
+def test_a_kernel_is_named_without_its_arguments(name, said):
+    assert step_report.short(name) == said
+
+
+def test_parts_of_a_run_share_what_is_left_of_its_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
+    box = benchmark.Box(80.0, weight=8)
+    assert box.next(3) == 130.0
+    now[0] = 105.0  # It took less: 75 seconds and a weight of 5 are left.
+    assert box.next(3) == 150.0
+    now[0] = 170.0
+    assert [box.next(1), box.next(1)] == [175.0, 180.0]
+    assert benchmark.Box(math.inf, weight=1).next(1) == math.inf
 
 
 # --- A run
@@ -174,7 +392,7 @@ def no_packages(monkeypatch):
 
 @pytest.mark.usefixtures("no_packages")
 def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "write", write_without_chart(benchmark.write, monkeypatch))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     results = benchmark.main(
         ["--device=cpu", "--quick", "--rounds=1", "--threads=1", f"--results={tmp_path}"]
     )
@@ -200,13 +418,99 @@ def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeyp
     assert "No chart: matplotlib is not installed" in printed
 
 
-def write_without_chart(write, monkeypatch):
-    def wrapped(results, path):
-        with monkeypatch.context() as patch:
-            patch.setattr(importlib.util, "find_spec", lambda name: None)
-            return write(results, path)
+@pytest.mark.usefixtures("no_packages")
+def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
+    """On the stub, which shares all but events, graphs and the profiler's CUDA events."""
+    arguments = ["--quick", "--rounds=1", "--cases", "ours fp16", "AdamW, fused"]
+    results = benchmark.main(["--device=stub", *arguments, f"--results={tmp_path}"])
+    assert json.loads((tmp_path / "step-stub.json").read_text()) == results
+    printed = capsys.readouterr().out
+    for workload in results["workloads"]:
+        assert (workload["reference"], workload["rounds"]) == ("copied", 1)
+        assert [row["case"] for row in workload["rows"]] == [
+            "ours fp16", "ours fp16, clip", "torch AdamW, fused", "torch AdamW, fused, replayed",
+            "ours fp16, replayed",
+        ]  # fmt: skip
+        for row in workload["rows"]:
+            assert 0 < row["host_ms"] <= row["ms"]
+            assert row["ms_again"] is None
+            assert row["profile"]["launches"] > 0
+            assert row["profile"]["kernels_ms"] > 0
+        assert step_report.table(workload) in printed
+        assert "| of copy | times ours | host, ms |" in step_report.table(workload)
+        assert step_report.profile_table(workload) in printed
 
-    return wrapped
+
+@pytest.mark.usefixtures("no_packages")
+def test_the_json_is_written_after_each_case_and_each_round(tmp_path, monkeypatch):
+    seen = []
+    write = benchmark.write
+
+    def spy(results, path):
+        write(results, path)
+        seen.append(json.loads(path.read_text()))
+
+    monkeypatch.setattr(benchmark, "write", spy)
+    arguments = ["--device=stub", "--quick", "--rounds=2", "--cases", "ours fp16"]
+    benchmark.main([*arguments, f"--results={tmp_path}"])
+    first = [each["workloads"][0] for each in seen if len(each["workloads"]) == 1]
+    # Three cases are looked at one by one, then two rounds.
+    assert [(len(each["rows"]), each["rounds"]) for each in first] == [
+        (1, 0), (2, 0), (3, 0), (3, 1), (3, 2),
+    ]  # fmt: skip
+    assert [len(each["workloads"]) for each in seen[5:]] == [2] * (len(seen) - 5)
+
+
+def test_what_time_is_not_left_for_is_named(tmp_path, capsys):
+    arguments = ["--device=stub", "--quick", "--cases", "ours fp16", "--seconds=0"]
+    results = benchmark.main([*arguments, f"--results={tmp_path}"])
+    for workload in results["workloads"]:
+        assert workload["rows"] == []
+        assert workload["not_run"] == dict.fromkeys(
+            ["ours fp16", "ours fp16, clip", "ours fp16, replayed"], "no time was left"
+        )
+    printed = capsys.readouterr().out
+    assert "Not run: ours fp16: no time was left\n" in printed
+    assert "No chart: nothing was measured" in printed
+
+
+def fail(arena: Arena) -> Running:
+    raise OSError("no compiler\nand more")
+
+
+def test_a_failure_of_ours_is_told_and_the_other_cases_go_on(tmp_path, capsys, monkeypatch):
+    cases = (Case("ours", "ours", (), fail), ON_GPUS["ours bf16"])
+    monkeypatch.setattr(benchmark, "CASES", cases)
+    results = benchmark.main(["--device=stub", "--quick", f"--results={tmp_path}"])
+    for workload in results["workloads"]:
+        assert workload["failed"] == {"ours": "OSError: no compiler"}
+        assert [row["case"] for row in workload["rows"]] == ["ours bf16"]
+    assert step_report.failures(results)[0] == "FAILED: ours, 30 x 1000: OSError: no compiler"
+    assert step_report.failures(results)[0] in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_usable_any_more_ends_the_run(tmp_path, monkeypatch):
+    class Dead(Stub):
+        def wait(self) -> None:
+            if dead:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    dead = []
+
+    def kill(arena: Arena) -> Running:
+        dead.append(True)
+        raise RuntimeError("it did")
+
+    monkeypatch.setitem(step_device.DEVICES, "stub", Dead)
+    cases = (ON_GPUS["ours bf16"], Case("ours", "ours", (), kill))
+    monkeypatch.setattr(benchmark, "CASES", cases)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        benchmark.main(["--device=stub", "--quick", f"--results={tmp_path}"])
+    left = json.loads((tmp_path / "step-stub.json").read_text())
+    assert left["ended_by"].startswith("RuntimeError: CUDA error: an illegal memory access")
+    (workload,) = left["workloads"]
+    assert [row["case"] for row in workload["rows"]] == ["ours bf16"]
+    assert workload["failed"] == {"ours": "RuntimeError: it did"}
 
 
 @pytest.mark.usefixtures("no_packages")
@@ -222,20 +526,17 @@ def test_host_time_is_given_for_each_tensor(tmp_path, capsys):
 
 
 def test_what_cannot_run_is_named_but_a_failure_of_ours_raises():
-    def fail(arena: Arena) -> step_timing.Running:
-        raise OSError("no compiler\nand more")
-
+    arena = Arena(SHAPES, "cpu")
     other = Case("theirs", "ours fp32", (), fail, package="torch")
-    running, not_run = step_timing.build([other], Arena(SHAPES, "cpu"))
-    assert (running, not_run) == ({}, {"theirs": "OSError: no compiler"})
+    assert step_timing.start(other, arena, Cpu()) == "OSError: no compiler"
 
-    def fill(arena: Arena) -> step_timing.Running:
+    def fill(arena: Arena) -> Running:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
-    running, not_run = step_timing.build([Case("ours", "ours", (), fill)], Arena(SHAPES, "cpu"))
-    assert (running, not_run) == ({}, {"ours": "the device has too little memory"})
+    large = Case("ours", "ours", (), fill)
+    assert step_timing.start(large, arena, Cpu()) == "the device has too little memory"
     with pytest.raises(OSError, match="no compiler"):
-        step_timing.build([Case("ours", "ours", (), fail)], Arena(SHAPES, "cpu"))
+        step_timing.start(Case("ours", "ours", (), fail), arena, Cpu())
 
 
 @pytest.mark.parametrize(
@@ -246,6 +547,8 @@ def test_what_cannot_run_is_named_but_a_failure_of_ours_raises():
         (["--quick"], "build/bench"),
         (["--cases", "ours"], "build/bench"),
         (["--workloads", "BERT-base"], "build/bench"),
+        (["--seconds", "60"], "build/bench"),
+        (["--device", "stub"], "build/bench"),
         (["--quick", "--results", "here"], "here"),
     ],
 )
@@ -341,22 +644,18 @@ def test_the_finding_is_the_best_of_the_others():
     importlib.util.find_spec("matplotlib") is None, reason="the chart needs matplotlib"
 )
 def test_the_chart_is_a_png_beside_the_json(tmp_path):
-    said = benchmark.write(FIXED, tmp_path / "step-cpu.json")
-    assert json.loads((tmp_path / "step-cpu.json").read_text()) == FIXED
+    said = benchmark.write_chart(FIXED, tmp_path / "step-cpu.png")
     picture = (tmp_path / "step-cpu.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n")
     assert len(picture) > 10_000
-    assert said == [
-        f"Written: {tmp_path / 'step-cpu.json'}",
-        f"Written: {tmp_path / 'step-cpu.png'}",
-    ]
+    assert said == f"Written: {tmp_path / 'step-cpu.png'}"
 
 
-RESULTS = Path(benchmark.__file__).resolve().parent / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("name", ["step-cpu.json", "step-host-cpu.json"])
 def test_the_page_shows_the_published_figures(name):
     said = step_report.page(json.loads((RESULTS / name).read_text()))
-    page = (RESULTS.parents[1] / "docs" / "speed.md").read_text()
+    page = (ROOT / "docs" / "speed.md").read_text()
     assert said in page, f"docs/speed.md must hold what {name} says:\n{said}"
