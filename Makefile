@@ -48,18 +48,19 @@ TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patchi
   amp_threads distributed_checkpoint fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
   fused_adam_grad_scaler grad_marks multiproc operator_autograd operators packaging parallel \
   parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
-  run_modernize sync_batchnorm two_processes)
+  run_modernize sync_batchnorm torch_optimizer_database two_processes)
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors lint types coverage clients cuda-on-cpu cuda-link cuda-tests nightly gpu bench sdist format clean
+.PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu cuda-link cuda-tests nightly gpu bench sdist format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
 	@echo 'make test       run the tests, but for the slow ones'
 	@echo 'make test-slow  run those that start processes or build'
 	@echo 'make processors run the tests that depend on the processor, as on older ones'
+	@echo 'make mutants    change one line of the package at a time, and see that a test fails'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
@@ -92,6 +93,9 @@ processors: $(BUILT)
 	  $(PYTEST) $(PROCESSOR_TESTS) $(PYTEST_ARGS)
 	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default APEX_MP_CPU_LEVEL=baseline \
 	  $(PYTEST) $(PROCESSOR_TESTS) $(PYTEST_ARGS)
+
+mutants: $(BUILT)
+	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) --timeout 900 -n auto tests/mutants $(PYTEST_ARGS)
 
 lint: $(BUILT)
 	$(VENV)/bin/ruff check . .ci/run

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 RUN = Path(__file__).parent.parent / ".ci" / "run"
 MAKEFILE = """
 .PHONY: build test
-build test test-slow processors cuda-tests cuda-link types sdist lint coverage:
+build test test-slow processors cuda-tests mutants cuda-link types sdist lint coverage:
 	@echo $@ >> build/order
 clients cuda-on-cpu:
 	@echo $@ >> build/order; test ! -e src/bug
@@ -75,7 +75,7 @@ def test_without_a_nightly_result_all_but_what_is_nightly_runs(
     passed, ran = run(ci, monkeypatch)
     names = {target.name for target in ci.ON_BOTH_CORES + ci.ON_ONE_CORE}
     assert passed
-    assert ran == names - {"cuda-tests"}
+    assert ran == names - {"cuda-tests", "mutants"}
 
 
 def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(

@@ -1,0 +1,504 @@
+"""Slips of one line in apex_mp/, each with the tests that catch it, none of which names it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A change of one line.
+
+    Attributes:
+        file: Under apex_mp/.
+        before: What stands there once; lines around it, where it stands more than once.
+        after: What the mutant has instead.
+        tests: File under tests/, without "test_" and ".py".
+    """
+
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+_EARLIER = "for scaler in self.earlier:\n            scaler.note_overflow("
+_UNSCALED = "for guard in guards:\n            guard.scaled_by = "
+_UPDATE = "self.value = self.value.update(should_skip)\n        self._has_overflow = "
+_LOADED_MASTERS = (
+    "        self._grads.copy_to_model()\n        self._weights.begin()\n\n\ndef _check"
+)
+_LOADED = "        self._weights.begin()\n\n\ndef _check"
+_FLAT_ZERO = "place.zero_() if param.grad is None else place.copy_"
+_FLAT_OLD = "None if param.grad is None else place.copy_"
+_UNDONE = "except BaseException:\n            self._take_back(before)\n"
+_NOT_UNDONE = "except BaseException:\n"
+
+AMP = {
+    "an overflow does not reach earlier losses": Mutant(
+        "amp/scaling.py", f"{_EARLIER}found.found_inf)", f"{_EARLIER}False)", "amp_scale_loss"
+    ),
+    "a loss of two blocks updates its scale twice": Mutant(
+        "amp/scaling.py", "earlier.pop(id(scaler), None)", "pass", "amp_scale_loss"
+    ),
+    "unscaled gradients count as scaled": Mutant(
+        "amp/scaling.py", f"{_UNSCALED}None", f"{_UNSCALED}guard.scaled_by", "amp_scale_loss"
+    ),
+    "a float16 loss is scaled in float16": Mutant(
+        "amp/scaling.py",
+        "return loss if loss.dtype is torch.float64 else loss.float()",
+        "return loss",
+        "amp_scale_loss",
+    ),
+    "two blocks of one optimizer may be open": Mutant(
+        "amp/scaling.py",
+        "for guard in guards:\n        guard.in_block = True",
+        "for guard in guards:\n        guard.in_block = False",
+        "amp_scale_loss",
+    ),
+    "masters keep their gradients after a skipped step": Mutant(
+        "amp/step_guard.py", "route.target.grad = None", "pass", "amp_opt_levels"
+    ),
+    "a step takes scaled gradients": Mutant(
+        "amp/step_guard.py",
+        "        self._refuse_scaled_gradients(optimizer)\n",
+        "",
+        "amp_scale_loss",
+    ),
+    "an abandoned line search is kept": Mutant(
+        "amp/step_guard.py",
+        "before.restore(state)\n            value = None",
+        "value = None",
+        "amp_scale_loss",
+    ),
+    "the guard of an optimizer guards its copies": Mutant(
+        "amp/step_guard.py",
+        'if vars(optimizer).get("_amp_step_guard") is not self:',
+        "if False:",
+        "amp_scale_loss",
+    ),
+    "skipped steps in a row are counted over good ones": Mutant(
+        "amp/step_guard.py",
+        "self._skips_in_a_row + 1 if overflow is not None else 0",
+        "self._skips_in_a_row + (overflow is not None)",
+        "amp_scale_loss",
+    ),
+    "frozen parameters get masters": Mutant(
+        "amp/_masters.py",
+        "if not is_low(param.dtype) or not param.requires_grad:",
+        "if not is_low(param.dtype):",
+        "amp_opt_levels",
+    ),
+    "masters begin with rounded values": Mutant(
+        "amp/_masters.py",
+        "originals.get(param, param).data.float()",
+        "param.data.float()",
+        "amp_opt_levels",
+    ),
+    "state stays with the model's parameters": Mutant(
+        "amp/_masters.py", "            rekey_state(optimizer.state, new)\n", "", "amp_opt_levels"
+    ),
+    "gradients of a step count again": Mutant(
+        "amp/_masters.py",
+        "self._grads_are_stale = True",
+        "self._grads_are_stale = False",
+        "amp_opt_levels",
+    ),
+    "a closure computes with old weights": Mutant(
+        "amp/_masters.py",
+        "            self.copy_to_model()\n            return closure()",
+        "            return closure()",
+        "amp_opt_levels",
+    ),
+    "a model saves rounded weights": Mutant(
+        "amp/_master_state.py",
+        "tensor.float() if master is None else master.detach()",
+        "tensor.float()",
+        "amp_opt_levels",
+    ),
+    "a cast of another dtype is taken": Mutant(
+        "amp/casting.py",
+        "if done is None or done.dtype is not dtype:",
+        "if done is None:",
+        "amp_cast_cache",
+    ),
+    "a cast outlives an edit of its weight": Mutant(
+        "amp/casting.py",
+        'return done if getattr(done, "_source", None) == source else None',
+        "return done",
+        "amp_weight_edits",
+    ),
+    "a float32 result is computed in low precision": Mutant(
+        "amp/casting.py",
+        "isinstance(out, Tensor) and out.dtype is torch.float32",
+        "False",
+        "amp_casts",
+    ),
+    "in-place operators cast the other way": Mutant(
+        "amp/casting.py",
+        "source = torch.float32 if target is low else low",
+        "source = low if target is low else torch.float32",
+        "amp_casts",
+    ),
+    "casts end with the first function that is not cast inside": Mutant(
+        "amp/casting.py",
+        "        finally:\n            torch.set_autocast_enabled(device_type, True)",
+        "        finally:\n            pass",
+        "amp_casts",
+    ),
+    "a cast made in inference mode is kept": Mutant(
+        "amp/casting.py", "or torch.is_inference_mode_enabled()", "or False", "amp_cast_cache"
+    ),
+    "a namedtuple becomes a tuple": Mutant(
+        "amp/casting.py", "return value._make(items)", "return tuple(items)", "amp_casts"
+    ),
+    "the inner of two disable_casts switches casts on": Mutant(
+        "amp/switch.py", "thread.off -= 1", "thread.off = 0", "amp_threads"
+    ),
+    "patches are put back in the order of their coming": Mutant(
+        "amp/patching.py",
+        "[*self._patches.values()][::-1]",
+        "[*self._patches.values()]",
+        "amp_patching",
+    ),
+    "a loss scale starts above its bound": Mutant(
+        "amp/scaler.py",
+        "dataclasses.replace(value, scale=min(value.scale, value.max_scale))",
+        "value",
+        "amp_scaler",
+    ),
+    "an overflow counts for every later step": Mutant(
+        "amp/scaler.py", f"{_UPDATE}False", f"{_UPDATE}should_skip", "amp_scaler"
+    ),
+    "gradients are added up in another order of memory": Mutant(
+        "amp/_routes.py", "_grads.lie_as(grad, before)", "grad", "amp_scale_loss"
+    ),
+    "a block that raised loses the gradients before it": Mutant(
+        "amp/_routes.py",
+        "route.source.grad = route.seen\n            if route.copy",
+        "route.source.grad = None\n            if route.copy",
+        "amp_scale_loss",
+    ),
+    "gradients left scaled are scaled once more": Mutant(
+        "amp/_routes.py",
+        "mul_(scale / (route.scaled_by or 1.0))",
+        "mul_(scale)",
+        "amp_scale_loss",
+    ),
+    "unscaling into float16 may overflow unseen": Mutant(
+        "amp/_routes.py", "    if half:\n", "    if False:\n", "amp_scale_loss"
+    ),
+}
+
+FP16_UTILS = {
+    "a float16 loss is scaled in float16 by FP16_Optimizer": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "wide = loss if loss.dtype == torch.float64 else loss.float()",
+        "wide = loss",
+        "fp16_optimizer_overflow",
+    ),
+    "a backward that raised leaves scaled gradients": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "            self._grads.abandon_backward()\n",
+        "",
+        "fp16_optimizer_accumulation",
+    ),
+    "clipping after a step is undone": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "        self._grads.accept_edits()\n        return norm",
+        "        return norm",
+        "fp16_optimizer_clipping",
+    ),
+    "inf that an edit brings in is not seen": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "self._overflow = None  # An edit, by",
+        "pass  # An edit, by",
+        "fp16_optimizer_overflow",
+    ),
+    "a global norm is each group's own": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "norms = (checked.global_norm,) * len(norms)",
+        "norms = checked.norms",
+        "fp16_optimizer_clipping",
+    ),
+    "masters without a gradient are not written": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "self._grads.copy_to_model_of(request.without_grad)",
+        "pass",
+        "fp16_optimizer_masters",
+    ),
+    "a line search sees old weights": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "self._grads.copy_to_model()  # A line search has moved the masters.",
+        "pass",
+        "fp16_optimizer_closures",
+    ),
+    "FP16_Optimizer keeps an abandoned line search": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "            before.restore(self.state)\n",
+        "",
+        "fp16_optimizer_closures",
+    ),
+    "skips are counted over good steps": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "        else:\n            self._skips_in_a_row = 0",
+        "        else:\n            pass",
+        "fp16_optimizer_overflow",
+    ),
+    "a skipped step is no step for schedulers": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "        mark_step_called(self.optimizer)\n",
+        "",
+        "fp16_optimizer_in_torch",
+    ),
+    "the first overflow is dated one step late": Mutant(
+        "fp16_utils/loss_scaler.py",
+        "self.last_overflow_iter = self.cur_iter",
+        "self.last_overflow_iter = self.cur_iter + 1",
+        "loss_scaler_faces",
+    ),
+    "a dynamic scale starts above its bound": Mutant(
+        "fp16_utils/loss_scaler.py",
+        "self.cur_scale = min(value.scale, value.max_scale)",
+        "self.cur_scale = value.scale",
+        "loss_scaler_faces",
+    ),
+    "the count of good steps never starts again": Mutant(
+        "fp16_utils/loss_scaler.py",
+        "good_steps=since_overflow % self.scale_window",
+        "good_steps=since_overflow",
+        "loss_scaler_faces",
+    ),
+    "a pickled scaler of 2019 lacks later attributes": Mutant(
+        "fp16_utils/loss_scaler.py",
+        "        DynamicLossScaler.__init__(self)\n",
+        "",
+        "loss_scaler_faces",
+    ),
+    "a flat master keeps a gradient that the model has not": Mutant(
+        "fp16_utils/fp16util.py", _FLAT_ZERO, _FLAT_OLD, "fp16util"
+    ),
+    "a new loss scale leaves old gradients": Mutant(
+        "master_grads.py",
+        "        self._rescale(scaled, before, scale)\n",
+        "",
+        "fp16_optimizer_accumulation",
+    ),
+    "gradients of masters are kept for the next backward": Mutant(
+        "master_grads.py",
+        "        self.holding = False\n        for master in self.model_of:\n",
+        "        for master in self.model_of:\n",
+        "fp16_optimizer_accumulation",
+    ),
+    "float32 parameters of a mixed model are unscaled twice": Mutant(
+        "master_grads.py", "grads[index] = grad * here", "pass", "fp16_optimizer_training"
+    ),
+    "a scale survives zero_grad": Mutant(
+        "master_grads.py",
+        "        self._scale = None\n        if not (to_none",
+        "        if not (to_none",
+        "fp16_optimizer_accumulation",
+    ),
+    "state that moves to masters stays in float16": Mutant(
+        "master.py", "key: value.float()\n", "key: value\n", "fp16_optimizer_masters"
+    ),
+    "masters do not lie in the flat vector": Mutant(
+        "master.py", "            master.data = view\n", "", "fp16_optimizer_masters"
+    ),
+    "masters are in the order of their coming": Mutant(
+        "master.py",
+        "self.master_params = [param for param in params if param in model_of]",
+        "self.master_params = [*model_of]",
+        "fp16_optimizer_masters",
+    ),
+}
+
+OPTIMIZERS = {
+    "a step that raised leaves new state": Mutant(
+        "optimizers/fused_adam.py", _UNDONE, _NOT_UNDONE, "fused_adam_errors"
+    ),
+    "a skipped first step leaves new state": Mutant(
+        "optimizers/fused_adam.py",
+        "if request.outcome.found_inf:\n            self._take_back(before)",
+        "if False:\n            self._take_back(before)",
+        "fp16_optimizer_overflow",
+    ),
+    "torch.optim.Adam is told the other decay": Mutant(
+        "optimizers/fused_adam.py",
+        'group["decoupled_weight_decay"] = group["adam_w_mode"]',
+        'group["decoupled_weight_decay"] = not group["adam_w_mode"]',
+        "fused_adam_state",
+    ),
+    "a loaded hyperparameter may be out of range": Mutant(
+        "optimizers/fused_adam.py",
+        "_check_hyperparameters({**self.defaults, **group})\n            return adapted",
+        "pass\n            return adapted",
+        "fused_adam_state",
+    ),
+    "a beta of 1 is allowed": Mutant(
+        "optimizers/fused_adam.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
+    ),
+    "a copy forgets unscale_grads": Mutant(
+        "optimizers/fused_adam.py",
+        'return {**super().__getstate__(), "unscale_grads": self.unscale_grads}',
+        "return super().__getstate__()",
+        "unscaled_grads",
+    ),
+    "FusedAdam is not told the decay of torch.optim.Adam": Mutant(
+        "optimizers/_adam_state.py",
+        'saved_group["adam_w_mode"] = saved_group.pop("decoupled_weight_decay")',
+        'saved_group.pop("decoupled_weight_decay")',
+        "fused_adam_state",
+    ),
+    "the step count of a group is lost": Mutant(
+        "optimizers/_adam_state.py",
+        'adapted.setdefault("step", group_step)',
+        'adapted.setdefault("step", 0)',
+        "fused_adam_state",
+    ),
+    "moments of float64 parameters are loaded in float32": Mutant(
+        "optimizers/_adam_state.py",
+        "wide = param.dtype == torch.float64 and key in MOMENTS",
+        "wide = False",
+        "fused_adam_state",
+    ),
+    "a moment of another shape is loaded": Mutant(
+        "optimizers/_adam_state.py",
+        "if value.shape != param.shape:",
+        "if value.numel() != param.numel():",
+        "fused_adam_state",
+    ),
+    "a step count that is a number is lost": Mutant(
+        "optimizers/_adam_state.py",
+        "float(steps) if isinstance(steps, (int, float)) else 0.0",
+        "0.0",
+        "fused_adam_state",
+    ),
+    "FusedSGD unscales gradients that are not scaled": Mutant(
+        "optimizers/_sgd_step.py",
+        "divisor * self.scale if row.scaled else divisor",
+        "divisor * self.scale",
+        "fused_sgd_in_wrappers",
+    ),
+    "FusedSGD clips by a hair less than torch": Mutant(
+        "optimizers/_sgd_step.py", "(norm + 1e-6) / max_norm", "norm / max_norm", "fused_sgd"
+    ),
+    "FusedSGD makes small gradients larger": Mutant(
+        "optimizers/_sgd_step.py",
+        "return 1.0 if excess <= 1.0 else excess",
+        "return excess",
+        "fused_sgd",
+    ),
+    "gradients that are not scaled are left out of the norm": Mutant(
+        "optimizers/_sgd_step.py",
+        "of_groups = torch.hypot(scaled / scale, plain)",
+        "of_groups = scaled / scale",
+        "fused_sgd_in_wrappers",
+    ),
+    "a gradient in another order of memory stays scaled": Mutant(
+        "optimizers/_sgd_step.py", "row.original.copy_(row.grad)", "pass", "unscaled_grads"
+    ),
+    "a shared gradient is unscaled twice": Mutant(
+        "optimizers/_sgd_step.py",
+        "dataclasses.replace(row, grad=row.grad.clone(), writes_grad=False)",
+        "dataclasses.replace(row, writes_grad=False)",
+        "unscaled_grads",
+    ),
+    "the state of torch.optim.SGD without a buffer is refused": Mutant(
+        "optimizers/_sgd_state.py", "if buffer is None:", "if False:", "fused_sgd_state"
+    ),
+}
+
+CHECKPOINTS = {
+    "a scaler without its attributes is let through": Mutant(
+        "checkpoint.py", "            receivers.check_complete()\n", "", "load_checkpoint"
+    ),
+    "good steps of a pickled scaler are lost": Mutant(
+        "_pickled_scalers.py",
+        'good_steps=state.get("_unskipped", 0)',
+        "good_steps=0",
+        "load_checkpoint",
+    ),
+    "the floor of a pickled scaler is lost": Mutant(
+        "_pickled_scalers.py",
+        'min_scale=state.get("_min_loss_scale") or FLOAT32_SMALLEST_NORMAL',
+        "min_scale=FLOAT32_SMALLEST_NORMAL",
+        "load_checkpoint",
+    ),
+    "a pickled static scale becomes dynamic": Mutant(
+        "_pickled_scalers.py",
+        'if state.get("dynamic", True) is False:',
+        "if False:",
+        "load_checkpoint",
+    ),
+    "masters keep old weights when a model is loaded": Mutant(
+        "convert.py", "master_of[id(tensor)].copy_(state[name])", "pass", "convert"
+    ),
+    "statistics of batch norms are rounded": Mutant(
+        "convert.py",
+        "name.endswith(_STATISTICS):\n            dtype = torch.float32",
+        "name.endswith(_STATISTICS):\n            dtype = tensor.dtype",
+        "convert",
+    ),
+    "exported masters share memory with those in use": Mutant(
+        "convert.py",
+        "_widened(master_of.get(id(tensor), value).detach()).clone()",
+        "_widened(master_of.get(id(tensor), value).detach())",
+        "convert",
+    ),
+    "inf in a checkpoint counts as too large": Mutant(
+        "_convert_checks.py", " & ~torch.isinf(value)", "", "convert"
+    ),
+    "versions of modules keep their old names": Mutant(
+        "_rename.py", "_renamed_paths(versions, old, new)", "versions", "convert"
+    ),
+    "masters of a plain checkpoint are rounded": Mutant(
+        "fp16_utils/_checkpoint.py",
+        "torch.where(master.to(model.dtype) == model, master, model.float()).detach()",
+        "model.float()",
+        "fp16_optimizer_checkpoints",
+    ),
+    "groups that fit are brought into the order of early 2018": Mutant(
+        "fp16_utils/_checkpoint.py",
+        '            or _inner_state.fits(inner["state"], saved, ours)\n',
+        "",
+        "fp16_optimizer_old_checkpoints",
+    ),
+    "masters in a state_dict are those in use": Mutant(
+        "fp16_utils/_checkpoint.py",
+        "[master.detach().clone() for master in group.master_params]",
+        "[master.detach() for master in group.master_params]",
+        "fp16_optimizer_checkpoints",
+    ),
+    "loaded masters are not written to the model": Mutant(
+        "fp16_utils/fp16_optimizer.py", _LOADED_MASTERS, _LOADED, "fp16_optimizer_checkpoints"
+    ),
+    "the number of steps is not loaded": Mutant(
+        "fp16_utils/fp16_optimizer.py",
+        "        self._iteration = loaded.iteration\n",
+        "",
+        "fp16_optimizer_checkpoints",
+    ),
+    "an inner optimizer keeps a state that it refused": Mutant(
+        "fp16_utils/_inner_state.py",
+        "        optimizer.state, optimizer.param_groups = before\n",
+        "",
+        "fp16_optimizer_checkpoints",
+    ),
+    "a refused state changes the first loss scales": Mutant(
+        "amp/_checkpoint.py", "scaler.value = value", "pass", "amp_checkpoints"
+    ),
+    "overflows since the scale changed are not loaded": Mutant(
+        "amp/scaler.py", 'overflows=state.get("overflows", 0)', "overflows=0", "amp_checkpoints"
+    ),
+    "saved masters go on with the run": Mutant(
+        "parallel/checkpoint_view.py",
+        "{name: each.detach().clone() for name, each in self._master(param).items()}",
+        "{name: each.detach() for name, each in self._master(param).items()}",
+        "distributed_checkpoint",
+    ),
+    "saving before the first step leaves a learning rate of zero": Mutant(
+        "parallel/checkpoint_view.py", 'group["lr"] = rate\n', "pass\n", "distributed_checkpoint"
+    ),
+}
+
+MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS}

@@ -1,0 +1,54 @@
+"""A slip of one line in the package makes a test fail that passes without it: `make mutants`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from table import AMP, CHECKPOINTS, FP16_UTILS, MUTANTS, OPTIMIZERS, Mutant
+
+import apex_mp
+
+TESTS = Path(__file__).parent.parent
+PACKAGE = Path(apex_mp.__file__).parent
+SOME_FAILED = 1
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=[*MUTANTS])
+def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    copy = tmp_path / "apex_mp"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / mutant.file).read_text()
+    assert source.count(mutant.before) == 1, "the table needs the line as it is now"
+    (copy / mutant.file).write_text(source.replace(mutant.before, mutant.after))
+    # The folder of the copy comes first on the path; the root of the project does not come at all.
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [
+            *command,
+            "--rootdir",
+            TESTS.parent,
+            "-c",
+            TESTS.parent / "pyproject.toml",
+            "-m",
+            "not slow",
+            TESTS / f"test_{mutant.tests}.py",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == SOME_FAILED, done.stdout[-5000:] + done.stderr[-2000:]
+    print(done.stdout.splitlines()[-2])
+
+
+def test_each_part_of_the_package_has_ten_mutants() -> None:
+    assert len(MUTANTS) >= 60
+    assert min(map(len, (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS))) >= 10
+    assert len(MUTANTS) == sum(map(len, (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS)))
