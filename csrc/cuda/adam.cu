@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kBlockSize)
       math::adam_factors(task.options, value_of(task.lr), step, value_of(task.inv_scale));
 }
 
-// Four blocks on a multiprocessor: at most 64 registers for a thread.
-__global__ void __launch_bounds__(kBlockSize, 4)
+__global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     adam_kernel(const __grid_constant__ Table<5> table, const Adam task) {
   if (is_skipped(task)) return;
   Part<5> part = part_of_block(table);

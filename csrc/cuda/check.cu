@@ -14,8 +14,7 @@ __global__ void __launch_bounds__(kBlockSize)
     check_kernel(const __grid_constant__ Table<1> table, double* chunk_sums, float* found_inf) {
   const Part<1> part = part_of_block(table);
   int32_t found = 0;
-  const double sum = block_sum(part.double_math ? sum_squares<double>(part, found)
-                                                : sum_squares<float>(part, found));
+  const double sum = block_sum(sum_squares(part, found));
   if (threadIdx.x == 0) chunk_sums[table.launch.first_chunk + blockIdx.x] = sum;
   if (found && found_inf != nullptr) *found_inf = 1.0f;  // Whoever writes writes the same.
 }
@@ -57,10 +56,10 @@ __global__ void __launch_bounds__(kBlockSize)
   for (int64_t i = threadIdx.x; i < tensors; i += kBlockSize) {
     sum += tensor_sums[i];
     const double root[1] = {sqrt(tensor_sums[i])};
-    if (norms.data != nullptr) store(root, norms, static_cast<int>(i));
+    if (norms.data != nullptr) store(root, norms, static_cast<int>(i), OneNumber{});
   }
   const double root[1] = {sqrt(block_sum(sum))};
-  if (threadIdx.x == 0) store(root, norm, 0);
+  if (threadIdx.x == 0) store(root, norm, 0, OneNumber{});
 }
 
 // Both passes over the list; returns the sums of tensors, which lie behind those of chunks.

@@ -10,11 +10,12 @@
 
 namespace apex_mp::cuda {
 
-// Of the first eight numbers, bit i is set if 16 bytes begin at number i.
-__device__ inline uint32_t aligned_heads(const Array& array) {
+// Of the first numbers, as many as a vector has, bit i is set if an aligned vector begins at i.
+template <uint32_t kWidth>
+__device__ uint32_t aligned_heads(const Array& array) {
   const int64_t bytes = size_of(array.dtype);
   const uint32_t shift = bytes == 8 ? 3 : bytes == 4 ? 2 : 1;
-  const uint32_t period = 16u >> shift;
+  const uint32_t period = bytes == 2 ? kWidth : 16u >> shift;  // from one such number to the next
   const uint32_t each_period = bytes == 8 ? 0x55u : bytes == 4 ? 0x11u : 0x01u;
   const auto number = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(array.data) >> shift);
   return each_period << ((0u - number) & (period - 1u));
@@ -25,37 +26,79 @@ __device__ inline uint32_t aligned_heads(const Array& array) {
 template <int kArrays>
 __device__ int32_t head_of(const Part<kArrays>& part) {
   if (part.double_math) return 0;
-  uint32_t heads = 0xffu;
+  constexpr uint32_t kWidth = kVector<float, kArrays>;
+  uint32_t heads = (1u << kWidth) - 1u;
 #pragma unroll
   for (const Array& array : part.arrays) {
-    if (array.data != nullptr) heads &= aligned_heads(array);
+    if (array.data != nullptr) heads &= aligned_heads<kWidth>(array);
   }
   return __ffs(static_cast<int>(heads)) - 1;
 }
 
-// Finite floats of 2e19 and more have no finite square in float; they do in double.
-template <typename opmath_t, int width>
-__device__ double wide_sum_sq(const opmath_t (&grad)[width]) {
+// Sums of squares again, in double: finite floats of 2e19 and more have no finite square in float.
+// Rare, so that numbers are loaded anew and not kept; vector by vector.
+template <typename opmath_t, int kWidth, int kCount>
+__device__ double wide_sum_sq(const Array& array, int index, Span<kWidth, kCount> span,
+                              int32_t& found_inf) {
   double sum_sq = 0.0;
-  int32_t found_inf = 0;
+#pragma unroll 1
+  for (int vector = 0; vector < kCount; ++vector) {
+    opmath_t grad[kWidth];
+    read(array, index + vector * span.kStride, Span<kWidth, 1>{}, grad);
 #pragma unroll
-  for (const opmath_t number : grad) math::check(static_cast<double>(number), sum_sq, found_inf);
+    for (const opmath_t number : grad) math::check(static_cast<double>(number), sum_sq, found_inf);
+  }
   return sum_sq;
 }
 
-// This thread's share of the sum of squares.
-template <typename opmath_t>
-__device__ double sum_squares(const Part<1>& part, int32_t& found_inf) {
-  double total = 0.0;
-  walk<opmath_t>(part, [&](int index, auto width) {
-    opmath_t grad[width];
-    read(part.arrays[0], index, grad);
-    opmath_t sum_sq = 0;
+// No number is looked at while sums are finite: inf and NaN have no finite square, and a sum of
+// squares that has become inf or NaN stays so.
+template <typename opmath_t, int kWidth, int kCount>
+__device__ double sum_vectors(const Array& array, int index, Span<kWidth, kCount> span,
+                              int32_t& found_inf) {
+  opmath_t grad[span];
+  read(array, index, span, grad);
+  opmath_t sum_sq = 0;
 #pragma unroll
-    for (const opmath_t number : grad) math::check(number, sum_sq, found_inf);
-    total += math::not_finite(sum_sq) ? wide_sum_sq(grad) : static_cast<double>(sum_sq);
+  for (int vector = 0; vector < kCount; ++vector) {
+    opmath_t of_vector = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const opmath_t number = grad[vector * kWidth + i];
+      of_vector += number * number;
+    }
+    sum_sq += of_vector;
+  }
+  if (!math::not_finite(sum_sq)) return static_cast<double>(sum_sq);
+  return wide_sum_sq<opmath_t>(array, index, span, found_inf);
+}
+
+// This thread's share of the sum of squares of numbers of one dtype: saying which spares a branch
+// for every vector.
+template <typename opmath_t, DType dtype>
+__device__ double sum_squares_of(const Part<1>& part, int32_t& found_inf) {
+  constexpr int kBytes = static_cast<int>(size_of(dtype));
+  constexpr int kWidth = kBytes == 8 ? 1 : 16 / kBytes;
+  constexpr int kCount = kBytes == 8 ? 1 : APEX_MP_READ_VECTORS;
+  const Array array = {part.arrays[0].data, dtype};
+  double total = 0.0;
+  walk_vectors<kWidth, kCount>(part, [&](int index, auto span) {
+    total += sum_vectors<opmath_t>(array, index, span, found_inf);
   });
   return total;
+}
+
+__device__ inline double sum_squares(const Part<1>& part, int32_t& found_inf) {
+  switch (part.arrays[0].dtype) {
+    case DType::kHalf:
+      return sum_squares_of<float, DType::kHalf>(part, found_inf);
+    case DType::kBFloat16:
+      return sum_squares_of<float, DType::kBFloat16>(part, found_inf);
+    case DType::kFloat:
+      return sum_squares_of<float, DType::kFloat>(part, found_inf);
+    default:
+      return sum_squares_of<double, DType::kDouble>(part, found_inf);
+  }
 }
 
 // Where unscaled gradients are written, which may be where they were read.
@@ -73,9 +116,9 @@ __device__ UnscaledGrad<opmath_t> unscaled_grad(const Array& array, double inv_s
   return {array, static_cast<float>(inv_scale)};
 }
 
-template <typename opmath_t, int width>
+template <typename opmath_t, int width, typename SpanOf>
 __device__ void write_unscaled(const opmath_t (&grad)[width],
-                               const UnscaledGrad<opmath_t>& unscaled, int index) {
+                               const UnscaledGrad<opmath_t>& unscaled, int index, SpanOf span) {
   if (unscaled.array.data == nullptr) return;
   opmath_t numbers[width];
   int32_t found_inf = 0;  // A step that is taken has finite gradients, or nobody asked.
@@ -83,7 +126,7 @@ __device__ void write_unscaled(const opmath_t (&grad)[width],
   for (int i = 0; i < width; ++i) {
     numbers[i] = math::unscale(grad[i], unscaled.inv_scale, found_inf);
   }
-  store(numbers, unscaled.array, index);
+  store(numbers, unscaled.array, index, span);
 }
 
 // Arrays: param, grad, exp_avg, exp_avg_sq, copy. `cache` is that of parameter and moments: the
@@ -96,26 +139,26 @@ __device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath
   const Array& exp_avg = part.arrays[2];
   const Array& exp_avg_sq = part.arrays[3];
   const Array& copy = part.arrays[4];
-  walk<opmath_t>(part, [&](int index, auto width) {
-    const auto raw_param = load<opmath_t, width, cache>(param, index);
-    const auto raw_grad = load<opmath_t, width>(grad, index);
-    const auto raw_avg = load<opmath_t, width, cache>(exp_avg, index);
-    const auto raw_avg_sq = load<opmath_t, width, cache>(exp_avg_sq, index);
-    opmath_t p[width];
-    opmath_t g[width];
-    opmath_t avg[width];
-    opmath_t avg_sq[width];
+  walk<opmath_t>(part, [&](int index, auto span) {
+    const auto raw_param = load<opmath_t, cache>(param, index, span);
+    const auto raw_grad = load<opmath_t>(grad, index, span);
+    const auto raw_avg = load<opmath_t, cache>(exp_avg, index, span);
+    const auto raw_avg_sq = load<opmath_t, cache>(exp_avg_sq, index, span);
+    opmath_t p[span];
+    opmath_t g[span];
+    opmath_t avg[span];
+    opmath_t avg_sq[span];
     widen(raw_param, param.dtype, p);
     widen(raw_grad, grad.dtype, g);
     widen(raw_avg, exp_avg.dtype, avg);
     widen(raw_avg_sq, exp_avg_sq.dtype, avg_sq);
-    write_unscaled(g, unscaled, index);
+    write_unscaled(g, unscaled, index, span);
 #pragma unroll
-    for (int i = 0; i < width; ++i) math::adam(p[i], avg[i], avg_sq[i], g[i], factors);
-    store<cache>(p, param, index);
-    store<cache>(avg, exp_avg, index);
-    store<cache>(avg_sq, exp_avg_sq, index);
-    if (copy.data != nullptr) store(p, copy, index);
+    for (int i = 0; i < span; ++i) math::adam(p[i], avg[i], avg_sq[i], g[i], factors);
+    store<cache>(p, param, index, span);
+    store<cache>(avg, exp_avg, index, span);
+    store<cache>(avg_sq, exp_avg_sq, index, span);
+    if (copy.data != nullptr) store(p, copy, index, span);
   });
 }
 
@@ -128,23 +171,23 @@ __device__ void sgd_numbers(const Part<5>& part, const math::SgdFactors<opmath_t
   const Array& buffer = part.arrays[2];
   const Array& copy = part.arrays[3];
   const auto unscaled = unscaled_grad<opmath_t>(part.arrays[4], unscale_factor);
-  walk<opmath_t>(part, [&](int index, auto width) {
-    const auto raw_param = load<opmath_t, width>(param, index);
-    const auto raw_grad = load<opmath_t, width>(grad, index);
-    Raw<opmath_t, width> raw_moving = {};
-    if (buffer.data != nullptr) raw_moving = load<opmath_t, width>(buffer, index);
-    opmath_t p[width];
-    opmath_t g[width];
-    opmath_t moving[width];
+  walk<opmath_t>(part, [&](int index, auto span) {
+    const auto raw_param = load<opmath_t>(param, index, span);
+    const auto raw_grad = load<opmath_t>(grad, index, span);
+    Raw<opmath_t, span> raw_moving = {};
+    if (buffer.data != nullptr) raw_moving = load<opmath_t>(buffer, index, span);
+    opmath_t p[span];
+    opmath_t g[span];
+    opmath_t moving[span];
     widen(raw_param, param.dtype, p);
     widen(raw_grad, grad.dtype, g);
     widen(raw_moving, buffer.dtype, moving);
-    write_unscaled(g, unscaled, index);
+    write_unscaled(g, unscaled, index, span);
 #pragma unroll
-    for (int i = 0; i < width; ++i) math::sgd(p[i], moving[i], g[i], factors);
-    store(p, param, index);
-    if (buffer.data != nullptr) store(moving, buffer, index);
-    if (copy.data != nullptr) store(p, copy, index);
+    for (int i = 0; i < span; ++i) math::sgd(p[i], moving[i], g[i], factors);
+    store(p, param, index, span);
+    if (buffer.data != nullptr) store(moving, buffer, index, span);
+    if (copy.data != nullptr) store(p, copy, index, span);
   });
 }
 

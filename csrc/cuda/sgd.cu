@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kBlockSize)
   *table.floats[slot] = 0.0f;
 }
 
-// Four blocks on a multiprocessor: at most 64 registers for a thread.
-__global__ void __launch_bounds__(kBlockSize, 4)
+__global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     sgd_kernel(const __grid_constant__ Table<5> table, const Sgd task) {
   if (is_skipped(task)) return;
   const Part<5> part = part_of_block(table);

@@ -10,9 +10,7 @@
 namespace apex_mp::cuda {
 namespace {
 
-// Parameters and moments are touched once a step, so that they make room in the second-level cache
-// for gradients, which pass 1 has just read. A guess: no GPU was at hand to measure it.
-constexpr Cache kStateCache = Cache::kStreamed;
+constexpr Cache kStateCache = APEX_MP_STREAM_STATE ? Cache::kStreamed : Cache::kKept;
 
 // By one thread. Lengths of steps come from groups, bias corrections from rows.
 __device__ math::AdamFactors<double> factors_of(const StepMemory& memory, const StepChunk& chunk) {
@@ -47,8 +45,7 @@ __device__ Part<5> part_of(const StepRow& row, const void* grad, const StepChunk
 }
 
 // Backwards: the gradients that pass 1 has read last are still in the second-level cache.
-// Four blocks on a multiprocessor: at most 64 registers for a thread.
-__global__ void __launch_bounds__(kBlockSize, 4)
+__global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     step_kernel(const __grid_constant__ StepAdam adam) {
   const StepMemory& memory = adam.memory;
   if (memory.outcome->found_inf != 0.0f) return;
@@ -61,7 +58,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   if (threadIdx.x == 0) {
     factors = factors_of(memory, chunk);
     inv_scale = 1.0 / memory.outcome->scale;
-    if (chunk.index == 0) *row.step += 1.0f;  // Pass 2 does not read it anywhere else.
+    if (chunk.index == 0) *global(row.step) += 1.0f;  // Pass 2 does not read it anywhere else.
   }
   __syncthreads();
   Part<5> part = part_of(row, grad, chunk);

@@ -23,7 +23,7 @@ __device__ void look_after_row(const StepCheck& check, int32_t row, int beta) {
   if (grad == nullptr) return;
   const StepRow& facts = check.memory.rows[row];
   const math::AdamOptions& options = group_of(check, facts.group).adam;
-  const float step = *facts.step + 1.0f;
+  const float step = *global(facts.step) + 1.0f;
   check.memory.corrections[row].of_beta[beta] = math::bias_correction(
       options.bias_correction, beta == 0 ? options.beta1 : options.beta2, step);
 }
@@ -61,8 +61,7 @@ __device__ double check_chunk(const StepChunk& chunk, const void* grad, int32_t&
   part.count = chunk.count;
   part.double_math = dtype == DType::kDouble;
   part.head = head_of(part);
-  return part.double_math ? sum_squares<double>(part, found_inf)
-                          : sum_squares<float>(part, found_inf);
+  return sum_squares(part, found_inf);
 }
 
 __global__ void __launch_bounds__(kBlockSize)

@@ -9,14 +9,14 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/variants.h"
 #include "cuda/vectors.h"
 #include "launch_plan.h"
 
 namespace apex_mp::cuda {
 
-// Numbers that one block takes: 8 vectors of 8 for each thread, so that a small model still gives
-// every multiprocessor several blocks. A guess: no GPU was at hand to measure it.
-constexpr int64_t kChunkSize = 16384;
+// Numbers that one block takes.
+constexpr int64_t kChunkSize = APEX_MP_CHUNK_SIZE;
 
 // Alignment is judged once for a tensor (common_head), so all its chunks must share it.
 static_assert(kChunkSize % 16 == 0);
@@ -54,7 +54,7 @@ int32_t head_of(const Row<kArrays>& row) {
     if (array.data == nullptr) continue;
     starts.push_back({reinterpret_cast<uintptr_t>(array.data), size_of(array.dtype)});
   }
-  return common_head(starts, row.double_math ? kVector<double> : kVector<float>);
+  return common_head(starts, row.double_math ? 1 : kVector<float, kArrays>);
 }
 
 // Calls body(table) for each launch that the list needs.

@@ -12,12 +12,12 @@ namespace {
 template <typename opmath_t>
 __device__ int32_t unscale_part(const Part<2>& part, opmath_t inv_scale) {
   int32_t found_inf = 0;
-  walk<opmath_t>(part, [&](int index, auto width) {
-    opmath_t numbers[width];
-    read(part.arrays[0], index, numbers);
+  walk<opmath_t>(part, [&](int index, auto span) {
+    opmath_t numbers[span];
+    read(part.arrays[0], index, span, numbers);
 #pragma unroll
     for (opmath_t& number : numbers) number = math::unscale(number, inv_scale, found_inf);
-    store(numbers, part.arrays[1], index);
+    store(numbers, part.arrays[1], index, span);
   });
   return found_inf;
 }
@@ -35,16 +35,16 @@ __global__ void __launch_bounds__(kBlockSize)
 template <typename opmath_t>
 __device__ int32_t axpby_part(const Part<3>& part, const math::Axpby<opmath_t>& factors) {
   int32_t found_inf = 0;
-  walk<opmath_t>(part, [&](int index, auto width) {
-    const auto raw_x = load<opmath_t, width>(part.arrays[0], index);
-    const auto raw_y = load<opmath_t, width>(part.arrays[1], index);
-    opmath_t x[width];
-    opmath_t y[width];
+  walk<opmath_t>(part, [&](int index, auto span) {
+    const auto raw_x = load<opmath_t>(part.arrays[0], index, span);
+    const auto raw_y = load<opmath_t>(part.arrays[1], index, span);
+    opmath_t x[span];
+    opmath_t y[span];
     widen(raw_x, part.arrays[0].dtype, x);
     widen(raw_y, part.arrays[1].dtype, y);
 #pragma unroll
-    for (int i = 0; i < width; ++i) x[i] = math::axpby(x[i], y[i], factors, found_inf);
-    store(x, part.arrays[2], index);
+    for (int i = 0; i < span; ++i) x[i] = math::axpby(x[i], y[i], factors, found_inf);
+    store(x, part.arrays[2], index, span);
   });
   return found_inf;
 }

@@ -10,38 +10,58 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/variants.h"
 
 namespace apex_mp::cuda {
 
-// Numbers that a thread takes at once: for float math 16 bytes of fp16, or twice 16 of fp32. In
-// double math, a rare case, more than one would cost all other cases registers.
-template <typename opmath_t>
-constexpr int kVector = sizeof(opmath_t) == sizeof(float) ? 8 : 1;
+// Numbers of a vector, which lie together: 16 bytes of fp32, so that the threads of a warp touch
+// each sector of memory once; of fp16 8 bytes, or 16 where there is no other array. In double math,
+// a rare case, more than one would cost all other cases registers.
+template <typename opmath_t, int kArrays>
+constexpr int kVector = sizeof(opmath_t) == sizeof(double) ? 1
+                        : kArrays == 1                     ? 8
+                                                           : 4;
 
-// A number of type int that is known at compile time, for the argument of a generic lambda
-// (std::integral_constant converts on the host only).
-template <int width>
-struct Width {
-  __host__ __device__ constexpr operator int() const { return width; }
+// The numbers that a thread takes at once: vectors that lie one block's vectors apart. A value of
+// this type is an argument of generic lambdas, and converts to how many numbers there are.
+template <int kWidth, int kCount>
+struct Span {
+  static constexpr int kStride = kWidth * kBlockSize;  // from one vector to the next
+  __host__ __device__ constexpr operator int() const { return kWidth * kCount; }
 };
+using OneNumber = Span<1, 1>;
 
-// Calls body(index, Width<n>) for all numbers of a part, n at a time: with n = kVector where
-// vectors are aligned in all arrays, one by one before and behind.
-template <typename opmath_t, typename PartOf, typename Body>
-__device__ void walk(const PartOf& part, const Body& body) {
-  constexpr int kWidth = kVector<opmath_t>;
+// Calls body(index, span) for all numbers of a part: kCount vectors at a time where vectors are
+// aligned in all arrays, then one at a time; number by number before and behind.
+template <int kWidth, int kCount, typename PartOf, typename Body>
+__device__ void walk_vectors(const PartOf& part, const Body& body) {
   const bool aligned = part.head >= 0 && part.head < part.count;
   const int first = aligned ? part.head : part.count;
   const int vectors = (part.count - first) / kWidth;
-  for (int i = threadIdx.x; i < vectors; i += kBlockSize) {
-    body(first + i * kWidth, Width<kWidth>{});
+  int vector = threadIdx.x;
+#pragma unroll 1
+  for (; vector < vectors - (kCount - 1) * kBlockSize; vector += kCount * kBlockSize) {
+    body(first + vector * kWidth, Span<kWidth, kCount>{});
+  }
+  if constexpr (kCount > 1) {
+#pragma unroll 1
+    for (; vector < vectors; vector += kBlockSize) {
+      body(first + vector * kWidth, Span<kWidth, 1>{});
+    }
   }
   const int in_vectors = vectors * kWidth;
 #pragma unroll 1  // A handful of numbers, or a rare case: not worth more code.
   for (int i = threadIdx.x; i < part.count - in_vectors; i += kBlockSize) {
     // In double math every number is a vector, and nothing is left for here.
-    body(i < first ? i : i + in_vectors, Width<1>{});  // GCOVR_EXCL_LINE
+    body(i < first ? i : i + in_vectors, OneNumber{});  // GCOVR_EXCL_LINE
   }
+}
+
+template <typename opmath_t, typename PartOf, typename Body>
+__device__ void walk(const PartOf& part, const Body& body) {
+  constexpr int kArrays = sizeof(part.arrays) / sizeof(Array);
+  constexpr int kCount = sizeof(opmath_t) == sizeof(double) ? 1 : APEX_MP_VECTORS;
+  walk_vectors<kVector<opmath_t, kArrays>, kCount>(part, body);
 }
 
 // `width` numbers as they lie in memory. Whoever needs several arrays loads them all before
@@ -54,10 +74,18 @@ struct Raw {
 // Whether memory is likely to be read again soon: what is streamed leaves the caches first.
 enum class Cache { kKept, kStreamed };
 
+// An address that a kernel finds in memory may be of shared or local memory, for all that the
+// compiler knows. This tells it that it is of global memory.
+template <typename T>
+__device__ T* global(T* address) {
+  __builtin_assume(__isGlobal(address));
+  return address;
+}
+
 template <Cache cache, typename Word>
 __device__ Word fetch(const Word* src) {
   if constexpr (cache == Cache::kStreamed) return __ldcs(src);
-  return *src;
+  return *global(src);
 }
 
 template <Cache cache, typename Word>
@@ -65,7 +93,7 @@ __device__ void put(Word word, Word* dst) {
   if constexpr (cache == Cache::kStreamed) {
     __stcs(dst, word);
   } else {
-    *dst = word;
+    *global(dst) = word;
   }
 }
 
@@ -111,17 +139,35 @@ __device__ void store_words(const uint32_t* words, char* dst) {
   }
 }
 
+template <int number_bytes, Cache cache, int kWidth, int kCount>
+__device__ void load_vectors(const char* src, uint32_t* words, Span<kWidth, kCount> span) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    load_words<kWidth * number_bytes, cache>(src + i * span.kStride * number_bytes,
+                                             words + i * kWidth * number_bytes / 4);
+  }
+}
+
+template <int number_bytes, Cache cache, int kWidth, int kCount>
+__device__ void store_vectors(const uint32_t* words, char* dst, Span<kWidth, kCount> span) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    store_words<kWidth * number_bytes, cache>(words + i * kWidth * number_bytes / 4,
+                                              dst + i * span.kStride * number_bytes);
+  }
+}
+
 // The caller has chosen double math if the array holds doubles.
-template <typename opmath_t, int width, Cache cache = Cache::kKept>
-__device__ Raw<opmath_t, width> load(const Array& array, int index) {
+template <typename opmath_t, Cache cache = Cache::kKept, int kWidth, int kCount>
+__device__ auto load(const Array& array, int index, Span<kWidth, kCount> span) {
   const char* src = static_cast<const char*>(array.data) + index * size_of(array.dtype);
-  Raw<opmath_t, width> raw;
+  Raw<opmath_t, span> raw;
   if (size_of(array.dtype) == 2) {
-    load_words<width * 2, cache>(src, raw.words);
+    load_vectors<2, cache>(src, raw.words, span);
   } else if (sizeof(opmath_t) == 4 || array.dtype == DType::kFloat) {
-    load_words<width * 4, cache>(src, raw.words);
+    load_vectors<4, cache>(src, raw.words, span);
   } else {
-    load_words<width * sizeof(opmath_t), cache>(src, raw.words);
+    load_vectors<sizeof(opmath_t), cache>(src, raw.words, span);
   }
   return raw;
 }
@@ -154,14 +200,15 @@ __device__ void widen(const Raw<opmath_t, width>& raw, DType dtype, opmath_t (&n
   }
 }
 
-template <typename opmath_t, int width>
-__device__ void read(const Array& array, int index, opmath_t (&numbers)[width]) {
-  widen(load<opmath_t, width>(array, index), array.dtype, numbers);
+template <typename opmath_t, int width, typename SpanOf>
+__device__ void read(const Array& array, int index, SpanOf span, opmath_t (&numbers)[width]) {
+  widen(load<opmath_t>(array, index, span), array.dtype, numbers);
 }
 
 // Stores numbers; from double to a half type by way of float, as torch converts.
-template <Cache cache = Cache::kKept, typename opmath_t, int width>
-__device__ void store(const opmath_t (&numbers)[width], const Array& array, int index) {
+template <Cache cache = Cache::kKept, typename opmath_t, int width, typename SpanOf>
+__device__ void store(const opmath_t (&numbers)[width], const Array& array, int index,
+                      SpanOf span) {
   char* dst = static_cast<char*>(array.data) + index * size_of(array.dtype);
   uint32_t words[2 * width] = {};
   if (array.dtype == DType::kHalf) {
@@ -170,18 +217,18 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
       const __half half = __float2half_rn(static_cast<float>(numbers[i]));
       words[i / 2] |= static_cast<uint32_t>(__half_as_ushort(half)) << (i % 2 * 16);
     }
-    store_words<width * 2, cache>(words, dst);
+    store_vectors<2, cache>(words, dst, span);
   } else if (array.dtype == DType::kBFloat16) {
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const __nv_bfloat16 half = __float2bfloat16_rn(static_cast<float>(numbers[i]));
       words[i / 2] |= static_cast<uint32_t>(__bfloat16_as_ushort(half)) << (i % 2 * 16);
     }
-    store_words<width * 2, cache>(words, dst);
+    store_vectors<2, cache>(words, dst, span);
   } else if (array.dtype == DType::kFloat) {
 #pragma unroll
     for (int i = 0; i < width; ++i) words[i] = __float_as_uint(static_cast<float>(numbers[i]));
-    store_words<width * 4, cache>(words, dst);
+    store_vectors<4, cache>(words, dst, span);
   } else if constexpr (sizeof(opmath_t) == 8 || cache == Cache::kKept) {
     // In float math, what is streamed is no double: only adam's copy may be one.
 #pragma unroll
@@ -190,7 +237,7 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
       words[2 * i] = static_cast<uint32_t>(__double2loint(number));
       words[2 * i + 1] = static_cast<uint32_t>(__double2hiint(number));
     }
-    store_words<width * 8, cache>(words, dst);
+    store_vectors<8, cache>(words, dst, span);
   }
 }
 
@@ -198,8 +245,8 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
 template <typename NumberOf>
 __device__ double value_of(const NumberOf& number) {
   if (number.pointer == nullptr) return number.value;
-  return number.is_double ? *static_cast<const double*>(number.pointer)
-                          : *static_cast<const float*>(number.pointer);
+  return number.is_double ? *global(static_cast<const double*>(number.pointer))
+                          : *global(static_cast<const float*>(number.pointer));
 }
 
 }  // namespace apex_mp::cuda

@@ -91,10 +91,31 @@ PLANTED_BUGS = {
     ),
     "the head before aligned vectors is left out": PlantedBug(
         "cuda/vectors.h",
-        "body(i < first ? i : i + in_vectors, Width<1>{});",
-        "body(i + in_vectors, Width<1>{});",
+        "body(i < first ? i : i + in_vectors, OneNumber{});",
+        "body(i + in_vectors, OneNumber{});",
         UNSCALE_OFFSETS,
         WRONG_BITS,
+    ),
+    "vectors of a thread lie side by side": PlantedBug(
+        "cuda/vectors.h",
+        "kStride = kWidth * kBlockSize;",
+        "kStride = kWidth;",
+        UNSCALE_SIZES,
+        WRONG_BITS,
+    ),
+    "vectors behind the last full round are left out": PlantedBug(
+        "cuda/vectors.h",
+        "for (; vector < vectors; vector += kBlockSize) {",
+        "for (; vector < 0; vector += kBlockSize) {",
+        UNSCALE_SIZES,
+        WRONG_BITS,
+    ),
+    "the last round goes beyond the last vector": PlantedBug(
+        "cuda/vectors.h",
+        "vector < vectors - (kCount - 1) * kBlockSize;",
+        "vector < vectors;",
+        UNSCALE_SIZES,
+        OVERFLOW,
     ),
     "unaligned memory is taken for aligned": PlantedBug(
         "cuda/table.h",
@@ -165,8 +186,8 @@ PLANTED_BUGS = {
     ),
     "a momentum buffer that is not there is written": PlantedBug(
         "cuda/loops.h",
-        "if (buffer.data != nullptr) store(moving, buffer, index);",
-        "store(moving, buffer, index);",
+        "if (buffer.data != nullptr) store(moving, buffer, index, span);",
+        "store(moving, buffer, index, span);",
         f"{SGD_TESTS}::test_sgd_takes_one_step -k fp16-fp16-none",
         UNDEFINED + r"(store to null pointer|applying non-zero offset)",
     ),
@@ -212,6 +233,28 @@ PLANTED_BUGS = {
         "scratch(workspace_size(rows) * sizeof(float), found_inf.device());",
         SUMS,
         OVERFLOW,
+    ),
+    # --- which gradients are looked at
+    "a sum that is not finite is taken for inf": PlantedBug(
+        "cuda/loops.h",
+        "  if (!math::not_finite(sum_sq)) return",
+        "  if (math::not_finite(sum_sq)) found_inf = 1;\n  if (!math::not_finite(sum_sq)) return",
+        f"{TESTS}::test_check_squares_large_finite_numbers_without_overflow",
+        r"assert .*found_inf",
+    ),
+    "nobody looks for inf": PlantedBug(
+        "cuda/loops.h",
+        "  if (!math::not_finite(sum_sq)) return static_cast<double>(sum_sq);\n",
+        "  return static_cast<double>(sum_sq);\n",
+        f"{TESTS}::test_check_finds_inf_and_nan -k last",
+        r'assert call\["found_inf"\]\.item\(\) == 1',
+    ),
+    "only the first of a thread's vectors is looked at": PlantedBug(
+        "cuda/loops.h",
+        "index + vector * span.kStride, Span<kWidth, 1>{}, grad);",
+        "index + 0 * vector * span.kStride, Span<kWidth, 1>{}, grad);",
+        f"{EDGES}::test_inf_and_nan_spoil_the_sum_wherever_they_are",
+        r"assert not sums\.isfinite\(\)\.any\(\)",
     ),
     # --- threads that need each other
     "a barrier is missing": PlantedBug(

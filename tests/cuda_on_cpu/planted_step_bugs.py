@@ -96,8 +96,8 @@ PLANTED_STEP_BUGS = {
     ),
     "only the last array decides which vectors are aligned": PlantedBug(
         "cuda/loops.h",
-        "heads &= aligned_heads(array);",
-        "heads = aligned_heads(array);",
+        "heads &= aligned_heads<kWidth>(array);",
+        "heads = aligned_heads<kWidth>(array);",
         f"{STEP}::test_every_pair_of_offsets_is_stepped",
         UNDEFINED + r"(load of|store to|reference binding to) misaligned address",
     ),
@@ -168,24 +168,24 @@ PLANTED_STEP_BUGS = {
     ),
     "the step reads gradients that it has unscaled": PlantedBug(
         "cuda/loops.h",
-        "    write_unscaled(g, unscaled, index);\n#pragma unroll\n"
-        "    for (int i = 0; i < width; ++i) math::adam(",
-        "    write_unscaled(g, unscaled, index);\n    read(grad, index, g);\n#pragma unroll\n"
-        "    for (int i = 0; i < width; ++i) math::adam(",
+        "    write_unscaled(g, unscaled, index, span);\n#pragma unroll\n"
+        "    for (int i = 0; i < span; ++i) math::adam(",
+        "    write_unscaled(g, unscaled, index, span);\n    read(grad, index, span, g);\n"
+        "#pragma unroll\n    for (int i = 0; i < span; ++i) math::adam(",
         UNSCALED,
         WRONG_BITS,
     ),
     "bias corrections are those of the step before": PlantedBug(
         "cuda/step_check.cu",
-        "*facts.step + 1.0f;",
-        "*facts.step;",
+        "*global(facts.step) + 1.0f;",
+        "*global(facts.step);",
         ONE_STEP,
         WRONG_BITS,
     ),
     "each block counts a step": PlantedBug(
         "cuda/step_adam.cu",
-        "if (chunk.index == 0) *row.step += 1.0f;",
-        "*row.step += 1.0f;",
+        "if (chunk.index == 0) *global(row.step) += 1.0f;",
+        "*global(row.step) += 1.0f;",
         ONE_STEP,
         WRONG_BITS,
     ),

@@ -26,6 +26,8 @@ CPU = torch.device("cpu")
 Offsets = Callable[[int, int], int]  # of tensor i in list number j of a call: elements
 
 SIZES = [*range(18), 31, 32, 33, *range(CHUNK - 17, CHUNK + 18), 2 * CHUNK - 1, 2 * CHUNK + 1]
+# One vector for each thread of a block, two and four of them.
+SIZES += [1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8200]
 
 OFFSETS: dict[str, Offsets] = {
     "aligned": lambda i, j: 0,

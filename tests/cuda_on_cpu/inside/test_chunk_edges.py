@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from exact_lists import (
     CPU,
     OFFSETS,
@@ -18,6 +21,8 @@ from op_cases import (
     DTYPES,
     F16,
     F32,
+    F64,
+    MIXED,
     OPERATOR,
     OPERATORS,
     Arguments,
@@ -62,6 +67,21 @@ def test_every_pair_of_offsets_is_computed(operator: str, size: int) -> None:
         operator, [size] * len(pairs), HALF_TO_FLOAT[operator], lambda i, j: pairs[i][j % 2]
     )
     assert_computes_what_the_reference_says(operator, call)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", MIXED, ids=str)
+def test_inf_and_nan_spoil_the_sum_wherever_they_are(dtype: torch.dtype, bad: float) -> None:
+    # A thread takes four vectors at once, then one, then numbers.
+    size = 8192 + 2048 + 3
+    places = [*range(0, size, 509), *range(size - 5, size)]
+    grads = [torch.ones(size, dtype=dtype) for _ in places]
+    for grad, place in zip(grads, places, strict=True):
+        grad[place] = bad
+    found_inf, sums = torch.zeros(1), torch.zeros(len(grads), dtype=F64)
+    torch.ops.apex_mp.check_(grads, [*range(len(grads))], found_inf, sums)
+    assert found_inf.item() == 1
+    assert not sums.isfinite().any()
 
 
 @each_operator
