@@ -44,6 +44,7 @@ from benchmarks.step_timing import (
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
+EXTENSIONS = "compare the apex_mp packages in these folders"
 CASES = (*step_cases.CASES, *step_peers.CASES, *step_cases.REPLAYED)
 
 
@@ -104,9 +105,11 @@ def place_of(args: argparse.Namespace, facts: dict[str, Any]) -> Path:
     """Return where the JSON goes: beside the published results only if everything was measured."""
     whole = not args.quick and args.workloads is None and args.cases is None
     whole = whole and DEVICES[args.device].is_real and args.seconds == math.inf
+    whole = whole and not args.extensions
     folder = args.results or (RESULTS if whole else Path("build") / "bench")
     slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
-    return Path(folder) / f"step-{'host-' if args.host else ''}{slug}.json"
+    which = "host-" if args.host else "variants-" if args.extensions else ""
+    return Path(folder) / f"step-{which}{slug}.json"
 
 
 def write(results: dict[str, Any], path: Path) -> None:
@@ -145,6 +148,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=str(names))
     parser.add_argument("--cases", nargs="+", metavar="PART", help="cases with this in their name")
     parser.add_argument("--host", action="store_true", help="time the host, on tiny tensors")
+    parser.add_argument("--extensions", nargs="+", type=Path, metavar="FOLDER", help=EXTENSIONS)
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for JSON and chart")
     args = parser.parse_args(argv)
@@ -188,6 +192,25 @@ def measure_workloads(args: argparse.Namespace, results: dict[str, Any], path: P
         say(step_report.profile_table(measured))
 
 
+def measure_builds(args: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
+    """Compare the packages of `--extensions`."""
+    from benchmarks.step_variants import compare  # It imports this module.
+
+    def write_what(found: list[dict[str, Any]]) -> None:
+        results["builds"] = found
+        write(results, path)
+
+    compare(args, say, write_what)
+
+
+def measure_hosts(args: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
+    """Time the host for each tensor."""
+    device = DEVICES[args.device]()
+    cases = cases_of(device.kind, args.cases)
+    results["host"] = [measure_host(w, cases, args.rounds, device) for w in workloads_of(args)]
+    say(step_report.host_table(results["host"]))
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse_args(argv)
     if args.threads:
@@ -196,22 +219,18 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     path = place_of(args, facts)
     results: dict[str, Any] = {"environment": facts, "workloads": [], "host": []}
     say(step_report.surroundings(facts))
-    if args.host:
-        device = DEVICES[args.device]()
-        cases = cases_of(device.kind, args.cases)
-        results["host"] = [measure_host(w, cases, args.rounds, device) for w in workloads_of(args)]
-        say(step_report.host_table(results["host"]))
-    else:
-        try:
-            measure_workloads(args, results, path)
-        except Exception as error:
-            results["ended_by"] = f"{type(error).__name__}: {error}"
-            write(results, path)
-            raise
+    work = measure_workloads
+    work = measure_hosts if args.host else measure_builds if args.extensions else work
+    try:
+        work(args, results, path)
+    except Exception as error:
+        results["ended_by"] = f"{type(error).__name__}: {error}"
+        write(results, path)
+        raise
     facts["taken_by_others"] = step_machine.taken_by_others(begin, step_machine.now())
     write(results, path)
     say(step_report.notes(results))
-    chart = [] if args.host else [write_chart(results, path.with_suffix(".png"))]
+    chart = [write_chart(results, path.with_suffix(".png"))] if results["workloads"] else []
     say("\n".join([f"Written: {path}", *chart]))
     return results
 

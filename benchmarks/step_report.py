@@ -142,9 +142,7 @@ def table(workload: dict[str, Any]) -> str:
     more, head = ([], HEAD) if how == IN_PLACE else ([HOST], GPU_HEAD)
     if any(row["ms_again"] is not None for row in workload["rows"]):
         more.append(AGAIN)
-    rows = [
-        [*_cells(row), *(_significant(row[key]) for _, key in more)] for row in workload["rows"]
-    ]
+    rows = [[*_cells(row), *(significant(row[key]) for _, key in more)] for row in workload["rows"]]
     return "\n".join(lines + markdown([*head, *(name for name, _ in more)], rows))
 
 
@@ -156,7 +154,7 @@ def profile_table(workload: dict[str, Any]) -> str:
         seen = row["profile"]
         counts = ("launches", "synchronizations", "pageable_copies")
         first = [row["case"], *(_number(seen[key]) for key in counts)]
-        first.append(_significant(seen["kernels_ms"]))
+        first.append(significant(seen["kernels_ms"]))
         for kernel in seen["kernels"][:SHOWN] or [None]:
             rows.append([*first, *_kernel_cells(kernel, memory)])
             first = [""] * len(first)
@@ -172,9 +170,9 @@ def _kernel_cells(kernel: dict[str, Any] | None, memory: float) -> list[str]:
     if kernel is None:
         return ["none seen", "", "", ""]
     speed = kernel.get("GB_per_s")
-    of_memory = [_significant(speed), f"{speed / memory:.2f}"] if speed else ["", ""]
+    of_memory = [significant(speed), f"{speed / memory:.2f}"] if speed else ["", ""]
     many = f"{_number(kernel['count'])} x " if kernel["count"] != 1 else ""
-    return [f"{many}{short(kernel['name'])}", _significant(kernel["ms"]), *of_memory]
+    return [f"{many}{short(kernel['name'])}", significant(kernel["ms"]), *of_memory]
 
 
 def short(name: str) -> str:
@@ -202,9 +200,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["case"],
         str(row["bytes_per_parameter"]),
-        _significant(row["ms"]),
-        _significant(row["ns_per_parameter"]),
-        _significant(row["GB_per_s"]),
+        significant(row["ms"]),
+        significant(row["ns_per_parameter"]),
+        significant(row["GB_per_s"]),
         f"{row['of_reference']:.2f}",
         compared,
     ]
@@ -232,10 +230,10 @@ def not_run(results: dict[str, Any]) -> list[str]:
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    """Return one line for each case of ours or of torch that failed."""
+    """Return one line for each case of ours or of torch that failed, and each build."""
     return [
         f"FAILED: {name}, {workload['workload']}: {reason}"
-        for workload in results["workloads"]
+        for workload in [*results["workloads"], *results.get("builds", [])]
         for name, reason in workload.get("failed", {}).items()
     ]
 
@@ -285,7 +283,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _significant(value: float) -> str:
+def significant(value: float) -> str:
     """Three significant digits, without an exponent."""
     if value >= 100:
         return f"{value:.0f}"
