@@ -5,15 +5,16 @@ It comes after all timing: once the profiler was on, launches may take longer.
 
 from __future__ import annotations
 
+import bisect
+import gc
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.autograd import DeviceType
 
-from benchmarks.step_arena import Arena, Case
+from benchmarks.step_arena import Arena, Case, Running
 from benchmarks.step_device import STEP, TRACED, WHOLE, Cuda
 from benchmarks.step_shapes import Workload
 from benchmarks.step_timing import start
@@ -31,36 +32,52 @@ def profile(
     measured: dict[str, Any],
     device: Cuda,
     deadline: float,
-) -> Iterator[None]:
+) -> None:
     """Add a profile to each row of a workload that was measured."""
-    arena = Arena(workload.shapes, device.tensors)
+    gc.collect()  # what the last workload has left
     rows = {row["case"]: row for row in measured["rows"]}
+    arena = Arena(workload.shapes, device.tensors)
+    running = {}
     for case in cases:
-        if time.monotonic() > deadline:
-            return
-        row = rows.get(case.name)
-        if row is None or row["host_ms"] > HOST_MS:
-            continue
-        running = start(case, arena, device)
-        if not isinstance(running, str):
-            row["profile"] = summary(device.trace(running))
-            add_speeds(row["profile"]["kernels"], case, workload.parameters)
-            yield
+        if case.name in rows and rows[case.name]["host_ms"] <= HOST_MS:
+            started = start(case, arena, device)
+            if isinstance(started, Running):
+                running[case.name] = started
+    for name, seen in summaries(device.trace(running, deadline)).items():
+        rows[name]["profile"] = seen
+        (case,) = [case for case in cases if case.name == name]
+        add_speeds(seen["kernels"], case, workload.parameters)
 
 
-def summary(events: Sequence[Any], steps: int = TRACED) -> dict[str, Any]:
-    """Return what the profiler's events say of a step.
+def summaries(events: Sequence[Any], steps: int = TRACED) -> dict[str, dict[str, Any]]:
+    """Return what the profiler's events say of a step of each case.
 
-    Counted are calls within the block STEP, and kernels and copies that start within WHOLE, which
-    ends when the device is done.
+    Counted are calls within the case's blocks STEP, and kernels and copies that start within its
+    blocks WHOLE, which end when the device is done.
     """
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
-    calls = Counter(
-        event.name for event in _within(on_host, STEP, on_host) if CALL.match(event.name)
-    )
     on_device = [event for event in events if event.device_type == DeviceType.CUDA]
     names = {event.name for event in on_host}  # blocks, which a trace may show on the device too
-    done = [event for event in _within(on_device, WHOLE, on_host) if event.name not in names]
+    calls = _by_block((event for event in on_host if CALL.match(event.name)), on_host, STEP)
+    done = _by_block((event for event in on_device if event.name not in names), on_host, WHOLE)
+    return {case: _summary(calls[case], done[case], steps) for case in calls}
+
+
+def _by_block(events: Iterable[Any], on_host: Sequence[Any], prefix: str) -> dict[str, list[Any]]:
+    """Return the events that start within the blocks of each case."""
+    blocks = [event for event in on_host if event.name.startswith(prefix)]
+    blocks.sort(key=lambda block: block.time_range.start)
+    starts = [block.time_range.start for block in blocks]
+    found: dict[str, list[Any]] = {block.name.removeprefix(prefix): [] for block in blocks}
+    for event in events:
+        place = bisect.bisect_right(starts, event.time_range.start) - 1
+        if place >= 0 and event.time_range.start <= blocks[place].time_range.end:
+            found[blocks[place].name.removeprefix(prefix)].append(event)
+    return found
+
+
+def _summary(called: Sequence[Any], done: Sequence[Any], steps: int) -> dict[str, Any]:
+    calls = Counter(event.name for event in called)
     kernels: dict[str, list[float]] = {}
     for event in done:
         kernels.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
@@ -68,24 +85,21 @@ def summary(events: Sequence[Any], steps: int = TRACED) -> dict[str, Any]:
         {"name": name[:NAME], "count": len(ms) / steps, "ms": sum(ms) / steps}
         for name, ms in kernels.items()
     ]
+    launches = _sum(calls, r"Launch")
     return {
         "steps": steps,
-        "launches": _sum(calls, r"Launch") / steps,
+        "launches": launches / steps,
         "synchronizations": _sum(calls, r"Synchronize|^cudaMem(cpy|set)$") / steps,
         "pageable_copies": sum("Pageable" in event.name for event in done) / steps,
         "calls": {name: count / steps for name, count in calls.most_common()},
+        "kernels_lost": max(0, launches - sum(_is_kernel(event) for event in done)) / steps,
         "kernels_ms": sum(kernel["ms"] for kernel in found),
         "kernels": sorted(found, key=lambda kernel: -kernel["ms"])[:LONGEST],
     }
 
 
-def _within(events: Sequence[Any], block: str, on_host: Sequence[Any]) -> list[Any]:
-    ranges = [event.time_range for event in on_host if event.name == block]
-    return [
-        event
-        for event in events
-        if any(each.start <= event.time_range.start <= each.end for each in ranges)
-    ]
+def _is_kernel(event: Any) -> bool:
+    return not event.name.startswith(("Memcpy", "Memset"))
 
 
 def _sum(calls: Counter[str], pattern: str) -> int:

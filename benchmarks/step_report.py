@@ -154,7 +154,9 @@ def profile_table(workload: dict[str, Any]) -> str:
         seen = row["profile"]
         counts = ("launches", "synchronizations", "pageable_copies")
         first = [row["case"], *(_number(seen[key]) for key in counts)]
-        first.append(significant(seen["kernels_ms"]))
+        first.append(
+            ("at least " if seen["kernels_lost"] else "") + significant(seen["kernels_ms"])
+        )
         for kernel in seen["kernels"][:SHOWN] or [None]:
             rows.append([*first, *_kernel_cells(kernel, memory)])
             first = [""] * len(first)

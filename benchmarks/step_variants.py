@@ -79,7 +79,8 @@ class Build:
     def end(self) -> None:
         """Have the process end."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # It has ended, with a request unread.
+            self.process.stdin.close()
         try:
             self.process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:

@@ -293,7 +293,8 @@ def event(name: str, start: float, end: float, *, on_device: bool = False) -> Si
     return SimpleNamespace(name=name, device_type=kind, time_range=Interval(start, end))
 
 
-# Two steps, at 100 and 200 us, each of two kernels; what belongs to none stands beside them.
+# Two steps of a case, at 100 and 200 us, each of two kernels, and one of another; what belongs to
+# none stands beside them.
 TRACE = [
     event("void fill<float>(float*)", 50, 60, on_device=True),
     event("cudaDeviceSynchronize", 55, 61),
@@ -301,13 +302,12 @@ TRACE = [
         each
         for at in (100, 200)
         for each in (
-            event(step_device.WHOLE, at, at + 80),
-            event(step_device.STEP, at, at + 20),
-            event(step_device.STEP, at + 5, at + 75, on_device=True),
+            event(step_device.WHOLE + "ours fp16", at, at + 80),
+            event(step_device.STEP + "ours fp16", at, at + 20),
+            event(step_device.STEP + "ours fp16", at + 5, at + 75, on_device=True),
             event("aten::add_", at + 1, at + 2),
             event("cudaLaunchKernel", at + 2, at + 3),
             event("cudaLaunchKernelExC", at + 4, at + 5),
-            event("cuLaunchKernel", at + 6, at + 7),
             event("cudaStreamSynchronize", at + 8, at + 18),
             event("cudaMemcpyAsync", at + 7, at + 8),
             event(
@@ -320,21 +320,28 @@ TRACE = [
             event("cudaDeviceSynchronize", at + 21, at + 80),
         )
     ),
+    event(step_device.WHOLE + "other", 300, 380),
+    event(step_device.STEP + "other", 300, 320),
+    event("cudaLaunchKernel", 301, 302),
+    event("cudaLaunchKernel", 303, 304),
+    event("fill", 305, 307, on_device=True),
+    event("Memset (Device)", 308, 309, on_device=True),
 ]
 
 
 def test_a_profile_counts_what_the_steps_do_and_not_what_the_benchmark_does():
-    profile = step_profile.summary(TRACE, steps=2)
+    profile = step_profile.summaries(TRACE, steps=2)["ours fp16"]
     step_profile.add_speeds(profile["kernels"], ON_GPUS["ours fp16"], 1_000_000)
     assert profile == {
         "steps": 2,
-        "launches": 3.0,
+        "launches": 2.0,
         "synchronizations": 1.0,
         "pageable_copies": 1.0,
         "calls": {
             "cudaLaunchKernel": 1.0, "cudaLaunchKernelExC": 1.0, "cudaMemcpyAsync": 1.0,
-            "cuLaunchKernel": 1.0, "cudaStreamSynchronize": 1.0,
+            "cudaStreamSynchronize": 1.0,
         },
+        "kernels_lost": 0.0,
         "kernels_ms": pytest.approx(0.051),
         "kernels": [
             # 28 bytes for each of a million parameters in 40 us, and 2 bytes in 10 us.
@@ -346,6 +353,14 @@ def test_a_profile_counts_what_the_steps_do_and_not_what_the_benchmark_does():
              "ms": pytest.approx(0.001)},
         ],
     }  # fmt: skip
+
+
+def test_a_profile_says_if_kernels_were_lost():
+    profile = step_profile.summaries(TRACE, steps=1)["other"]
+    assert (profile["launches"], profile["kernels_lost"]) == (2.0, 1.0)
+    row = {"case": "other", "profile": profile}
+    shown = {"workload": "it", "rows": [row], "reference_GB_per_s": {"median": 1.0}}
+    assert "| at least 0.003 |" in step_report.profile_table(shown)
 
 
 def test_the_kernels_of_our_passes_are_there():
@@ -434,8 +449,10 @@ def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
         for row in workload["rows"]:
             assert 0 < row["host_ms"] <= row["ms"]
             assert row["ms_again"] is None
-            assert row["profile"]["launches"] > 0
-            assert row["profile"]["kernels_ms"] > 0
+            assert ("profile" in row) != ("replayed" in row["case"])
+            profile = row.get("profile", {"launches": 1, "kernels_ms": 1.0})
+            assert profile["launches"] > 0
+            assert profile["kernels_ms"] > 0
         assert step_report.table(workload) in printed
         assert "| of copy | times ours | host, ms |" in step_report.table(workload)
         assert step_report.profile_table(workload) in printed
