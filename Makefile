@@ -12,26 +12,28 @@ CUDA_TORCH ?= torch==2.14.1
 CUDA_HOME ?= /usr/local/cuda
 CUDA_ARCHS ?= 8.0;9.0
 PYTEST_ARGS ?=
-# For gpu: which stages, empty for all; where JSON and logs go; for how long; the commit, where git
-# cannot tell it.
-GPU_STAGES ?=
-RESULTS ?= benchmarks/results
-GPU_LOGS ?= build/gpu-check
-GPU_SECONDS ?= inf
-GPU_COMMIT ?=
+# For gpu: what python -m benchmarks.gpu_check --help tells.
+GPU_ARGS ?=
+# For gpu-prepare: of the machine that has the GPU.
+GPU_PYTHON ?= python3.12
+GPU_TORCH ?= torch==2.11.0
+GPU_ARCH ?= 9.0
 # For bench: what python -m benchmarks.step --help tells.
 BENCH_ARGS ?=
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
 CLIENTS_VENV := .venv-clients
+GPU_VENV := .venv-gpu
 BUILD_TOOLS := setuptools wheel ninja "pybind11>=2.13"
+GPU_TESTS := pytest pytest-xdist hypothesis numpy  # to rehearse make gpu
 
 # A stamp says what was done and with which torch. Folders are listed too: they change when a file
 # is added or removed.
 stamp_of = .done-$(subst =,-,$(1))
 TORCH_READY := $(VENV)/$(call stamp_of,$(TORCH))
 CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
+GPU_TORCH_READY := $(GPU_VENV)/$(call stamp_of,$(GPU_TORCH))
 BUILT := $(VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
@@ -53,7 +55,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu cuda-link cuda-tests nightly gpu bench sdist format clean
+.PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu cuda-link cuda-tests nightly gpu gpu-prepare bench sdist format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
@@ -71,7 +73,8 @@ help:
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
 	@echo 'make cuda-tests run all CPU tests on that build'
 	@echo 'make nightly    run all of these, and write benchmarks/results/nightly.json'
-	@echo 'make gpu        on a machine with a GPU: build for it in place, run tests and sanitizer on it'
+	@echo 'make gpu        on a machine with a GPU: build, test, measure and sanitize, see docs/gpu.md'
+	@echo 'make gpu-prepare  build here what make gpu takes along to a machine that is lent for minutes'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
 	@echo 'make clean      remove what the other targets made'
 
@@ -212,9 +215,19 @@ nightly:
 
 # Installs and fetches nothing: PYTHON is one that has torch, pytest and the build tools.
 gpu:
-	$(PYTHON) -m benchmarks.gpu_check --python "$(PYTHON)" --stages "$(GPU_STAGES)" \
-	  --results "$(RESULTS)" --logs "$(GPU_LOGS)" --seconds "$(GPU_SECONDS)" \
-	  --commit "$(GPU_COMMIT)" --pytest-args="$(PYTEST_ARGS)"
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
+
+$(GPU_TORCH_READY):
+	@echo 'Setting up $(GPU_VENV) with $(GPU_TORCH): some minutes and gigabytes the first time'
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	rm -f $(GPU_VENV)/.done-*
+	$(GPU_VENV)/bin/python -m pip install -q "$(GPU_TORCH)" $(BUILD_TOOLS) $(GPU_TESTS)
+	touch $@
+
+# No GPU is needed. The rest of what make gpu needs is to be on the other machine.
+gpu-prepare: export TORCH_CUDA_ARCH_LIST := $(GPU_ARCH)
+gpu-prepare: $(GPU_TORCH_READY)
+	$(GPU_VENV)/bin/python -m benchmarks.gpu_build --prepare
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) $(CLIENTS_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so
+	rm -rf $(VENV) $(CUDA_VENV) $(CLIENTS_VENV) $(GPU_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so

@@ -58,6 +58,19 @@ DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
 WINDOWS, MACOS = sys.platform == "win32", sys.platform == "darwin"
 
 
+def cuda_home():
+    """Return the toolkit that CUDA_HOME names, or that the nvcc on the PATH belongs to, if any.
+
+    torch takes the folder above nvcc, which is wrong where that nvcc only calls the real one.
+    """
+    if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or not shutil.which("nvcc"):
+        return cpp_extension.CUDA_HOME
+    command = ["nvcc", "--dryrun", "-x", "cu", os.devnull]  # tells where it is, compiles nothing
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return os.path.realpath(top[1]) if top else cpp_extension.CUDA_HOME
+
+
 def plan_cuda(force, home):
     """Return whether to build for CUDA, and the sentence that stops the build if it cannot be."""
     without = f"build for the CPU alone:  FORCE_CUDA=0 {INSTALL} ."
@@ -183,6 +196,7 @@ def long_description():
     )
 
 
+cpp_extension.CUDA_HOME = cuda_home()
 WITH_CUDA, OBSTACLE = plan_cuda(os.environ.get("FORCE_CUDA", ""), cpp_extension.CUDA_HOME)
 if __name__ == "__main__":
     # Link with the same compiler: setuptools would link with the one that Python was built with.

@@ -1,7 +1,7 @@
-"""`make gpu`: build for the GPU of this machine, test on it, and write what came out as JSON.
+"""`make gpu`: build, test, measure and sanitize on this machine's GPU, and write what came out.
 
-Each stage (`gpu_stages.STAGES`) has a time limit. The JSON is written before and after each, so a
-run that is killed leaves what it knew. Nothing is installed and nothing is fetched.
+Each stage (`gpu_stages.stages`) has a time limit. The JSON and the archive of logs are written
+anew after each, so a run that is killed leaves what it knew. Nothing is installed or fetched.
 """
 
 from __future__ import annotations
@@ -15,45 +15,43 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
-from benchmarks.gpu_machine import PROBE, ROOT, Facts, ask, find_tool, nvidia_smi, versions
-from benchmarks.gpu_stages import SHOWN, STAGES, Command, Machine, Run, Stage, read_lines
+from benchmarks.gpu_machine import ROOT, Facts, commit, nvidia_smi, probe, version_of
+from benchmarks.gpu_stages import SHOWN, Stage, judge, stages
 
+LOGS = ROOT / "build" / "gpu-check"
 # Outcomes. Only the first is a success.
 PASSED, FAILED, TIMED_OUT, MISSING = "passed", "failed", "timed out", "missing"
-NOT_ASKED, NOT_REACHED, RUNNING, INTERRUPTED = "not asked", "not reached", "running", "interrupted"
+NOT_ASKED, NOT_REACHED, RUNNING = "not asked", "not reached", "running"
 
 
-def run_stage(stage: Stage, command: Command, machine: Machine, limit: float) -> Facts:
-    """Run a stage's command for `limit` seconds at most, and return what to record."""
-    if command.argv is None:
+def run_stage(stage: Stage, limit: float) -> Facts:
+    """Run a stage for `limit` seconds at most, and return what to record."""
+    if stage.argv is None:
         return {"outcome": MISSING}
-    log = machine.logs / f"{stage.name}.log"
-    machine.lines(stage.name).unlink(missing_ok=True)
-    start = time.monotonic()
-    status = run_into(log, command, limit)
+    log, start = LOGS / f"{stage.name}.log", time.monotonic()
+    status = run_into(log, stage, limit)
     seconds = round(time.monotonic() - start, 1)
     output = log.read_text(errors="replace")
-    passed, facts = stage.judge(Run(status, output, machine.lines(stage.name)))
+    passed, facts = judge(stage, status, output, LOGS)
     outcome = TIMED_OUT if status is None else PASSED if passed else FAILED
-    facts = {"outcome": outcome, "seconds": seconds, "status": status, **facts}
-    if outcome != PASSED:
+    if outcome != PASSED or stage.tells:
         facts["tail"] = output.splitlines()[-2 * SHOWN :]
-    return facts
+    return {"outcome": outcome, "seconds": seconds, "status": status, **facts}
 
 
-def run_into(log: Path, command: Command, limit: float) -> int | None:
-    """Run a command with its output in `log`; return its status, None if it met the limit."""
-    assert command.argv is not None
+def run_into(log: Path, stage: Stage, limit: float) -> int | None:
+    """Run a stage with its output in `log`; return its status, None if it met the limit."""
+    assert stage.argv is not None
     with log.open("w") as out:
         process = subprocess.Popen(
-            command.argv,
+            [*stage.argv],
             cwd=ROOT,
-            env={**os.environ, **command.environment},
+            env={**os.environ, **stage.environment},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -70,140 +68,105 @@ def run_into(log: Path, command: Command, limit: float) -> int | None:
 
 
 class Record:
-    """The JSON file: written anew at every change, never half."""
+    """The JSON and the archive of logs: written anew at every change, never half."""
 
-    def __init__(self, path: Path, facts: Facts, asked: Sequence[str]) -> None:
+    def __init__(self, path: Path, facts: Facts, outcomes: dict[str, str]) -> None:
         self.path, self.facts = path, facts
-        self.stages: dict[str, Facts] = {
-            stage.name: {"outcome": NOT_REACHED if stage.name in asked else NOT_ASKED}
-            for stage in STAGES
-        }
+        self.stages: dict[str, Facts] = {name: {"outcome": o} for name, o in outcomes.items()}
 
     @property
     def passed(self) -> bool:
         return all(each["outcome"] in (PASSED, NOT_ASKED) for each in self.stages.values())
 
-    def set(self, stage: str, **facts: Any) -> None:
+    def set(self, stage: str, facts: Facts) -> None:
         self.stages[stage].update(facts)
-        self.write()
-
-    def write(self) -> None:
-        text = json.dumps({**self.facts, "passed": self.passed, "stages": self.stages}, indent=1)
+        cut = [n for n, f in self.stages.items() if f["outcome"] in (TIMED_OUT, NOT_REACHED)]
+        whole = {**self.facts, "passed": self.passed, "cut_short": cut, "stages": self.stages}
         draft = self.path.with_suffix(".part")
-        draft.write_text(text + "\n")
+        draft.write_text(json.dumps(whole, indent=1) + "\n")
         draft.replace(self.path)
+        with tarfile.open(draft, "w:gz") as archive:
+            archive.add(LOGS, arcname=self.path.stem)
+        draft.replace(self.path.with_suffix(".tar.gz"))
 
     def table(self) -> str:
-        rows = [f"{'stage':<11}{'outcome':<13}{'seconds':>8}"]
+        rows = []
         for name, facts in self.stages.items():
-            seconds = f"{facts['seconds']:.1f}" if "seconds" in facts else ""
-            rows.append(f"{name:<11}{facts['outcome']:<13}{seconds:>8}  {remarks(facts)}".rstrip())
+            said = [f"{facts['seconds']} s"] if "seconds" in facts else []
+            said += [f"{n} {what}" for what, n in facts.get("counts", {}).items() if n]
+            said += [facts[key] for key in ("found", "note") if facts.get(key)]
+            rows.append(f"{name:<10} {facts['outcome']:<12} {', '.join(said)}")
         return "\n".join(rows)
 
 
-def remarks(facts: Facts) -> str:
-    said = [f"{count} {what.replace('_', ' ')}" for what, count in facts.get("counts", {}).items()]
-    said = [each for each in said if not each.startswith("0 ")]
-    if facts.get("sanitizer_errors") is not None:
-        said.append(f"errors found by the sanitizer: {facts['sanitizer_errors']}")
-    if facts["outcome"] == MISSING:
-        said.append(facts["note"])
-    return ", ".join(said)
-
-
-def run_stages(machine: Machine, record: Record, asked: Sequence[str], seconds: float) -> None:
+def run_stages(asked: Sequence[Stage], record: Record, seconds: float) -> None:
     end = time.monotonic() + seconds
-    for stage in STAGES:
-        left = end - time.monotonic()
-        if stage.name not in asked or left <= 0:
-            continue
-        command, limit = stage.command(machine), min(stage.limit, left)
-        record.set(
-            stage.name,
-            outcome=RUNNING,
-            limit_seconds=round(limit),
-            command=shlex.join(command.argv or []),
-            environment=command.environment,
-            note=command.note,
-        )
-        print(f"make gpu: {stage.name}, {limit:.0f} seconds at most", flush=True)
-        try:
-            record.set(stage.name, **run_stage(stage, command, machine, limit))
-        except BaseException:  # Ctrl-C, or SIGTERM
-            record.set(stage.name, outcome=INTERRUPTED, **read_lines(machine.lines(stage.name)))
-            raise
-        show_failure(record.stages[stage.name])
-        if stage.ends_all and record.stages[stage.name]["outcome"] != PASSED:
+    for stage in asked:
+        limit = min(stage.limit, end - time.monotonic())
+        if limit <= 0:
             return
-
-
-def show_failure(facts: Facts) -> None:
-    if facts["outcome"] != PASSED:
+        command = shlex.join(stage.argv or [])
+        begun = {"outcome": RUNNING, "limit_seconds": round(limit), "command": command}
+        record.set(stage.name, {**begun, "environment": stage.environment, "note": stage.note})
+        print(f"make gpu: {stage.name}, {limit:.0f} seconds at most", flush=True)
+        facts = run_stage(stage, limit)
+        record.set(stage.name, facts)
         print("\n".join(facts.get("tail", [])))
-    reasons: dict[str, list[str]] = {}
-    for name, reason in facts.get("not_run", {}).items():
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        print(f"not run: {', '.join(names[:SHOWN])}{more}: {reason}")
-
-
-def result_path(folder: Path, gpu: str, date: datetime.datetime) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    return folder / f"gpu-check-{slug}-{date:%Y%m%d-%H%M%S}.json"
+        if stage.ends_all and facts["outcome"] != PASSED:
+            return
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    names = " ".join(stage.name for stage in STAGES)
-    parser.add_argument("--stages", default="", help=f"some of: {names} (all)")
+    parser.add_argument("--part", type=int, choices=[1, 2], help="of the stages [both]")
+    parser.add_argument("--stages", default="", help="some of them, in place of a part")
+    parser.add_argument("--seconds", type=float, help="for all stages [540 for each part]")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--logs", type=Path, default=ROOT / "build/gpu-check")
-    parser.add_argument("--python", default=sys.executable, help="the Python whose torch is meant")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all stages")
-    parser.add_argument("--commit", default="", help="where git cannot tell it")
-    parser.add_argument("--pytest-args", default="", help="for the stage tests")
+    parser.add_argument("--device", default="cuda", help="cpu: a rehearsal without a GPU")
     args = parser.parse_args(argv)
-    args.stages = args.stages.split() or names.split()
-    for name in args.stages:
-        if name not in names.split():
-            parser.error(f"--stages: {name!r} is no stage; it must be one of: {names}")
+    args.seconds = args.seconds or (540 if args.part else 1080)
     return args
 
 
-def stop(signum: int, frame: object) -> NoReturn:
-    sys.exit(128 + signum)
+def choose(every: Sequence[Stage], args: argparse.Namespace) -> list[Stage]:
+    names = args.stages.split()
+    if unknown := set(names) - {stage.name for stage in every}:
+        known = " ".join(stage.name for stage in every)
+        sys.exit(f"make gpu: {min(unknown)!r} is no stage; it must be one of: {known}")
+    if names:
+        return [stage for stage in every if stage.name in names]
+    return [stage for stage in every if args.part in (None, stage.part) or stage.part is None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    said = ask(args.python, "-c", PROBE)
-    if not said:
-        print(f'make gpu: "{args.python}" cannot import torch; set PYTHON to one that can')
-        return 1
-    probe = json.loads(said.splitlines()[-1])
-    if probe["gpu"] is None:
-        print(f'make gpu: the torch of "{args.python}" sees no GPU')
-        return 1
-    signal.signal(signal.SIGTERM, stop)
-    for folder in (args.results, args.logs):
-        folder.mkdir(parents=True, exist_ok=True)
+    args, machine = parse_arguments(argv), probe()
+    if not machine:
+        sys.exit(f'make gpu: "{sys.executable}" cannot import torch; set PYTHON to one that can')
+    gpu = machine.pop("gpu")
+    if gpu is None and args.device == "cuda":
+        sys.exit(f'make gpu: the torch of "{sys.executable}" sees no GPU')
+    gpu = gpu or {"name": "rehearsal", "capability": "9.0"}
     date = datetime.datetime.now(datetime.timezone.utc)
-    facts = {
-        "what": "make gpu",
-        "date": f"{date:%Y-%m-%dT%H:%M:%SZ}",
-        "hardware": {**probe["gpu"], "nvidia_smi": nvidia_smi(), "cores": os.cpu_count()},
-        "versions": versions(probe, args.commit or None),
-    }
-    record = Record(result_path(args.results, probe["gpu"]["name"], date), facts, args.stages)
-    machine = Machine(
-        python=args.python,
-        capability=probe["gpu"]["capability"],
-        sanitizer=find_tool("compute-sanitizer"),
-        logs=args.logs.absolute(),
-        pytest_args=shlex.split(args.pytest_args),
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
+    results = args.results.absolute()
+    for folder in (results, LOGS):
+        folder.mkdir(parents=True, exist_ok=True)
+    for old in LOGS.iterdir():
+        old.unlink()
+    every = stages(args.device, gpu["capability"], results, LOGS)
+    asked = choose(every, args)
+    tools = {tool: version_of(tool) for tool in ("nvcc", "compute-sanitizer")}
+    record = Record(
+        results / f"gpu-check-{slug}-{date:%Y%m%d-%H%M%S}.json",
+        {
+            "what": "make gpu",
+            "date": f"{date:%Y-%m-%dT%H:%M:%SZ}",
+            "hardware": {**gpu, "nvidia_smi": nvidia_smi(), "cores": os.cpu_count()},
+            "versions": {**machine, **tools, "commit": commit()},
+        },
+        {stage.name: NOT_REACHED if stage in asked else NOT_ASKED for stage in every},
     )
-    run_stages(machine, record, args.stages, args.seconds)
+    run_stages(asked, record, args.seconds)
     print(f"{record.table()}\n{record.path}")
     return 0 if record.passed else 1
 

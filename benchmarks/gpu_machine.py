@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PREPARED = ROOT / "build" / "gpu"  # what gpu_build makes for a machine that cannot build
 Facts = dict[str, Any]
+
+# In a process of its own, which frees the GPU when it ends.
+PROBE = """
+import json, platform, torch
+facts = {"torch": torch.__version__, "cuda_of_torch": torch.version.cuda,
+         "python": platform.python_version(), "gpu": None}
+if torch.cuda.is_available():
+    gpu = torch.cuda.get_device_properties(0)
+    facts["gpu"] = {"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
+                    "memory_bytes": gpu.total_memory,
+                    "multiprocessors": gpu.multi_processor_count}
+print(json.dumps(facts))
+"""
+SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
 
 
 def ask(*argv: str) -> str | None:
@@ -22,18 +39,10 @@ def ask(*argv: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-PROBE = """
-import json, platform, torch
-facts = {"torch": torch.__version__, "cuda": torch.version.cuda,
-         "python": platform.python_version(), "gpu": None}
-if torch.cuda.is_available():
-    gpu = torch.cuda.get_device_properties(0)
-    facts["gpu"] = {"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
-                    "memory_bytes": gpu.total_memory,
-                    "multiprocessors": gpu.multi_processor_count}
-print(json.dumps(facts))
-"""
-SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
+def probe() -> Facts:
+    """Return versions and the GPU, None if torch sees none; {} if there is no torch."""
+    said = ask(sys.executable, "-W", "ignore", "-c", PROBE)
+    return json.loads(said.splitlines()[-1]) if said else {}
 
 
 def find_tool(name: str) -> str | None:
@@ -49,24 +58,15 @@ def nvidia_smi() -> dict[str, str] | None:
     return dict(zip(SMI_FIELDS, said.splitlines()[0].split(", "), strict=False))
 
 
-def last_words(text: str | None, pattern: str) -> str | None:
-    found = re.search(pattern, text or "")
+def version_of(tool: str) -> str | None:
+    path = find_tool(tool)
+    found = re.search(r"(?:release|Version) ([\d.]+)", (path and ask(path, "--version")) or "")
     return found[1] if found else None
 
 
-def versions(probe: Facts, commit: str | None) -> Facts:
-    nvcc, sanitizer = find_tool("nvcc"), find_tool("compute-sanitizer")
-    changes = None if commit else ask("git", "status", "--porcelain")
-    package = (ROOT / "apex_mp" / "_version.py").read_text()
-    return {
-        "torch": probe["torch"],
-        "cuda_of_torch": probe["cuda"],
-        "nvcc": last_words(ask(nvcc, "--version") if nvcc else None, r"release ([\d.]+)"),
-        "compute_sanitizer": last_words(
-            ask(sanitizer, "--version") if sanitizer else None, r"Version ([\d.]+)"
-        ),
-        "python": probe["python"],
-        "apex_mp": last_words(package, r'__version__ = "(.+)"'),
-        "commit": commit or ask("git", "rev-parse", "HEAD"),
-        "changed_since_commit": None if changes is None else changes != "",
-    }
+def commit() -> str | None:
+    """Return the commit, with "-dirty" behind it if files differ; of the build if git has none."""
+    if said := ask("git", "describe", "--always", "--dirty", "--abbrev=40"):
+        return said
+    record = PREPARED / "_C.json"
+    return json.loads(record.read_text())["commit"] if record.exists() else None

@@ -1,563 +1,431 @@
-"""benchmarks/gpu_check.py on a machine that is made of stubs: outcomes, limits, kills, the JSON."""
+"""`make gpu` and `make gpu-prepare` without a GPU: outcomes, limits, what is left after a kill."""
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from op_cases import LISTS
+import torch
+
+from benchmarks import gpu_bugs, gpu_build, gpu_check, gpu_programs, gpu_stages
+from benchmarks.gpu_stages import Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.any_torch,
     pytest.mark.cpu_only,
-    pytest.mark.skipif(sys.platform == "win32", reason="the stubs are scripts"),
+    pytest.mark.skipif(sys.platform == "win32", reason="processes are stopped in groups"),
 ]
+slow = pytest.mark.slow
+Facts = dict[str, Any]
 
-# Stands for python, compute-sanitizer, nvidia-smi, nvcc and git: does what the first rule says
-# whose pattern is found in its command line, and notes the call.
-STUB = """#!{python} -IS
-import json, os, re, sys, time
-from pathlib import Path
-
-folder = Path({folder!r})
-call = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-with (folder / "calls").open("a") as calls:
-    calls.write(json.dumps([call, dict(os.environ)]) + "\\n")
-for pattern, rule in json.loads((folder / "rules").read_text()):
-    if re.search(pattern, call, re.DOTALL):
-        break
-else:
-    sys.exit("no rule for " + call)
-for name in re.findall("--lines=([^ ]+)", call):
-    Path(name).write_text("".join(json.dumps(line) + "\\n" for line in rule.get("lines", [])))
-print(rule.get("out", ""), flush=True)
-time.sleep(rule.get("sleep", 0))
-sys.exit(rule.get("status", 0))
-"""
 GPU = {"name": "NVIDIA H200", "capability": "9.0", "memory_bytes": 10, "multiprocessors": 132}
-PROBE = {"torch": "2.11.0+cu130", "cuda": "13.0", "python": "3.12.3", "gpu": GPU}
-
-
-def result(name: str, outcome: str = "passed", text: str = "", kind: str = "test") -> Any:
-    return {"kind": kind, "name": name, "outcome": outcome, "seconds": 0.5, "text": text}
-
-
-# Patterns of the commands.
-PROBING, BUILD, REPORT = "^python -c .*is_available", "setup.py build_ext", "-m apex_mp"
-PLANTED, MEMCHECK = "--tool=memcheck.* -c", "--tool=memcheck.*pytest"
-RACECHECK, TESTS = "--tool=racecheck.*pytest", "^python -m pytest"
-
 CLEAN = "========= ERROR SUMMARY: 0 errors"
-LINES = [{"kind": "deselected", "count": 7}, result("a.py::one"), result("a.py::two")]
-RULES: dict[str, dict[str, Any]] = {
-    "nvidia-smi": {"out": "580.159, 345 MHz, 1980 MHz, 3201 MHz, 700.00 W"},
-    "nvcc --version": {"out": "Cuda compilation tools, release 13.0, V13.0.88"},
-    "compute-sanitizer --version": {"out": "Version 2025.3.1.0 (build 1)"},
-    "git rev-parse": {"out": "0123abc"},
-    "git status": {"out": ""},
-    PROBING: {"out": json.dumps(PROBE)},
-    PLANTED: {
-        "out": "========= Invalid __global__ read of size 16 bytes\n"
-        "========= ERROR SUMMARY: 128 errors",
-        "status": 99,
-    },
-    MEMCHECK: {"out": CLEAN, "lines": LINES},
-    RACECHECK: {
-        "out": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
-        "lines": LINES,
-    },
-    BUILD: {},
-    REPORT: {"out": "apex_mp 0.1.0"},
-    TESTS: {"lines": LINES},
-}
+FOUND = "========= Invalid __global__ read of size 16 bytes\n========= ERROR SUMMARY: 8 errors"
 
 
-@pytest.fixture
-def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT))
-    before = signal.getsignal(signal.SIGTERM)
-    yield importlib.import_module("benchmarks.gpu_check")
-    signal.signal(signal.SIGTERM, before)
+def stage(name: str, code: str = "", limit: float = 20.0, **more: Any) -> Stage:
+    return Stage(name, limit, [sys.executable, "-ISc", code], **more)
 
 
-@pytest.fixture
-def gpu_stages(gpu_check: ModuleType) -> ModuleType:
-    return sys.modules["benchmarks.gpu_stages"]
+def report(name: str, outcome: str = "passed", text: str = "") -> Facts:
+    return {"name": name, "outcome": outcome, "seconds": 0.5, "text": text}
 
 
 class Desk:
-    """A folder with the stubs, and what came out of a run with them."""
+    """Runs gpu_check in this process, with a table of stages of its own and a GPU that is not."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.results = folder / "results"
-        for name in ("bin/python", "bin/nvidia-smi", "bin/git"):
-            self.add_stub(name)
-        for name in ("cuda/bin/nvcc", "cuda/bin/compute-sanitizer"):
-            self.add_stub(name)
-        self.set_rules({})
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results, self.logs = folder / "results", folder / "logs"
+        self.probed: Facts = {"torch": "2.11.0+cu130", "gpu": GPU}
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr(gpu_check, "LOGS", self.logs)
+        monkeypatch.setattr(gpu_check, "probe", lambda: dict(self.probed))
 
-    def add_stub(self, name: str) -> None:
-        stub = self.folder / name
-        stub.parent.mkdir(exist_ok=True, parents=True)
-        stub.write_text(STUB.format(python=sys.executable, folder=str(self.folder)))
-        stub.chmod(0o755)
-
-    def set_rules(self, changed: dict[str, dict[str, Any]]) -> None:
-        assert changed.keys() <= RULES.keys()
-        (self.folder / "rules").write_text(json.dumps([*{**RULES, **changed}.items()]))
-
-    def arguments(self, *more: str) -> list[str]:
-        folders = [f"--results={self.results}", f"--logs={self.folder / 'logs'}"]
-        return [f"--python={self.folder / 'bin' / 'python'}", *folders, *more]
+    def run(self, table: list[Stage], *arguments: str) -> int:
+        self.monkeypatch.setattr(gpu_check, "stages", lambda *facts: table)
+        return gpu_check.main([f"--results={self.results}", *arguments])
 
     @property
-    def path(self) -> Path:
+    def json(self) -> Facts:
         (path,) = self.results.glob("*.json")
-        return path
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.path.read_text())
-
-    def stage(self, name: str) -> dict[str, Any]:
-        return self.json["stages"][name]
+        return json.loads(path.read_text())
 
     @property
     def outcomes(self) -> dict[str, str]:
         return {name: facts["outcome"] for name, facts in self.json["stages"].items()}
 
-    @property
-    def calls(self) -> list[tuple[str, dict[str, str]]]:
-        return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
-
-    def environment_of(self, part: str) -> dict[str, str]:
-        return next(environment for call, environment in self.calls if part in call)
-
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    return Desk(tmp_path)
+    return Desk(tmp_path, monkeypatch)
 
 
-STAGES = ["build", "report", "tests", "planted", "memcheck", "racecheck"]
+# The loop over stages
 
 
-# Where all is well
+def test_sound_stages_pass_and_two_files_are_left(desk: Desk, capsys: Any) -> None:
+    table = [stage("build", "print('built')", tells=True), stage("report", part=1)]
+    assert desk.run(table) == 0
+    assert desk.outcomes == {"build": "passed", "report": "passed"}
+    assert desk.json["passed"] is True
+    assert desk.json["cut_short"] == []
+    assert desk.json["hardware"].items() >= GPU.items()
+    assert desk.json["versions"]["torch"] == "2.11.0+cu130"
+    assert desk.json["stages"]["build"]["tail"] == ["built"]
+    assert re.search(r"^build +passed +\d", capsys.readouterr().out, re.MULTILINE)
+    archive, record = sorted(path.name for path in desk.results.iterdir())[::-1]
+    assert re.fullmatch(r"gpu-check-nvidia-h200-\d{8}-\d{6}\.(json|tar\.gz)", record)
+    with tarfile.open(desk.results / archive) as logs:
+        assert {Path(name).name for name in logs.getnames()} >= {"build.log", "report.log"}
 
 
-def test_a_sound_machine_passes_and_its_json_says_what_it_was(
-    gpu_check: ModuleType, desk: Desk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu_check.main(desk.arguments()) == 0
-    assert desk.outcomes == dict.fromkeys(STAGES, "passed")
-    facts = desk.json
-    assert facts["passed"] is True
-    assert desk.path.name == f"gpu-check-nvidia-h200-{facts['date'].translate(to_file_name)}.json"
-    assert facts["hardware"].items() >= GPU.items()
-    assert facts["hardware"]["nvidia_smi"] == {
-        "driver_version": "580.159",
-        "clocks.sm": "345 MHz",
-        "clocks.max.sm": "1980 MHz",
-        "clocks.mem": "3201 MHz",
-        "power.limit": "700.00 W",
-    }
-    assert facts["versions"] == {
-        "torch": "2.11.0+cu130",
-        "cuda_of_torch": "13.0",
-        "nvcc": "13.0",
-        "compute_sanitizer": "2025.3.1.0",
-        "python": "3.12.3",
-        "apex_mp": importlib.import_module("apex_mp").__version__,
-        "commit": "0123abc",
-        "changed_since_commit": False,
-    }
-    assert "the first and the last case" in desk.stage("memcheck")["note"]
-    assert desk.stage("report")["report"] == ["apex_mp 0.1.0"]
-    assert desk.stage("tests")["counts"].items() >= {"passed": 2, "deselected": 7}.items()
-    printed = capsys.readouterr().out
-    assert "tests      passed" in printed
-    assert "2 passed, 7 deselected" in printed
-    assert str(desk.path) in printed
-
-
-to_file_name = str.maketrans({"-": "", ":": "", "T": "-", "Z": ""})
-
-
-def test_the_stages_get_the_environment_that_they_need(gpu_check: ModuleType, desk: Desk) -> None:
-    gpu_check.main(desk.arguments("--pytest-args=-k 'a b' -x"))
-    build = desk.environment_of("setup.py")
-    assert (build["FORCE_CUDA"], build["TORCH_CUDA_ARCH_LIST"]) == ("1", "9.0")
-    assert int(build["MAX_JOBS"]) >= 1
-    for part in ("--tool=memcheck", "--tool=racecheck"):
-        assert desk.environment_of(part)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    (tests,) = [call for call, _ in desk.calls if "-k a b -x" in call]
-    assert tests.startswith("python -m pytest")
-    assert "--device cuda" in tests
-    for call, _ in desk.calls:
-        if "--tool=" in call:
-            assert "--kernel-name=kns=apex_mp" in call
-            assert "--error-exitcode=99" in call
-
-
-def test_nothing_is_installed_or_fetched(gpu_check: ModuleType, desk: Desk) -> None:
-    gpu_check.main(desk.arguments())
-    words = {word for call, _ in desk.calls for word in call.split()}
-    assert not words & {"pip", "ensurepip", "venv", "install", "develop", "fetch", "curl", "wget"}
-
-
-def test_only_the_stages_asked_for_run(gpu_check: ModuleType, desk: Desk) -> None:
-    assert gpu_check.main(desk.arguments("--stages=racecheck build")) == 0
-    expected = dict.fromkeys(STAGES, "not asked") | {"build": "passed", "racecheck": "passed"}
-    assert desk.outcomes == expected
-    assert not [call for call, _ in desk.calls if "-m apex_mp" in call]
-
-
-def test_an_unknown_stage_is_refused(
-    gpu_check: ModuleType, desk: Desk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        gpu_check.main(desk.arguments("--stages=build test"))
-    assert stopped.value.code == 2
-    assert "'test' is no stage; it must be one of: build report tests" in capsys.readouterr().err
-
-
-def test_what_cannot_be_known_is_null(gpu_check: ModuleType, desk: Desk) -> None:
-    for name in ("bin/git", "bin/nvidia-smi", "cuda/bin/nvcc"):
-        (desk.folder / name).unlink()
-    assert gpu_check.main(desk.arguments("--stages=build")) == 0
-    unknown = dict.fromkeys(["nvcc", "commit", "changed_since_commit"])
-    assert desk.json["versions"].items() >= unknown.items()
-    assert desk.json["hardware"]["nvidia_smi"] is None
-
-
-def test_the_caller_may_name_the_commit(gpu_check: ModuleType, desk: Desk) -> None:
-    gpu_check.main(desk.arguments("--stages=build", "--commit=fedc"))
-    assert desk.json["versions"]["commit"] == "fedc"
-
-
-# Where something is amiss
-
-
-@pytest.mark.parametrize(
-    ("rule", "sentence"),
-    [
-        ({"out": json.dumps({**PROBE, "gpu": None})}, "sees no GPU"),
-        ({"status": 1}, "cannot import torch; set PYTHON to one that can"),
-    ],
-)
-def test_without_a_gpu_or_torch_a_sentence_says_so_and_nothing_runs(
-    rule: dict[str, Any],
-    sentence: str,
-    gpu_check: ModuleType,
-    desk: Desk,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    desk.set_rules({PROBING: rule})
-    assert gpu_check.main(desk.arguments()) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith("make gpu: ")
-    assert sentence in printed
-    assert not desk.results.exists()
-    assert len(desk.calls) == 1
-
-
-def test_nothing_follows_a_build_that_fails(
-    gpu_check: ModuleType, desk: Desk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    desk.set_rules({BUILD: {"status": 1, "out": "error: no such header"}})
-    assert gpu_check.main(desk.arguments()) == 1
-    assert desk.outcomes == dict.fromkeys(STAGES, "not reached") | {"build": "failed"}
-    assert desk.stage("build")["tail"] == ["error: no such header"]
+def test_a_stage_that_fails_is_told_and_the_others_run(desk: Desk, capsys: Any) -> None:
+    table = [stage("a", "print('so it is', flush=True); raise SystemExit(3)"), stage("b")]
+    assert desk.run(table) == 1
+    assert desk.outcomes == {"a": "failed", "b": "passed"}
+    assert desk.json["stages"]["a"]["status"] == 3
     assert desk.json["passed"] is False
-    assert "error: no such header" in capsys.readouterr().out
+    assert "so it is" in capsys.readouterr().out
 
 
-FAILURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "the report": ("report", REPORT, {"status": 1}),
-    "a test": ("tests", TESTS, {"status": 1, "lines": [*LINES, result("b", "failed")]}),
-    "no test": ("tests", TESTS, {"status": 5}),
-    "pytest": ("tests", TESTS, {"status": 3, "lines": LINES}),
-    "an unfinished test": (
-        "tests",
-        TESTS,
-        {"status": 0, "lines": [*LINES, {"kind": "started", "name": "b"}]},
-    ),
-    "memcheck, with errors": (
-        "memcheck",
-        MEMCHECK,
-        {"status": 99, "lines": LINES, "out": "========= ERROR SUMMARY: 3 errors"},
-    ),
-    "memcheck, with a failed test": (
-        "memcheck",
-        MEMCHECK,
-        {"status": 1, "lines": [*LINES, result("b", "failed")], "out": CLEAN},
-    ),
-    "memcheck, without a summary": ("memcheck", MEMCHECK, {"lines": LINES}),
-    "memcheck, without a test": ("memcheck", MEMCHECK, {"out": CLEAN}),
-    "racecheck": (
-        "racecheck",
-        RACECHECK,
-        {
-            "status": 99,
-            "lines": LINES,
-            "out": "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)",
-        },
-    ),
-    "the planted error, not found": ("planted", PLANTED, {"out": CLEAN}),
-    "the planted error, for another reason": (
-        "planted",
-        PLANTED,
-        {"status": 99, "out": "Device not supported\n========= ERROR SUMMARY: 1 error"},
-    ),
-}
+def test_nothing_follows_a_build_that_fails(desk: Desk) -> None:
+    assert desk.run([stage("build", "raise SystemExit(1)", ends_all=True), stage("b")]) == 1
+    assert desk.outcomes == {"build": "failed", "b": "not reached"}
 
 
-@pytest.mark.parametrize(("stage", "pattern", "rule"), FAILURES.values(), ids=FAILURES)
-def test_a_stage_that_fails_is_told_and_the_others_run(
-    stage: str, pattern: str, rule: dict[str, Any], gpu_check: ModuleType, desk: Desk
-) -> None:
-    desk.set_rules({pattern: rule})
-    assert gpu_check.main(desk.arguments()) == 1
-    assert desk.outcomes == dict.fromkeys(STAGES, "passed") | {stage: "failed"}
+def test_a_stage_without_its_tool_is_missing_and_not_passed_over(desk: Desk, capsys: Any) -> None:
+    assert desk.run([Stage("memcheck", 9, None, note="there is no sanitizer"), stage("b")]) == 1
+    assert desk.outcomes == {"memcheck": "missing", "b": "passed"}
+    assert "there is no sanitizer" in capsys.readouterr().out
 
 
-def test_failed_tests_are_named_with_their_message(gpu_check: ModuleType, desk: Desk) -> None:
-    lines = [*LINES, result("a.py::three", "failed", "assert 1 == 2")]
-    desk.set_rules({TESTS: {"status": 1, "lines": lines}})
-    gpu_check.main(desk.arguments("--stages=tests"))
-    assert desk.stage("tests")["counts"]["failed"] == 1
-    assert desk.stage("tests")["failures"] == {"a.py::three": "assert 1 == 2"}
-
-
-def test_a_missing_sanitizer_is_missing_and_not_passed_over(
-    gpu_check: ModuleType, desk: Desk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (desk.folder / "cuda/bin/compute-sanitizer").unlink()
-    assert gpu_check.main(desk.arguments()) == 1
-    missing = dict.fromkeys(["planted", "memcheck", "racecheck"], "missing")
-    assert desk.outcomes == dict.fromkeys(STAGES, "passed") | missing
-    assert "compute-sanitizer is neither in CUDA_HOME nor on the PATH" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["file", "test"])
-def test_what_a_missing_package_keeps_from_running_is_named_and_no_failure(
-    kind: str, gpu_check: ModuleType, desk: Desk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "E   ModuleNotFoundError: No module named 'sklearn.datasets'"
-    lines = [result("tests/test_x.py", "failed", text.replace(".datasets", ""), kind), *LINES]
-    desk.set_rules({TESTS: {"status": 1, "lines": lines}})
-    assert gpu_check.main(desk.arguments("--stages=tests")) == 0
-    assert desk.stage("tests")["not_run"] == {"tests/test_x.py": "needs sklearn"}
-    assert desk.stage("tests")["counts"]["not_run"] == 1
-    assert "not run: tests/test_x.py: needs sklearn" in capsys.readouterr().out
-
-
-def test_a_missing_module_of_our_own_is_a_failure(gpu_check: ModuleType, desk: Desk) -> None:
-    text = "E   ModuleNotFoundError: No module named 'op_cases'"
-    lines = [result("tests/test_x.py", "failed", text, "file"), *LINES]
-    desk.set_rules({TESTS: {"status": 1, "lines": lines}})
-    assert gpu_check.main(desk.arguments("--stages=tests")) == 1
-    assert [*desk.stage("tests")["failures"]] == ["tests/test_x.py"]
-
-
-@pytest.mark.parametrize(
-    ("output", "errors"),
-    [
-        ("========= ERROR SUMMARY: 0 errors", 0),
-        ("========= ERROR SUMMARY: 1 error", 1),
-        ("========= ERROR SUMMARY: 12 errors\n========= ERROR SUMMARY: 3 errors", 15),
-        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
-        ("========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)", 1),
-        ("========= Error: Target application terminated before first instrumented call", None),
-    ],
-)
-def test_the_summary_of_the_sanitizer_is_read(
-    output: str, errors: int | None, gpu_stages: ModuleType
-) -> None:
-    assert gpu_stages.sanitizer_errors(output) == errors
-
-
-# Limits and kills
-
-
-def wait_for(found: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < end
+NEVER_ENDS = """
+import os, sys, time
+if os.fork() == 0:
+    while True:
+        open(sys.argv[1], "a").write("alive\\n")
         time.sleep(0.02)
+print("begun", flush=True)
+time.sleep(60)
+"""
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_a_stage_that_meets_its_limit_is_stopped_and_tells_what_it_did(
-    gpu_check: ModuleType, desk: Desk
+def test_what_meets_its_limit_is_stopped_with_its_children_and_named(
+    desk: Desk, tmp_path: Path
 ) -> None:
-    lines = [*LINES, {"kind": "started", "name": "a.py::endless"}]
-    desk.set_rules({TESTS: {"sleep": 60, "lines": lines}})
-    start = time.monotonic()
-    assert gpu_check.main(desk.arguments("--stages=tests racecheck", "--seconds=1")) == 1
-    assert time.monotonic() - start < 30
-    stage = desk.stage("tests")
-    assert desk.outcomes["tests"] == "timed out"
-    assert desk.outcomes["racecheck"] == "not reached"  # No time is left for it.
-    assert (stage["status"], stage["counts"]["passed"]) == (None, 2)
-    assert stage["unfinished"] == "a.py::endless"
+    child = tmp_path / "child"
+    argv = [sys.executable, "-ISc", NEVER_ENDS, str(child)]
+    assert desk.run([Stage("a", 1.0, argv), stage("b")]) == 1
+    assert desk.outcomes == {"a": "timed out", "b": "passed"}
+    assert desk.json["cut_short"] == ["a"]
+    assert desk.json["stages"]["a"]["tail"] == ["begun"]
+    written = child.read_text()
+    time.sleep(0.2)
+    assert child.read_text() == written != ""
 
 
-def test_each_stage_has_a_limit_and_all_of_a_call_fit_into_ten_minutes_or_two_calls(
-    gpu_stages: ModuleType,
-) -> None:
-    limits = {stage.name: stage.limit for stage in gpu_stages.STAGES}
-    assert max(limits.values()) < 600
-    assert limits["planted"] + limits["memcheck"] + limits["racecheck"] < 600
+def test_no_stage_begins_after_the_end_of_the_whole(desk: Desk) -> None:
+    table = [stage("a", "import time; time.sleep(60)"), stage("b")]
+    assert desk.run(table, "--seconds=0.5") == 1
+    assert desk.outcomes == {"a": "timed out", "b": "not reached"}
+    assert desk.json["cut_short"] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
-    ("number", "outcome"), [(signal.SIGKILL, "running"), (signal.SIGTERM, "interrupted")]
+    ("arguments", "asked"),
+    [
+        ([], ["build", "one", "two"]),
+        (["--part=1"], ["build", "one"]),
+        (["--part=2"], ["build", "two"]),
+        (["--stages=two one"], ["one", "two"]),
+    ],
 )
-def test_a_run_that_is_killed_leaves_what_it_knew(
-    number: signal.Signals, outcome: str, desk: Desk
+def test_only_what_is_asked_for_runs(arguments: list[str], asked: list[str], desk: Desk) -> None:
+    table = [stage("build"), stage("one", part=1), stage("two", part=2)]
+    assert desk.run(table, *arguments) == 0
+    others = {each.name for each in table} - {*asked}
+    assert desk.outcomes == dict.fromkeys(asked, "passed") | dict.fromkeys(others, "not asked")
+
+
+@pytest.mark.parametrize(
+    ("probed", "arguments", "sentence"),
+    [
+        ({}, [], "cannot import torch; set PYTHON to one that can"),
+        ({"gpu": None}, [], "sees no GPU"),
+        ({"gpu": GPU}, ["--stages=test"], "'test' is no stage; it must be one of: build"),
+    ],
+)
+def test_what_cannot_begin_says_why(
+    probed: Facts, arguments: list[str], sentence: str, desk: Desk
 ) -> None:
-    lines = [*LINES, {"kind": "started", "name": "a.py::endless"}]
-    desk.set_rules({TESTS: {"sleep": 60, "lines": lines, "out": "begun"}})
-    command = [sys.executable, "-m", "benchmarks.gpu_check", *desk.arguments()]
-    log = desk.folder / "logs" / "tests.log"
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        wait_for(lambda: log.exists() and "begun" in log.read_text())
-        child = int(subprocess_of(process.pid))
-        process.send_signal(number)
-        process.wait(timeout=30)
-    assert process.returncode != 0
-    after = dict.fromkeys(STAGES, "not reached")
-    assert desk.outcomes == after | {"build": "passed", "report": "passed", "tests": outcome}
-    assert desk.json["passed"] is False
-    if number == signal.SIGTERM:
-        assert desk.stage("tests")["unfinished"] == "a.py::endless"
-        wait_for(lambda: not is_alive(child))
-    else:
-        os.kill(child, signal.SIGKILL)
+    desk.probed = probed
+    with pytest.raises(SystemExit, match=sentence):
+        desk.run([stage("build")], *arguments)
 
 
-def subprocess_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+# The table of stages
+
+
+def table_of(device: str = "cuda") -> list[Stage]:
+    return gpu_stages.stages(device, "9.0", Path("/results"), Path("/logs"))
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_the_stages_of_a_part_fit_into_nine_minutes(part: int) -> None:
+    # With a prebuilt extension, whose stage takes a second in place of its limit.
+    limits = [each.limit for each in table_of() if each.part in (part, None)][1:]
+    assert sum(limits) <= 540
+    assert table_of()[0].name == "build"
+
+
+def test_what_tells_most_comes_first() -> None:
+    wanted = "build report bugs steps benchmark fused tests programs planted memcheck racecheck"
+    names = [each.name for each in table_of()]
+    assert names[: len(wanted.split())] == wanted.split()
+
+
+def test_no_test_file_is_run_twice_or_left_out() -> None:
+    stages = {each.name: each.argv or [] for each in table_of()}
+    first = [word for name in ("steps", "fused") for word in stages[name] if ".py" in word]
+    ignored = [word.removeprefix("--ignore=") for word in stages["tests"] if "--ignore" in word]
+    assert ignored == first
+    assert len(set(first)) == len(first) > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "output", "passes"),
+    [
+        ("command", 0, "", True),
+        ("command", 1, "", False),
+        ("sanitizer", 0, CLEAN, True),
+        ("sanitizer", 0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors)", True),
+        ("sanitizer", 99, "========= RACECHECK SUMMARY: 2 hazards displayed (1 error)", False),
+        ("sanitizer", 99, FOUND, False),
+        ("sanitizer", 0, f"{FOUND}\n{CLEAN}", False),
+        ("sanitizer", 1, CLEAN, False),
+        ("sanitizer", 0, "========= Error: Target application terminated", False),
+        ("planted", 99, FOUND, True),
+        ("planted", 0, CLEAN, False),
+        ("planted", 99, "Device not supported\n========= ERROR SUMMARY: 1 error", False),
+    ],
+)
+def test_a_run_is_judged_by_its_status_and_by_what_the_sanitizer_found(
+    kind: str, status: int, output: str, passes: bool, tmp_path: Path
+) -> None:
+    assert gpu_stages.judge(stage("a", kind=kind), status, output, tmp_path)[0] is passes
+
+
+GOOD, BEGUN = [report("a"), report("b")], {"name": "c"}
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "passes"),
+    [
+        (0, GOOD, True),
+        (0, [*GOOD, BEGUN, BEGUN], True),
+        (0, [], False),
+        (0, [*GOOD, BEGUN], False),
+        (1, [*GOOD, report("c", "failed")], False),
+        (3, GOOD, False),
+    ],
+)
+def test_tests_pass_if_some_did_and_none_failed_or_hangs(
+    status: int, lines: list[Facts], passes: bool, tmp_path: Path
+) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"name": "cut by a ki'
+    (tmp_path / "a.jsonl").write_text(text)
+    judged = gpu_stages.judge(stage("a", kind="tests"), status, "", tmp_path)
+    assert judged[0] is passes
 
 
 # The plugin, under the real pytest
 
 TEST_FILES = {
     "conftest.py": """
-def pytest_addoption(parser):
-    parser.addoption("--device")
+import pytest, torch
+@pytest.fixture
+def device(): pass
+def pytest_configure(config): config.addinivalue_line("markers", "cuda_only: ")
+torch.cuda.is_available = lambda: True
+torch.cuda.synchronize = lambda: None
 """,
     "test_mixed.py": """
-import pytest
-
-def test_good(): pass
-def test_bad(): assert 1 == 2
+import pytest, torch
+def test_without_a_device(): pass
+@pytest.mark.cuda_only
+def test_marked(): pass
+def test_good(device): pass
+def test_bad(device): assert 1 == 2
 @pytest.mark.skip(reason="not today")
-def test_skipped(): pass
+def test_skipped(device): pass
 @pytest.mark.xfail
-def test_known(): assert False
-@pytest.fixture
-def broken(): raise KeyError("no such fixture")
-def test_broken(broken): pass
+def test_known(device): assert False
+def test_sticky(device):
+    def synchronize(): raise RuntimeError("CUDA error: misaligned address")
+    torch.cuda.synchronize = synchronize
+    synchronize()
+def test_after(device): torch.cuda.synchronize()
 """,
-    "test_needs.py": "import hypothesis_is_not_here\n",
-    "test_optional.py": "import pytest\npytest.importorskip('not_here', reason='needs not_here')\n",
+    "test_broken.py": "import not_here\n",
 }
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # From a folder that has the plugin, but no apex_mp: the one under test may lie elsewhere.
-    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu_pytest", *arguments]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_every_report_of_pytest_is_read_back(
-    gpu_stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@slow
+def test_reports_are_read_back_and_a_spoilt_process_is_replaced(tmp_path: Path) -> None:
     for name, text in TEST_FILES.items():
         (tmp_path / name).write_text(text)
     lines = tmp_path / "lines.jsonl"
-    done = run_pytest(tmp_path, f"--lines={lines}", "--continue-on-collection-errors")
-    assert done.returncode == 1, done.stderr
-    monkeypatch.setattr(gpu_stages, "TEST_PACKAGES", ("hypothesis_is_not_here",))
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu_pytest", f"--lines={lines}"]
+    done = subprocess.run(
+        [
+            *command,
+            "--continue-on-collection-errors",
+            "-p",
+            "xdist",
+            "-n1",
+            "-p",
+            "no:cacheprovider",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **gpu_stages.PYTEST_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
     facts = gpu_stages.read_lines(lines)
-    assert facts["counts"] == {
-        "passed": 1,
-        "failed": 2,
-        "skipped": 1,
-        "xfailed": 1,
-        "not_run": 2,
-        "deselected": 0,
-    }
+    assert facts["counts"] == {"passed": 3, "failed": 3, "skipped": 1, "xfailed": 1}
+    assert facts["unfinished"] == []
     assert "assert 1 == 2" in facts["failures"]["test_mixed.py::test_bad"]
-    assert "no such fixture" in facts["failures"]["test_mixed.py::test_broken"]
-    assert facts["not_run"] == {
-        "test_needs.py": "needs hypothesis_is_not_here",
-        "test_optional.py": "Skipped: needs not_here",
-        "test_mixed.py::test_skipped": "Skipped: not today",
-    }
-    assert facts["unfinished"] is None
+    assert "misaligned address" in facts["failures"]["test_mixed.py::test_sticky"]
+    assert "not_here" in facts["failures"]["test_broken.py"]
+    assert facts["skipped"] == {"test_mixed.py::test_skipped": "Skipped: not today"}
 
 
-def test_lines_that_a_kill_has_cut_are_read_up_to_there(
-    gpu_stages: ModuleType, tmp_path: Path
+# The programs for sanitizers
+
+
+def test_the_programs_are_there_for_every_kernel() -> None:
+    sources = [path.read_text() for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
+    written = [name for text in sources for name in re.findall(r"\b(\w+)_kernel\(const", text)]
+    assert len(written) == sum(text.count("__global__") for text in sources)
+    named = {name for each in gpu_programs.PROGRAMS.values() for name in each.kernels}
+    assert named == set(written)
+
+
+@pytest.mark.parametrize("name", gpu_programs.PROGRAMS)
+def test_each_program_runs(name: str) -> None:
+    gpu_programs.PROGRAMS[name]("cpu")
+
+
+def test_a_program_that_fails_is_told_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    lines = tmp_path / "lines.jsonl"
-    whole = [result("a"), {"kind": "started", "name": "b"}]
-    lines.write_text("".join(json.dumps(line) + "\n" for line in whole) + '{"kind": "te')
-    facts = gpu_stages.read_lines(lines)
-    assert (facts["counts"]["passed"], facts["unfinished"]) == (1, "b")
-    assert gpu_stages.read_lines(tmp_path / "none")["counts"]["passed"] == 0
+    def fail(device: str) -> None:
+        raise ValueError("so it is")
+
+    monkeypatch.setitem(gpu_programs.PROGRAMS, "clipped", gpu_programs.Program(fail, ()))
+    monkeypatch.setattr(sys, "argv", ["gpu_programs", "--device=cpu", "clipped", "graph"])
+    assert gpu_programs.main() == 1
+    printed = capsys.readouterr()
+    assert "ValueError: so it is" in printed.err
+    assert "graph: " in printed.out
+
+
+def test_a_kernel_that_did_not_run_is_named() -> None:
+    with pytest.raises(AssertionError, match="chunks_kernel did not run"):
+        gpu_programs.profiled(gpu_programs.PROGRAMS["graph"], "cpu")
+
+
+# Planted bugs, and the prebuilt extension
+
+each_bug = pytest.mark.parametrize("bug", gpu_bugs.BUGS.values(), ids=gpu_bugs.BUGS.keys())
+
+
+@each_bug
+def test_a_bug_can_be_planted(bug: gpu_bugs.Bug) -> None:
+    text = (ROOT / bug.file).read_text()
+    assert bug.plant(text) != text
+    with pytest.raises(ValueError, match="must hold this once, not 2 times"):
+        bug.plant(text + text)
+
+
+@slow
+def test_the_tests_that_are_to_catch_bugs_are_there() -> None:
+    wanted = [bug.tests.partition(" -k ")[::2] for bug in gpu_bugs.BUGS.values()]
+    files = {where.partition("::")[0] for where, _ in wanted}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--device=cuda", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ids = done.stdout.splitlines()
+    for where, names in wanted:
+        assert [each for each in ids if each.startswith(where) and names in each], where
 
 
 @pytest.mark.parametrize(
-    ("sample", "operators"),
+    ("status", "output", "verdict"),
     [
-        ("all operators", ("check", "l2_norm", "unscale", "axpby", "adam")),
-        ("operators with shared memory", ("check", "l2_norm")),
+        (1, "E  cudaStreamSynchronize\nFAILED tests/a.py::b", "caught"),
+        (0, "4 passed", "NOT CAUGHT"),
+        (1, "ImportError: cudaStreamSynchronize", "NOT CAUGHT"),
+        (1, "FAILED tests/a.py::b", "not caught: the tests failed, but did not say"),
+        (None, "", "not caught: the tests did not end in 45 seconds"),
     ],
 )
-def test_a_sample_has_every_list_of_its_operators(
-    sample: str, operators: tuple[str, ...], tmp_path: Path
+def test_a_bug_is_caught_if_a_test_fails_in_its_words(
+    status: int | None, output: str, verdict: str
 ) -> None:
-    arguments = [f"--lines={tmp_path / 'lines'}", f"--sample={sample}", "--collect-only", "-q"]
-    done = run_pytest(tmp_path, *arguments, str(ROOT / "tests" / "test_operators.py"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = [line.partition("::test_")[2] for line in done.stdout.splitlines() if "::" in line]
-    for operator, case in itertools.product(operators, LISTS):
-        of_case = [name for name in names if name.startswith(operator) and f"[{case}-" in name]
-        assert len(of_case) == 2, (operator, case)
-    assert any("2000 of 64" in name for name in names)  # Of several launches.
-    assert not [name for name in names if "300_steps" in name or "5000" in name]
-    if sample != "all operators":
-        assert all(name.startswith(operators) for name in names)
-    chosen, whole = map(int, re.findall(r"(\d+)/(\d+) tests collected", done.stdout)[0])
-    assert chosen == len(names) < whole / 3
+    assert gpu_bugs.verdict(gpu_bugs.BUGS["the-host-waits"], status, output).startswith(verdict)
+
+
+@slow
+def test_a_module_runs_on_another_extension(tmp_path: Path) -> None:
+    from apex_mp import _C
+
+    copy = tmp_path / "other.so"
+    copy.write_bytes(Path(_C.__file__).read_bytes())
+    code = tmp_path / "which.py"
+    code.write_text("import sys\nfrom apex_mp import _C\nprint(_C.__file__, sys.argv[1:])\n")
+    command = [sys.executable, "-m", "benchmarks.gpu_bugs", f"--extension={copy}", "which", "-q"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{copy} ['-q']\n", done.stderr
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
+    monkeypatch.setattr(gpu_build, "PREPARED", tmp_path)
+    return {**gpu_build.facts(), "archs": ["9.0"]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "obstacle"),
+    [
+        ({}, ""),
+        ({"torch": "2.10.0"}, f"it has torch 2.10.0, and here it is {torch.__version__}"),
+        ({"file": "_C.so"}, f"it has file _C.so, and here it is {gpu_build.NAME}"),
+        ({"sources": "0"}, f"it has sources 0, and here it is {gpu_build.facts()['sources']}"),
+        ({"archs": ["8.0"]}, "it is for ['8.0'], and this GPU is 9.0"),
+    ],
+    ids=["", "torch", "file", "sources", "archs"],
+)
+def test_an_extension_for_another_machine_or_of_other_sources_is_not_taken(
+    changed: Facts, obstacle: str, prepared: Facts, tmp_path: Path
+) -> None:
+    (tmp_path / "_C.json").write_text(json.dumps({**prepared, **changed}))
+    assert gpu_build.obstacle("9.0") == obstacle
+
+
+def test_without_a_prebuilt_extension_that_is_said(prepared: Facts) -> None:
+    assert gpu_build.obstacle("9.0") == "none was made (make gpu-prepare)"

@@ -234,10 +234,26 @@ def test_what_stands_in_the_way_of_cuda_is_said_with_the_ways_out(
     assert sentence in obstacle
 
 
+def test_the_toolkit_is_that_of_an_nvcc_which_only_calls_it(
+    setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho '#$ TOP=/opt/cuda/bin/..' >&2\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup_py.cuda_home() == "/opt/cuda"
+    monkeypatch.setenv("CUDA_HOME", "/usr/cuda")
+    assert setup_py.cuda_home() == cpp_extension.CUDA_HOME
+    nvcc.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.delenv("CUDA_HOME")
+    assert setup_py.cuda_home() == cpp_extension.CUDA_HOME
+
+
 def test_an_nvcc_without_its_headers_is_no_toolkit(
     setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch takes /usr/local for CUDA_HOME where /usr/local/bin/nvcc only calls the real one.
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     home = make_toolkit(tmp_path, "13.0")
     (tmp_path / "include" / "cuda.h").unlink()

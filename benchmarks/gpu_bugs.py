@@ -1,0 +1,160 @@
+"""Bugs planted in copies of the extension: do the tests on the device fail where they must?
+
+    python -m benchmarks.gpu_bugs       run the tests of each bug; exit 1 if one is not caught
+
+Most are bugs that tests/cuda_on_cpu cannot show: there threads take turns, nothing is launched on a
+stream and the host waits for everything. `gpu_build --prepare` builds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from benchmarks.gpu_machine import PREPARED, ROOT
+
+SECONDS = 45  # for the tests of one bug, which take about ten
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """One text replacement, the tests that must fail, and a regular expression of their words."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # a file or a test, then "-k" and what is wanted of it
+    says: str
+
+    def plant(self, text: str) -> str:
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.file} must hold this once, not {count} times: {self.old}")
+        return text.replace(self.old, self.new)
+
+    def command(self, device: str) -> list[str]:
+        """Return how to run the tests, up to the first that fails."""
+        where, _, names = self.tests.partition(" -k ")
+        command = ["pytest", "-q", "-x", "-p", "no:cacheprovider", f"--device={device}", where]
+        return [*command, "-k", names] if names else command
+
+    @staticmethod
+    def extension(slug: str) -> Path:
+        return PREPARED / "bugs" / f"{slug}.so"
+
+
+STEPS = "tests/test_cuda_steps.py"
+BUGS = {
+    "the-host-waits": Bug(
+        "csrc/cuda/stepper.cpp",
+        "  impl_->resident->table.run(task, run, current);\n",
+        "  impl_->resident->table.run(task, run, current);\n"
+        "  if (!run.captured) cudaStreamSynchronize(current);\n",
+        f"{STEPS}::test_a_step_of_fused_adam_is_few_launches_and_no_wait -k 300",
+        r"cudaStreamSynchronize",
+    ),
+    "all-is-launched-on-the-default-stream": Bug(
+        "csrc/cuda/launch.h",
+        "kBlockSize, 0, stream>>>",
+        "kBlockSize, 0, cudaStream_t{}>>>",
+        f"{STEPS}::test_replays_of_a_whole_iteration_are_iterations",
+        r"did not start|captur|^E +assert ",
+    ),
+    "threads-do-not-wait-for-the-factors": Bug(
+        "csrc/cuda/step_adam.cu",
+        "  __syncthreads();\n  Part<5> part",
+        "  Part<5> part",
+        "tests/test_fused_adam_equivalence.py -k 300_steps_equal_those_of_torch_in_float64",
+        r"AssertionError",
+    ),
+    "the-count-of-blocks-is-not-reset": Bug(
+        "csrc/cuda/last_block.h",
+        "atomicInc(arrived, blocks - 1) == blocks - 1;",
+        "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
+        f"{STEPS}::test_overflows_are_told_of_with_the_names_of_parameters",
+        r"^E +(assert|AssertionError)",
+    ),
+    "unaligned-memory-is-taken-for-aligned": Bug(
+        "csrc/cuda/table.h",
+        "static_cast<int8_t>(head_of(row))",
+        "static_cast<int8_t>(0 * head_of(row))",
+        "tests/test_operators.py::test_unscale_multiplies_and_rounds_once -k off",
+        r"misaligned address",
+    ),
+}
+
+
+def verdict(bug: Bug, status: int | None, output: str) -> str:
+    """Return "caught", or how the tests failed to catch the bug."""
+    if status is None:
+        return f"not caught: the tests did not end in {SECONDS} seconds"
+    if status == 0 or not re.search(r"^(FAILED|ERROR) ", output, re.MULTILINE):
+        return "NOT CAUGHT"
+    if not re.search(bug.says, output, re.MULTILINE):
+        return f"not caught: the tests failed, but did not say {bug.says!r}"
+    return "caught"
+
+
+def run(slug: str, bug: Bug, device: str) -> str:
+    """Run the tests of a bug on the extension that has it; print what they say."""
+    extension = bug.extension(slug)
+    if not extension.exists():
+        return "not built (make gpu-prepare)"
+    command = [sys.executable, "-m", "benchmarks.gpu_bugs", f"--extension={extension}"]
+    try:
+        done = subprocess.run(
+            [*command, *bug.command(device)],
+            cwd=ROOT,
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return verdict(bug, None, "")
+    print(done.stdout)
+    return verdict(bug, done.returncode, done.stdout)
+
+
+def run_on(extension: str, words: Sequence[str]) -> None:
+    """Be `python -m WORDS`, with another extension than the one in apex_mp/."""
+    import torch  # noqa: F401  # whose libraries the extension needs
+
+    spec = spec_from_file_location("apex_mp._C", extension)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["apex_mp._C"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["apex_mp._C"])
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--extension", metavar="FILE", help="run MODULE on this one, no bugs")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="MODULE ARGUMENTS")
+    args = parser.parse_args()
+    if args.extension:
+        run_on(args.extension, args.words)
+        return
+    verdicts = []
+    for slug, bug in BUGS.items():
+        start = time.monotonic()
+        verdicts.append(run(slug, bug, args.device))
+        print(f"== {slug}: {verdicts[-1]} ({time.monotonic() - start:.0f} s)", flush=True)
+    sys.exit(set(verdicts) != {"caught"})
+
+
+if __name__ == "__main__":
+    main()

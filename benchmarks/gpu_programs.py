@@ -1,0 +1,195 @@
+"""Small programs that run every kernel of csrc/cuda/, for compute-sanitizer.
+
+python -m benchmarks.gpu_programs                       all of them on the GPU
+python -m benchmarks.gpu_programs --device cpu          their code, without kernels
+python -m benchmarks.gpu_programs --profile             did each run the kernels it is for?
+python -m benchmarks.gpu_programs beyond                reads beyond a tensor: memcheck must see it
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from apex_mp import _ops, device_scale
+from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.optimizers import FusedAdam
+from benchmarks.gpu_machine import ROOT
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FLOATS = (F16, BF16, F32, F64)
+CHUNK = 16384
+SIZES = (1, 0, 9, 257, CHUNK - 1, 2 * CHUNK + 5)
+
+
+def filled(size: int, dtype: torch.dtype, device: str, offset: int = 0) -> torch.Tensor:
+    """Return numbers made on the host, `offset` numbers behind the begin of their memory."""
+    return torch.linspace(-1.0, 1.0, size + offset).to(dtype).to(device)[offset:]
+
+
+def params_of(device: str, dtypes: Iterable[torch.dtype], sizes: Iterable[int]) -> list[Any]:
+    """Return parameters of each dtype and size, aligned and not, with gradients."""
+    params = []
+    for dtype in dtypes:
+        for i, size in enumerate(sizes):
+            params.append(Parameter(filled(size, dtype, device, i % 2)))
+            params[-1].grad = filled(size, dtype, device, i % 3)
+    return params
+
+
+def call_each_operator(device: str) -> None:
+    """Every operator on lists of the tests' table: of many sizes, offsets, dtypes and launches."""
+    sys.path.append(str(ROOT / "tests"))
+    table: Any = importlib.import_module("op_cases")
+    wanted = ("chunks of many tensors", "empty in the middle", "each list off by another")
+    cases = [case for case in table.LISTS if case.name in wanted]
+    for operator in table.OPERATORS:
+        for dtypes in (operator.dtypes[0], operator.dtypes[-1]):
+            for case in cases:
+                operator(operator.sample(case, dtypes, torch.device(device)))
+        operator(operator.sample(table.MANY_LISTS[0], operator.dtypes[0], torch.device(device)))
+
+
+def take_steps(params: list[Any], **options: Any) -> None:
+    optimizer = FusedAdam(params, **options)
+    for _ in range(3):
+        optimizer.step()
+
+
+def step_clipped(device: str) -> None:
+    """Steps that read gradients first: each chunk is summed, and the last block decides."""
+    take_steps(params_of(device, FLOATS, SIZES), max_grad_norm=1.0)
+
+
+def step_unchecked(device: str) -> None:
+    """Steps whose first pass reads no gradient."""
+    take_steps(params_of(device, FLOATS, SIZES))
+
+
+def step_many_tensors(device: str) -> None:
+    """More tensors than one launch takes: the last block is that of the last launch."""
+    take_steps(params_of(device, (F32,), [3] * 4_100), max_grad_norm=1.0)
+
+
+def change_many_groups(device: str) -> None:
+    """More groups change at once than there is room for beside gradients."""
+    params = params_of(device, (F32,), [5] * 300)
+    optimizer = FusedAdam([{"params": [param]} for param in params], max_grad_norm=1.0)
+    for lr in (0.1, 0.2, 0.3):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+
+
+def train(optimizer: FP16_Optimizer, params: list[Any], factor: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.backward(sum((param.float() * factor).sum() for param in params))
+    optimizer.step()
+
+
+def skip_steps(device: str) -> None:
+    """FP16_Optimizer with gradients of inf and NaN: the loss scale changes, nothing is stepped."""
+    params = params_of(device, (F16, F32), SIZES)
+    inner = FusedAdam(params, max_grad_norm=1.0)
+    optimizer = FP16_Optimizer(
+        inner, verbose=False, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 128.0}
+    )
+    for value in (1.0, float("inf"), 1.0, float("nan"), 1.0):
+        train(optimizer, params, torch.tensor(value).to(device))
+    assert optimizer.loss_scale == 32.0
+
+
+def replay_a_graph(device: str) -> None:
+    """A captured step, replayed with other gradients and another learning rate."""
+    params = params_of(device, (F16, F32), SIZES)
+    optimizer = FusedAdam(params, max_grad_norm=1.0)
+    optimizer.step()
+    if device == "cpu":
+        return
+    graph = torch.cuda.CUDAGraph()
+    device_scale.settle(wait=True)
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for lr in (0.1, 0.2):
+        for param in params:
+            param.grad.mul_(2.0)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.refresh_hyperparameters()
+        graph.replay()
+
+
+def read_beyond(device: str) -> None:
+    """check_ is given 4096 numbers of which 16 are there."""
+    grad = torch.zeros(4096, device=device)
+    grad.untyped_storage().resize_(64)
+    sums = torch.zeros(1, dtype=F64, device=device)
+    _ops.check_([grad], [0], torch.zeros(1, device=device), sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What to run, and which kernels of csrc/cuda/ it is there for."""
+
+    run: Callable[[str], None]
+    kernels: tuple[str, ...]
+
+    def __call__(self, device: str) -> None:
+        self.run(device)
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+
+OPERATOR_KERNELS = """prepare adam check tensor_sums group_sums norms take_fresh sgd unscale axpby
+    update_scale"""
+PROGRAMS = {
+    "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
+    "clipped": Program(step_clipped, ("chunks", "step")),
+    "unchecked": Program(step_unchecked, ("rows", "step")),
+    "tensors": Program(step_many_tensors, ("chunks", "step")),
+    "groups": Program(change_many_groups, ("groups", "chunks", "step")),
+    "skipped": Program(skip_steps, ("chunks", "step", "unscale")),
+    "graph": Program(replay_a_graph, ("chunks", "step")),
+}
+BEYOND = {"beyond": Program(read_beyond, ("check",))}
+
+
+def profiled(program: Program, device: str) -> None:
+    """Run a program; raise AssertionError if a kernel that it is for did not run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        program(device)
+    ran = {event.name for event in profiler.events()}
+    for kernel in program.kernels:
+        assert any(f"{kernel}_kernel" in name for name in ran), f"{kernel}_kernel did not run"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help=f"some of {[*PROGRAMS, *BEYOND]}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", action="store_true", help="see which kernels run")
+    args = parser.parse_args()
+    status = 0
+    for name in args.names or PROGRAMS:
+        program, start = {**PROGRAMS, **BEYOND}[name], time.monotonic()
+        try:
+            profiled(program, args.device) if args.profile else program(args.device)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
