@@ -12,13 +12,9 @@ import argparse
 import dataclasses
 import os
 import re
-import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 from benchmarks.gpu_machine import PREPARED, ROOT
 
@@ -26,14 +22,12 @@ SECONDS = 45  # for the tests of one bug, which take about ten
 
 
 @dataclasses.dataclass(frozen=True)
-class Bug:
-    """One text replacement, the tests that must fail, and a regular expression of their words."""
+class Change:
+    """A text replacement in a copy of the sources."""
 
     file: str
     old: str
     new: str
-    tests: str  # a file or a test, then "-k" and what is wanted of it
-    says: str
 
     def plant(self, text: str) -> str:
         count = text.count(self.old)
@@ -41,15 +35,19 @@ class Bug:
             raise ValueError(f"{self.file} must hold this once, not {count} times: {self.old}")
         return text.replace(self.old, self.new)
 
+
+@dataclasses.dataclass(frozen=True)
+class Bug(Change):
+    """A change with which tests must fail, and a regular expression of their words."""
+
+    tests: str  # a file or a test, then "-k" and what is wanted of it
+    says: str
+
     def command(self, device: str) -> list[str]:
         """Return how to run the tests, up to the first that fails."""
         where, _, names = self.tests.partition(" -k ")
-        command = ["pytest", "-q", "-x", "-p", "no:cacheprovider", f"--device={device}", where]
-        return [*command, "-k", names] if names else command
-
-    @staticmethod
-    def extension(slug: str) -> Path:
-        return PREPARED / "bugs" / f"{slug}.so"
+        command = ["pytest", "-q", "-x", "-p", "no:cacheprovider", f"--device={device}"]
+        return [*command, str(ROOT / where), *(["-k", names] if names else [])]
 
 
 STEPS = "tests/test_cuda_steps.py"
@@ -105,15 +103,14 @@ def verdict(bug: Bug, status: int | None, output: str) -> str:
 
 
 def run(slug: str, bug: Bug, device: str) -> str:
-    """Run the tests of a bug on the extension that has it; print what they say."""
-    extension = bug.extension(slug)
-    if not extension.exists():
+    """Run the tests of a bug on the package that has it; print what they say."""
+    folder = PREPARED / "bugs" / slug
+    if not (folder / "apex_mp" / "__init__.py").exists():
         return "not built (make gpu-prepare)"
-    command = [sys.executable, "-m", "benchmarks.gpu_bugs", f"--extension={extension}"]
     try:
         done = subprocess.run(
-            [*command, *bug.command(device)],
-            cwd=ROOT,
+            [sys.executable, "-m", *bug.command(device)],
+            cwd=folder,  # whose apex_mp Python finds first
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -126,28 +123,10 @@ def run(slug: str, bug: Bug, device: str) -> str:
     return verdict(bug, done.returncode, done.stdout)
 
 
-def run_on(extension: str, words: Sequence[str]) -> None:
-    """Be `python -m WORDS`, with another extension than the one in apex_mp/."""
-    import torch  # noqa: F401  # whose libraries the extension needs
-
-    spec = spec_from_file_location("apex_mp._C", extension)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["apex_mp._C"] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["apex_mp._C"])
-    sys.argv = list(words)
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--extension", metavar="FILE", help="run MODULE on this one, no bugs")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="MODULE ARGUMENTS")
     args = parser.parse_args()
-    if args.extension:
-        run_on(args.extension, args.words)
-        return
     verdicts = []
     for slug, bug in BUGS.items():
         start = time.monotonic()

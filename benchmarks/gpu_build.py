@@ -1,4 +1,4 @@
-"""The extension for a GPU that another machine has, and copies of it with bugs planted in them.
+"""The extension for a GPU that another machine has, with variants and bugs in copies of it.
 
     python -m benchmarks.gpu_build --prepare    build them into build/gpu; no GPU is needed
     python -m benchmarks.gpu_build              put the extension of build/gpu into apex_mp/, or,
@@ -18,24 +18,27 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_bugs import BUGS, Bug
+from benchmarks.gpu_bugs import BUGS, Change
 from benchmarks.gpu_machine import PREPARED, ROOT, ask
 
 WORK = ROOT / "build" / "gpu-prepare"  # stays here; PREPARED is what travels
-NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-RECIPE = (
-    "setup.py",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "apex_mp/__init__.py",
-    "apex_mp/_version.py",
-)
+PLACE = Path("apex_mp", f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+RECIPE = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "apex_mp/_version.py")
+
+# What only a GPU can tell to be better, for python -m benchmarks.step --extensions.
+TUNED = "csrc/cuda/variants.h"
+VARIANTS = {
+    "one-vector": Change(TUNED, "APEX_MP_VECTORS 2\n", "APEX_MP_VECTORS 1\n"),
+    "five-blocks": Change(TUNED, "APEX_MP_BLOCKS 4\n", "APEX_MP_BLOCKS 5\n"),
+    "kept-state": Change(TUNED, "APEX_MP_STREAM_STATE 1\n", "APEX_MP_STREAM_STATE 0\n"),
+}
+FOLDERS: dict[str, Mapping[str, Change]] = {"bugs": BUGS, "variants": VARIANTS}
 
 
 def sources() -> dict[str, bytes]:
@@ -51,15 +54,15 @@ def facts() -> dict[str, str]:
     for name, content in sources().items():
         if name.startswith(("csrc/", "setup.py")):
             digest.update(name.encode() + content)
-    return {"torch": torch.__version__, "file": NAME, "sources": digest.hexdigest()[:16]}
+    return {"torch": torch.__version__, "file": PLACE.name, "sources": digest.hexdigest()[:16]}
 
 
-def build(target: Path, bug: Bug | None = None) -> None:
-    """Build in a copy of the sources, which it gives the bug; only what changed is compiled."""
-    copy = WORK / "source"
+def build(folder: Path, change: Change | None = None) -> None:
+    """Build in a copy of the sources, which it changes; only what that touches is compiled."""
+    copy, start = WORK / "source", time.monotonic()
     wanted = sources()
-    if bug is not None:
-        wanted[bug.file] = bug.plant(wanted[bug.file].decode()).encode()
+    if change is not None:
+        wanted[change.file] = change.plant(wanted[change.file].decode()).encode()
     for path in copy.rglob("*"):
         if path.is_file() and str(path.relative_to(copy)) not in wanted:
             path.unlink()
@@ -69,23 +72,28 @@ def build(target: Path, bug: Bug | None = None) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     folders = [f"--build-lib={WORK / 'lib'}", f"--build-temp={WORK / 'objects'}"]
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", *folders],
         cwd=copy,
         env={**os.environ, "FORCE_CUDA": "1", "LDFLAGS": "-s"},
-        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(WORK / "lib" / "apex_mp" / NAME, target)
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout}\nmake gpu-prepare: {folder.name} cannot be built")
+    (folder / "apex_mp").mkdir(parents=True)
+    shutil.copy(WORK / "lib" / PLACE, folder / PLACE)
+    print(f"{folder.relative_to(ROOT)}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 def prepare() -> None:
     """Fill PREPARED anew."""
     shutil.rmtree(PREPARED, ignore_errors=True)
-    for slug, bug in [("", None), *BUGS.items()]:
-        start = time.monotonic()
-        build(bug.extension(slug) if bug else PREPARED / NAME, bug)
-        print(f"{slug or 'the extension'}: {time.monotonic() - start:.0f} s", flush=True)
+    build(PREPARED)
+    for kind, changes in FOLDERS.items():
+        for slug, change in changes.items():
+            build(PREPARED / kind / slug, change)
     record: dict[str, Any] = {**facts(), "archs": os.environ["TORCH_CUDA_ARCH_LIST"].split(";")}
     record["commit"] = ask("git", "describe", "--always", "--dirty", "--abbrev=40")
     (PREPARED / "_C.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -107,6 +115,16 @@ def obstacle(capability: str) -> str:
     return ""
 
 
+def take() -> None:
+    """Put the extension into apex_mp/, and the package around each of the others."""
+    for path in (PREPARED / PLACE, PREPARED / "_C.json"):
+        shutil.copy(path, ROOT / "apex_mp" / path.name)
+    others = [PREPARED / kind / slug for kind, changes in FOLDERS.items() for slug in changes]
+    for folder in others:
+        left_out = shutil.ignore_patterns("_C.*.so", "__pycache__")
+        shutil.copytree(ROOT / "apex_mp", folder / "apex_mp", ignore=left_out, dirs_exist_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
@@ -122,9 +140,8 @@ def main() -> None:
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         sys.exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
     else:
-        for name in (NAME, "_C.json"):
-            shutil.copy(PREPARED / name, ROOT / "apex_mp" / name)
-        print(f"Taken: {PREPARED.relative_to(ROOT) / NAME}")
+        take()
+        print(f"Taken: {(PREPARED / PLACE).relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu_machine import ROOT, Facts, find_tool
+from benchmarks.gpu_machine import PREPARED, ROOT, Facts, find_tool
 
 ERROR_EXIT_CODE = 99
 SHOWN = 20  # failures and lines that are kept
@@ -45,7 +45,9 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"test_{name}.py"))]
     rest = [f"--ignore={path}" for path in STEPS + fused]
     on = f"--device={device}"
-    measure = ["-m", "benchmarks.step", on, f"--results={results}"]
+    step = [*python, "-m", "benchmarks.step", f"--results={results}", "--device"]
+    step += ["cuda"] if device == "cuda" else ["stub", "--quick"]
+    variants = sorted(str(path) for path in (PREPARED / "variants").glob("*"))
     build = [*python, "-m", "benchmarks.gpu_build", f"--capability={capability}"]
     bugs = [*python, "-m", "benchmarks.gpu_bugs", on]
     programs = [*python, "-m", "benchmarks.gpu_programs", on]
@@ -74,10 +76,11 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     return [
         Stage("build", 200, build, ends_all=True, tells=True),
         Stage("report", 30, [*python, "-m", "apex_mp"], tells=True),
-        Stage("bugs", 100, bugs, 1),
-        tests("steps", 60, 1, 1, STEPS),
-        Stage("benchmark", 240, [*python, *measure], 1, tells=True),
-        tests("fused", 100, 1, workers, fused),
+        Stage("bugs", 75, bugs, 1, tells=True),
+        tests("steps", 45, 1, 1, STEPS),
+        Stage("benchmark", 190, [*step, "--seconds=180"], 1, tells=True),
+        tests("fused", 90, 1, workers, fused),
+        Stage("variants", 100, [*step, "--seconds=90", "--extensions", ".", *variants], 1),
         tests("tests", 150, 2, workers, [*rest, "tests"]),
         Stage("programs", 40, [*programs, *["--profile"] * (device != "cpu")], 2),
         sanitized("memcheck", 40, "planted", "planted"),

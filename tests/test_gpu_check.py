@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import apex_mp
 from benchmarks import gpu_bugs, gpu_build, gpu_check, gpu_programs, gpu_stages
 from benchmarks.gpu_stages import Stage
 
@@ -189,9 +191,9 @@ def test_the_stages_of_a_part_fit_into_nine_minutes(part: int) -> None:
 
 
 def test_what_tells_most_comes_first() -> None:
-    wanted = "build report bugs steps benchmark fused tests programs planted memcheck racecheck"
-    names = [each.name for each in table_of()]
-    assert names[: len(wanted.split())] == wanted.split()
+    wanted = """build report bugs steps benchmark fused variants tests programs planted memcheck
+        racecheck synccheck initcheck"""
+    assert [each.name for each in table_of()] == wanted.split()
 
 
 def test_no_test_file_is_run_twice_or_left_out() -> None:
@@ -349,15 +351,15 @@ def test_a_kernel_that_did_not_run_is_named() -> None:
 
 # Planted bugs, and the prebuilt extension
 
-each_bug = pytest.mark.parametrize("bug", gpu_bugs.BUGS.values(), ids=gpu_bugs.BUGS.keys())
+CHANGES = {**gpu_bugs.BUGS, **gpu_build.VARIANTS}
 
 
-@each_bug
-def test_a_bug_can_be_planted(bug: gpu_bugs.Bug) -> None:
-    text = (ROOT / bug.file).read_text()
-    assert bug.plant(text) != text
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_bug_or_variant_can_be_planted(change: gpu_bugs.Change) -> None:
+    text = (ROOT / change.file).read_text()
+    assert change.plant(text) != text
     with pytest.raises(ValueError, match="must hold this once, not 2 times"):
-        bug.plant(text + text)
+        change.plant(text + text)
 
 
 @slow
@@ -388,19 +390,18 @@ def test_a_bug_is_caught_if_a_test_fails_in_its_words(
 
 
 @slow
-def test_a_module_runs_on_another_extension(tmp_path: Path) -> None:
-    from apex_mp import _C
-
-    copy = tmp_path / "other.so"
-    copy.write_bytes(Path(_C.__file__).read_bytes())
-    code = tmp_path / "which.py"
-    code.write_text("import sys\nfrom apex_mp import _C\nprint(_C.__file__, sys.argv[1:])\n")
-    command = [sys.executable, "-m", "benchmarks.gpu_bugs", f"--extension={copy}", "which", "-q"]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == f"{copy} ['-q']\n", done.stderr
+def test_a_bug_is_looked_for_in_its_own_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    package = Path(apex_mp.__file__).parent
+    shutil.copytree(package, tmp_path / "bugs" / "b" / "apex_mp")
+    monkeypatch.setattr(gpu_bugs, "PREPARED", tmp_path)
+    test = tmp_path / "test_which.py"
+    test.write_text("import apex_mp\ndef test_which(): assert apex_mp.__file__ == 'mine'\n")
+    bug = gpu_bugs.Bug("", "", "", str(test), rf"\+ {tmp_path}/bugs/b/apex_mp/__init__.py")
+    monkeypatch.setattr(gpu_bugs.Bug, "command", lambda self, device: ["pytest", "-ra", self.tests])
+    assert gpu_bugs.run("b", bug, "cpu") == "caught", capsys.readouterr().out
+    assert gpu_bugs.run("c", bug, "cpu") == "not built (make gpu-prepare)"
 
 
 @pytest.fixture
@@ -414,7 +415,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
     [
         ({}, ""),
         ({"torch": "2.10.0"}, f"it has torch 2.10.0, and here it is {torch.__version__}"),
-        ({"file": "_C.so"}, f"it has file _C.so, and here it is {gpu_build.NAME}"),
+        ({"file": "_C.so"}, f"it has file _C.so, and here it is {gpu_build.PLACE.name}"),
         ({"sources": "0"}, f"it has sources 0, and here it is {gpu_build.facts()['sources']}"),
         ({"archs": ["8.0"]}, "it is for ['8.0'], and this GPU is 9.0"),
     ],
