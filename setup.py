@@ -98,6 +98,31 @@ def plan_cuda(force, home):
     )
 
 
+def arch_obstacle(home):
+    """Return the sentence that stops the build if GPUs are named that it cannot be for."""
+    nvcc = os.path.join(home, "bin", "nvcc")
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    archs = sorted(int(arch) for arch in re.findall(r"compute_(\d+)", listed) if int(arch) >= 70)
+    named = f"TORCH_CUDA_ARCH_LIST is {os.environ.get('TORCH_CUDA_ARCH_LIST', '')!r}"
+    known = ";".join(f"{arch // 10}.{arch % 10}" for arch in archs)
+    wish = f"Name some of {known}, the last with +PTX if it shall run on later GPUs too"
+    try:
+        flags = cpp_extension._get_cuda_arch_flags()  # torch takes names, too, such as Turing
+    except IndexError:
+        return f"{named}, and no GPU is here to build for. {wish}"
+    except ValueError as error:
+        return f"{named}: {error}. {wish}"
+    wrong = sorted({int(arch) for arch in re.findall(r"arch=compute_(\d+)", str(flags))} - {*archs})
+    if not wrong:
+        return ""
+    why = f"{nvcc} does not know it"
+    if wrong[0] < 70:
+        why = "kernels take 32,000 bytes of arguments, and GPUs before 7.0 no more than 4,352"
+    return (
+        f"{named}: it cannot be built for {wrong[0] // 10}.{wrong[0] % 10}, because {why}. {wish}"
+    )
+
+
 def compiler_obstacle(compiler):
     """Return the sentence that stops the build if C++ cannot be compiled here, or nothing."""
     if WINDOWS:  # setuptools finds Visual Studio, or says that there is none.
@@ -202,6 +227,7 @@ if __name__ == "__main__":
     # Link with the same compiler: setuptools would link with the one that Python was built with.
     os.environ.setdefault("CXX", cpp_extension.get_cxx_compiler())
     if BUILDING:
+        OBSTACLE = OBSTACLE or (arch_obstacle(cpp_extension.CUDA_HOME) if WITH_CUDA else "")
         OBSTACLE = OBSTACLE or compiler_obstacle(os.environ["CXX"])
         if OBSTACLE:  # Now, not after pip has resolved and setuptools has copied everything.
             sys.exit(OBSTACLE)

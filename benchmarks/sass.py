@@ -35,7 +35,7 @@ MOST_REGISTERS = 64
 KERNEL_SLACK = {"registers": 0.05, "instructions": 0.05}
 LOOP_SLACK = {
     **{"instructions": 0.05, "fp16_turn": 0.05},
-    **dict.fromkeys(["loads", "stores", "b64", "generic"], 0.0),
+    **dict.fromkeys(["loads", "stores", "b64"], 0.0),
 }
 
 Row = dict[str, Any]
@@ -148,6 +148,11 @@ def faults_of(row: Row) -> Iterator[str]:
     for loop in row["loops"]:
         if loop["scalar"]:
             yield f"makes {loop['scalar']} accesses of less than 64 bits in a vector loop"
+        if loop["generic"]:
+            yield (
+                f"makes {loop['generic']} generic accesses in a vector loop; the compiler must "
+                "know that memory is global"
+            )
 
 
 def differences(row: Row, published: Row) -> Iterator[str]:
@@ -170,25 +175,23 @@ def page(results: Row) -> str:
     """Return what docs/speed.md shows of results."""
     rows = results["kernels"]
     loops = [row for row in rows if row["loops"]]
-    return "\n\n".join(
-        [
-            results["compiler"],
-            by_arch("registers", rows, lambda row: row["registers"]),
-            by_arch(
-                "instructions",
-                loops,
-                lambda row: " + ".join(str(loop["fp16_turn"]) for loop in row["loops"]),
-            ),
-        ]
-    )
+    tables = [by_arch("registers", rows, lambda row: str(row["registers"]))]
+    tables.append(by_arch("instructions (accesses)", loops, fp16_turn))
+    return "\n\n".join([results["compiler"], *tables])
 
 
-def by_arch(name: str, rows: Sequence[Row], figure: Callable[[Row], object]) -> str:
+def fp16_turn(row: Row) -> str:
+    """Return instructions and accesses of a turn of the first vector loop that reads fp16."""
+    loop = next(loop for loop in row["loops"] if loop["fp16_turn"])
+    return f"{loop['fp16_turn']} ({loop['fp16_turn_accesses']})"
+
+
+def by_arch(name: str, rows: Sequence[Row], figure: Callable[[Row], str]) -> str:
     """Return a Markdown table with a line for each kernel and a column for each architecture."""
     archs = list(dict.fromkeys(row["sm"] for row in rows))
     lines: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        lines.setdefault((row["file"], row["kernel"]), [row["kernel"]]).append(str(figure(row)))
+        lines.setdefault((row["file"], row["kernel"]), [row["kernel"]]).append(figure(row))
     return "\n".join(markdown([name, *(f"sm_{arch}" for arch in archs)], [*lines.values()]))
 
 
@@ -217,9 +220,10 @@ def main(argv: list[str] | None = None) -> Row:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         by_file = pool.map(lambda file: kernels_of(file, args.archs), files)
         results = {"compiler": compiler(), "kernels": [row for rows in by_file for row in rows]}
+    known = published()
     if args.save_results:
         args.save_results.write_text(text_of(results), encoding="utf-8")
-    print(page(results), "\n".join(faults(results, published())), sep="\n\n")
+    print(page(results), "\n".join(faults(results, known)), sep="\n\n")
     return results
 
 

@@ -1,6 +1,6 @@
 """What nvdisasm prints of a kernel: its basic blocks, and the loops in which it takes vectors.
 
-A vector loop is an innermost loop that computes in float and accesses memory in 128 bits or more.
+A vector loop computes in float and accesses memory in 128 bits or more, apart from loops inside it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 _FUNCTION = re.compile(r'subgraph "cluster_(.+)" {')
 _BLOCK = re.compile(r'"([^"]+)"\n\[label="(.*)"\]')
@@ -37,6 +37,13 @@ class Function:
         return [code for block in blocks or self.blocks for code in self.blocks[block]]
 
 
+class Loop(NamedTuple):
+    """Where a loop is entered, and its blocks, without those of loops inside it."""
+
+    heads: set[str]
+    blocks: set[str]
+
+
 def functions_in(graph: str) -> dict[str, Function]:
     """Return the functions of `nvdisasm -bbcfg -poff` by their names."""
     pieces = _FUNCTION.split(graph)[1:]
@@ -61,9 +68,9 @@ def facts_of(function: Function) -> dict[str, Any]:
     }
 
 
-def loop_facts(function: Function, loop: set[str]) -> dict[str, int]:
+def loop_facts(function: Function, loop: Loop) -> dict[str, int]:
     """Return what a vector loop holds, and the fewest instructions of a turn that reads fp16."""
-    opcodes = function.opcodes(loop)
+    opcodes = function.opcodes(loop.blocks)
     accesses = [code for code in opcodes if _ACCESS.match(code)]
     turn = shortest_turn(function, loop, _FROM_HALF)
     return {
@@ -78,28 +85,31 @@ def loop_facts(function: Function, loop: set[str]) -> dict[str, int]:
     }
 
 
-def vector_loops(function: Function) -> list[set[str]]:
+def vector_loops(function: Function) -> list[Loop]:
     """Return the vector loops in the order of their code."""
     loops = [
         loop
-        for loop in innermost_loops(function.next)
-        if any(map(_FLOAT_MATH.match, opcodes := function.opcodes(loop)))
+        for loop in loops_in(function.next)
+        if any(map(_FLOAT_MATH.match, opcodes := function.opcodes(loop.blocks)))
         and any(_ACCESS.match(code) and _WIDE.search(code) for code in opcodes)
     ]
     order = list(function.blocks)
-    return sorted(loops, key=lambda loop: min(map(order.index, loop)))
+    return sorted(loops, key=lambda loop: min(map(order.index, loop.blocks)))
 
 
-def innermost_loops(following: Mapping[str, list[str]]) -> Iterator[set[str]]:
-    """Yield the loops of a graph that hold no other loop."""
-    for loop in strong_components(following):
-        heads = entries(following, loop)
+def loops_in(following: Mapping[str, list[str]]) -> Iterator[Loop]:
+    """Yield the loops of a graph, the inner ones first."""
+    for component in strong_components(following):
+        heads = entries(following, component) or {min(component)}
         # Without the edges back to where the loop is entered, only inner loops are left.
         inside = {
-            block: [each for each in following[block] if each in loop - heads] for block in loop
+            block: [each for each in following[block] if each in component - heads]
+            for block in following
+            if block in component
         }
-        inner = list(innermost_loops(inside))
-        yield from inner or [loop]
+        inner = list(loops_in(inside))
+        yield from inner
+        yield Loop(heads, component.difference(*(loop.blocks for loop in inner)))
 
 
 def entries(following: Mapping[str, list[str]], loop: set[str]) -> set[str]:
@@ -134,16 +144,16 @@ def reachable(following: Mapping[str, list[str]], start: str) -> set[str]:
     return found
 
 
-def shortest_turn(function: Function, loop: set[str], wanted: re.Pattern[str]) -> list[str]:
+def shortest_turn(function: Function, loop: Loop, wanted: re.Pattern[str]) -> list[str]:
     """Return the opcodes of the shortest way around a loop that meets a wanted one, or none."""
-    heads = entries(function.next, loop)
+    heads, others = loop.heads, loop.blocks - loop.heads
 
     @functools.cache
     def rest(block: str, met: bool) -> list[str] | None:
         codes = function.blocks[block]
         met = met or any(map(wanted.match, codes))
         ways = [[] if met else None for each in function.next[block] if each in heads]
-        ways += [rest(each, met) for each in function.next[block] if each in loop - heads]
+        ways += [rest(each, met) for each in function.next[block] if each in others]
         return min(([*codes, *way] for way in ways if way is not None), key=len, default=None)
 
     return min((way for head in heads if (way := rest(head, False))), key=len, default=[])

@@ -66,10 +66,14 @@ def run_setup(
 
 
 def make_toolkit(folder: Path, release: str) -> str:
-    """Put a CUDA toolkit that knows nothing but its version into `folder`."""
+    """Put a CUDA toolkit that knows its version and four architectures into `folder`."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        "[ $1 = --list-gpu-arch ] && echo compute_60 compute_75 compute_90 compute_100\n"
+        f"[ $1 = --version ] && echo 'Cuda compilation tools, release {release}, V{release}.88'\n"
+    )
     nvcc.chmod(0o755)
     (folder / "include").mkdir()
     (folder / "include" / "cuda.h").touch()
@@ -258,6 +262,35 @@ def test_an_nvcc_without_its_headers_is_no_toolkit(
     home = make_toolkit(tmp_path, "13.0")
     (tmp_path / "include" / "cuda.h").unlink()
     assert "lacks bin/nvcc or include/cuda.h" in setup_py.plan_cuda("", home)[1]
+
+
+@pytest.mark.parametrize("archs", ["7.5", "9.0a;10.0+PTX", "Turing"])
+def test_architectures_that_nvcc_knows_are_no_obstacle(
+    archs: str, setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", archs)
+    assert setup_py.arch_obstacle(make_toolkit(tmp_path, "13.0")) == ""
+
+
+@pytest.mark.parametrize(
+    ("archs", "why"),
+    [
+        ("9.0;6.0", ": it cannot be built for 6.0, because kernels take 32,000 bytes of arguments"),
+        ("7.0", ": it cannot be built for 7.0, because {home}/bin/nvcc does not know it. "),
+        ("9.5", ": Unknown CUDA arch (9.5) or GPU not supported. "),
+        ("", ", and no GPU is here to build for. "),
+    ],
+)
+def test_a_wrong_architecture_is_refused_with_those_that_can_be_named(
+    archs: str, why: str, setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", archs)
+    said = setup_py.arch_obstacle(make_toolkit(tmp_path, "13.0"))
+    assert said.startswith(f"TORCH_CUDA_ARCH_LIST is {archs!r}{why.format(home=tmp_path)}")
+    assert said.endswith(
+        "Name some of 7.5;9.0;10.0, the last with +PTX if it shall run on later GPUs too"
+    )
 
 
 # Sources and flags
