@@ -56,11 +56,10 @@ def compiler() -> str:
     return f"nvcc {release[0] if release else ''}"
 
 
-def nvdisasm() -> str:
-    """Return the path of the disassembler, which the package nvidia-cuda-nvdisasm brings."""
-    package = importlib.metadata.distribution("nvidia-cuda-nvdisasm")
-    path = next(file for file in package.files or [] if file.name == "nvdisasm")
-    return str(package.locate_file(path))
+def packaged(package: str, program: str) -> str:
+    """Return the path of a program that a package of PyPI brings."""
+    files = importlib.metadata.distribution(package).files or []
+    return str(next(file for file in files if file.name == program).locate())
 
 
 def sources(folder: Path) -> list[Path]:
@@ -74,13 +73,14 @@ def kernels_of(source: Path, archs: Sequence[str]) -> list[Row]:
 
     Headers are found from the folder above the file's.
     """
+    nvdisasm = packaged("nvidia-cuda-nvdisasm", "nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         command = [nvcc(), *FLAGS, *codes, "-I", str(source.parents[1]), "-fatbin", str(source)]
         command += ["-o", f"{folder}/kernels.fatbin", "--keep", "--keep-dir", folder]
         rows = list(what_ptxas_said(run(command), source.name))
         for cubin in Path(folder).glob("*.cubin"):
-            graph = run([nvdisasm(), "-bbcfg", "-poff", str(cubin)])
+            graph = run([nvdisasm, "-bbcfg", "-poff", str(cubin)])
             facts = {name: facts_of(function) for name, function in functions_in(graph).items()}
             # nvcc names adam.compute_90.cubin; of a single architecture, adam.cubin.
             arch = cubin.stem.partition(".compute_")[2] or archs[0]

@@ -5,6 +5,7 @@ Without nvcc these tests are skipped, but not in CI, where they fail.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sass
+from benchmarks import sass, sass_volta
 from benchmarks.sass_code import facts_of, functions_in, loops_in
 
 needs_nvcc = pytest.mark.skipif(
@@ -148,6 +149,20 @@ def test_a_kernel_within_the_slack_has_no_fault() -> None:
 def test_the_page_shows_the_published_figures() -> None:
     said = sass.page(sass.published())
     assert said in PAGE.read_text(), f"docs/speed.md must hold:\n{said}"
+
+
+def test_the_page_shows_what_is_published_of_volta() -> None:
+    said = sass_volta.page(json.loads(sass_volta.RESULTS.read_text()))
+    page = sass.ROOT / "docs" / "gpu.md"
+    assert said in page.read_text(), f"docs/gpu.md must hold:\n{said}"
+
+
+def test_ptx_of_another_target_is_not_taken_for_volta() -> None:
+    ptx = "// made by nvcc\n.version 9.0\n.target sm_75\n.address_size 64\n"
+    volta = "// made by nvcc\n.version 8.8\n.target sm_70\n.address_size 64\n"
+    assert sass_volta.for_volta(ptx) == volta
+    with pytest.raises(ValueError, match="names version and target 0 times"):
+        sass_volta.for_volta(ptx.replace("sm_75", "sm_80"))
 
 
 @needs_nvcc
