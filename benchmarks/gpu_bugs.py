@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.gpu_machine import PREPARED, ROOT
 
@@ -102,11 +102,11 @@ def verdict(bug: Bug, status: int | None, output: str) -> str:
     return "caught"
 
 
-def run(slug: str, bug: Bug, device: str) -> str:
-    """Run the tests of a bug on the package that has it; print what they say."""
+def run(slug: str, bug: Bug, device: str) -> tuple[str, str]:
+    """Run the tests of a bug on the package that has it; return the verdict and what they print."""
     folder = PREPARED / "bugs" / slug
     if not (folder / "apex_mp" / "__init__.py").exists():
-        return "not built (make gpu-prepare)"
+        return "not built (make gpu-prepare)", ""
     try:
         done = subprocess.run(
             [sys.executable, "-m", *bug.command(device)],
@@ -118,21 +118,21 @@ def run(slug: str, bug: Bug, device: str) -> str:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return verdict(bug, None, "")
-    print(done.stdout)
-    return verdict(bug, done.returncode, done.stdout)
+        return verdict(bug, None, ""), ""
+    return verdict(bug, done.returncode, done.stdout), done.stdout
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    verdicts = []
-    for slug, bug in BUGS.items():
-        start = time.monotonic()
-        verdicts.append(run(slug, bug, args.device))
-        print(f"== {slug}: {verdicts[-1]} ({time.monotonic() - start:.0f} s)", flush=True)
-    sys.exit(set(verdicts) != {"caught"})
+    with ThreadPoolExecutor() as pool:  # They mostly wait for torch to be imported.
+        ran = list(pool.map(lambda slug: run(slug, BUGS[slug], args.device), BUGS))
+    for slug, (_, output) in zip(BUGS, ran, strict=True):
+        print(f"== {slug}\n{output}")
+    for slug, (found, _) in zip(BUGS, ran, strict=True):
+        print(f"{slug}: {found}")
+    sys.exit({found for found, _ in ran} != {"caught"})
 
 
 if __name__ == "__main__":

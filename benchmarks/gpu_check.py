@@ -80,7 +80,11 @@ class Record:
 
     def set(self, stage: str, facts: Facts) -> None:
         self.stages[stage].update(facts)
-        cut = [n for n, f in self.stages.items() if f["outcome"] in (TIMED_OUT, NOT_REACHED)]
+        cut = [
+            name
+            for name, each in self.stages.items()
+            if each["outcome"] in (TIMED_OUT, NOT_REACHED) or "left out" in each.get("found", "")
+        ]
         whole = {**self.facts, "passed": self.passed, "cut_short": cut, "stages": self.stages}
         draft = self.path.with_suffix(".part")
         draft.write_text(json.dumps(whole, indent=1) + "\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import math
 import sys
 import time
 import traceback
@@ -154,10 +155,10 @@ PROGRAMS = {
     "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
     "clipped": Program(step_clipped, ("chunks", "step")),
     "unchecked": Program(step_unchecked, ("rows", "step")),
-    "tensors": Program(step_many_tensors, ("chunks", "step")),
     "groups": Program(change_many_groups, ("groups", "chunks", "step")),
     "skipped": Program(skip_steps, ("chunks", "step", "unscale")),
     "graph": Program(replay_a_graph, ("chunks", "step")),
+    "tensors": Program(step_many_tensors, ("chunks", "step")),
 }
 BEYOND = {"beyond": Program(read_beyond, ("check",))}
 
@@ -178,10 +179,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"some of {[*PROGRAMS, *BEYOND]}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profile", action="store_true", help="see which kernels run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after that")
     args = parser.parse_args()
-    status = 0
+    status, end = 0, time.monotonic() + args.seconds
     for name in args.names or PROGRAMS:
         program, start = {**PROGRAMS, **BEYOND}[name], time.monotonic()
+        if start > end:
+            print(f"{name}: left out", flush=True)
+            continue
         try:
             profiled(program, args.device) if args.profile else program(args.device)
         except Exception:

@@ -344,6 +344,17 @@ def test_a_program_that_fails_is_told_and_the_others_run(
     assert "graph: " in printed.out
 
 
+def test_programs_for_which_no_time_is_left_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_programs", "--device=cpu", "--seconds=-1", "graph"])
+    assert gpu_programs.main() == 0
+    said = capsys.readouterr().out
+    assert said == "graph: left out\n"
+    judged = gpu_stages.judge(stage("a", kind="sanitizer"), 0, said + CLEAN, Path())
+    assert judged == (True, {"found": "0 errors found, graph: left out"})
+
+
 def test_a_kernel_that_did_not_run_is_named() -> None:
     with pytest.raises(AssertionError, match="chunks_kernel did not run"):
         gpu_programs.profiled(gpu_programs.PROGRAMS["graph"], "cpu")
@@ -391,7 +402,7 @@ def test_a_bug_is_caught_if_a_test_fails_in_its_words(
 
 @slow
 def test_a_bug_is_looked_for_in_its_own_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = Path(apex_mp.__file__).parent
     shutil.copytree(package, tmp_path / "bugs" / "b" / "apex_mp")
@@ -400,8 +411,9 @@ def test_a_bug_is_looked_for_in_its_own_package(
     test.write_text("import apex_mp\ndef test_which(): assert apex_mp.__file__ == 'mine'\n")
     bug = gpu_bugs.Bug("", "", "", str(test), rf"\+ {tmp_path}/bugs/b/apex_mp/__init__.py")
     monkeypatch.setattr(gpu_bugs.Bug, "command", lambda self, device: ["pytest", "-ra", self.tests])
-    assert gpu_bugs.run("b", bug, "cpu") == "caught", capsys.readouterr().out
-    assert gpu_bugs.run("c", bug, "cpu") == "not built (make gpu-prepare)"
+    verdict, output = gpu_bugs.run("b", bug, "cpu")
+    assert verdict == "caught", output
+    assert gpu_bugs.run("c", bug, "cpu") == ("not built (make gpu-prepare)", "")
 
 
 @pytest.fixture
