@@ -519,7 +519,7 @@ def test_a_device_that_is_not_usable_any_more_ends_the_run(tmp_path, monkeypatch
         raise RuntimeError("it did")
 
     monkeypatch.setitem(step_device.DEVICES, "stub", Dead)
-    cases = (ON_GPUS["ours bf16"], Case("ours", "ours", (), kill))
+    cases = (ON_GPUS["ours bf16"], Case("ours", "ours", (), kill), ON_GPUS["ours fp32"])
     monkeypatch.setattr(benchmark, "CASES", cases)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         benchmark.main(["--device=stub", "--quick", f"--results={tmp_path}"])

@@ -57,10 +57,10 @@ def test_ratios_are_those_of_a_round_to_the_first_build():
 
 def test_a_build_that_ended_and_a_case_that_failed_in_one_are_left_out():
     rounds = [
-        {"A": taken(one=1.0), "B": taken(one=1.0), "C": taken(one=2.0, other=1.0)},
-        {"A": taken(one=1.0), "C": taken(one=2.0, other=1.0)},
+        {"A": taken(one=1.0, other=1.0), "B": taken(one=1.0), "C": taken(one=2.0)},
+        {"A": taken(one=1.0, other=1.0), "C": taken(one=2.0)},
     ]
-    why = {"B": "its process ended with status -6", "A": {"other": "RuntimeError: no"}}
+    why = {"B": "its process ended with status -6", "C": {"other": "RuntimeError: no"}}
     found = step_variants.summary(QUICK[0], ["A", "B", "C"], rounds, why)
     assert [(row["case"], [*row["builds"]]) for row in found["rows"]] == [("one", ["A", "C"])]
     assert found["failed"] == why
