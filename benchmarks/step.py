@@ -142,7 +142,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=[*DEVICES], default="cuda" if gpu else "cpu")
     parser.add_argument("--rounds", type=int, help="of which medians are taken [9; GPU 5; quick 3]")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, but for a round")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to measure [no limit]")
     parser.add_argument("--threads", type=int, help="of the CPU [as many as torch takes]")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=str(names))

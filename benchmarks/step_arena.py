@@ -161,7 +161,7 @@ def parameters(tensors: Iterable[Tensor]) -> list[Parameter]:
 def bring_in(params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
     """Set gradients as a backward after zero_grad() does: as tensors that nobody has seen."""
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.detach()
+        param.grad = grad.data  # Unlike detach(), no operator that a profiler has to record.
 
 
 def count_on_param(param: Tensor) -> Tensor:

@@ -143,19 +143,21 @@ def take_turns(
     Args:
         running: The cases.
         rounds: How many.
-        deadline: Of time.monotonic(); no round starts after it.
+        deadline: Of time.monotonic(); no round starts that would end after it.
         take: Gets a case's name.
     """
     found: dict[str, list[T]] = {name: [] for name in running}
     order = list(running)
-    shuffler = random.Random(0)
+    shuffler, took = random.Random(0), 0.0
     for _ in range(rounds):
-        if time.monotonic() > deadline:
+        begin = time.monotonic()
+        if begin + took > deadline:
             return
         shuffler.shuffle(order)
         with _no_garbage_collection():
             for name in order:
                 found[name].append(take(name))
+        took = time.monotonic() - begin
         yield found
 
 
