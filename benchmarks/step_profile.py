@@ -9,7 +9,7 @@ import bisect
 import gc
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -77,7 +77,7 @@ def _by_block(events: Iterable[Any], on_host: Sequence[Any], prefix: str) -> dic
 
 
 def _summary(called: Sequence[Any], done: Sequence[Any], steps: int) -> dict[str, Any]:
-    calls = Counter(event.name for event in called)
+    calls = Counter(event.name for event in _outermost(called))
     kernels: dict[str, list[float]] = {}
     for event in done:
         kernels.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
@@ -96,6 +96,15 @@ def _summary(called: Sequence[Any], done: Sequence[Any], steps: int) -> dict[str
         "kernels_ms": sum(kernel["ms"] for kernel in found),
         "kernels": sorted(found, key=lambda kernel: -kernel["ms"])[:LONGEST],
     }
+
+
+def _outermost(called: Sequence[Any]) -> Iterator[Any]:
+    """Leave out the driver's calls within those of the runtime."""
+    end = 0.0
+    for event in sorted(called, key=lambda event: (event.time_range.start, -event.time_range.end)):
+        if event.time_range.start >= end:
+            end = event.time_range.end
+            yield event
 
 
 def _is_kernel(event: Any) -> bool:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import step as benchmark
 from benchmarks import (
+    step_arena,
     step_cases,
     step_device,
     step_machine,
@@ -79,6 +81,15 @@ def test_no_gradient_is_zero_or_subnormal_in_any_dtype():
     for grads in (arena.half_grads, arena.bfloat_grads, arena.grads):
         assert all(grad.abs().min() > torch.finfo(grad.dtype).tiny for grad in grads)
     assert any((grad < 0).any() for grad in arena.grads)
+
+
+def test_gradients_that_come_in_leave_nothing_in_a_trace():
+    params, grads = [torch.nn.Parameter(torch.ones(3))], [torch.ones(3)]
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        step_arena.bring_in(params, grads)
+    assert list(profiler.events()) == []
+    assert params[0].grad is not grads[0]
+    assert params[0].grad.data_ptr() == grads[0].data_ptr()
 
 
 # --- What a case does
@@ -308,6 +319,7 @@ TRACE = [
             event("aten::add_", at + 1, at + 2),
             event("cudaLaunchKernel", at + 2, at + 3),
             event("cudaLaunchKernelExC", at + 4, at + 5),
+            event("cuLaunchKernelEx", at + 4, at + 4.5),
             event("cudaStreamSynchronize", at + 8, at + 18),
             event("cudaMemcpyAsync", at + 7, at + 8),
             event(
@@ -639,6 +651,12 @@ def test_the_table_of_a_small_model_says_what_a_step_takes_with_warm_caches():
     first, _, line, *_ = step_report.table({**FIXED["workloads"][0], "rows": rows}).split("\n")[2:]
     assert first.endswith("| times ours | again, ms |")
     assert line.endswith("|            |      0.25 |")
+
+
+def test_a_page_of_a_gpu_has_no_aims_of_a_cpu():
+    assert len(step_report.aims(FIXED)) == 1
+    on_gpu = {**FIXED, "environment": {**FIXED["environment"], "device": "NVIDIA H100"}}
+    assert step_report.aims(on_gpu) == []
 
 
 def test_what_others_took_is_what_the_machine_was_busy_with_besides(monkeypatch):
