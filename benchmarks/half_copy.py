@@ -23,8 +23,8 @@ from apex_mp import amp
 from apex_mp.optimizers import FusedAdam
 from benchmarks import step_machine
 from benchmarks.amp import environment
+from benchmarks.step_device import seconds
 from benchmarks.step_report import markdown
-from benchmarks.step_timing import seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TIMED = ("iteration", "weights to half", "step", "step that writes half")

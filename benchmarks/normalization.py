@@ -30,8 +30,8 @@ from apex_mp.normalization import (
 )
 from benchmarks import step_machine
 from benchmarks.amp import environment
+from benchmarks.step_device import seconds
 from benchmarks.step_report import markdown
-from benchmarks.step_timing import seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES = ((8 * 128, 768), (32 * 128, 1024))  # rows x width

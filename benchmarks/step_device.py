@@ -163,3 +163,13 @@ def captured(step: Callable[[], object], at: Tensor) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Return how long something takes, until the device has done it."""
+    clock = DEVICES[device]()
+    clock.wait()
+    begin = time.perf_counter()
+    work()
+    clock.wait()
+    return time.perf_counter() - begin
