@@ -87,7 +87,8 @@ class Record:
         ]
         whole = {**self.facts, "passed": self.passed, "cut_short": cut, "stages": self.stages}
         draft = self.path.with_suffix(".part")
-        draft.write_text(json.dumps(whole, indent=1) + "\n")
+        text = json.dumps(whole, indent=1).replace(str(ROOT), ".").replace(sys.executable, "python")
+        draft.write_text(text + "\n")
         draft.replace(self.path)
         with tarfile.open(draft, "w:gz") as archive:
             archive.add(LOGS, arcname=self.path.stem)

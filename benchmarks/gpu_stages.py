@@ -48,6 +48,8 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     step = [*python, "-m", "benchmarks.step", f"--results={results}", "--device"]
     step += ["cuda"] if device == "cuda" else ["stub", "--quick"]
     variants = sorted(str(path) for path in (PREPARED / "variants").glob("*"))
+    compare = [*step, "--seconds=75", "--extensions", ".", *variants]
+    unbuilt = "" if variants else "no variants were built (make gpu-prepare)"
     build = [*python, "-m", "benchmarks.gpu_build", f"--capability={capability}"]
     bugs = [*python, "-m", "benchmarks.gpu_bugs", on]
     programs = [*python, "-m", "benchmarks.gpu_programs", on]
@@ -81,7 +83,7 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
         tests("steps", 45, 1, 1, STEPS),
         Stage("benchmark", 200, [*step, "--seconds=170"], 1, tells=True),
         tests("fused", 90, 1, workers, fused),
-        Stage("variants", 100, [*step, "--seconds=75", "--extensions", ".", *variants], 1),
+        Stage("variants", 100, compare if variants else None, 1, note=unbuilt),
         tests("tests", 150, 2, workers, [*rest, "tests"]),
         Stage("programs", 40, [*programs, *["--profile"] * (device != "cpu")], 2),
         sanitized("memcheck", 40, "planted", "planted"),

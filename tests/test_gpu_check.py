@@ -76,14 +76,15 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def test_sound_stages_pass_and_two_files_are_left(desk: Desk, capsys: Any) -> None:
-    table = [stage("build", "print('built')", tells=True), stage("report", part=1)]
-    assert desk.run(table) == 0
+    built = f"print('built in', {str(ROOT)!r})"
+    assert desk.run([stage("build", built, tells=True), stage("report", part=1)]) == 0
     assert desk.outcomes == {"build": "passed", "report": "passed"}
     assert desk.json["passed"] is True
     assert desk.json["cut_short"] == []
     assert desk.json["hardware"].items() >= GPU.items()
     assert desk.json["versions"]["torch"] == "2.11.0+cu130"
-    assert desk.json["stages"]["build"]["tail"] == ["built"]
+    assert desk.json["stages"]["build"]["tail"] == ["built in ."]
+    assert sys.executable not in desk.json["stages"]["build"]["command"]
     assert re.search(r"^build +passed +\d", capsys.readouterr().out, re.MULTILINE)
     archive, record = sorted(path.name for path in desk.results.iterdir())[::-1]
     assert re.fullmatch(r"gpu-check-nvidia-h200-\d{8}-\d{6}\.(json|tar\.gz)", record)
