@@ -191,7 +191,8 @@ def measure_workloads(args: argparse.Namespace, results: dict[str, Any], path: P
     for workload, measured in zip(workloads, results["workloads"], strict=True):
         step_profile.profile(workload, cases, measured, device, box.next(1))
         write(results, path)
-        say(step_report.profile_table(measured))
+        if step_report.profiled(measured):
+            say(step_report.profile_table(measured))
 
 
 def measure_builds(args: argparse.Namespace, results: dict[str, Any], path: Path) -> None:

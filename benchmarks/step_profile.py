@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import gc
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ def profile(
     arena = Arena(workload.shapes, device.tensors)
     running = {}
     for case in cases:
+        if time.monotonic() > deadline:
+            return
         if case.name in rows and rows[case.name]["host_ms"] <= HOST_MS:
             started = start(case, arena, device)
             if isinstance(started, Running):

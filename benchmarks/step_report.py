@@ -57,7 +57,7 @@ def surroundings(facts: dict[str, Any]) -> str:
 def page(results: dict[str, Any]) -> str:
     """Return what docs/speed.md shows of results, in paragraphs."""
     tables = [table(workload) for workload in results["workloads"]]
-    tables += [profile_table(each) for each in results["workloads"] if _profiled(each)]
+    tables += [profile_table(each) for each in results["workloads"] if profiled(each)]
     if results["host"]:
         tables.append(host_table(results["host"]))
     return "\n\n".join([surroundings(results["environment"]), *tables, *aims(results)])
@@ -150,7 +150,7 @@ def profile_table(workload: dict[str, Any]) -> str:
     """Return what the profiler saw of one workload, a line for each of the longest kernels."""
     memory = workload["reference_GB_per_s"]["median"]
     rows = []
-    for row in _profiled(workload):
+    for row in profiled(workload):
         seen = row["profile"]
         counts = ("launches", "synchronizations", "pageable_copies")
         first = [row["case"], *(_number(seen[key]) for key in counts)]
@@ -164,7 +164,8 @@ def profile_table(workload: dict[str, Any]) -> str:
     return "\n".join([said, "", *markdown(PROFILE, rows)])
 
 
-def _profiled(workload: dict[str, Any]) -> list[dict[str, Any]]:
+def profiled(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that have a profile."""
     return [row for row in workload["rows"] if "profile" in row]
 
 
@@ -223,12 +224,15 @@ def host_table(workloads: Sequence[dict[str, Any]]) -> str:
 
 def not_run(results: dict[str, Any]) -> list[str]:
     """Return one line for each case that could not run, with the reason."""
-    reasons = {
-        name: reason
-        for workload in [*results["workloads"], *results["host"]]
-        for name, reason in workload["not_run"].items()
-    }
-    return [f"Not run: {name}: {reason}" for name, reason in reasons.items()]
+    measured = [*results["workloads"], *results["host"]]
+    where: dict[tuple[str, str], list[str]] = {}
+    for each in measured:
+        for name, reason in each["not_run"].items():
+            where.setdefault((name, reason), []).append(each.get("workload", ""))
+    return [
+        f"Not run: {name}{'' if len(on) == len(measured) else ', ' + ', '.join(on)}: {reason}"
+        for (name, reason), on in where.items()
+    ]
 
 
 def failures(results: dict[str, Any]) -> list[str]:

@@ -653,6 +653,15 @@ def test_the_table_of_a_small_model_says_what_a_step_takes_with_warm_caches():
     assert line.endswith("|            |      0.25 |")
 
 
+def test_what_ran_on_some_workloads_only_is_named_with_the_others():
+    (one,) = FIXED["workloads"]
+    late = {**one, "workload": "Late", "not_run": one["not_run"] | {"a": "no time was left"}}
+    assert step_report.not_run({**FIXED, "workloads": [one, late]}) == [
+        "Not run: apex FusedAdam: apex is not installed",
+        "Not run: a, Late: no time was left",
+    ]
+
+
 def test_a_page_of_a_gpu_has_no_aims_of_a_cpu():
     assert len(step_report.aims(FIXED)) == 1
     on_gpu = {**FIXED, "environment": {**FIXED["environment"], "device": "NVIDIA H100"}}
