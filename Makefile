@@ -8,6 +8,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# The oldest that setup.py takes.
+OLDEST_TORCH ?= torch==2.11.0
 CUDA_TORCH ?= torch==2.14.1
 CUDA_HOME ?= /usr/local/cuda
 CUDA_ARCHS ?= 8.0;9.0
@@ -22,6 +24,7 @@ GPU_ARCH ?= 9.0
 BENCH_ARGS ?=
 
 VENV := .venv
+OLDEST_VENV := .venv-oldest
 CUDA_VENV := .venv-cuda
 CLIENTS_VENV := .venv-clients
 GPU_VENV := .venv-gpu
@@ -32,9 +35,11 @@ GPU_TESTS := pytest pytest-xdist hypothesis numpy  # to rehearse make gpu
 # is added or removed.
 stamp_of = .done-$(subst =,-,$(1))
 TORCH_READY := $(VENV)/$(call stamp_of,$(TORCH))
+OLDEST_TORCH_READY := $(OLDEST_VENV)/$(call stamp_of,$(OLDEST_TORCH))
 CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
 GPU_TORCH_READY := $(GPU_VENV)/$(call stamp_of,$(GPU_TORCH))
 BUILT := $(VENV)/.done-build
+OLDEST_BUILT := $(OLDEST_VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
 COVERAGE := build/coverage
@@ -55,7 +60,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu cuda-link cuda-tests nightly gpu gpu-prepare bench sdist format clean
+.PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist format clean
 
 help:
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
@@ -73,6 +78,7 @@ help:
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
 	@echo 'make cuda-tests run all CPU tests on that build'
 	@echo 'make nightly    run all of these, and write benchmarks/results/nightly.json'
+	@echo 'make torch-oldest  run all CPU tests on the oldest torch that setup.py takes'
 	@echo 'make gpu        on a machine with a GPU: build, test, measure and sanitize, see docs/gpu.md'
 	@echo 'make gpu-prepare  build here what make gpu takes along to a machine that is lent for minutes'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
@@ -210,6 +216,22 @@ cuda-link: $(CUDA_BUILT)
 cuda-tests: $(CUDA_BUILT)
 	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)
 
+$(OLDEST_TORCH_READY):
+	@echo 'Setting up $(OLDEST_VENV) with $(OLDEST_TORCH): some minutes and gigabytes the first time'
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	rm -f $(OLDEST_VENV)/.done-*
+	$(OLDEST_VENV)/bin/python -m pip install -qq "$(OLDEST_TORCH)" $(BUILD_TOOLS)
+	touch $@
+
+$(OLDEST_BUILT): export FORCE_CUDA := 0
+$(OLDEST_BUILT): $(OLDEST_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
+	rm -rf build/lib.*
+	$(OLDEST_VENV)/bin/python -m pip install -qq --no-build-isolation "$(OLDEST_TORCH)" ".[dev,examples]"
+	touch $@
+
+torch-oldest: $(OLDEST_BUILT)
+	$(OLDEST_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)
+
 nightly:
 	$(PYTHON) .ci/run --nightly
 
@@ -230,4 +252,4 @@ gpu-prepare: $(GPU_TORCH_READY)
 	$(GPU_VENV)/bin/python -m benchmarks.gpu_build --prepare
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) $(CLIENTS_VENV) $(GPU_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so
+	rm -rf $(VENV) $(OLDEST_VENV) $(CUDA_VENV) $(CLIENTS_VENV) $(GPU_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so

@@ -57,6 +57,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cpu_level", levels, indirect=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def sparse_checks() -> None:
+    """Check each sparse tensor; torch 2.11 warns, even of a tensor that asks for the check."""
+    torch.sparse.check_sparse_tensor_invariants.enable()
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("device"))

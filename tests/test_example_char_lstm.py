@@ -33,7 +33,9 @@ def test_it_soon_guesses_twice_as_well_as_by_the_frequency_of_characters(
     by_frequency = torch.special.entr(frequency).sum().exp().item()
     result = char_lstm.main([*SMALL, *precision.split(), "--steps=150"])
     assert result["perplexity"] < by_frequency / 2
-    assert result["skipped"] == 0
+    # float16: a gradient element of 1 overflows at the first scale, 2**16. The manual of Python
+    # 3.12 has one batch with an element of 1.2, that of 3.11 none above 0.24 (in float32).
+    assert result["skipped"] <= (precision == "--amp")
     written = capsys.readouterr().out
     assert f"perplexity {result['perplexity']:.2f} while training" in written
     assert "--- what it writes:\nThe " in written

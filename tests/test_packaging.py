@@ -148,6 +148,24 @@ def test_an_old_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch)
         load_setup()
 
 
+@pytest.mark.parametrize(
+    ("path", "naming"),
+    [
+        ("Makefile", r"^OLDEST_TORCH \?= torch==(.*)\.0$"),
+        ("README.md", r"torch>=([\d.]+)"),
+        ("README.md", r"PyTorch \(([\d.]+) or later\)"),
+        ("apex_mp/_extension.py", r"torch>=([\d.]+)"),
+        ("docs/design.md", r"torch>=([\d.]+)"),
+        ("docs/gpu.md", r"torch ([\d.]+) or later"),
+    ],
+)
+def test_the_oldest_torch_is_the_same_wherever_it_is_named(
+    path: str, naming: str, setup_py: ModuleType
+) -> None:
+    named = re.findall(naming, (ROOT / path).read_text(), re.MULTILINE)
+    assert set(named) == {setup_py.LEAST_TORCH}
+
+
 def test_a_missing_build_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pybind11", None)
     with pytest.raises(SystemExit, match=r"pybind11 .*Run:  pip install -U setuptools wheel ninja"):
@@ -400,7 +418,7 @@ def test_a_wheel_needs_the_release_of_torch_that_it_was_built_with(
     release = torch.__version__.split("+")[0]
     assert pin.contains(torch.__version__)
     assert pin.contains(f"{release}+cu130")
-    assert not pin.contains("2.11.0")
+    assert not pin.contains("2.10.0")
 
 
 def test_a_source_distribution_needs_any_torch_that_it_can_be_built_with(tmp_path: Path) -> None:
