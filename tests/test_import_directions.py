@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cpu_only
 PACKAGE = Path(apex_mp.__file__).parent
 # A room imports from lower rows only. A new room is a name in the row where it belongs.
 ROWS = [
-    {"_version", "_C", "_log", "_missing", "_state_checks", "loss_scale", "tensors"},
+    {"_version", "_C", "_log", "_missing", "_state_checks", "_traced_ops", "loss_scale", "tensors"},
     {"_convert_checks", "_extension", "_ops", "_options", "_pickled_names", "_rename", "master"},
     {
         "RNN",

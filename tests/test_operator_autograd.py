@@ -28,6 +28,7 @@ from torch.library import opcheck
 
 SMALL = ListCase("small", [(5,), (), (0,), (2, 300)])
 NONE = ListCase("none", [])
+VIEWS = ListCase("views of one buffer", [(5,), (600,), (1,)], "views")
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 
@@ -190,8 +191,11 @@ def test_compiles_into_one_graph_with_equal_results(
     assert_same_call(call, expected)
 
 
-def test_the_default_backend_compiles_all_operators_into_one_graph(device: torch.device) -> None:
-    calls = [sample(operator, device) for operator in OPERATORS]
+@pytest.mark.parametrize("case", [SMALL, VIEWS], ids=str)
+def test_the_default_backend_compiles_all_operators_into_one_graph(
+    case: ListCase, device: torch.device
+) -> None:
+    calls = [sample(operator, device, case) for operator in OPERATORS]
     expected = [copy_of(call) for call in calls]
     overloads = [operator.overload for operator in OPERATORS]
 
@@ -205,6 +209,27 @@ def test_the_default_backend_compiles_all_operators_into_one_graph(device: torch
     torch._dynamo.reset()
     for ours, wanted in zip(calls, expected, strict=True):
         assert_same_call(ours, wanted)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_views_made_in_a_compiled_function_are_written_where_they_lie(
+    backend: str, device: torch.device
+) -> None:
+    found_inf, factor = torch.zeros(1, device=device), torch.full((), 2.0, device=device)
+
+    def double_some(part: Tensor) -> Tensor:
+        some = [part[3:7], part[8:14].view(2, 3).t()]
+        OPERATOR["unscale_"].overload(some, some, factor, found_inf)
+        return part.sum()
+
+    buffer = torch.arange(40.0, device=device)
+    expected = buffer.clone()
+    expected[13:17] *= 2
+    expected[18:24] *= 2
+    total = torch.compile(double_some, fullgraph=True, backend=backend)(buffer[10:30])
+    torch._dynamo.reset()
+    assert_same_bits(buffer, expected)
+    assert total == expected[10:30].sum()
 
 
 def test_a_compiled_training_step_may_hold_the_operators(device: torch.device) -> None:
