@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
 
 #include "cuda/step_memory.h"
 #include "cuda/table.h"
@@ -79,16 +78,6 @@ void StepTable::build_image() {
 bool StepTable::fits(const step::Task& task) const {
   return groups_.size() == task.groups.size() && rows_.size() == task.rows.size() &&
          std::equal(rows_.begin(), rows_.end(), task.rows.begin(), &same_row);
-}
-
-void StepTable::upload(void* memory, cudaStream_t stream) const {
-  const cudaError_t error =
-      cudaMemcpyAsync(memory, image_.data(), image_.size(), cudaMemcpyHostToDevice, stream);
-  if (error == cudaSuccess) return;
-  // GCOVR_EXCL_START: on the host every copy succeeds.
-  throw std::runtime_error(std::string("apex_mp: the table of a step could not be copied: ") +
-                           cudaGetErrorString(error));
-  // GCOVR_EXCL_STOP
 }
 
 StepMemory StepTable::memory_at(const void* memory) const {

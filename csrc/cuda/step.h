@@ -23,13 +23,14 @@ struct StepOutcome {
   math::LossScaleState loss_scale;     // for the next step; 0 if there is none
   double scale;                        // what scaled gradients were divided by
   double norm;                         // of all gradients, unscaled; NaN if nobody wanted norms
-  int32_t nonfinite_rows[kRowsNamed];  // the first ones, then -1; none if nobody wanted norms
+  int32_t nonfinite_rows[kRowsNamed];  // the first ones, of those that have a gradient, then -1;
+                                       // none if nobody wanted norms
 };
 
 static_assert(sizeof(StepOutcome) % 16 == 0);  // Nothing lies between it and the groups'.
 
 struct StepRun {
-  void* memory;  // StepTable::bytes() of it on the device, after upload()
+  void* memory;  // StepTable::bytes() of it on the device, which begin with StepTable::image()
   step::LossScale loss_scale;
   bool norms = false;     // take norms even if nobody clips by them
   bool captured = false;  // groups stay in memory as they are: a replay must read them there
@@ -52,13 +53,11 @@ class StepTable {
   // may have moved, come or gone; options of groups may have changed.
   bool fits(const step::Task& task) const;
 
-  // Of device memory, aligned to 16. Only its first part is uploaded.
+  // Of device memory, aligned to 16.
   int64_t bytes() const { return bytes_; }
 
-  // Copies the table, groups included, and forgets what a step that failed has left there. The
-  // copy may still be under way on return, but needs neither this object nor the host's memory.
-  // Not under capture.
-  void upload(void* memory, cudaStream_t stream) const;
+  // What must lie in its first part before the first step: the table, groups included.
+  const std::vector<char>& image() const { return image_; }
 
   // Whether groups in device memory are those of the task, after what has been launched.
   bool knows_groups(const step::Task& task) const;

@@ -1,5 +1,7 @@
 // Pass 1 of the fused step: writes down where gradients lie and how far each row's bias corrections
 // have come, checks gradients and sums their squares, and in its last block decides on pass 2.
+#include <algorithm>
+
 #include "cuda/last_block.h"
 #include "cuda/loops.h"
 #include "cuda/step_decide.h"
@@ -8,13 +10,12 @@ namespace apex_mp::cuda {
 namespace {
 
 // CUDA_ARCH_LIST and toolkit decide, see kTableBytes.
-static_assert(sizeof(StepCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
+static_assert(sizeof(FullCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
 
 constexpr int kThreadsForRow = 2;  // one for each beta: powers are dear in double
 
 __device__ const void* grad_of(const StepCheck& check, int32_t row) {
-  const char* grads = check.carried + check.groups * sizeof(step::Group);
-  return reinterpret_cast<const void* const*>(grads)[row - check.first_row];
+  return check.carried_grads()[row - check.first_row];
 }
 
 __device__ void look_after_row(const StepCheck& check, int32_t row, int beta) {
@@ -43,7 +44,7 @@ __device__ void end_pass(const StepCheck& check) {
   decide(check);
 }
 
-__global__ void __launch_bounds__(kBlockSize) rows_kernel(const __grid_constant__ StepCheck check) {
+__device__ void look_after_rows(const StepCheck& check) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBlockSize + threadIdx.x;
   const int64_t row = thread / kThreadsForRow;
   if (row < check.rows) {
@@ -64,8 +65,7 @@ __device__ double check_chunk(const StepChunk& chunk, const void* grad, int32_t&
   return sum_squares(part, found_inf);
 }
 
-__global__ void __launch_bounds__(kBlockSize)
-    chunks_kernel(const __grid_constant__ StepCheck check) {
+__device__ void check_chunk_of_block(const StepCheck& check) {
   const int32_t index = check.first_chunk + static_cast<int32_t>(blockIdx.x);
   const StepChunk chunk = check.memory.chunks[index];
   if (chunk.index == 0 && threadIdx.x < kThreadsForRow) {
@@ -83,9 +83,35 @@ __global__ void __launch_bounds__(kBlockSize)
   end_pass(check);
 }
 
+__global__ void __launch_bounds__(kBlockSize) rows_kernel(const __grid_constant__ FullCheck check) {
+  look_after_rows(check);
+}
+
 __global__ void __launch_bounds__(kBlockSize)
-    groups_kernel(const __grid_constant__ StepCheck check) {
+    few_rows_kernel(const __grid_constant__ FewCheck check) {
+  look_after_rows(check);
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    chunks_kernel(const __grid_constant__ FullCheck check) {
+  check_chunk_of_block(check);
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    few_chunks_kernel(const __grid_constant__ FewCheck check) {
+  check_chunk_of_block(check);
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    groups_kernel(const __grid_constant__ FullCheck check) {
   write_groups(check);
+}
+
+FewCheck with_few(const FullCheck& check) {
+  FewCheck few;
+  static_cast<StepCheck&>(few) = check;
+  std::copy_n(check.carried, check.carried_bytes(), few.carried);
+  return few;
 }
 
 }  // namespace
@@ -96,11 +122,16 @@ int32_t blocks_of(const StepCheck& check, bool reads_grads) {
   return static_cast<int32_t>(blocks > 0 ? blocks : 1);
 }
 
-void launch_step_check(const StepCheck& check, bool reads_grads, cudaStream_t stream) {
-  launch(reads_grads ? chunks_kernel : rows_kernel, blocks_of(check, reads_grads), stream, check);
+void launch_step_check(const FullCheck& check, bool reads_grads, cudaStream_t stream) {
+  const int32_t blocks = blocks_of(check, reads_grads);
+  if (check.carried_bytes() <= kFewTableBytes) {
+    launch(reads_grads ? few_chunks_kernel : few_rows_kernel, blocks, stream, with_few(check));
+  } else {
+    launch(reads_grads ? chunks_kernel : rows_kernel, blocks, stream, check);
+  }
 }
 
-void launch_step_groups(const StepCheck& check, cudaStream_t stream) {
+void launch_step_groups(const FullCheck& check, cudaStream_t stream) {
   launch(groups_kernel, 1, stream, check);
 }
 

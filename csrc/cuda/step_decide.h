@@ -50,7 +50,7 @@ __device__ inline void sum_groups(const StepMemory& memory) {
 __device__ inline const step::Group& group_of(const StepCheck& check, int32_t group) {
   const int32_t carried = group - check.first_group;
   if (carried < 0 || carried >= check.groups) return check.memory.groups[group];
-  return reinterpret_cast<const step::Group*>(check.carried)[carried];
+  return check.carried_groups()[carried];
 }
 
 __device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group) {
@@ -111,13 +111,28 @@ static __device__ inline int32_t find_nonfinite_row(const StepMemory& memory, in
   return first;
 }
 
+// How many of the rows before this one have a gradient. By all threads.
+static __device__ inline int32_t number_with_grad(const StepMemory& memory, int32_t row) {
+  __shared__ int32_t count;
+  __syncthreads();
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  for (int32_t i = threadIdx.x; i < row; i += kBlockSize) {
+    if (__ldcg(reinterpret_cast<const unsigned long long*>(memory.grads + i)) != 0)
+      atomicAdd(&count, 1);
+  }
+  __syncthreads();
+  return count;
+}
+
 // Rare, and so without haste. By all threads.
 __device__ inline void name_nonfinite_rows(const StepMemory& memory) {
   int32_t begin = 0;
   for (int i = 0; i < kRowsNamed; ++i) {
     const int32_t row = find_nonfinite_row(memory, begin);
     if (row == INT32_MAX) return;
-    if (threadIdx.x == 0) memory.outcome->nonfinite_rows[i] = row;
+    const int32_t number = number_with_grad(memory, row);
+    if (threadIdx.x == 0) memory.outcome->nonfinite_rows[i] = number;
     begin = row + 1;
   }
 }

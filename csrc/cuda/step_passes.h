@@ -1,6 +1,8 @@
 // The two passes of the fused step: what their kernels take as arguments, and who launches them.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include "cuda/step_memory.h"
 #include "cuda/table.h"
 
@@ -16,9 +18,8 @@ struct StepDecision {
   step::LossScale loss_scale;
 };
 
-// Arguments of one launch of pass 1. What may differ from step to step is carried by value: options
-// of groups, then addresses of gradients, as many as there is room for.
-struct StepCheck {
+// Arguments of one launch of pass 1, behind which lies what it carries: CarryingCheck.
+struct alignas(16) StepCheck {
   StepMemory memory;
   StepDecision decision;
   int32_t first_chunk;  // the blocks of this launch take these chunks ...
@@ -28,25 +29,38 @@ struct StepCheck {
   int32_t first_group;
   int32_t groups;           // whose options are carried
   unsigned int all_blocks;  // of all launches of this step
-  alignas(8) char carried[kTableBytes];
 
-  static int32_t room_for_rows(int32_t groups) {
-    return static_cast<int32_t>((kTableBytes - groups * sizeof(step::Group)) / sizeof(void*));
+  __host__ __device__ const step::Group* carried_groups() const {
+    return reinterpret_cast<const step::Group*>(this + 1);
   }
-
-  const void** carried_grads() {
-    return reinterpret_cast<const void**>(carried + groups * sizeof(step::Group));
+  __host__ __device__ const void* const* carried_grads() const {
+    return reinterpret_cast<const void* const*>(carried_groups() + groups);
   }
+  int64_t carried_bytes() const { return groups * sizeof(step::Group) + rows * sizeof(void*); }
 };
+
+// What may differ from step to step is carried by value: options of groups, then addresses of
+// gradients, as many as there is room for.
+template <int kBytes>
+struct CarryingCheck : StepCheck {
+  alignas(16) char carried[kBytes];  // Not in what the struct before it pads.
+};
+using FullCheck = CarryingCheck<kTableBytes>;
+using FewCheck = CarryingCheck<kFewTableBytes>;
+static_assert(sizeof(FullCheck) == sizeof(StepCheck) + kTableBytes);  // Nothing lies between.
+
+inline int32_t room_for_rows(int32_t groups) {
+  return static_cast<int32_t>((kTableBytes - groups * sizeof(step::Group)) / sizeof(void*));
+}
 
 // Blocks of pass 1, for StepCheck::all_blocks: one for each chunk, or where no gradient is read,
 // enough to look after the rows. At least one, which decides.
 int32_t blocks_of(const StepCheck& check, bool reads_grads);
 
-void launch_step_check(const StepCheck& check, bool reads_grads, cudaStream_t stream);
+void launch_step_check(const FullCheck& check, bool reads_grads, cudaStream_t stream);
 
-// Only writes the options of groups that it carries.
-void launch_step_groups(const StepCheck& check, cudaStream_t stream);
+// Only writes the options of groups that it carries. Rare.
+void launch_step_groups(const FullCheck& check, cudaStream_t stream);
 
 // Arguments of pass 2: its blocks take the chunks before `end_chunk`, the last one first.
 struct StepAdam {

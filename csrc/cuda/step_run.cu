@@ -41,15 +41,15 @@ ChangedGroups changed_groups(const std::vector<step::Group>& known,
 }
 
 void carry_groups(const std::vector<step::Group>& groups, const ChangedGroups& changed,
-                  StepCheck& check) {
+                  FullCheck& check) {
   check.first_group = changed.first;
   check.groups = changed.count;
   std::copy_n(groups.begin() + changed.first, changed.count,
-              reinterpret_cast<step::Group*>(check.carried));
+              const_cast<step::Group*>(check.carried_groups()));
 }
 
 // Launches of their own, where there is no room beside gradients.
-void send_groups(const std::vector<step::Group>& groups, ChangedGroups changed, StepCheck& check,
+void send_groups(const std::vector<step::Group>& groups, ChangedGroups changed, FullCheck& check,
                  cudaStream_t stream) {
   const auto room = static_cast<int32_t>(kTableBytes / sizeof(step::Group));
   while (changed.count > 0) {
@@ -76,8 +76,7 @@ void for_each_check(const std::vector<int32_t>& first_chunk, const StepChunk* ch
   check.first_chunk = 0;
   do {
     check.first_row = counts.rows == 0 ? 0 : chunks[check.first_chunk].row;
-    const int32_t end_row =
-        std::min(counts.rows, check.first_row + StepCheck::room_for_rows(check.groups));
+    const int32_t end_row = std::min(counts.rows, check.first_row + room_for_rows(check.groups));
     check.chunks = static_cast<int32_t>(
         std::min<int64_t>(first_chunk[end_row] - check.first_chunk, kMaxBlocks));
     const int32_t end_chunk = check.first_chunk + check.chunks;
@@ -101,14 +100,14 @@ bool StepTable::knows_groups(const step::Task& task) const {
 }
 
 void StepTable::refresh_groups(const step::Task& task, void* memory, cudaStream_t stream) {
-  StepCheck check;
+  FullCheck check;
   check.memory = memory_at(memory);
   send_groups(task.groups, changed_groups(groups_, task.groups), check, stream);
   remember(task.groups);
 }
 
 void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t stream) {
-  StepCheck check;
+  FullCheck check;
   check.memory = memory_at(run.memory);
   check.decision = {task.check,
                     run.norms || wants_sums(task),
@@ -135,8 +134,9 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
                  [&] { check.all_blocks += blocks_of(check, reads_grads); });
   carry_groups(task.groups, changed, check);
   for_each_check(first_chunk_, chunks, check, [&] {
+    auto* grads = const_cast<const void**>(check.carried_grads());
     for (int32_t i = 0; i < check.rows; ++i) {
-      check.carried_grads()[i] = task.rows[check.first_row + i].grad.data;
+      grads[i] = task.rows[check.first_row + i].grad.data;
     }
     launch_step_check(check, reads_grads, stream);
   });

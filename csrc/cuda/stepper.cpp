@@ -43,18 +43,24 @@ struct Resident {
   at::Tensor outcome;  // a part of it
   size_t groups;
   bool captured = false;  // a graph replays it
+  bool ready = false;     // the memory holds what the table says
 };
 
 struct Stepper::Impl {
   std::optional<Resident> resident;
-  std::vector<Resident> replayed;  // that steps have left, but graphs have not
+  // That steps have left, but graphs perhaps have not. One is taken back when it fits again, so
+  // that there are no more of them than kinds of steps that were captured.
+  std::vector<Resident> replayed;
   std::optional<c10::cuda::CUDAStream> stream;
 
   bool fits(const step::Task& task) const {
     return resident.has_value() && resident->table.fits(task);
   }
   void follow(const c10::cuda::CUDAStream& current);
+  void leave();
+  bool take_back(const step::Task& task);
   void build(const step::Task& task, const c10::cuda::CUDAStream& current);
+  void upload();
   void refresh(Resident& old, const step::Task& task, cudaStream_t current);
 };
 
@@ -68,14 +74,40 @@ void Stepper::Impl::follow(const c10::cuda::CUDAStream& current) {
   stream = current;
 }
 
-void Stepper::Impl::build(const step::Task& task, const c10::cuda::CUDAStream& current) {
+void Stepper::Impl::leave() {
   if (resident.has_value() && resident->captured) replayed.push_back(std::move(*resident));
+  resident.reset();
+}
+
+bool Stepper::Impl::take_back(const step::Task& task) {
+  for (Resident& old : replayed) {
+    if (!old.table.fits(task)) continue;
+    Resident taken = std::move(old);
+    replayed.erase(replayed.begin() + (&old - replayed.data()));
+    leave();
+    resident.emplace(std::move(taken));
+    return true;
+  }
+  return false;
+}
+
+void Stepper::Impl::build(const step::Task& task, const c10::cuda::CUDAStream& current) {
+  leave();
   StepTable table(task);
   const auto options = at::TensorOptions().dtype(at::kByte).device(current.device());
   const at::Tensor memory = at::empty({table.bytes()}, options);
   const at::Tensor outcome = memory.narrow(0, table.outcome_offset(), table.outcome_bytes());
   resident.emplace(Resident{std::move(table), memory, outcome, task.groups.size()});
-  resident->table.upload(memory.mutable_data_ptr(), current);
+}
+
+// The host waits for nothing: torch keeps the pinned memory until the copy has ended.
+void Stepper::Impl::upload() {
+  const std::vector<char>& image = resident->table.image();
+  const auto size = static_cast<int64_t>(image.size());
+  const at::Tensor pinned =
+      at::empty({size}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  std::memcpy(pinned.mutable_data_ptr(), image.data(), image.size());
+  resident->memory.narrow(0, 0, size).copy_(pinned, /*non_blocking=*/true);
 }
 
 // Groups do not depend on which parameters have a gradient now.
@@ -100,16 +132,21 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
     TORCH_CHECK(!wait,
                 "FusedAdam: this step cannot be captured in a CUDA graph, because the host waits "
                 "to hear whether it found inf or NaN");
-    TORCH_CHECK(fits && impl_->resident->table.knows_groups(task),
+    TORCH_CHECK(fits && impl_->resident->ready && impl_->resident->table.knows_groups(task),
                 "FusedAdam: this step cannot be captured in a CUDA graph. Take one step like it "
                 "outside of the capture first, with the same parameters, state and options");
     impl_->resident->captured = true;
   } else {
     impl_->follow(current);
-    if (!fits) impl_->build(task, current);
+    if (!fits && !impl_->take_back(task)) impl_->build(task, current);
+    if (!impl_->resident->ready) impl_->upload();
   }
-  run.memory = impl_->resident->memory.mutable_data_ptr();
-  impl_->resident->table.run(task, run, current);
+  Resident& resident = *impl_->resident;
+  run.memory = resident.memory.mutable_data_ptr();
+  // Unless all launches succeed: then some blocks have been counted, and the last never comes.
+  resident.ready = false;
+  resident.table.run(task, run, current);
+  resident.ready = true;
   if (wait) return read_outcome(outcome().to(at::kCPU));
   step::Outcome unknown;
   unknown.is_known = false;

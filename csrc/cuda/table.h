@@ -21,15 +21,18 @@ constexpr int64_t kChunkSize = APEX_MP_CHUNK_SIZE;
 // Alignment is judged once for a tensor (common_head), so all its chunks must share it.
 static_assert(kChunkSize % 16 == 0);
 
+// Room for a few tensors. What a launch takes to bring arguments to the device grows with them.
+constexpr int kFewTableBytes = 3600;
+
 // A kernel may take 32,764 bytes of arguments since CUDA 12.1 and from sm_70 on, else 4,096. The
 // numbers and pointers beside the table take less than the rest.
 constexpr int kTableBytes = [] {
 #if defined(__CUDA_ARCH_LIST__)
   for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch < 700) return 3600;
+    if (arch < 700) return kFewTableBytes;
   }
 #endif
-  return CUDART_VERSION >= 12010 ? 32000 : 3600;
+  return CUDART_VERSION >= 12010 ? 32400 : kFewTableBytes;
 }();
 
 template <int kArrays>

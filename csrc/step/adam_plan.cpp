@@ -214,8 +214,13 @@ bool AdamPlan::read_usual(const Item& item, const Given& given, RowTensors& row)
   }
   if (!row.grad->defined() || row.grad->layout() != at::kStrided) return false;
   row.writes_grad = given.unscales(*row.grad, row.scaled);
+  return take_usual(item, given, read_usual_state(item.state), row);
+}
+
+bool AdamPlan::take_usual(const Item& item, const Given& given, const AdamState& state,
+                          RowTensors& row) const {
+  const at::Tensor& param = tensor_of(item.param);
   const bool with_master = item.master_weights && is_low_precision(param);
-  const AdamState state = read_usual_state(item.state);
   if (!state.is_complete(with_master)) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) {
@@ -226,20 +231,38 @@ bool AdamPlan::read_usual(const Item& item, const Given& given, RowTensors& row)
   return QuickTest(param).passes(row);
 }
 
+// On CUDA a parameter with a state and no gradient has a row all the same, which is not stepped: so
+// the table on the device stays as it is while gradients come and go. The row says of the gradient
+// what is to be expected of the next one.
+bool AdamPlan::read_without_grad(const Item& item, const Given& given, PyObject* source,
+                                 RowTensors& row) const {
+  const at::Tensor& param = tensor_of(item.param);
+  const bool keeps_row = device_.is_cuda() && param.device() == device_;
+  if (!keeps_row) return false;
+  const bool with_master = item.master_weights && is_low_precision(param);
+  row = {};
+  row.group = static_cast<int32_t>(item.place.group);
+  row.scaled = item.scaled;
+  row.param_of_grad = source == nullptr ? &param : &tensor_of(source);
+  row.writes_grad = given.unscales(*row.param_of_grad, row.scaled);
+  return take_usual(item, given, read_state(item.state, with_master), row);
+}
+
 // Returns whether the parameter is to be stepped, and throws a sentence if it cannot be.
 bool AdamPlan::read_unusual(Item item, const Given& given, RowTensors& row) {
   const at::Tensor* grad = nullptr;
+  PyObject* source = nullptr;
   if (!given.grads.is_none()) {
     PyObject* object = item_of(given.grads, item.place);
     grad = object == nullptr ? nullptr : &tensor_of(object);
   } else {
-    PyObject* source = item_of(given.grads_of, item.place);
+    source = item_of(given.grads_of, item.place);
     item.scaled = source != nullptr || given.grads_of.is_none();
     grad = grad_of(source == nullptr ? item.param : source);
   }
   if (grad == nullptr || !grad->defined()) {
     without_grad_.emplace_back(item.place.group, item.place.index);
-    return false;
+    return read_without_grad(item, given, source, row);
   }
   TORCH_CHECK(grad->layout() == at::kStrided,
               "FusedAdam does not support sparse gradients, please consider SparseAdam instead");
@@ -370,7 +393,7 @@ Outcome AdamPlan::run_beside_python(const LossScale& loss_scale, bool wait) {
   std::vector<at::Tensor> read;
   for (const RowTensors& row : tensors_) {
     row.each_written([&](const at::Tensor& tensor) { written.push_back(tensor); });
-    read.push_back(*row.grad);
+    if (row.grad != nullptr) read.push_back(*row.grad);
   }
   running_ = true;
   const auto end = c10::make_scope_exit([this] { running_ = false; });

@@ -85,6 +85,10 @@ class AdamPlan {
   void read_rows(const Given& given);
   Item item_at(int64_t position) const;
   bool read_usual(const Item& item, const Given& given, RowTensors& row) const;
+  bool take_usual(const Item& item, const Given& given, const AdamState& state,
+                  RowTensors& row) const;
+  bool read_without_grad(const Item& item, const Given& given, PyObject* source,
+                         RowTensors& row) const;
   bool read_unusual(Item item, const Given& given, RowTensors& row);
   bool check_row(const Item& item, const at::Tensor& grad, RowTensors& row);
   void read_norms(const pybind11::object& norms, const NumberReader& numbers);

@@ -10,8 +10,9 @@ namespace apex_mp::step {
 
 // The tensors that one parameter's step works on; borrowed.
 struct RowTensors {
-  const at::Tensor* param = nullptr;  // what is stepped: the parameter, or its master
-  const at::Tensor* grad = nullptr;
+  const at::Tensor* param = nullptr;          // what is stepped: the parameter, or its master
+  const at::Tensor* grad = nullptr;           // nullptr: there is none, and nothing is stepped
+  const at::Tensor* param_of_grad = nullptr;  // then: whose gradient, when there is one, it will be
   const at::Tensor* exp_avg = nullptr;
   const at::Tensor* exp_avg_sq = nullptr;
   const at::Tensor* copy = nullptr;  // nullptr: there is none
@@ -32,6 +33,7 @@ struct RowTensors {
   // Calls visit(tensor) for each tensor that the step writes.
   template <typename Visit>
   void each_written(const Visit& visit) const {
+    if (grad == nullptr) return;
     for (const at::Tensor* tensor : {param, exp_avg, exp_avg_sq, step}) visit(*tensor);
     if (copy != nullptr) visit(*copy);
     if (writes_grad) visit(*grad);
@@ -66,14 +68,19 @@ inline Array to_write(const at::Tensor& tensor) {
   return array_of(tensor, tensor.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
 }
 
+inline Array grad_of(const RowTensors& row, void* not_null) {
+  if (row.grad == nullptr) return {nullptr, dtype_of(*row.param_of_grad)};
+  Array grad = row.writes_grad ? to_write(*row.grad) : to_read(*row.grad);
+  // An empty gradient lies nowhere, which is to say on CUDA that there is none.
+  if (grad.data == nullptr) grad.data = not_null;
+  return grad;
+}
+
 inline Row memory_of(const RowTensors& row) {
   const Array none = {nullptr, DType::kHalf};
   float* step = static_cast<float*>(to_write(*row.step).data);
-  Array grad = row.writes_grad ? to_write(*row.grad) : to_read(*row.grad);
-  // An empty gradient lies nowhere, which is to say on CUDA that there is none.
-  if (grad.data == nullptr) grad.data = step;
   return {to_write(*row.param),
-          grad,
+          grad_of(row, step),
           to_write(*row.exp_avg),
           to_write(*row.exp_avg_sq),
           row.copy == nullptr ? none : to_write(*row.copy),
@@ -97,16 +104,19 @@ class QuickTest {
         passes_(is_plain(param) && param.is_contiguous()) {}
 
   bool passes(const RowTensors& row) const {
-    return passes_ && is_param_or_master(*row.param) && is_like_param(*row.grad) &&
-           is_floating(*row.grad) && is_like_param(*row.exp_avg) &&
-           row.exp_avg->scalar_type() == moments_ && is_like_param(*row.exp_avg_sq) &&
-           row.exp_avg_sq->scalar_type() == moments_ &&
+    return passes_ && is_param_or_master(*row.param) && is_usual_grad(row) &&
+           is_like_param(*row.exp_avg) && row.exp_avg->scalar_type() == moments_ &&
+           is_like_param(*row.exp_avg_sq) && row.exp_avg_sq->scalar_type() == moments_ &&
            (row.copy == nullptr || (is_like_param(*row.copy) && is_floating(*row.copy))) &&
            row.step->scalar_type() == at::kFloat && row.step->numel() == 1 &&
            is_where_param_is(*row.step);
   }
 
  private:
+  bool is_usual_grad(const RowTensors& row) const {
+    return row.grad == nullptr || (is_like_param(*row.grad) && is_floating(*row.grad));
+  }
+
   bool is_param_or_master(const at::Tensor& stepped) const {
     return &stepped == &param_ || (is_like_param(stepped) && stepped.scalar_type() == at::kFloat);
   }

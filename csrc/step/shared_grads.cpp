@@ -10,7 +10,7 @@ void separate_shared_grads(std::vector<RowTensors>& tensors, std::vector<Row>& r
                            std::deque<at::Tensor>& kept) {
   std::vector<std::pair<const char*, size_t>> writers;  // begin of the gradient, and number
   for (size_t i = 0; i < rows.size(); ++i) {
-    if (!tensors[i].writes_grad || rows[i].size == 0) continue;
+    if (!tensors[i].writes_grad || rows[i].size == 0 || rows[i].grad.data == nullptr) continue;
     writers.emplace_back(static_cast<const char*>(rows[i].grad.data), i);
   }
   std::sort(writers.begin(), writers.end());

@@ -31,7 +31,7 @@ CXX = os.environ.get("CXX", "g++")
 class Grid:
     """How work is cut into launches."""
 
-    cudart_version: int  # csrc/cuda/table.h: tables of 32,000 bytes from 12010 on, else of 3,600
+    cudart_version: int  # csrc/cuda/table.h: tables of 32,400 bytes from 12010 on, else of 3,600
     max_blocks: int | None = None  # in place of kMaxBlocks of csrc/cuda/launch.h
     plan: bool = True  # with the step plan of csrc/step/, to which all grids are one
 

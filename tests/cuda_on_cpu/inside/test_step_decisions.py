@@ -86,6 +86,14 @@ def test_the_first_rows_with_inf_or_nan_are_named(count: int) -> None:
     assert outcome.nonfinite_rows == bad[:8]
 
 
+def test_rows_with_inf_or_nan_are_numbered_among_those_with_a_gradient() -> None:
+    task = sample([3] * 7 + SIZES, check=True)
+    task.rows[1].grad = task.rows[4].grad = task.rows[6].grad = None
+    task.rows[0].grad[0] = task.rows[5].grad[0] = math.inf
+    outcome = Step(task).run(task, norms=True)
+    assert outcome.nonfinite_rows == [0, 3]
+
+
 def test_no_row_is_named_without_inf_or_nan_in_it() -> None:
     task = sample(SIZES, check=True)
     step = Step(task)

@@ -164,7 +164,19 @@ def move_state(optimizer: FusedAdam) -> None:
     state["exp_avg"] = state["exp_avg"].clone()
 
 
-CHANGES = {"lr": set_lr, "no gradient": drop_a_gradient, "state elsewhere": move_state}
+def unscale_by_one(optimizer: FusedAdam) -> None:
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+
+
+def step_and_see_the_table(optimizer: FusedAdam, **options: Any) -> torch.Tensor:
+    """Take a step; return a part of the table's memory, which lives while somebody holds it."""
+    request = StepRequest(**options)
+    optimizer.step(grads=request)
+    assert request.sent is not None
+    return request.sent
+
+
+CHANGES = {"lr": set_lr, "state elsewhere": move_state}
 each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
@@ -180,6 +192,94 @@ def test_a_step_unlike_the_last_one_cannot_be_captured(
     train(optimizer, 1)
     with capture():
         optimizer.step()
+
+
+def test_a_captured_step_leaves_a_parameter_alone_that_had_no_gradient() -> None:
+    captured, plain = make(), make()
+    for optimizer in (captured, plain):
+        train(optimizer, 0)
+        drop_a_gradient(optimizer)
+    with capture():
+        captured.step()
+    params_of(captured)[1].grad = torch.ones(SIZES[1])
+    replay(captured, 1, 2)
+    train(plain, 1, 2)
+    assert_same_state(captured, plain)
+
+
+def test_the_table_stays_while_gradients_come_and_go() -> None:
+    optimizer, plain = make(), make()
+    train(optimizer, 0)
+    train(plain, 0)
+    table = step_and_see_the_table(optimizer)
+    plain.step()
+    for step, absent in enumerate(([1], [0, 2], [0, 1, 2, 3], [], [3]), 1):
+        for each in (optimizer, plain):
+            for i, param in enumerate(params_of(each)):
+                param.grad = None if i in absent else torch.empty_like(param)
+            give(each, step)
+        move_state(plain)  # Which has a new table, and knows nothing of the old one.
+        versions = [param._version for param in params_of(optimizer)]
+        assert step_and_see_the_table(optimizer).data_ptr() == table.data_ptr()
+        plain.step()
+        assert_same_state(optimizer, plain)
+        for i, param in enumerate(params_of(optimizer)):
+            assert (param._version > versions[i]) == (i not in absent)
+
+
+def test_the_next_gradient_is_expected_to_be_unscaled_as_others_are() -> None:
+    optimizer = make()
+    train(optimizer, 0)
+    grads = [param.grad for param in params_of(optimizer)]
+    drop_a_gradient(optimizer)
+    table = step_and_see_the_table(optimizer, unscale=[torch.float32])
+    for param, grad in zip(params_of(optimizer), grads, strict=True):
+        param.grad = grad
+    other = step_and_see_the_table(optimizer, unscale=[torch.float32])
+    assert other.data_ptr() == table.data_ptr()
+
+
+def test_a_state_that_has_moved_is_stepped_where_it_is() -> None:
+    optimizer, plain = make(), make()
+    for step in range(3):
+        train(optimizer, step)
+        train(plain, step)
+        move_state(optimizer)
+    assert_same_state(optimizer, plain)
+
+
+def test_a_table_that_a_graph_has_is_taken_back_when_it_fits_again() -> None:
+    captured, plain = pair()
+    table = step_and_see_the_table(captured)
+    plain.step()
+    for step in (1, 2, 3):
+        unscale_by_one(captured)
+        train(captured, step)
+        del captured.grad_scale, captured.found_inf
+        assert step_and_see_the_table(captured).data_ptr() == table.data_ptr()
+        train(plain, step)
+        plain.step()
+    assert_same_state(captured, plain)
+
+
+def test_a_step_after_one_whose_second_launch_failed_is_sound() -> None:
+    count = 4200  # More gradients than one launch carries.
+    params = [Parameter(torch.ones(1)) for _ in range(count)]
+    optimizer, plain = FusedAdam(params, max_grad_norm=1.0), make_like(params)
+    for each in (optimizer, plain):
+        for param in params_of(each):
+            param.grad = torch.ones(1)
+        each.step()
+    SHIM.cuda_on_cpu_fail_after(1)
+    with pytest.raises(RuntimeError, match="this launch fails"):
+        optimizer.step()
+    for each in (optimizer, plain):
+        each.step()
+    assert_same_state(optimizer, plain)
+
+
+def make_like(params: list[Parameter]) -> FusedAdam:
+    return FusedAdam([Parameter(param.detach().clone()) for param in params], max_grad_norm=1.0)
 
 
 def test_a_step_of_which_the_host_wants_to_hear_cannot_be_captured() -> None:
@@ -242,12 +342,10 @@ def test_a_refresh_without_any_step_before_does_nothing() -> None:
 def test_a_graph_outlives_steps_unlike_it() -> None:
     captured, plain = pair()
     for optimizer in (captured, plain):
-        grads = [param.grad for param in params_of(optimizer)]
-        drop_a_gradient(optimizer)
         optimizer.param_groups[0]["lr"] = 0.5
+        unscale_by_one(optimizer)
         train(optimizer, 1)
-        for param, grad in zip(params_of(optimizer), grads, strict=True):
-            param.grad = grad
+        del optimizer.grad_scale, optimizer.found_inf
     captured.refresh_hyperparameters()
     replay(captured, 2)
     train(plain, 2)
@@ -271,7 +369,7 @@ def test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream() -> Non
     optimizer = make()
     train(optimizer, 0)
     SHIM.cuda_on_cpu_use_stream(1)
-    drop_a_gradient(optimizer)
+    move_state(optimizer)
     train(optimizer, 1)
     SHIM.cuda_on_cpu_use_stream(0)
     set_lr(optimizer)

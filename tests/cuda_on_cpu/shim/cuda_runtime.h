@@ -31,6 +31,7 @@ inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
 // How memory is cached makes no difference here; which types there are is as on the device.
 inline double2 __ldcg(const double2* src) { return *src; }
 inline int __ldcg(const int* src) { return *src; }
+inline unsigned long long __ldcg(const unsigned long long* src) { return *src; }
 
 template <typename Word>
 Word __ldcs(const Word* src) {
@@ -52,6 +53,12 @@ inline void __threadfence() {}
 inline unsigned int atomicInc(unsigned int* address, unsigned int last) {
   const unsigned int old = *address;
   *address = old >= last ? 0 : old + 1;
+  return old;
+}
+
+inline int atomicAdd(int* address, int value) {
+  const int old = *address;
+  *address += value;
   return old;
 }
 

@@ -26,5 +26,7 @@
 
 // Asked of devices.
 #define is_cuda() type() == c10::kCPU
+// No memory is pinned where there is no CUDA.
+#define pinned_memory(wanted) pinned_memory(false && (wanted))
 // Asked of lr, the loss scale and the like, as in operators_on_cpu.cpp; and of the device then.
 #define is_cpu() is_cpu() && cuda_on_cpu::settings.numbers_on_host

@@ -16,6 +16,7 @@ std::array<Clock, kStreams> clocks;  // of each stream: what it has waited for
 int current = 0;
 bool capturing = false;
 std::vector<std::function<void()>> graph;
+int64_t launches_to_failure = -1;  // negative: none fails
 
 int number(Stream stream) { return static_cast<int>(reinterpret_cast<intptr_t>(stream)); }
 
@@ -33,6 +34,9 @@ void submit(Stream stream, std::function<void()> launch) {
   if (capturing) {
     graph.push_back(std::move(launch));
     return;
+  }
+  if (launches_to_failure >= 0 && launches_to_failure-- == 0) {
+    throw std::runtime_error("cuda_on_cpu: this launch fails");
   }
   put_on(stream, "a kernel");
   launch();
@@ -70,6 +74,10 @@ EXPORT void cuda_on_cpu_use_stream(int number) { cuda_on_cpu::current = number; 
 
 EXPORT void cuda_on_cpu_wait_for_all() {
   for (cuda_on_cpu::Clock& clock : cuda_on_cpu::clocks) clock = {};
+}
+
+EXPORT void cuda_on_cpu_fail_after(int64_t launches) {
+  cuda_on_cpu::launches_to_failure = launches;
 }
 
 EXPORT void cuda_on_cpu_capture(bool begin) {
