@@ -59,7 +59,7 @@ def fused(device: torch.device, count: int, max_grad_norm: float) -> FusedAdam:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0], ids=["", "clipped"])
-@pytest.mark.parametrize(("count", "launches"), [(300, 2), (4_000, 2), (8_001, 4)])
+@pytest.mark.parametrize(("count", "launches"), [(300, 2), (4_050, 2), (8_101, 4)])
 def test_a_step_of_fused_adam_is_few_launches_and_no_wait(
     count: int, launches: int, max_grad_norm: float, device: torch.device
 ) -> None:
@@ -68,6 +68,26 @@ def test_a_step_of_fused_adam_is_few_launches_and_no_wait(
     optimizer.step()
     kernels, waits = launches_and_waits(optimizer.step)
     assert len(kernels) == launches * STEPS, kernels[:20]
+    assert waits == []
+
+
+def test_gradients_that_come_and_go_cost_no_wait(device: torch.device) -> None:
+    optimizer = fused(device, 300, 1.0)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    optimizer.step()
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            param.grad = grad if i % 3 != count % 3 else None
+        optimizer.step()
+
+    step()
+    kernels, waits = launches_and_waits(step)
+    assert len(kernels) == 2 * STEPS, kernels[:20]
     assert waits == []
 
 

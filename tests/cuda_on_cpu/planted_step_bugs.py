@@ -77,7 +77,7 @@ PLANTED_STEP_BUGS = {
         "std::copy_n(check.carried, check.carried_bytes(), few.carried);",
         "std::copy_n(check.carried, check.carried_bytes() - 8, few.carried);",
         ONE_STEP,
-        rf"{READ_BEHIND}|{UNDEFINED}",
+        rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
     ),
     "what is carried lies in the padding before it": PlantedBug(
         "cuda/step_passes.h",
@@ -91,7 +91,7 @@ PLANTED_STEP_BUGS = {
         "if (check.carried_bytes() <= kFewTableBytes) {",
         "if (check.carried_bytes() >= 0) {",
         MANY_ROWS,
-        r"AddressSanitizer: stack-buffer-overflow",
+        r"AddressSanitizer: (stack-buffer-overflow|memcpy-param-overlap)",
     ),
     "an overflow is found again in the next step": PlantedBug(
         "cuda/step_decide.h",
