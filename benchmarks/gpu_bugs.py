@@ -54,8 +54,8 @@ STEPS = "tests/test_cuda_steps.py"
 BUGS = {
     "the-host-waits": Bug(
         "csrc/cuda/stepper.cpp",
-        "  impl_->resident->table.run(task, run, current);\n",
-        "  impl_->resident->table.run(task, run, current);\n"
+        "  resident.table.run(task, run, current);\n",
+        "  resident.table.run(task, run, current);\n"
         "  if (!run.captured) cudaStreamSynchronize(current);\n",
         f"{STEPS}::test_a_step_of_fused_adam_is_few_launches_and_no_wait -k 300",
         r"cudaStreamSynchronize",

@@ -357,7 +357,7 @@ def test_programs_for_which_no_time_is_left_are_named(
 
 
 def test_a_kernel_that_did_not_run_is_named() -> None:
-    with pytest.raises(AssertionError, match="chunks_kernel did not run"):
+    with pytest.raises(AssertionError, match="few_chunks_kernel did not run"):
         gpu_programs.profiled(gpu_programs.PROGRAMS["graph"], "cpu")
 
 
