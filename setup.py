@@ -99,7 +99,7 @@ def plan_cuda(force, home):
 
 
 def arch_obstacle(home):
-    """Return the sentence that stops the build if GPUs are named that it cannot be for."""
+    """Return the sentence that stops the build for an architecture it cannot be for, if any."""
     nvcc = os.path.join(home, "bin", "nvcc")
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
     archs = sorted(int(arch) for arch in re.findall(r"compute_(\d+)", listed) if int(arch) >= 70)
@@ -117,7 +117,7 @@ def arch_obstacle(home):
         return ""
     why = f"{nvcc} does not know it"
     if wrong[0] < 70:
-        why = "kernels take 32,000 bytes of arguments, and GPUs before 7.0 no more than 4,352"
+        why = "kernels take over 32,000 bytes of arguments, and GPUs before 7.0 no more than 4,352"
     return (
         f"{named}: it cannot be built for {wrong[0] // 10}.{wrong[0] % 10}, because {why}. {wish}"
     )

@@ -293,7 +293,10 @@ def test_architectures_that_nvcc_knows_are_no_obstacle(
 @pytest.mark.parametrize(
     ("archs", "why"),
     [
-        ("9.0;6.0", ": it cannot be built for 6.0, because kernels take 32,000 bytes of arguments"),
+        (
+            "9.0;6.0",
+            ": it cannot be built for 6.0, because kernels take over 32,000 bytes of arguments",
+        ),
         ("7.0", ": it cannot be built for 7.0, because {home}/bin/nvcc does not know it. "),
         ("9.5", ": Unknown CUDA arch (9.5) or GPU not supported. "),
         ("", ", and no GPU is here to build for. "),

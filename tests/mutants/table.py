@@ -1,4 +1,4 @@
-"""Slips of one line in apex_mp/, each with the tests that catch it, none of which names it."""
+"""Wrong lines for apex_mp/, each with the test file that has to fail with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Mutant(NamedTuple):
 
     Attributes:
         file: Under apex_mp/.
-        before: What stands there once; lines around it, where it stands more than once.
+        before: Text that the file holds once, with lines around it where needed.
         after: What the mutant has instead.
         tests: File under tests/, without "test_" and ".py".
     """
