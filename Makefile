@@ -63,6 +63,7 @@ PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 .PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist format clean
 
 help:
+	@echo 'make build      set up .venv and build into the source tree'
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
 	@echo 'make test       run the tests, but for the slow ones'
 	@echo 'make test-slow  run those that start processes or build'
@@ -77,10 +78,10 @@ help:
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
 	@echo 'make cuda-tests run all CPU tests on that build'
-	@echo 'make nightly    run all of these, and write benchmarks/results/nightly.json'
+	@echo 'make nightly    run all targets of .ci/run, and write benchmarks/results/nightly.json'
 	@echo 'make torch-oldest  run all CPU tests on the oldest torch that setup.py takes'
 	@echo 'make gpu        on a machine with a GPU: build, test, measure and sanitize, see docs/gpu.md'
-	@echo 'make gpu-prepare  build here what make gpu takes along to a machine that is lent for minutes'
+	@echo 'make gpu-prepare  build, without a GPU, what make gpu uses on another machine'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
 	@echo 'make clean      remove what the other targets made'
 

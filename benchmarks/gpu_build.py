@@ -27,7 +27,9 @@ import torch
 from benchmarks.gpu_bugs import BUGS, Change
 from benchmarks.gpu_machine import PREPARED, ROOT, ask
 
-WORK = ROOT / "build" / "gpu-prepare"  # stays here; PREPARED is what travels
+WORK = (
+    ROOT / "build" / "gpu-prepare"
+)  # intermediate files; only PREPARED is copied to the other machine
 PLACE = Path("apex_mp", f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
 RECIPE = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "apex_mp/_version.py")
 
@@ -49,7 +51,7 @@ def sources() -> dict[str, bytes]:
 
 
 def facts() -> dict[str, str]:
-    """Return what an extension must have been built for to be the one of this machine."""
+    """Return what must be the same where an extension is built and where it is used."""
     digest = hashlib.sha256()
     for name, content in sources().items():
         if name.startswith(("csrc/", "setup.py")):
@@ -58,7 +60,7 @@ def facts() -> dict[str, str]:
 
 
 def build(folder: Path, change: Change | None = None) -> None:
-    """Build in a copy of the sources, which it changes; only what that touches is compiled."""
+    """Build from a copy of the sources with a change; only files that it affects are compiled."""
     copy, start = WORK / "source", time.monotonic()
     wanted = sources()
     if change is not None:
@@ -88,7 +90,7 @@ def build(folder: Path, change: Change | None = None) -> None:
 
 
 def prepare() -> None:
-    """Fill PREPARED anew."""
+    """Empty PREPARED and build into it."""
     shutil.rmtree(PREPARED, ignore_errors=True)
     build(PREPARED)
     for kind, changes in FOLDERS.items():
@@ -102,7 +104,7 @@ def prepare() -> None:
 
 
 def obstacle(capability: str) -> str:
-    """Return why the extension of PREPARED is not the one of this machine, or nothing."""
+    """Return why the extension of PREPARED cannot be used here, or an empty string."""
     record = PREPARED / "_C.json"
     if not record.exists():
         return "none was made (make gpu-prepare)"

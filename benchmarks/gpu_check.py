@@ -1,7 +1,8 @@
 """`make gpu`: build, test, measure and sanitize on this machine's GPU, and write what came out.
 
 Each stage (`gpu_stages.stages`) has a time limit. The JSON and the archive of logs are written
-anew after each, so a run that is killed leaves what it knew. Nothing is installed or fetched.
+again after each, so a run that is killed leaves the results of those before. Nothing is installed
+or fetched.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run_into(log: Path, stage: Stage, limit: float) -> int | None:
 
 
 class Record:
-    """The JSON and the archive of logs: written anew at every change, never half."""
+    """The JSON and the archive of logs, which are replaced as a whole at each change."""
 
     def __init__(self, path: Path, facts: Facts, outcomes: dict[str, str]) -> None:
         self.path, self.facts = path, facts

@@ -65,7 +65,7 @@ def version_of(tool: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit, with "-dirty" behind it if files differ; of the build if git has none."""
+    """Return the commit, with "-dirty" if files differ; without git, the prebuilt extension's."""
     if said := ask("git", "describe", "--always", "--dirty", "--abbrev=40"):
         return said
     record = PREPARED / "_C.json"

@@ -33,7 +33,7 @@ SIZES = (1, 0, 9, 257, CHUNK - 1, 2 * CHUNK + 5)
 
 
 def filled(size: int, dtype: torch.dtype, device: str, offset: int = 0) -> torch.Tensor:
-    """Return numbers made on the host, `offset` numbers behind the begin of their memory."""
+    """Return numbers made on the host, `offset` numbers after the start of their memory."""
     return torch.linspace(-1.0, 1.0, size + offset).to(dtype).to(device)[offset:]
 
 
@@ -130,7 +130,7 @@ def replay_a_graph(device: str) -> None:
 
 
 def read_beyond(device: str) -> None:
-    """check_ is given 4096 numbers of which 16 are there."""
+    """Give check_ a tensor of 4096 numbers with memory for 16."""
     grad = torch.zeros(4096, device=device)
     grad.untyped_storage().resize_(64)
     sums = torch.zeros(1, dtype=F64, device=device)

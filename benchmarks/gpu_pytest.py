@@ -41,7 +41,7 @@ class Lines:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(facts) + "\n")
 
-    # A line without an outcome at the begin and at the end of a test.
+    # A line without an outcome at the start and at the end of a test.
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(name=nodeid)
 

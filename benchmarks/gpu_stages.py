@@ -1,4 +1,4 @@
-"""The stages of gpu_check: what each runs, and how it is judged. What tells most comes first."""
+"""The stages of gpu_check: what each runs, and how it is judged; the most useful come first."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     ]
 
 
-# Plugins that happen to be installed there are none of ours, and our warnings are errors.
+# Without other installed plugins: their warnings would be errors here.
 PYTEST_ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 # Errors of CUDA calls are not counted: torch tries some that fail, and those of our launches are
-# raised. Where only our kernels are looked at, a part of their mangled names says which they are;
-# initcheck must see all, or it takes for unwritten what a kernel of torch has written.
+# raised. Tools that check only our kernels find them by a part of their mangled names;
+# initcheck must see all, or memory that a kernel of torch has written counts as unwritten.
 SANITIZER_OPTIONS = [
     f"--error-exitcode={ERROR_EXIT_CODE}",
     "--report-api-errors=no",

@@ -4,7 +4,7 @@ No GPU is needed, but nvcc.
 
 python -m benchmarks.sass                            print the tables, and what is wrong
 python -m benchmarks.sass --archs 90 --files adam.cu    of one architecture and file
-python -m benchmarks.sass --save-results benchmarks/results/sass.json    the budgets of the tests
+python -m benchmarks.sass --save-results benchmarks/results/sass.json    what the tests compare with
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 FLAGS = ("-O3", "--fmad=false", "-lineinfo", "-DNDEBUG", "-std=c++17", "-Xptxas", "-v")
 # Four blocks of 256 threads share the registers of a multiprocessor.
 MOST_REGISTERS = 64
-# By which part figures may differ from the published ones before those have to be renewed.
+# Relative differences from the published figures; beyond them these have to be renewed.
 KERNEL_SLACK = {"registers": 0.05, "instructions": 0.05}
 LOOP_SLACK = {
     **{"instructions": 0.05, "fp16_turn": 0.05},
@@ -57,7 +57,7 @@ def compiler() -> str:
 
 
 def packaged(package: str, program: str) -> str:
-    """Return the path of a program that a package of PyPI brings."""
+    """Return the path of a program in an installed package."""
     files = importlib.metadata.distribution(package).files or []
     return str(next(file for file in files if file.name == program).locate())
 
@@ -99,7 +99,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def what_ptxas_said(said: str, file: str) -> Iterable[Row]:
-    """Yield a row for each kernel and architecture that ptxas speaks of."""
+    """Yield a row for each kernel and architecture in the messages of ptxas."""
     row: Row = {}
     for line in said.splitlines():
         if found := _KERNEL.search(line):
@@ -137,7 +137,7 @@ def faults(measured: Row, known: Row) -> list[str]:
 
 
 def faults_of(row: Row) -> Iterator[str]:
-    """Yield what no kernel may do, whatever its budget."""
+    """Yield what no kernel may do, published or not."""
     if row["registers"] > MOST_REGISTERS:
         yield f"takes {row['registers']} registers; {MOST_REGISTERS} are the most"
     if row["spilled"] or row["stack"] or row["local"]:

@@ -1,4 +1,4 @@
-"""The kernels compiled for sm_70 (V100), which nvcc 13 does not do: registers and spills.
+"""The kernels compiled for sm_70 (V100), which nvcc 13 does not support: registers and spills.
 
 No GPU is needed, but nvcc 13 and ptxas 12.9:
 

@@ -6,7 +6,7 @@
     python -m benchmarks.step --device stub     the same code as on a GPU, without one
     python -m benchmarks.step --extensions A B  compare builds, each an apex_mp in a folder A, B
 
-All cases take turns, in another order each round, and memory's speed is looked at before and after
+All cases take turns, in another order each round, and memory's speed is measured before and after
 each batch of steps, because it changes by the minute on a machine that is shared. The JSON is
 written after each round, so a run that is killed leaves what it knew.
 """
@@ -113,7 +113,7 @@ def place_of(args: argparse.Namespace, facts: dict[str, Any]) -> Path:
 
 
 def write(results: dict[str, Any], path: Path) -> None:
-    """Write the JSON, never half of it."""
+    """Write the JSON; a reader never finds half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -158,8 +158,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Box:
-    """A limit of time, which parts of a run share by their weights; what one leaves others get."""
+class TimeBudget:
+    """A time limit that parts of a run share by weight; what one leaves goes to later ones."""
 
     def __init__(self, seconds: float, weight: float) -> None:
         self.end, self.weight = time.monotonic() + seconds, weight
@@ -173,23 +173,23 @@ class Box:
 
 
 def measure_workloads(args: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
-    """Time all workloads; then, on a GPU, look what each step does there."""
+    """Time all workloads; then, on a GPU, profile their steps."""
     device = DEVICES[args.device]()
     cases, workloads = cases_of(device.kind, args.cases), workloads_of(args)
     reference = Reference(device, args.reference_mebibytes)
-    box = Box(args.seconds, weight=4 * len(workloads))
+    budget = TimeBudget(args.seconds, weight=4 * len(workloads))
     for workload in workloads:
         results["workloads"].append({})
-        for found in Measurement(workload, cases, reference).run(args.rounds, box.next(3)):
+        for found in Measurement(workload, cases, reference).run(args.rounds, budget.next(3)):
             results["workloads"][-1] = found
             write(results, path)
         say(step_report.table(results["workloads"][-1]))
     if not isinstance(device, Cuda):
         return
-    # Not of graphs, whose kernels are the same: with them the profiler has had bugs of its own.
+    # Without graphs: their kernels are the same, and the profiler has had bugs with them.
     cases = [case for case in cases if case not in step_cases.REPLAYED]
     for workload, measured in zip(workloads, results["workloads"], strict=True):
-        step_profile.profile(workload, cases, measured, device, box.next(1))
+        step_profile.profile(workload, cases, measured, device, budget.next(1))
         write(results, path)
         if step_report.profiled(measured):
             say(step_report.profile_table(measured))

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weig
 class Pass(NamedTuple):
     """One way over all parameters: bytes read and written for each of them.
 
-    `kernel` is part of the name of the CUDA kernel of ours that makes it; empty for another's.
+    `kernel` is part of the name of the CUDA kernel of ours that makes it; empty if it is not ours.
     """
 
     name: str
@@ -159,7 +159,7 @@ def parameters(tensors: Iterable[Tensor]) -> list[Parameter]:
 
 
 def bring_in(params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
-    """Set gradients as a backward after zero_grad() does: as tensors that nobody has seen."""
+    """Set gradients as a backward after zero_grad() does: as new tensors."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.data  # Unlike detach(), no operator that a profiler has to record.
 

@@ -148,7 +148,7 @@ def torch_scaled_clip(arena: Arena) -> Running:
 
 
 def replayed(running: Running, at: Tensor) -> Running:
-    """A step as a CUDA graph replays it, always with the same gradients."""
+    """Return a step as a CUDA graph replays it, always with the same gradients."""
     for _ in range(2):
         running.prepare()
         running.step()

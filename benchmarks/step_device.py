@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from apex_mp import device_scale
 from benchmarks.step_arena import Running
 
-# Blocks of a trace, with the case's name behind: the step as the host takes it, and until the
-# device has done it.
+# Blocks of a trace, each followed by the case's name: the step on the host, and until the device
+# has done it.
 STEP, WHOLE = "benchmarks.step host: ", "benchmarks.step device: "
 TRACED = 3  # steps
 # Kernels before them: a session of the profiler can lose its first ones (pytorch #192021).
@@ -121,7 +121,7 @@ class Stub(Cuda):
         pass
 
     def trace(self, running: dict[str, Running], deadline: float) -> list[Any]:
-        """Say of each operator of torch that a kernel was launched for it."""
+        """Add a launch and a kernel for each operator of torch."""
         events = super().trace(running, deadline)
         return [*events, *(stub for event in events for stub in _stubs(event))]
 

@@ -35,7 +35,7 @@ def profile(
     deadline: float,
 ) -> None:
     """Add a profile to each row of a workload that was measured."""
-    gc.collect()  # what the last workload has left
+    gc.collect()  # tensors of the workload before
     rows = {row["case"]: row for row in measured["rows"]}
     arena = Arena(workload.shapes, device.tensors)
     running = {}
@@ -102,7 +102,7 @@ def _summary(called: Sequence[Any], done: Sequence[Any], steps: int) -> dict[str
 
 
 def _outermost(called: Sequence[Any]) -> Iterator[Any]:
-    """Leave out the driver's calls within those of the runtime."""
+    """Yield the calls that are not within another: those of the driver within the runtime's."""
     end = 0.0
     for event in sorted(called, key=lambda event: (event.time_range.start, -event.time_range.end)):
         if event.time_range.start >= end:

@@ -1,4 +1,4 @@
-"""How benchmarks.step takes times: in rounds, each batch of steps between two looks at memory."""
+"""How benchmarks.step takes times: in rounds, memory's speed before and after each batch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def batch(case: Running, steps: int, device: Cpu) -> tuple[list[float], list[flo
 
 
 def look(case: Running, steps: int, reference: Reference, *, again: bool) -> Time:
-    """Time a batch between two looks at memory's speed."""
+    """Time a batch, with memory's speed before and after."""
     case.prepare()
     before = reference.speed()
     took, host = batch(case, steps, reference.device)
@@ -121,7 +121,7 @@ def start(case: Case, arena: Arena, device: Cpu) -> Running | str:
         device.wait()
     except torch.OutOfMemoryError:
         return "the device has too little memory"
-    # A package of others can fail in any way, which is told; ours and torch must not.
+    # Other packages may fail in any way, which is reported; ours and torch must not.
     except Exception as error:
         if not case.package:
             raise
@@ -138,7 +138,7 @@ def reason(error: Exception) -> str:
 def take_turns(
     running: dict[str, Running], rounds: int, deadline: float, take: Callable[[str], T]
 ) -> Iterator[dict[str, list[T]]]:
-    """Yield after each round what `take` has found, each time in another order.
+    """Yield all results of `take` after each round; each has another order of cases.
 
     Args:
         running: The cases.
@@ -181,7 +181,7 @@ class Measurement:
     """
 
     def __init__(self, workload: Workload, cases: Sequence[Case], reference: Reference) -> None:
-        gc.collect()  # what the last workload has left
+        gc.collect()  # tensors of the workload before
         self.workload, self.cases, self.reference = workload, cases, reference
         self.arena = Arena(workload.shapes, reference.device.tensors)
         self.running: dict[str, Running] = {}
@@ -191,7 +191,7 @@ class Measurement:
         self.rounds = 0
 
     def run(self, rounds: int, deadline: float) -> Iterator[dict[str, Any]]:
-        """Yield what is known so far, whenever there is more; the first look only warms up."""
+        """Yield the results after each case, whose first time is a warm-up, and each round."""
         for case in self.cases:
             self._start(case, deadline)
             yield self.result()
@@ -229,7 +229,7 @@ class Measurement:
         return max(1, min(self.reference.device.steps, fitting))
 
     def result(self) -> dict[str, Any]:
-        """Return what the table says."""
+        """Return the results so far."""
         times = self.times
         speeds = [time.reference for each in times.values() for time in each] or [0.0]
         return {

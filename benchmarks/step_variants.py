@@ -61,7 +61,7 @@ class Build:
         )
 
     def ask(self, **request: Any) -> dict[str, Any] | None:
-        """Return what a round has given, or None if the process has ended."""
+        """Return the result of a round, or None if the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -77,7 +77,7 @@ class Build:
         return answer
 
     def end(self) -> None:
-        """Have the process end."""
+        """End the process."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It has ended, with a request unread.
             self.process.stdin.close()
@@ -91,7 +91,7 @@ class Build:
 def serve() -> None:
     """Answer each request, a line of JSON, with the times of a round."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What a package prints is no answer.
+    os.dup2(2, 1)  # What a package prints must not mix with the answers.
     name, measurement, rounds = None, None, None
     for line in sys.stdin:
         request = json.loads(line)
@@ -124,12 +124,12 @@ Round = dict[str, dict[str, Time]]  # by build, by case
 def compare(
     args: argparse.Namespace, say: Callable[[str], None], write: Callable[[list[Any]], None]
 ) -> None:
-    """Have each build time each workload in turns; write what is known after each round."""
+    """Time each workload with each build in turns; write the results after each round."""
     names = [folder.resolve().name for folder in args.extensions]
     if len(set(names)) < len(names):
         raise ValueError(f"--extensions: the folders need names of their own, not {names}")
     workloads = [each for each in step.workloads_of(args) if each.parameters <= MOST_PARAMETERS]
-    box = step.Box(args.seconds, weight=len(workloads))
+    budget = step.TimeBudget(args.seconds, weight=len(workloads))
     found: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         builds = {}
@@ -145,7 +145,7 @@ def compare(
             }
             rounds: list[Round] = []
             failed: dict[str, Any] = {}
-            deadline, begin, took = box.next(1), time.monotonic(), 0.0
+            deadline, begin, took = budget.next(1), time.monotonic(), 0.0
             found.append({})
             while len(rounds) < args.rounds and begin + took < deadline:
                 rounds.append(take_round(builds, request, failed))
@@ -183,7 +183,6 @@ def summary(
         for case in (rounds[0][builds[0]] if builds else ())
         if all(case in rounds[0][name] for name in builds)
     ]
-
     rows = []
     for case in cases:
         row: dict[str, Any] = {"case": case, "builds": {}}

@@ -201,10 +201,10 @@ def test_only_a_whole_run_goes_beside_the_published_results(arguments, folder):
 def test_parts_of_a_run_share_what_is_left_of_its_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
-    box = benchmark.Box(80.0, weight=8)
-    assert box.next(3) == 130.0
+    budget = benchmark.TimeBudget(80.0, weight=8)
+    assert budget.next(3) == 130.0
     now[0] = 105.0  # It took less: 75 seconds and a weight of 5 are left.
-    assert box.next(3) == 150.0
+    assert budget.next(3) == 150.0
     now[0] = 170.0
-    assert [box.next(1), box.next(1)] == [175.0, 180.0]
-    assert benchmark.Box(math.inf, weight=1).next(1) == math.inf
+    assert [budget.next(1), budget.next(1)] == [175.0, 180.0]
+    assert benchmark.TimeBudget(math.inf, weight=1).next(1) == math.inf

@@ -31,7 +31,7 @@ def git(*arguments: str) -> None:
 
 @pytest.fixture
 def ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program, in a small repository with the targets of ours."""
+    """The program, in a small repository with the targets of this one."""
     monkeypatch.chdir(tmp_path)
     loader = importlib.machinery.SourceFileLoader("ci_run", str(RUN))
     spec = importlib.util.spec_from_loader("ci_run", loader)

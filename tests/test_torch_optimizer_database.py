@@ -1,7 +1,7 @@
 """torch's own database of optimizers drives ours: its constructors, schedulers and wrong inputs.
 
 torch's test_optim.py runs on `torch.testing._internal.common_optimizers`; what that asserts of
-torch's optimizers is asserted here of ours, anew.
+torch's optimizers is asserted here of ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Subject(NamedTuple):
     Attributes:
         make: Makes ours from parameters and torch's arguments.
         twin: torch's class.
-        not_supported: Arguments that are refused, with the reason; a test holds the refusal.
+        not_supported: Arguments that are refused, with a part of the error message.
     """
 
     make: Make
