@@ -72,6 +72,22 @@ def test_outside_of_modules_no_cast_is_kept() -> None:
     assert handle.cache == {}
 
 
+def test_a_region_of_another_dtype_in_a_module_gets_casts_of_its_own() -> None:
+    class TwoDtypes(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            around = F.linear(x, self.weight)
+            with torch.autocast("cpu", torch.bfloat16):
+                return around, F.linear(x, self.weight)
+
+    model = TwoDtypes(3, 2)
+    nn.init.constant_(model.weight, 1e5)  # too large for float16
+    amp.init(device_type="cpu")
+    around, inside = model(X)
+    assert (around.dtype, inside.dtype) == (F16, BF16)
+    assert around.isinf().all()
+    assert inside.isfinite().all()
+
+
 def test_the_handle_shows_and_forgets_what_is_kept() -> None:
     handle = amp.init(device_type="cpu")
     seen: list[Any] = []

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 
 from apex_mp import amp
 from apex_mp.amp import scaling
+from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
@@ -1216,6 +1217,17 @@ def test_an_overflow_left_scaled_is_found_by_the_last_block(
     assert scaler.loss_scale() == SCALE / 2
     optimizer.step()
     assert_grads([weight, other], 1.0, 1.0)
+
+
+def test_an_overflow_lowers_the_scale_of_each_loss_that_was_left_scaled(
+    handle: Any, device: torch.device
+) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    first, second = LossScaler(), LossScaler()
+    delayed(first, pull((weight, INF)), optimizer, delay_unscale=True)
+    delayed(second, pull((weight, 1.0)), optimizer)
+    assert first.loss_scale() == second.loss_scale() == SCALE / 2
 
 
 def test_gradients_of_one_optimizer_are_left_scaled_without_the_others(

@@ -11,10 +11,18 @@ from fp16_cases import INF, NAN
 
 from apex_mp import amp
 from apex_mp.amp.scaler import LossScaler
+from apex_mp.loss_scale import DynamicLossScale
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
 SMALLEST_NORMAL = 2.0**-126
+
+
+def test_overflows_since_the_scale_changed_are_saved() -> None:
+    scaler = after(LossScaler(DynamicLossScale(hysteresis=3)), "xx")
+    resumed = LossScaler(DynamicLossScale(hysteresis=3))
+    resumed.load_state_dict(scaler.state_dict())
+    assert after(resumed, "x").loss_scale() == after(scaler, "x").loss_scale() == 2.0**15
 
 
 def after(scaler: LossScaler, overflows: str) -> LossScaler:

@@ -334,6 +334,8 @@ def test_disable_casts_is_of_one_thread() -> None:
 
     def in_block() -> Any:
         with handle._disable_casts():
+            with handle._disable_casts():
+                pass
             return dtypes_of(F16), Model()()
 
     with executor() as run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,17 @@ def test_a_run_that_was_saved_goes_on_with_the_same_bits(
     )
     train(other, 4)
     assert all(map(torch.equal, everything(run), everything(other)))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "FP16_Optimizer" in name])
+def test_saved_masters_do_not_change_with_the_run(name: str) -> None:
+    run = begin(RUNS[name], 7, 3)
+    saved = get_optimizer_state_dict(*run[:2])["state"]
+    masters = [each["master_param"] for each in saved.values() if "master_param" in each]
+    before = copy.deepcopy(masters)
+    assert before
+    train(run, 2)
+    assert all(map(torch.equal, masters, before))
 
 
 def test_asking_a_new_optimizer_for_its_state_takes_no_step() -> None:

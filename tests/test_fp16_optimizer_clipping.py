@@ -143,11 +143,14 @@ NORMS = [math.sqrt(4 * 64 + 5 * 16), math.sqrt(3 * 4), math.sqrt(6)]
 @faces
 @pytest.mark.parametrize("clip", ["group", "global"])
 @pytest.mark.parametrize("look", [True, False], ids=["looked at", "unlooked at"])
+@pytest.mark.parametrize("hook", [True, False], ids=["with a hook", "without"])
 def test_max_grad_norm_clips_each_group(
-    look: bool, clip: str, face: Any, device: torch.device
+    hook: bool, look: bool, clip: str, face: Any, device: torch.device
 ) -> None:
     inner = FusedAdam(groups_of_two(device), betas=(0.0, 0.999), max_grad_norm=1.0)
     optimizer = wrap(inner, face, clip=clip)
+    if hook:
+        optimizer.register_step_pre_hook(lambda *_: None)
     params = [
         param
         for group in optimizer._grads.groups

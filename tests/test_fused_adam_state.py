@@ -531,3 +531,19 @@ def test_float64_is_the_default_dtype_of_somebody(device: torch.device) -> None:
         torch.set_default_dtype(F32)
     bounds = TRAJECTORY_TOLERANCES[F32]
     assert_same_trajectory(optimizer, again_params, source, params, bounds)
+
+
+def test_a_step_count_that_is_a_number_goes_on(device: torch.device) -> None:
+    """As apex had it in a parameter's state, which a script may have filled by itself."""
+    results = []
+    for as_number in (False, True):
+        params = make_params(device)
+        optimizer = FusedAdam(params)
+        train(optimizer, params, FIRST)
+        if as_number:
+            for state in optimizer.state.values():
+                state["step"] = int(state["step"])
+        train(optimizer, params, REST)
+        results.append(params)
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)

@@ -277,6 +277,16 @@ def test_a_norm_that_is_given_is_that_of_the_scaled_gradients(
     torch.testing.assert_close(weight.detach(), torch.full((4,), -0.25, device=device))
 
 
+def test_clipping_divides_as_torch_does_where_norms_are_tiny(device: torch.device) -> None:
+    weight = Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.full((1,), 1e-3, device=device)
+    FusedSGD([weight], 1.0, max_grad_norm=1e-4).step()
+    expected = torch.full((1,), -1e-3, device=device, requires_grad=True)
+    expected.grad = torch.full((1,), 1e-3, device=device)
+    torch.nn.utils.clip_grad_norm_([expected], 1e-4)
+    torch.testing.assert_close(-weight.detach(), expected.grad, rtol=1e-6, atol=0.0)
+
+
 # --- The legacy call.
 
 

@@ -137,7 +137,7 @@ AMP = {
         "amp/casting.py",
         "source = torch.float32 if target is low else low",
         "source = low if target is low else torch.float32",
-        "amp_casts",
+        "amp_policy",
     ),
     "casts end with the first function that is not cast inside": Mutant(
         "amp/casting.py",
@@ -190,11 +190,11 @@ AMP = {
 }
 
 FP16_UTILS = {
-    "a float16 loss is scaled in float16 by FP16_Optimizer": Mutant(
+    "a legacy step is told of no loss scale": Mutant(
         "fp16_utils/fp16_optimizer.py",
-        "wide = loss if loss.dtype == torch.float64 else loss.float()",
-        "wide = loss",
-        "fp16_optimizer_overflow",
+        '"scale": float(scale),',
+        '"scale": 1.0,',
+        "fp16_optimizer_in_torch",
     ),
     "a backward that raised leaves scaled gradients": Mutant(
         "fp16_utils/fp16_optimizer.py",
@@ -206,7 +206,7 @@ FP16_UTILS = {
         "fp16_utils/fp16_optimizer.py",
         "        self._grads.accept_edits()\n        return norm",
         "        return norm",
-        "fp16_optimizer_clipping",
+        "fp16_optimizer_accumulation",
     ),
     "inf that an edit brings in is not seen": Mutant(
         "fp16_utils/fp16_optimizer.py",
@@ -290,7 +290,7 @@ FP16_UTILS = {
         "fp16_optimizer_accumulation",
     ),
     "float32 parameters of a mixed model are unscaled twice": Mutant(
-        "master_grads.py", "grads[index] = grad * here", "pass", "fp16_optimizer_training"
+        "master_grads.py", "grads[index] = grad * here", "pass", "fp16_optimizer_legacy"
     ),
     "a scale survives zero_grad": Mutant(
         "master_grads.py",
@@ -308,13 +308,13 @@ FP16_UTILS = {
         "master.py",
         "self.master_params = [param for param in params if param in model_of]",
         "self.master_params = [*model_of]",
-        "fp16_optimizer_masters",
+        "fp16_optimizer_checkpoints",
     ),
 }
 
 OPTIMIZERS = {
     "a step that raised leaves new state": Mutant(
-        "optimizers/fused_adam.py", _UNDONE, _NOT_UNDONE, "fused_adam_errors"
+        "optimizers/fused_adam.py", _UNDONE, _NOT_UNDONE, "several_devices_refusals"
     ),
     "a skipped first step leaves new state": Mutant(
         "optimizers/fused_adam.py",
@@ -386,7 +386,7 @@ OPTIMIZERS = {
         "optimizers/_sgd_step.py",
         "return 1.0 if excess <= 1.0 else excess",
         "return excess",
-        "fused_sgd",
+        "fused_sgd_in_wrappers",
     ),
     "gradients that are not scaled are left out of the norm": Mutant(
         "optimizers/_sgd_step.py",
@@ -455,13 +455,13 @@ CHECKPOINTS = {
         "fp16_utils/_checkpoint.py",
         "torch.where(master.to(model.dtype) == model, master, model.float()).detach()",
         "model.float()",
-        "fp16_optimizer_checkpoints",
+        "fp16_optimizer_old_checkpoints",
     ),
     "groups that fit are brought into the order of early 2018": Mutant(
         "fp16_utils/_checkpoint.py",
         '            or _inner_state.fits(inner["state"], saved, ours)\n',
         "",
-        "fp16_optimizer_old_checkpoints",
+        "fp16_optimizer_checkpoints",
     ),
     "masters in a state_dict are those in use": Mutant(
         "fp16_utils/_checkpoint.py",
@@ -488,7 +488,7 @@ CHECKPOINTS = {
         "amp/_checkpoint.py", "scaler.value = value", "pass", "amp_checkpoints"
     ),
     "overflows since the scale changed are not loaded": Mutant(
-        "amp/scaler.py", 'overflows=state.get("overflows", 0)', "overflows=0", "amp_checkpoints"
+        "amp/scaler.py", 'overflows=state.get("overflows", 0)', "overflows=0", "amp_scaler"
     ),
     "saved masters go on with the run": Mutant(
         "parallel/checkpoint_view.py",
