@@ -33,7 +33,12 @@ def nothing_waits() -> Iterator[None]:
 
 def launches_and_waits(step: Callable[[], Any]) -> tuple[list[str], list[str]]:
     """Names of our kernels, and of all that the host waited for or copied from pageable memory."""
+    small = torch.zeros(1, device="cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        # A session of the profiler can lose its first kernels (pytorch #192021).
+        for _ in range(1000):
+            small.add_(1.0)
+        torch.cuda.synchronize()
         with record_function(BLOCK):
             for _ in range(STEPS):
                 step()
