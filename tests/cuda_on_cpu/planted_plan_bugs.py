@@ -61,7 +61,7 @@ PLANTED_PLAN_BUGS = {
         r"assert \(",
         net=NET,
     ),
-    "nobody waits for the other stream": PlantedBug(
+    "no stream waits for the other": PlantedBug(
         "cuda/stepper.cpp",
         "    wait_for(*stream, current);\n",
         "",
@@ -151,7 +151,7 @@ PLANTED_PLAN_BUGS = {
     ),
     "an empty gradient is none": PlantedBug(
         "step/row_memory.h",
-        "if (grad.data == nullptr) grad.data = step;",
+        "if (grad.data == nullptr) grad.data = not_null;",
         "",
         f"{STEPPER}::test_steps_of_an_empty_parameter_are_counted",
         r"AssertionError|assert ",
