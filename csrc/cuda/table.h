@@ -24,16 +24,10 @@ static_assert(kChunkSize % 16 == 0);
 // Room for a few tensors. What a launch takes to bring arguments to the device grows with them.
 constexpr int kFewTableBytes = 3600;
 
-// A kernel may take 32,764 bytes of arguments since CUDA 12.1 and from sm_70 on, else 4,096. The
-// numbers and pointers beside the table take less than the rest.
-constexpr int kTableBytes = [] {
-#if defined(__CUDA_ARCH_LIST__)
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch < 700) return kFewTableBytes;
-  }
-#endif
-  return CUDART_VERSION >= 12010 ? 32400 : kFewTableBytes;
-}();
+// A kernel may take 32,764 bytes of arguments since CUDA 12.1, before that 4,096. The numbers and
+// pointers beside the table take less than the rest. setup.py refuses GPUs before sm_70, where
+// 4,096 bytes are the limit.
+constexpr int kTableBytes = CUDART_VERSION >= 12010 ? 32400 : kFewTableBytes;
 
 template <int kArrays>
 struct Table {
