@@ -13,7 +13,8 @@ __device__ bool is_skipped(const Adam& task) {
   return task.found_inf != nullptr && *task.found_inf != 0.0f;
 }
 
-// One thread for each tensor: the powers of beta are dear in double, and shared by a whole tensor.
+// One thread for each tensor: the powers of beta are expensive in double, and shared by a whole
+// tensor.
 __global__ void __launch_bounds__(kBlockSize)
     prepare_kernel(const __grid_constant__ FloatTable table, const Adam task) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kBlockSize + threadIdx.x;

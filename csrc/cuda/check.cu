@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kBlockSize)
   int32_t found = 0;
   const double sum = block_sum(sum_squares(part, found));
   if (threadIdx.x == 0) chunk_sums[table.launch.first_chunk + blockIdx.x] = sum;
-  if (found && found_inf != nullptr) *found_inf = 1.0f;  // Whoever writes writes the same.
+  if (found && found_inf != nullptr) *found_inf = 1.0f;  // All writers store the same value.
 }
 
 // One block for each tensor of the launch; an empty tensor gets 0.

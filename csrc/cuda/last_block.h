@@ -7,7 +7,7 @@ namespace apex_mp::cuda {
 
 // Returns true in all threads of one block: the last of `blocks` that come here, in one launch or
 // in several on one stream. `arrived` must be 0 before the first; the last block leaves it 0, so
-// nobody has to clear it for the next step. Every thread of every block must come here, once.
+// it is clear for the next step. Every thread of every block must come here, once.
 //
 // The protocol, as in cooperative groups: the barrier hands the writes of the block's threads to
 // thread 0, whose fence puts them before its count; the last block's fence and barrier put the

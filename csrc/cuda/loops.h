@@ -10,7 +10,7 @@
 
 namespace apex_mp::cuda {
 
-// Of the first numbers, as many as a vector has, bit i is set if an aligned vector begins at i.
+// Of the first kWidth numbers, bit i is set if an aligned vector begins at number i.
 template <uint32_t kWidth>
 __device__ uint32_t aligned_heads(const Array& array) {
   const int64_t bytes = size_of(array.dtype);
@@ -51,8 +51,8 @@ __device__ double wide_sum_sq(const Array& array, int index, Span<kWidth, kCount
   return sum_sq;
 }
 
-// No number is looked at while sums are finite: inf and NaN have no finite square, and a sum of
-// squares that has become inf or NaN stays so.
+// Numbers are checked one by one only if their sum is not finite: inf and NaN have no finite
+// square, and a sum of squares that has become inf or NaN stays so.
 template <typename opmath_t, int kWidth, int kCount>
 __device__ double sum_vectors(const Array& array, int index, Span<kWidth, kCount> span,
                               int32_t& found_inf) {
@@ -73,7 +73,7 @@ __device__ double sum_vectors(const Array& array, int index, Span<kWidth, kCount
   return wide_sum_sq<opmath_t>(array, index, span, found_inf);
 }
 
-// This thread's share of the sum of squares of numbers of one dtype: saying which spares a branch
+// This thread's share of the sum of squares. The dtype is a template argument, which saves a branch
 // for every vector.
 template <typename opmath_t, DType dtype>
 __device__ double sum_squares_of(const Part<1>& part, int32_t& found_inf) {
@@ -121,7 +121,7 @@ __device__ void write_unscaled(const opmath_t (&grad)[width],
                                const UnscaledGrad<opmath_t>& unscaled, int index, SpanOf span) {
   if (unscaled.array.data == nullptr) return;
   opmath_t numbers[width];
-  int32_t found_inf = 0;  // A step that is taken has finite gradients, or nobody asked.
+  int32_t found_inf = 0;  // A step that is taken has finite gradients, or was not checked.
 #pragma unroll
   for (int i = 0; i < width; ++i) {
     numbers[i] = math::unscale(grad[i], unscaled.inv_scale, found_inf);

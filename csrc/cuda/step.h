@@ -22,9 +22,9 @@ struct StepOutcome {
   float found_inf;                     // 1: nothing was stepped
   math::LossScaleState loss_scale;     // for the next step; 0 if there is none
   double scale;                        // what scaled gradients were divided by
-  double norm;                         // of all gradients, unscaled; NaN if nobody wanted norms
+  double norm;                         // of all gradients, unscaled; NaN if norms were not wanted
   int32_t nonfinite_rows[kRowsNamed];  // the first ones, of those that have a gradient, then -1;
-                                       // none if nobody wanted norms
+                                       // none if norms were not wanted
 };
 
 static_assert(sizeof(StepOutcome) % 16 == 0);  // Nothing lies between it and the groups'.
@@ -32,7 +32,7 @@ static_assert(sizeof(StepOutcome) % 16 == 0);  // Nothing lies between it and th
 struct StepRun {
   void* memory;  // StepTable::bytes() of it on the device, which begin with StepTable::image()
   step::LossScale loss_scale;
-  bool norms = false;     // take norms even if nobody clips by them
+  bool norms = false;     // take norms even without clipping
   bool captured = false;  // groups stay in memory as they are: a replay must read them there
 };
 // A graph keeps what is not in memory: gradients' addresses, whether to check and to take norms,
@@ -42,7 +42,7 @@ struct StepRun {
 struct StepMemory;
 
 // What the device must know of a task, but for gradients' addresses, which move from step to step.
-// One table serves one stream at a time: whoever orders steps on parameters orders them on it.
+// One table serves one stream at a time: ordering steps on parameters orders them on it.
 class StepTable {
  public:
   // A row whose grad.data is nullptr has no gradient yet. Throws std::length_error for more than

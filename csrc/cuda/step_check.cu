@@ -9,10 +9,10 @@
 namespace apex_mp::cuda {
 namespace {
 
-// CUDA_ARCH_LIST and toolkit decide, see kTableBytes.
+// The toolkit decides, see kTableBytes.
 static_assert(sizeof(FullCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
 
-constexpr int kThreadsForRow = 2;  // one for each beta: powers are dear in double
+constexpr int kThreadsForRow = 2;  // one for each beta: powers are expensive in double
 
 __device__ const void* grad_of(const StepCheck& check, int32_t row) {
   return check.carried_grads()[row - check.first_row];
@@ -29,7 +29,7 @@ __device__ void look_after_row(const StepCheck& check, int32_t row, int beta) {
       options.bias_correction, beta == 0 ? options.beta1 : options.beta2, step);
 }
 
-// By all threads of one block. Nobody reads groups in memory in this launch, see group_of().
+// By all threads of one block. No thread reads groups in memory in this launch, see group_of().
 __device__ void write_groups(const StepCheck& check) {
   for (int32_t i = threadIdx.x; i < check.groups; i += kBlockSize) {
     check.memory.groups[check.first_group + i] = group_of(check, check.first_group + i);

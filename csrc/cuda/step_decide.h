@@ -62,7 +62,7 @@ __device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group
 // Each thread decides on some groups, and knows all sums. Returns the norm of all gradients.
 __device__ inline double decide_on_groups(const StepCheck& check, double scale) {
   const StepMemory& memory = check.memory;
-  const auto sum_of = [&](int32_t group) {  // NaN: nobody knows.
+  const auto sum_of = [&](int32_t group) {  // NaN: not summed.
     return check.decision.sums ? memory.group_sums[group] : math::SumSq{NAN, NAN};
   };
   math::SumSq all = {0.0, 0.0};
@@ -80,7 +80,7 @@ __device__ inline double decide_on_groups(const StepCheck& check, double scale) 
   return math::unscaled_norm(all, scale);
 }
 
-// By one thread, when nobody needs the scale of this step any more.
+// By one thread, when the scale of this step is not needed any more.
 __device__ inline math::LossScaleState next_loss_scale(const step::LossScale& loss_scale,
                                                        bool found_inf) {
   if (loss_scale.scale == nullptr) return {0.0f, 0, 0};
@@ -125,7 +125,7 @@ static __device__ inline int32_t number_with_grad(const StepMemory& memory, int3
   return count;
 }
 
-// Rare, and so without haste. By all threads.
+// Rare, so not optimized. By all threads.
 __device__ inline void name_nonfinite_rows(const StepMemory& memory) {
   int32_t begin = 0;
   for (int i = 0; i < kRowsNamed; ++i) {

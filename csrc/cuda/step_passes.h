@@ -43,7 +43,7 @@ struct alignas(16) StepCheck {
 // gradients, as many as there is room for.
 template <int kBytes>
 struct CarryingCheck : StepCheck {
-  alignas(16) char carried[kBytes];  // Not in what the struct before it pads.
+  alignas(16) char carried[kBytes];  // Not in the padding of StepCheck.
 };
 using FullCheck = CarryingCheck<kTableBytes>;
 using FewCheck = CarryingCheck<kFewTableBytes>;

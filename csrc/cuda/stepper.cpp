@@ -143,7 +143,7 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
   }
   Resident& resident = *impl_->resident;
   run.memory = resident.memory.mutable_data_ptr();
-  // Unless all launches succeed: then some blocks have been counted, and the last never comes.
+  // Stays false if a launch fails: then some blocks have been counted, and the last never comes.
   resident.ready = false;
   resident.table.run(task, run, current);
   resident.ready = true;
@@ -176,7 +176,7 @@ step::Outcome read_outcome(const at::Tensor& bytes) {
   for (const int32_t row : outcome.nonfinite_rows) {
     if (row >= 0) told.nonfinite_rows.push_back(row);
   }
-  if (std::isnan(outcome.norm) && !told.found_inf) return told;  // Nobody measured norms.
+  if (std::isnan(outcome.norm) && !told.found_inf) return told;  // Norms were not measured.
   const char* end = begin + bytes.numel();
   for (const char* at = begin + sizeof(outcome); at < end; at += sizeof(math::GroupOutcome)) {
     math::GroupOutcome group;

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kBlockSize)
   const int32_t found_inf = part.double_math
                                 ? unscale_part<double>(part, inv_scale)
                                 : unscale_part<float>(part, static_cast<float>(inv_scale));
-  if (found_inf) *task.found_inf = 1.0f;  // Whoever writes writes the same.
+  if (found_inf) *task.found_inf = 1.0f;  // All writers store the same value.
 }
 
 template <typename opmath_t>

@@ -64,8 +64,8 @@ __device__ void walk(const PartOf& part, const Body& body) {
   walk_vectors<kVector<opmath_t, kArrays>, kCount>(part, body);
 }
 
-// `width` numbers as they lie in memory. Whoever needs several arrays loads them all before
-// converting any, so that the loads are under way together.
+// `width` numbers as they lie in memory. A kernel loads all arrays that it needs before it
+// converts any, so that the loads are under way together.
 template <typename opmath_t, int width>
 struct Raw {
   uint32_t words[width * sizeof(opmath_t) / sizeof(uint32_t)];

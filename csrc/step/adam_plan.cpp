@@ -387,7 +387,7 @@ bool AdamPlan::takes_long(bool wait) const {
 }
 
 // Lets other Python threads run meanwhile. They may set a gradient to None: so its tensors are held
-// while the step lasts, which would be dear for many tiny ones.
+// while the step lasts, which would be expensive for many tiny ones.
 Outcome AdamPlan::run_beside_python(const LossScale& loss_scale, bool wait) {
   std::vector<at::Tensor> written;
   std::vector<at::Tensor> read;

@@ -43,7 +43,7 @@ struct Given {
 
 // Owns no tensor. Between steps it keeps the order of the state, and empty lists with room. What a
 // step uses it has read in that step from the objects that Python has now; so nothing is to be
-// invalidated when somebody replaces, moves, reshapes or reloads something.
+// invalidated when a tensor is replaced, moved, reshaped or reloaded.
 class AdamPlan {
  public:
   // Reads and checks everything and changes nothing. Returns which parameters have no state, or one

@@ -32,7 +32,7 @@ inline const AdamStateNames& adam_state_names() {
 }
 
 // Goes through the entries and compares the addresses of their names. Needs nothing of the
-// interpreter but that nobody writes to the dictionary.
+// interpreter but that the dictionary is not written meanwhile.
 inline AdamState read_usual_state(PyObject* dictionary) {
   const AdamStateNames& names = adam_state_names();
   AdamState state;

@@ -21,7 +21,7 @@ class GradMarks {
 
  private:
   struct Mark {
-    const PyObject* param;  // this and the next: addresses to compare, owned by nobody
+    const PyObject* param;  // this and the next: addresses to compare, not owned
     const at::TensorImpl* grad;
     const void* data;
     c10::VariableVersion counter;

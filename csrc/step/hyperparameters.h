@@ -1,4 +1,4 @@
-// The options of a parameter group, read anew for each step: whoever changes one is heard.
+// The options of a parameter group, read again for each step, so that changes take effect.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -5,7 +5,7 @@
 
 namespace apex_mp::step {
 
-// Parameter and other subclasses too. THPVariable_Check is dear for subclasses.
+// Parameter and other subclasses too. THPVariable_Check is expensive for subclasses.
 inline bool is_tensor(PyObject* object) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
 }

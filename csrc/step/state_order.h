@@ -8,9 +8,9 @@
 
 namespace apex_mp::step {
 
-// Python computes a tensor's hash in Python, dearer than all else a step does for a small tensor.
-// So the order of `optimizer.state` is learnt once. What was learnt are addresses, owned by nobody:
-// they are compared with those of the living objects before they are believed.
+// A tensor's hash is computed in Python, more expensive than all else a step does for a small
+// tensor. So the order of `optimizer.state` is learnt once. What was learnt are addresses, not
+// owned: they are compared with those of the living objects before they are believed.
 class StateOrder {
  public:
   // Fills states[i] with the value of params[i] in the dictionary, or nullptr. Borrowed.

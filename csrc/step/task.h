@@ -72,8 +72,8 @@ struct Outcome {
   bool is_known = true;  // else the host has not waited for it, and the rest says nothing
   bool found_inf = false;
   std::vector<double> norms;  // of each group's unscaled gradients; empty if none was measured
-  std::vector<int32_t>
-      nonfinite_rows;  // the first ones, of those that have a gradient; on CUDA alone
+  // The first ones, of those that have a gradient; on CUDA alone.
+  std::vector<int32_t> nonfinite_rows;
 };
 
 }  // namespace apex_mp::step

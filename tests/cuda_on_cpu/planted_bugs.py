@@ -242,7 +242,7 @@ PLANTED_BUGS = {
         f"{TESTS}::test_check_squares_large_finite_numbers_without_overflow",
         r"assert .*found_inf",
     ),
-    "nobody looks for inf": PlantedBug(
+    "no thread looks for inf": PlantedBug(
         "cuda/loops.h",
         "  if (!math::not_finite(sum_sq)) return static_cast<double>(sum_sq);\n",
         "  return static_cast<double>(sum_sq);\n",
@@ -274,7 +274,7 @@ PLANTED_BUGS = {
         WRONG_BITS,
         net="narrow grid, backward",
     ),
-    "a shared value is read that nobody wrote": PlantedBug(
+    "a shared value is read before it is written": PlantedBug(
         "cuda/reduce.h",
         "if (threadIdx.x % kWarpSize == 0) sums",
         "if (threadIdx.x % (2 * kWarpSize) == 0) sums",
@@ -334,8 +334,8 @@ PLANTED_BUGS = {
     # --- what a step depends on
     "only thread 0 says that something is not finite": PlantedBug(
         "cuda/unscale.cu",
-        "if (found_inf) *task.found_inf = 1.0f;  // Whoever",
-        "if (found_inf && threadIdx.x == 0) *task.found_inf = 1.0f;  // Whoever",
+        "if (found_inf) *task.found_inf = 1.0f;  // All",
+        "if (found_inf && threadIdx.x == 0) *task.found_inf = 1.0f;  // All",
         f"{TESTS}::test_unscale_finds_inf_and_nan_and_passes_them_on -k last",
         r'assert call\["found_inf"\]\.item\(\) == 1',
     ),

@@ -169,7 +169,7 @@ def unscale_by_one(optimizer: FusedAdam) -> None:
 
 
 def step_and_see_the_table(optimizer: FusedAdam, **options: Any) -> torch.Tensor:
-    """Take a step; return a part of the table's memory, which lives while somebody holds it."""
+    """Take a step; return a part of the table's memory, which lives as long as it is held."""
     request = StepRequest(**options)
     optimizer.step(grads=request)
     assert request.sent is not None
