@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_mp._traced_ops import copy_offset_arguments
+from apex_mp._traced_ops import copy_written_arguments
 
 for _name in ("check_", "unscale_", "axpby_", "l2_norm_", "update_scale_", "adam_", "sgd_"):
-    copy_offset_arguments(getattr(torch.ops.apex_mp, _name).default)
+    copy_written_arguments(getattr(torch.ops.apex_mp, _name).default)
 
 
 def check_(

@@ -232,6 +232,24 @@ def test_views_made_in_a_compiled_function_are_written_where_they_lie(
     assert total == expected[10:30].sum()
 
 
+def test_clones_of_slices_and_their_parts_are_written_where_they_lie(device: torch.device) -> None:
+    factor = torch.full((), 2.0, device=device)
+
+    def double_some(buffer: Tensor) -> tuple[Tensor, Tensor]:
+        clone, found_inf = buffer[10:30].clone(), buffer[39:].clone()
+        some = [clone[3:7]]
+        OPERATOR["unscale_"].overload(some, some, factor, found_inf)
+        return clone + 1, found_inf + 1
+
+    buffer = torch.arange(40.0, device=device)
+    buffer[14] = torch.inf
+    expected = double_some(buffer)
+    results = torch.compile(double_some, fullgraph=True)(buffer)
+    torch._dynamo.reset()
+    for result, wanted in zip(results, expected, strict=True):
+        assert_same_bits(result, wanted)
+
+
 def test_a_compiled_training_step_may_hold_the_operators(device: torch.device) -> None:
     call = sample(OPERATOR["adam_"], device, A_FEW, [(F32,), (F32,), (F16,)])
     check = sample(OPERATOR["check_"], device, A_FEW, [(F32,)])
