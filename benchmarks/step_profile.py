@@ -123,6 +123,7 @@ def add_speeds(kernels: list[dict[str, Any]], case: Case, parameters: int) -> No
     for each in case.passes:
         if each.kernel:
             mine = [kernel for kernel in kernels if each.kernel in kernel["name"]]
-            if len(mine) == 1 and mine[0]["ms"]:
+            is_whole = all(kernel["count"] % 1 == 0 for kernel in mine)  # else some were lost
+            if len(mine) == 1 and mine[0]["ms"] and is_whole:
                 moved = (each.read + each.written) * parameters
                 mine[0]["GB_per_s"] = moved / mine[0]["ms"] / 1e6

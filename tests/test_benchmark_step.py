@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import step as benchmark
-from benchmarks import step_cases, step_device, step_peers, step_report, step_timing
+from benchmarks import step_cases, step_device, step_peers, step_profile, step_report, step_timing
 from benchmarks.step_arena import Arena, Case, Running
 from benchmarks.step_device import Cpu, Stub
 from benchmarks.step_shapes import QUICK
@@ -208,3 +208,10 @@ def test_parts_of_a_run_share_what_is_left_of_its_time(monkeypatch):
     now[0] = 170.0
     assert [budget.next(1), budget.next(1)] == [175.0, 180.0]
     assert benchmark.TimeBudget(math.inf, weight=1).next(1) == math.inf
+
+
+def test_a_kernel_that_was_partly_lost_has_no_speed() -> None:
+    case = next(case for case in step_cases.CASES if case.name == step_cases.FP32)
+    seen = [{"name": "step_kernel", "count": 2 / 3, "ms": 1.0}]
+    step_profile.add_speeds(seen, case, 1000)
+    assert "GB_per_s" not in seen[0]
