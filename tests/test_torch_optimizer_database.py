@@ -11,6 +11,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from apex_mp.optimizers import FusedAdam, FusedSGD
 # torch's test tools need it. `make test` has it; a machine with a GPU may not.
 pytest.importorskip("expecttest")
 
-from torch.testing._internal.common_optimizers import optim_db
+# The import forbids the whole process to set flags of torch.backends, which other tests do.
+with mock.patch("torch.backends.disable_global_flags"):
+    from torch.testing._internal.common_optimizers import optim_db
 
 Make = Callable[..., torch.optim.Optimizer]
 DATABASE = {info.optim_cls.__name__: info for info in optim_db}
