@@ -22,7 +22,7 @@ from op_cases import (
     copy_of,
     tensors_of,
 )
-from tolerances import assert_near, assert_same_bits
+from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor
 from torch.library import opcheck
 
@@ -208,7 +208,10 @@ def test_the_default_backend_compiles_all_operators_into_one_graph(
         torch.compile(step, fullgraph=True)(calls)
     torch._dynamo.reset()
     for ours, wanted in zip(calls, expected, strict=True):
-        assert_same_call(ours, wanted)
+        for name in wanted:
+            for one, other in zip(tensors_of(ours[name]), tensors_of(wanted[name]), strict=True):
+                # Traced operators work on copies. On CUDA sums follow the alignment in their order.
+                assert_near(one, other, SUM_OF_SQUARES_TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
