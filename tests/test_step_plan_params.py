@@ -319,6 +319,12 @@ def test_steps_after_a_change_are_those_of_a_new_optimizer(
     run.train(3)
 
 
+def parameter_at(address: int, values: torch.Tensor) -> Parameter:
+    """Return a new parameter: of a thousand one at this address, if CPython gives it out again."""
+    made = [Parameter(values) for _ in range(1000)]
+    return next((each for each in made if id(each) == address), made[0])
+
+
 @pytest.mark.parametrize("keep_state", [False, True], ids=["new state", "state moved"])
 @pytest.mark.parametrize("index", [0, 2, 5], ids=["first", "middle", "last"])
 def test_a_new_parameter_at_the_address_of_a_freed_one_is_a_new_one(
@@ -331,14 +337,14 @@ def test_a_new_parameter_at_the_address_of_a_freed_one_is_a_new_one(
         values = torch.randn_like(run.listed[index])
         address, state = id(run.listed[index]), run.optimizer.state.pop(run.listed[index])
         del run.listed[index]
-        new = Parameter(values)
+        new = parameter_at(address, values)
         reused += id(new) == address
         run.listed.insert(index, new)
         if keep_state:
             run.optimizer.state[new] = state
         run.train(2)
         assert run.optimizer.state[new]["step"] == (4 if keep_state else 2)
-    assert reused > 0  # else CPython has given none of them the old address
+    assert reused > 10  # else CPython has given few of them the old address
 
 
 def test_a_new_parameter_at_the_address_of_a_freed_one_may_be_elsewhere_in_the_list() -> None:
@@ -346,9 +352,9 @@ def test_a_new_parameter_at_the_address_of_a_freed_one_may_be_elsewhere_in_the_l
     for _ in range(20):
         run = make_run("fp32")
         run.train(2)
-        shape, address = run.listed[0].shape, id(run.listed[0])
+        values, address = torch.randn_like(run.listed[0]), id(run.listed[0])
         run.optimizer.state.pop(run.listed.pop(0))
-        run.listed.append(parameter(*shape))
+        run.listed.append(parameter_at(address, values))
         reused += id(run.listed[-1]) == address
         run.train(2)
     assert reused > 0
