@@ -186,3 +186,9 @@ def make_run(kind: str) -> Run:
             **options,
         )
     )
+
+
+def parameter_at(address: int, values: Tensor) -> Parameter:
+    """Return a new parameter: of a thousand one at this address, if CPython gives it out again."""
+    made = [Parameter(values) for _ in range(1000)]
+    return next((each for each in made if id(each) == address), made[0])

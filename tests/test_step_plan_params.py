@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fused_adam_cases import BF16, F16, F32, F64
-from plan_cases import KINDS, SHAPES, Run, fresh_grad, make_run, parameter
+from plan_cases import KINDS, SHAPES, Run, fresh_grad, make_run, parameter, parameter_at
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterList
 
@@ -317,12 +317,6 @@ def test_steps_after_a_change_are_those_of_a_new_optimizer(
     run.train(2)
     change(run)
     run.train(3)
-
-
-def parameter_at(address: int, values: torch.Tensor) -> Parameter:
-    """Return a new parameter: of a thousand one at this address, if CPython gives it out again."""
-    made = [Parameter(values) for _ in range(1000)]
-    return next((each for each in made if id(each) == address), made[0])
 
 
 @pytest.mark.parametrize("keep_state", [False, True], ids=["new state", "state moved"])
