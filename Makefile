@@ -78,7 +78,7 @@ help:
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
 	@echo 'make cuda-tests run all CPU tests on that build'
-	@echo 'make nightly    run all targets of .ci/run, and write benchmarks/results/nightly.json'
+	@echo 'make nightly    run all targets of .ci/run.py, and write benchmarks/results/nightly.json'
 	@echo 'make torch-oldest  run all CPU tests on the oldest torch that setup.py takes'
 	@echo 'make gpu        on a machine with a GPU: build, test, measure and sanitize, see docs/gpu.md'
 	@echo 'make gpu-prepare  build, without a GPU, what make gpu uses on another machine'
@@ -108,8 +108,8 @@ mutants: $(BUILT)
 	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) --timeout 900 -n auto tests/mutants $(PYTEST_ARGS)
 
 lint: $(BUILT)
-	$(VENV)/bin/ruff check . .ci/run
-	$(VENV)/bin/ruff format --check . .ci/run
+	$(VENV)/bin/ruff check . .ci/run.py
+	$(VENV)/bin/ruff format --check . .ci/run.py
 	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
@@ -234,7 +234,7 @@ torch-oldest: $(OLDEST_BUILT)
 	$(OLDEST_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)
 
 nightly:
-	$(PYTHON) .ci/run --nightly
+	$(PYTHON) .ci/run.py --nightly
 
 # Installs and fetches nothing: PYTHON is one that has torch, pytest and the build tools.
 gpu:

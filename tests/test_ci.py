@@ -1,10 +1,10 @@
-"""`.ci/run` runs a target again when what it depends on has changed, and names what failed."""
+"""CI runs a target again when what it depends on has changed, and names what failed."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 
-RUN = Path(__file__).parent.parent / ".ci" / "run"
+CI = Path(__file__).parent.parent / ".ci"
 MAKEFILE = """
 .PHONY: build test
 build test test-slow processors cuda-tests mutants cuda-link types sdist lint coverage:
@@ -33,12 +33,12 @@ def git(*arguments: str) -> None:
 def ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program, in a small repository with the targets of this one."""
     monkeypatch.chdir(tmp_path)
-    loader = importlib.machinery.SourceFileLoader("ci_run", str(RUN))
-    spec = importlib.util.spec_from_loader("ci_run", loader)
+    spec = importlib.util.spec_from_file_location("ci_run", CI / "run.py")
     assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     paths = {path for t in module.ON_BOTH_CORES + module.ON_ONE_CORE for path in t.when or ()}
     for path in sorted(paths):
         (tmp_path / path).mkdir(parents=True)
@@ -130,3 +130,13 @@ def test_a_target_that_does_not_end_is_stopped_and_has_failed(
     with pytest.raises(SystemExit, match="not run"):
         ci.main()
     assert "make build: FAILED, stopped after 0.5 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_shell_runs_the_program_and_nothing_else(shell: str, tmp_path: Path) -> None:
+    shutil.copy(CI / "run", tmp_path)
+    (tmp_path / "run.py").write_text("import sys; print(*sys.argv[1:]); sys.exit(3)")
+    started = subprocess.run(
+        [shell, str(tmp_path / "run"), "--nightly"], capture_output=True, text=True
+    )
+    assert (started.returncode, started.stdout, started.stderr) == (3, "--nightly\n", "")

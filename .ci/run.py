@@ -1,0 +1,151 @@
+"""Runs the table below in a clean clone; `make nightly` runs all of it and writes NIGHTLY.
+
+A target with paths runs where git's hash of one of them is not the one with which the target has
+passed in NIGHTLY.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+EACH_TIME: tuple[str, ...] = ()
+NIGHTLY_ONLY = None
+OPERATORS = ("csrc", "tests/op_cases.py", "tests/test_operators.py")
+
+
+class Target(NamedTuple):
+    """A target of the Makefile.
+
+    Attributes:
+        core_minutes: What it costs on two cores of the processor that NIGHTLY names.
+        when: Each time, by `make nightly` only, or where one of these paths has changed.
+    """
+
+    name: str
+    core_minutes: float
+    when: tuple[str, ...] | None
+
+
+# One after another. Then those for one core, two at a time, the longest first.
+ON_BOTH_CORES = [
+    Target("build", 4, EACH_TIME),
+    Target("test", 10, EACH_TIME),
+    Target("test-slow", 5, EACH_TIME),
+    Target("processors", 1, EACH_TIME),
+    Target("cuda-on-cpu", 15, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers")),
+    Target("cuda-tests", 12, NIGHTLY_ONLY),
+    Target("mutants", 25, NIGHTLY_ONLY),
+]
+ON_ONE_CORE = [
+    Target("cuda-link", 6, EACH_TIME),
+    Target("clients", 5, ("csrc", "apex_mp", "tests/clients")),
+    # Each time csrc/ changes, once it is at 100 % again: vectors.h has loads that no kernel takes.
+    Target("coverage", 9, NIGHTLY_ONLY),
+    Target("types", 0.5, EACH_TIME),
+    Target("sdist", 0.5, EACH_TIME),
+    Target("lint", 0.2, EACH_TIME),
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "build" / "ci"
+NIGHTLY = ROOT / "benchmarks" / "results" / "nightly.json"
+LIMIT = 2700  # seconds for a target: more than any takes, and less than CI as a whole may take
+SHOWN = 400  # last lines of a target that failed
+
+
+def trees(target: Target) -> dict[str, str]:
+    """Return git's hash of each path of a target."""
+    return {path: git("rev-parse", f"HEAD:{path}") for path in target.when or ()}
+
+
+def git(*arguments: str) -> str:
+    return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
+
+
+def is_due(target: Target, last: dict[str, Any]) -> bool:
+    """Return whether CI runs a target, given its result in the last nightly run."""
+    if target.when is NIGHTLY_ONLY:
+        return False
+    return target.when == EACH_TIME or not last.get("passed") or last["trees"] != trees(target)
+
+
+def run(target: Target) -> dict[str, Any]:
+    """Run `make target`, print how it ended, and return its entry in NIGHTLY."""
+    start = time.monotonic()
+    log = LOGS / f"{target.name}.log"
+    with log.open("w") as output:
+        # A process group, so that what the target has started is stopped with it.
+        process = subprocess.Popen(
+            ["make", target.name], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            ending = "passed" if process.wait(LIMIT) == 0 else "FAILED"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            ending = f"FAILED, stopped after {LIMIT} s"
+    seconds = round(time.monotonic() - start)
+    lines = log.read_text(errors="replace").splitlines()
+    passed = ending == "passed"
+    summary = [f"make {target.name}: {ending} in {seconds} s", *lines[-4 if passed else -SHOWN :]]
+    print("\n  ".join(summary), flush=True)
+    return {"passed": passed, "seconds": seconds, "trees": trees(target)}
+
+
+def processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    nightly = sys.argv[1:] == ["--nightly"]
+    if nightly and git("status", "--porcelain"):
+        sys.exit("make nightly: the result belongs to a commit; commit what has changed first")
+    LOGS.mkdir(parents=True, exist_ok=True)
+    os.environ["CI"] = "1"  # Tests that are skipped where a tool is missing fail.
+    # Threads that wait leave their core to others.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    start = time.monotonic()
+    last = json.loads(NIGHTLY.read_text())["targets"] if NIGHTLY.exists() else {}
+    due = {t for t in ON_BOTH_CORES + ON_ONE_CORE if nightly or is_due(t, last.get(t.name, {}))}
+    for target in ON_BOTH_CORES + ON_ONE_CORE:
+        if target.when and target not in due:
+            print(f"make {target.name}: passed in {NIGHTLY.name} with the same {target.when}")
+    results = {}
+    for target in ON_BOTH_CORES:
+        if target in due:
+            results[target.name] = run(target)
+            if not results["build"]["passed"]:
+                sys.exit("The rest was not run.")
+    with ThreadPoolExecutor(2) as pool:
+        others = [target for target in ON_ONE_CORE if target in due]
+        results |= zip((t.name for t in others), pool.map(run, others), strict=True)
+    seconds = round(time.monotonic() - start)
+    failed = [name for name, result in results.items() if not result["passed"]]
+    print(f"Failed: {', '.join(failed)}" if failed else "Everything passed", f"({seconds} s)")
+    if nightly:
+        facts = {
+            "commit": git("rev-parse", "HEAD"),
+            "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}",
+            "processor": processor(),
+            "seconds": seconds,
+            "targets": results,
+        }
+        NIGHTLY.write_text(json.dumps(facts, indent=2) + "\n")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
