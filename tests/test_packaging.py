@@ -99,10 +99,12 @@ def test_without_a_compiler_a_build_says_one_sentence_and_no_more(
 ) -> None:
     result = run_setup(command, CXX=str(tmp_path / "c++"), FORCE_CUDA="0")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == (
+    # torch with CUDA writes where it looks for nvcc.
+    lines = [line for line in result.stderr.splitlines() if "torch/utils/" not in line]
+    assert lines == [
         f"apex_mp is written in C++, and there is no compiler '{tmp_path}/c++'. "
-        "Install one (Debian, Ubuntu: apt-get install g++), or set CXX to its path\n"
-    )
+        "Install one (Debian, Ubuntu: apt-get install g++), or set CXX to its path"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,14 @@ __device__ int32_t head_of(const Part<kArrays>& part) {
 
 // Sums of squares again, in double: finite floats of 2e19 and more have no finite square in float.
 // Rare, so that numbers are loaded anew and not kept; vector by vector.
-template <typename opmath_t, int kWidth, int kCount>
-__device__ double wide_sum_sq(const Array& array, int index, Span<kWidth, kCount> span,
+template <typename opmath_t, DType dtype, int kWidth, int kCount>
+__device__ double wide_sum_sq(const char* data, int index, Span<kWidth, kCount> span,
                               int32_t& found_inf) {
   double sum_sq = 0.0;
 #pragma unroll 1
   for (int vector = 0; vector < kCount; ++vector) {
     opmath_t grad[kWidth];
-    read(array, index + vector * span.kStride, Span<kWidth, 1>{}, grad);
+    read_as<dtype>(data, index + vector * span.kStride, Span<kWidth, 1>{}, grad);
 #pragma unroll
     for (const opmath_t number : grad) math::check(static_cast<double>(number), sum_sq, found_inf);
   }
@@ -53,11 +53,11 @@ __device__ double wide_sum_sq(const Array& array, int index, Span<kWidth, kCount
 
 // Numbers are checked one by one only if their sum is not finite: inf and NaN have no finite
 // square, and a sum of squares that has become inf or NaN stays so.
-template <typename opmath_t, int kWidth, int kCount>
-__device__ double sum_vectors(const Array& array, int index, Span<kWidth, kCount> span,
+template <typename opmath_t, DType dtype, int kWidth, int kCount>
+__device__ double sum_vectors(const char* data, int index, Span<kWidth, kCount> span,
                               int32_t& found_inf) {
   opmath_t grad[span];
-  read(array, index, span, grad);
+  read_as<dtype>(data, index, span, grad);
   opmath_t sum_sq = 0;
 #pragma unroll
   for (int vector = 0; vector < kCount; ++vector) {
@@ -70,7 +70,7 @@ __device__ double sum_vectors(const Array& array, int index, Span<kWidth, kCount
     sum_sq += of_vector;
   }
   if (!math::not_finite(sum_sq)) return static_cast<double>(sum_sq);
-  return wide_sum_sq<opmath_t>(array, index, span, found_inf);
+  return wide_sum_sq<opmath_t, dtype>(data, index, span, found_inf);
 }
 
 // This thread's share of the sum of squares. The dtype is a template argument, which saves a branch
@@ -80,10 +80,10 @@ __device__ double sum_squares_of(const Part<1>& part, int32_t& found_inf) {
   constexpr int kBytes = static_cast<int>(size_of(dtype));
   constexpr int kWidth = kBytes == 8 ? 1 : 16 / kBytes;
   constexpr int kCount = kBytes == 8 ? 1 : APEX_MP_READ_VECTORS;
-  const Array array = {part.arrays[0].data, dtype};
+  const char* data = static_cast<const char*>(part.arrays[0].data);
   double total = 0.0;
   walk_vectors<kWidth, kCount>(part, [&](int index, auto span) {
-    total += sum_vectors<opmath_t>(array, index, span, found_inf);
+    total += sum_vectors<opmath_t, dtype>(data, index, span, found_inf);
   });
   return total;
 }

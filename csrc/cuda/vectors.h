@@ -176,33 +176,51 @@ __device__ inline unsigned short half_word(const uint32_t* words, int i) {
   return static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16));
 }
 
+template <DType dtype, typename opmath_t, int width>
+__device__ opmath_t number_at(const Raw<opmath_t, width>& raw, int i) {
+  if constexpr (dtype == DType::kHalf) {
+    return __half2float(__ushort_as_half(half_word(raw.words, i)));
+  } else if constexpr (dtype == DType::kBFloat16) {
+    return __bfloat162float(__ushort_as_bfloat16(half_word(raw.words, i)));
+  } else if constexpr (dtype == DType::kFloat) {
+    return __uint_as_float(raw.words[i]);
+  } else {
+    return __hiloint2double(static_cast<int>(raw.words[2 * i + 1]),
+                            static_cast<int>(raw.words[2 * i]));
+  }
+}
+
+template <DType dtype, typename opmath_t, int width>
+__device__ void widen_as(const Raw<opmath_t, width>& raw, opmath_t (&numbers)[width]) {
+#pragma unroll
+  for (int i = 0; i < width; ++i) numbers[i] = number_at<dtype>(raw, i);
+}
+
 template <typename opmath_t, int width>
 __device__ void widen(const Raw<opmath_t, width>& raw, DType dtype, opmath_t (&numbers)[width]) {
   if (dtype == DType::kHalf) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-      numbers[i] = __half2float(__ushort_as_half(half_word(raw.words, i)));
-    }
+    widen_as<DType::kHalf>(raw, numbers);
   } else if (dtype == DType::kBFloat16) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-      numbers[i] = __bfloat162float(__ushort_as_bfloat16(half_word(raw.words, i)));
-    }
+    widen_as<DType::kBFloat16>(raw, numbers);
   } else if (sizeof(opmath_t) == 4 || dtype == DType::kFloat) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) numbers[i] = __uint_as_float(raw.words[i]);
+    widen_as<DType::kFloat>(raw, numbers);
   } else if constexpr (sizeof(opmath_t) == 8) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-      numbers[i] = __hiloint2double(static_cast<int>(raw.words[2 * i + 1]),
-                                    static_cast<int>(raw.words[2 * i]));
-    }
+    widen_as<DType::kDouble>(raw, numbers);
   }
 }
 
 template <typename opmath_t, int width, typename SpanOf>
 __device__ void read(const Array& array, int index, SpanOf span, opmath_t (&numbers)[width]) {
   widen(load<opmath_t>(array, index, span), array.dtype, numbers);
+}
+
+// The same where the dtype is known when a kernel is compiled.
+template <DType dtype, typename opmath_t, int width, typename SpanOf>
+__device__ void read_as(const char* data, int index, SpanOf span, opmath_t (&numbers)[width]) {
+  constexpr int kBytes = static_cast<int>(size_of(dtype));
+  Raw<opmath_t, width> raw;
+  load_vectors<kBytes, Cache::kKept>(data + index * kBytes, raw.words, span);
+  widen_as<dtype>(raw, numbers);
 }
 
 // Stores numbers; from double to a half type by way of float, as torch converts.
