@@ -65,21 +65,21 @@ BUGS = {
         "kBlockSize, 0, stream>>>",
         "kBlockSize, 0, cudaStream_t{}>>>",
         f"{STEPS}::test_replays_of_a_whole_iteration_are_iterations",
-        r"did not start|captur|^E +assert ",
+        r"operation .* captur|\)\.(overflow|loss_scale)$|<built-in method equal",
     ),
     "threads-do-not-wait-for-the-factors": Bug(
         "csrc/cuda/step_adam.cu",
         "  __syncthreads();\n  Part<5> part",
         "  Part<5> part",
         "tests/test_fused_adam_equivalence.py -k 300_steps_equal_those_of_torch_in_float64",
-        r"AssertionError",
+        r"Tensor-likes are not close",
     ),
     "the-count-of-blocks-is-not-reset": Bug(
         "csrc/cuda/last_block.h",
         "atomicInc(arrived, blocks - 1) == blocks - 1;",
         "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
         f"{STEPS}::test_overflows_are_told_of_with_the_names_of_parameters",
-        r"^E +(assert|AssertionError)",
+        r"\)\.overflow$|== 256\.0|inf or NaN",
     ),
     "unaligned-memory-is-taken-for-aligned": Bug(
         "csrc/cuda/table.h",
@@ -97,7 +97,8 @@ def verdict(bug: Bug, status: int | None, output: str) -> str:
         return f"not caught: the tests did not end in {SECONDS} seconds"
     if status == 0 or not re.search(r"^(FAILED|ERROR) ", output, re.MULTILINE):
         return "NOT CAUGHT"
-    if not re.search(bug.says, output, re.MULTILINE):
+    errors = "\n".join(re.findall(r"^E .*", output, re.MULTILINE))  # without the tests' source
+    if not re.search(bug.says, errors, re.MULTILINE):
         return f"not caught: the tests failed, but did not say {bug.says!r}"
     return "caught"
 

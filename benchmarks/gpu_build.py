@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument(
         "--prepare", action="store_true", help="fill build/gpu, for another machine"
     )
-    parser.add_argument("--capability", default="9.0", help="of the GPU to build for")
+    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    capability = "{}.{}".format(*here)
+    parser.add_argument("--capability", default=capability, help="of the GPU to use [%(default)s]")
     args = parser.parse_args()
     if args.prepare:
         prepare()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_machine import ROOT, Facts, commit, nvidia_smi, probe, version_of
+from benchmarks.gpu_machine import PREPARED, ROOT, Facts, commit, nvidia_smi, probe, version_of
 from benchmarks.gpu_stages import SHOWN, Stage, judge, stages
 
 LOGS = ROOT / "build" / "gpu-check"
@@ -34,6 +34,9 @@ def run_stage(stage: Stage, limit: float) -> Facts:
     """Run a stage for `limit` seconds at most, and return what to record."""
     if stage.argv is None:
         return {"outcome": MISSING}
+    if stage.prepared and not list(PREPARED.glob(f"{stage.prepared}/*/apex_mp/__init__.py")):
+        missing = f"build/gpu/{stage.prepared} has nothing for this machine: make gpu-prepare"
+        return {"outcome": MISSING, "note": missing}
     log, start = LOGS / f"{stage.name}.log", time.monotonic()
     status = run_into(log, stage, limit)
     seconds = round(time.monotonic() - start, 1)

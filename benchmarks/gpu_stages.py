@@ -33,6 +33,7 @@ class Stage:
     kind: str = "command"  # or tests, sanitizer, planted: how it is judged
     ends_all: bool = False  # without it the later stages mean nothing
     tells: bool = False  # its last lines belong to the record
+    prepared: str = ""  # a folder of PREPARED, into which gpu_build has put packages
 
     def lines(self, logs: Path) -> Path:
         """Return the file into which pytest's reports go."""
@@ -49,7 +50,6 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     step += ["cuda"] if device == "cuda" else ["stub", "--quick"]
     variants = sorted(str(path) for path in (PREPARED / "variants").glob("*"))
     compare = [*step, "--seconds=75", "--extensions", ".", *variants]
-    unbuilt = "" if variants else "no variants were built (make gpu-prepare)"
     build = [*python, "-m", "benchmarks.gpu_build", f"--capability={capability}"]
     bugs = [*python, "-m", "benchmarks.gpu_bugs", on]
     programs = [*python, "-m", "benchmarks.gpu_programs", on]
@@ -79,11 +79,11 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     return [
         Stage("build", 200, build, ends_all=True, tells=True),
         Stage("report", 30, [*python, "-m", "apex_mp"], tells=True),
-        Stage("bugs", 60, bugs, 1, tells=True),
+        Stage("bugs", 60, bugs, 1, tells=True, prepared="bugs"),
         tests("steps", 45, 1, 1, STEPS),
         Stage("benchmark", 200, [*step, "--seconds=170"], 1, tells=True),
         tests("fused", 90, 1, workers, fused),
-        Stage("variants", 100, compare if variants else None, 1, note=unbuilt),
+        Stage("variants", 100, compare, 1, prepared="variants"),
         tests("tests", 150, 2, workers, [*rest, "tests"]),
         Stage("programs", 40, [*programs, *["--profile"] * (device != "cpu")], 2),
         sanitized("memcheck", 40, "planted", "planted"),

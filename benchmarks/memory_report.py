@@ -20,7 +20,7 @@ HEAD = ("case", *HELD, "held", *EXTRAS.values())
 def page(results: dict[str, Any]) -> str:
     """Return all that is said, in paragraphs."""
     tables = [table(workload) for workload in results["workloads"]]
-    return "\n\n".join([surroundings(results["environment"]), *tables, finding(results)])
+    return "\n\n".join([surroundings(results), *tables, finding(results)])
 
 
 def table(workload: dict[str, Any]) -> str:

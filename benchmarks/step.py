@@ -45,6 +45,8 @@ from benchmarks.step_timing import (
 
 RESULTS = Path(__file__).resolve().parent / "results"
 EXTENSIONS = "compare the apex_mp packages in these folders"
+# For --extensions: every process holds the tensors of a workload at the same time.
+MOST_PARAMETERS = 500_000_000
 CASES = (*step_cases.CASES, *step_peers.CASES, *step_cases.REPLAYED)
 
 
@@ -60,9 +62,19 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
         return list(HOST_QUICK if args.quick else HOST)
     kind = DEVICES[args.device].kind
     fitting = [each for each in (QUICK if args.quick else WORKLOADS) if kind in each.devices]
+    if args.extensions:
+        fitting = [each for each in fitting if each.parameters <= MOST_PARAMETERS]
     if args.workloads is None:
         return fitting
     return [each for each in fitting if each.name in args.workloads]
+
+
+def left_out(args: argparse.Namespace) -> list[str]:
+    """Return a line for each workload that was asked for and is not one of `workloads_of`."""
+    options = [f"--{name}" for name in ("host", "quick", "extensions") if getattr(args, name)]
+    said = " ".join(["it is not a workload for --device", args.device, *options])
+    taken = {each.name for each in workloads_of(args)}
+    return [f"Left out: {name}: {said}" for name in args.workloads or [] if name not in taken]
 
 
 def measure_host(workload: Workload, cases: Sequence[Case], rounds: int, device: Cpu) -> Any:
@@ -221,7 +233,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     facts, begin = surroundings(args), step_machine.now()
     path = place_of(args, facts)
     results: dict[str, Any] = {"environment": facts, "workloads": [], "host": []}
-    say(step_report.surroundings(facts))
+    results["left_out"] = left_out(args)
+    say(step_report.machine(facts))
     work = measure_workloads
     work = measure_hosts if args.host else measure_builds if args.extensions else work
     try:

@@ -58,7 +58,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             finding(results), x=edge, y=1 - 0.3 / size[1], ha="left", fontsize=14,
             fontweight="bold",
         )  # fmt: skip
-        figure.text(edge, 1 - 0.62 / size[1], surroundings(results["environment"]), color=FAINT)
+        figure.text(edge, 1 - 0.62 / size[1], surroundings(results), color=FAINT)
         _legend(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -30,7 +30,8 @@ SHOWN_BY_FINDING = "BERT-base"
 
 def notes(results: dict[str, Any]) -> str:
     """Return what stands below the tables."""
-    lines = [*busy(results), *not_run(results), *failures(results)]
+    lines = [f"Medians of {rounds(results)}.", *busy(results), *results.get("left_out", [])]
+    lines += [*not_run(results), *failures(results)]
     return "\n".join(lines + (accounting(results) if results["workloads"] else []))
 
 
@@ -45,12 +46,29 @@ def busy(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def surroundings(facts: dict[str, Any]) -> str:
+def surroundings(results: dict[str, Any]) -> str:
+    """Return the machine, the software and the number of rounds in a line."""
+    return f"{machine(results['environment'])}; medians of {rounds(results)}"
+
+
+def rounds(results: dict[str, Any]) -> str:
+    """Return how many rounds were run, which may be fewer than were asked for."""
+    asked = results["environment"]["rounds"]
+    ran = [each.get("rounds", asked) for each in by_workload(results)] or [asked]
+    return f"{min(ran)} rounds" if min(ran) == max(ran) else f"{min(ran)} to {max(ran)} rounds"
+
+
+def by_workload(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what was found, by workload."""
+    return [*results["workloads"], *results.get("host", []), *results.get("builds", [])]
+
+
+def machine(facts: dict[str, Any]) -> str:
     """Return the machine and the software in a line."""
     where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
     return (
         f"{where}, {facts['threads']} of {facts['cores']} cores, {facts['cpu_level']}, "
-        f"torch {facts['torch']}, apex_mp {facts['apex_mp']}; medians of {facts['rounds']} rounds"
+        f"torch {facts['torch']}, apex_mp {facts['apex_mp']}"
     )
 
 
@@ -60,7 +78,7 @@ def page(results: dict[str, Any]) -> str:
     tables += [profile_table(each) for each in results["workloads"] if profiled(each)]
     if results["host"]:
         tables.append(host_table(results["host"]))
-    return "\n\n".join([surroundings(results["environment"]), *tables, *aims(results)])
+    return "\n\n".join([surroundings(results), *tables, *aims(results)])
 
 
 def aims(results: dict[str, Any]) -> list[str]:
@@ -237,11 +255,13 @@ def not_run(results: dict[str, Any]) -> list[str]:
 
 def failures(results: dict[str, Any]) -> list[str]:
     """Return one line for each case of ours or of torch that failed, and each build."""
-    return [
-        f"FAILED: {name}, {workload['workload']}: {reason}"
-        for workload in [*results["workloads"], *results.get("builds", [])]
-        for name, reason in workload.get("failed", {}).items()
+    lines = [
+        f"FAILED: {name}, {each['workload']}: {reason}"
+        for each in by_workload(results)
+        for name, reason in each.get("failed", {}).items()
     ]
+    nothing = not any(each.get("rows") for each in by_workload(results))
+    return [*lines, *["FAILED: nothing was measured"] * nothing]
 
 
 def accounting(results: dict[str, Any]) -> list[str]:

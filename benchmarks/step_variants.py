@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import select
 import statistics
 import subprocess
 import sys
@@ -30,9 +31,15 @@ from benchmarks.step_shapes import QUICK, WORKLOADS, Workload
 from benchmarks.step_timing import Measurement, Reference, Time
 
 ROOT = Path(__file__).resolve().parents[1]
-# Every process holds the tensors of a workload at the same time.
-MOST_PARAMETERS = 500_000_000
+SERVER = [sys.executable, "-m", "benchmarks.step_variants"]
 SECONDS_TO_END = 30.0
+SECONDS_TO_ANSWER = 300.0  # at most
+SECONDS_OVER = 20.0  # for a round that began within --seconds; `make gpu` stops it after 25
+
+
+def patience(end: float) -> float:
+    """Return for how many seconds to wait for an answer, if the run has to end at `end`."""
+    return min(SECONDS_TO_ANSWER, max(SECONDS_OVER, end - time.monotonic()))
 
 
 class Build:
@@ -52,7 +59,7 @@ class Build:
         # Python looks into the current folder first, then into PYTHONPATH.
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.step_variants"],
+            SERVER,
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE,
@@ -60,17 +67,18 @@ class Build:
             text=True,
         )
 
-    def ask(self, **request: Any) -> dict[str, Any] | None:
-        """Return the result of a round, or None if the process has ended."""
+    def ask(self, seconds: float, **request: Any) -> dict[str, Any] | str:
+        """Return the result of a round, or why there is none; then the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # It has ended: there is no line to read.
             print(json.dumps(request), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            return None
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            self.process.kill()
+            return f"it did not answer in {seconds:.3g} seconds"
         line = self.process.stdout.readline()
         if not line:
-            return None
+            return f"its process ended with status {self.process.wait()}"
         answer: dict[str, Any] = json.loads(line)
         if not Path(answer["package"]).is_relative_to(self.folder):
             raise RuntimeError(f"{self.folder} was to be timed, but {answer['package']} was")
@@ -79,6 +87,7 @@ class Build:
     def end(self) -> None:
         """End the process."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # It has ended, with a request unread.
             self.process.stdin.close()
         try:
@@ -86,6 +95,7 @@ class Build:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.process.stdout.close()
 
 
 def serve() -> None:
@@ -128,9 +138,10 @@ def compare(
     names = [folder.resolve().name for folder in args.extensions]
     if len(set(names)) < len(names):
         raise ValueError(f"--extensions: the folders need names of their own, not {names}")
-    workloads = [each for each in step.workloads_of(args) if each.parameters <= MOST_PARAMETERS]
+    workloads = step.workloads_of(args)
     budget = step.TimeBudget(args.seconds, weight=len(workloads))
     found: list[dict[str, Any]] = []
+    failed: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         builds = {}
         for name, folder in zip(names, args.extensions, strict=True):
@@ -144,25 +155,28 @@ def compare(
                 "reference_mebibytes": args.reference_mebibytes,
             }
             rounds: list[Round] = []
-            failed: dict[str, Any] = {}
+            failed = {name: why for name, why in failed.items() if name not in builds}
             deadline, begin, took = budget.next(1), time.monotonic(), 0.0
-            found.append({})
+            found.append(summary(workload, names, rounds, failed))
+            write(found)
             while len(rounds) < args.rounds and begin + took < deadline:
-                rounds.append(take_round(builds, request, failed))
+                rounds.append(take_round(builds, request, budget.end, failed))
                 took, begin = time.monotonic() - begin, time.monotonic()
                 found[-1] = summary(workload, names, rounds, failed)
                 write(found)
-            if found[-1]:
-                say(table(found[-1]))
+            say(table(found[-1]))
 
 
-def take_round(builds: dict[str, Build], request: dict[str, Any], failed: dict[str, Any]) -> Round:
-    """Ask each build, in any order; one whose process has ended is left out from then on."""
+def take_round(
+    builds: dict[str, Build], request: dict[str, Any], end: float, failed: dict[str, Any]
+) -> Round:
+    """Ask each build, in any order; one that does not answer is left out from then on."""
     taken: Round = {}
     for name in random.sample(list(builds), len(builds)):
-        answer = builds[name].ask(**request)
-        if answer is None:
-            failed[name] = f"its process ended with status {builds.pop(name).process.wait()}"
+        answer = builds[name].ask(patience(end), **request)
+        if isinstance(answer, str):
+            failed[name] = answer
+            del builds[name]
             continue
         taken[name] = {case: Time(*each) for case, each in answer["times"].items()}
         if answer["failed"]:
@@ -177,7 +191,7 @@ def summary(
 
     Of builds that took part in all rounds, and cases that run in all of them.
     """
-    builds = [name for name in names if all(name in each for each in rounds)]
+    builds = [name for name in names if rounds and all(name in each for each in rounds)]
     cases = [
         case
         for case in (rounds[0][builds[0]] if builds else ())
@@ -211,7 +225,8 @@ def table(found: dict[str, Any]) -> str:
     """Return a workload as a Markdown table: the first build's ms, and ratios to it."""
     lines = [f"{found['workload']}: ms of the first build, and what the others take of it", ""]
     if not found["rows"]:
-        return "\n".join([*lines, "No build ran."])
+        timely = found["rounds"] or found["failed"]
+        return "\n".join([*lines, "No build ran." if timely else "No build ran: no time was left."])
     first, *others = found["rows"][0]["builds"]
     rows = [
         [

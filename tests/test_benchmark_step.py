@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.step_shapes import QUICK
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
+ROOT = Path(benchmark.__file__).resolve().parents[1]
 NAMED = {case.name: case for case in step_cases.CASES}
 ON_GPUS = NAMED | {case.name: case for case in step_cases.REPLAYED}
 
@@ -111,6 +113,40 @@ def test_what_time_is_not_left_for_is_named(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Not run: ours fp16: no time was left\n" in printed
     assert "No chart: nothing was measured" in printed
+    assert "Medians of 0 rounds.\n" in printed
+    assert "3 rounds" not in printed
+    assert step_report.failures(results) == ["FAILED: nothing was measured"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "said"),
+    [
+        (["--device=cpu"], "1 x 1000M", "--device cpu"),
+        (["--device=stub", "--extensions", str(ROOT)], "1 x 1000M", "--device stub --extensions"),
+        (["--device=cpu", "--quick"], "ResNet-50", "--device cpu --quick"),
+    ],
+)
+def test_a_workload_that_is_left_out_is_named_and_a_run_of_nothing_fails(
+    options, name, said, tmp_path, capsys
+):
+    results = benchmark.main([*options, "--workloads", name, f"--results={tmp_path}"])
+    printed = capsys.readouterr().out
+    assert f"Left out: {name}: it is not a workload for {said}\n" in printed
+    assert "FAILED: nothing was measured\n" in printed
+    assert step_report.failures(results) == ["FAILED: nothing was measured"]
+
+
+def test_a_device_with_too_little_memory_is_told_and_a_run_of_nothing_fails(
+    tmp_path, capsys, monkeypatch
+):
+    def fill(arena: Arena) -> Running:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+
+    monkeypatch.setattr(benchmark, "CASES", (Case("ours", "ours", (), fill),))
+    results = benchmark.main(["--device=stub", "--quick", f"--results={tmp_path}"])
+    printed = capsys.readouterr().out
+    assert "Not run: ours: the device has too little memory\n" in printed
+    assert step_report.failures(results) == ["FAILED: nothing was measured"]
 
 
 def fail(arena: Arena) -> Running:

@@ -61,14 +61,26 @@ BERT-base: 2.00 M parameters in 2 tensors; memory, in place, 50.0 GB/s (40.0 to 
 
 def test_the_table_says_what_was_measured():
     assert step_report.table(FIXED["workloads"][0]) == TABLE
-    where = step_report.surroundings(FIXED["environment"])
+    where = step_report.surroundings(FIXED)
     assert where.startswith("A processor, 2 of 4 cores, avx2, torch 2.13.0, apex_mp 0.1.0;")
     text = step_report.notes(FIXED)
     assert text.startswith(
+        "Medians of 5 rounds.\n"
         "Meanwhile other programs took 25 % of the processors, other machines 0 %.\n"
     )
     assert "Not run: apex FusedAdam: apex is not installed" in text
     assert "  theirs: a R1 = 30" in text
+
+
+def test_the_rounds_told_are_those_that_were_run():
+    (one,) = FIXED["workloads"]
+    runs = [{**one, "rounds": rounds} for rounds in (3, 2, 3)]
+    cut = {**FIXED, "workloads": runs}
+    assert step_report.surroundings(cut).endswith("0.1.0; medians of 2 to 3 rounds")
+    assert step_report.notes(cut).startswith("Medians of 2 to 3 rounds.\n")
+    compared = {**FIXED, "workloads": [], "builds": runs[:1]}
+    assert step_report.surroundings(compared).endswith("0.1.0; medians of 3 rounds")
+    assert step_report.surroundings(FIXED).endswith("0.1.0; medians of 5 rounds")  # all of them
 
 
 def test_the_table_of_a_small_model_says_what_a_step_takes_with_warm_caches():

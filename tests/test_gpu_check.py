@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -110,6 +111,28 @@ def test_a_stage_without_its_tool_is_missing_and_not_passed_over(desk: Desk, cap
     assert desk.run([Stage("memcheck", 9, None, note="there is no sanitizer"), stage("b")]) == 1
     assert desk.outcomes == {"memcheck": "missing", "b": "passed"}
     assert "there is no sanitizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["bugs", "variants"])
+def test_what_nobody_has_built_is_missing_and_has_not_failed(
+    kind: str, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(gpu_check, "PREPARED", tmp_path / "gpu")
+    package = tmp_path / "gpu" / kind / "a" / "apex_mp"
+    package.mkdir(parents=True)
+    (package / "_C.so").touch()  # It is for another machine, so that gpu_build has not taken it.
+    (table,) = [each for each in table_of() if each.name == kind]
+    table = dataclasses.replace(table, argv=[sys.executable, "-ISc", ""])
+    assert desk.run([table]) == 1
+    assert desk.outcomes == {kind: "missing"}
+    assert (
+        f"build/gpu/{kind} has nothing for this machine: make gpu-prepare"
+        in capsys.readouterr().out
+    )
+    (package / "__init__.py").touch()
+    shutil.rmtree(desk.results)
+    assert desk.run([table]) == 0
+    assert desk.outcomes == {kind: "passed"}
 
 
 NEVER_ENDS = """
@@ -392,6 +415,11 @@ def test_the_tests_that_are_to_catch_bugs_are_there() -> None:
         (0, "4 passed", "NOT CAUGHT"),
         (1, "ImportError: cudaStreamSynchronize", "NOT CAUGHT"),
         (1, "FAILED tests/a.py::b", "not caught: the tests failed, but did not say"),
+        (
+            1,
+            ">   cudaStreamSynchronize\nE   assert 0\nFAILED tests/a.py::b",
+            "not caught: the tests",
+        ),
         (None, "", "not caught: the tests did not end in 45 seconds"),
     ],
 )
@@ -399,6 +427,47 @@ def test_a_bug_is_caught_if_a_test_fails_in_its_words(
     status: int | None, output: str, verdict: str
 ) -> None:
     assert gpu_bugs.verdict(gpu_bugs.BUGS["the-host-waits"], status, output).startswith(verdict)
+
+
+@pytest.mark.parametrize("bug", gpu_bugs.BUGS.values(), ids=gpu_bugs.BUGS.keys())
+@pytest.mark.parametrize(
+    "error",
+    [
+        "assert 1 == 2",
+        "AssertionError: there is no such tensor",
+        "RuntimeError: apex_mp: a CUDA kernel did not start: no kernel image is available",
+        "fixture 'captured' not found",
+    ],
+)
+def test_a_failure_in_other_words_catches_no_bug(error: str, bug: gpu_bugs.Bug) -> None:
+    said = gpu_bugs.verdict(bug, 1, f"E   {error}\nFAILED tests/a.py::b")
+    assert said.startswith("not caught: the tests failed, but did not say")
+
+
+CAPTURE = "all-is-launched-on-the-default-stream"
+COUNT = "the-count-of-blocks-is-not-reset"
+
+
+@pytest.mark.parametrize(
+    ("slug", "error"),
+    [
+        (CAPTURE, "RuntimeError: ... not start: operation not permitted when stream is capturing"),
+        (CAPTURE, " +  where False = FP16_Optimizer (\\n    lr: 0.001\\n).overflow"),
+        (CAPTURE, " +  where 512.0 = FP16_Optimizer (\\n    lr: 0.001\\n).loss_scale"),
+        (CAPTURE, " +  where False = <built-in method equal of type object at 0x7fe3>(Parameter"),
+        (COUNT, " +  where False = FP16_Optimizer (\\n    lr: 0.001\\n).overflow"),
+        (COUNT, "assert 1024.0 == 256.0"),
+        (COUNT, "AssertionError: assert [] == ['group 0, pa...: inf or NaN']"),
+        (
+            "the-host-waits",
+            "Left contains 20 more items, first extra item: 'cudaStreamSynchronize'",
+        ),
+        ("threads-do-not-wait-for-the-factors", "AssertionError: Tensor-likes are not close!"),
+    ],
+)
+def test_a_failure_in_the_words_of_its_test_catches_a_bug(slug: str, error: str) -> None:
+    output = f"E       {error}\nFAILED tests/a.py::b"
+    assert gpu_bugs.verdict(gpu_bugs.BUGS[slug], 1, output) == "caught"
 
 
 @slow
@@ -439,6 +508,28 @@ def test_an_extension_for_another_machine_or_of_other_sources_is_not_taken(
 ) -> None:
     (tmp_path / "_C.json").write_text(json.dumps({**prepared, **changed}))
     assert gpu_build.obstacle("9.0") == obstacle
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability"), [((8, 6), "8.6"), (None, "9.0")], ids=["GPU", "no GPU"]
+)
+def test_what_is_built_is_for_the_gpu_that_is_there(
+    gpu: Any, capability: str, prepared: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+
+    def build(argv: list[str], env: dict[str, str], **more: Any) -> Any:
+        built.append(env["TORCH_CUDA_ARCH_LIST"])
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    monkeypatch.setattr(subprocess, "run", build)
+    monkeypatch.setattr(sys, "argv", ["gpu_build"])
+    with pytest.raises(SystemExit):
+        gpu_build.main()
+    assert built == [capability]
 
 
 def test_without_a_prebuilt_extension_that_is_said(prepared: Facts) -> None:
