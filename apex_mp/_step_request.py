@@ -1,4 +1,4 @@
-"""What a fused optimizer's step is asked for, without lists of gradients made for it."""
+"""What a fused optimizer's step is asked for, and what it returns then."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Outcome(Protocol):
     def nonfinite_rows(self) -> list[int]: ...
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class StepRequest:
-    """Where a step finds its gradients, and what came of it.
+    """Where a step finds its gradients, and what it does with them.
 
-    `step(grads=request)` is for a step whose function has the attribute `takes_request`. Lists
-    hold one list for each parameter group with one item for each parameter.
+    `step(grads=request)` is for a step whose function has the attribute `takes_request`; it returns
+    a `StepResult`. Lists hold one list for each parameter group with one item for each parameter.
 
     Attributes:
         grads: The gradients; None: those of `grads_of`.
@@ -58,13 +58,6 @@ class StepRequest:
         loss_scale: To be updated by what `check` finds, on its device; None: there is none.
         unscale: A step that is taken leaves scaled gradients of these dtypes unscaled.
         wait: The host is to know the outcome when the step returns.
-        outcome: Set by the step.
-        sent: Set by the step if the outcome is not known yet: it is in this tensor on the device,
-            until the next step.
-        read: Set with it: makes the outcome of a copy of `sent` on the CPU.
-        undo_state: Set by the step if it has made state before the outcome is known: takes that
-            away again.
-        without_grad: Set by the step: group and index of parameters that had no gradient.
     """
 
     grads: Lists | None = None
@@ -76,8 +69,24 @@ class StepRequest:
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
     wait: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step returns that was given a `StepRequest`.
+
+    Attributes:
+        outcome: What became of the step.
+        without_grad: Group and index of the parameters that had no gradient.
+        sent: If the outcome is not known yet: the tensor on the device that will hold it, until the
+            next step; else None.
+        read: Then: makes the outcome of a copy of `sent` on the CPU.
+        undo_state: Then, if the step has made state: removes it again; to be called if the step
+            turns out to be skipped. None: there is nothing to remove.
+    """
+
+    outcome: Outcome
+    without_grad: list[tuple[int, int]]
     sent: Tensor | None = None
     read: Callable[[Tensor], Outcome] | None = None
     undo_state: Callable[[], None] | None = None
-    outcome: Outcome | None = None
-    without_grad: list[tuple[int, int]] = dataclasses.field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apex_mp import _C
 from apex_mp.optimizers import FusedAdam
 from apex_mp.optimizers._several_devices import SeveralDevices
 
@@ -17,7 +18,7 @@ def side_of(param: Tensor) -> torch.device:
 
 def spread(optimizer: FusedAdam) -> FusedAdam:
     """Have an optimizer step as with parameters on several devices; a copy of it does not."""
-    optimizer._plan = SeveralDevices()
+    optimizer._plan = SeveralDevices("FusedAdam", _C.AdamPlan)
     return optimizer
 
 

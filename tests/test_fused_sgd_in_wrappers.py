@@ -33,7 +33,7 @@ from waits import Waits
 from apex_mp import amp, device_scale, fp16_utils
 from apex_mp._step_request import StepRequest
 from apex_mp.loss_scale import DynamicLossScale
-from apex_mp.optimizers import FusedSGD, _device_part, _sgd_step
+from apex_mp.optimizers import FusedSGD, _device_part, _several_devices
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
 DAMPENED = OPTIONS | {"dampening": 0.5}
@@ -333,11 +333,9 @@ def test_a_loss_scale_on_the_device_is_updated_where_the_host_waits_too(
     weight = Parameter(torch.ones(3, device=device))
     weight.grad = torch.full((3,), value, device=device)
     optimizer = FusedSGD([weight], **DAMPENED)
-    request = StepRequest(check=True, loss_scale=scale)
-    optimizer.step(grads=request)
+    result = optimizer.step(grads=StepRequest(check=True, loss_scale=scale))
     assert scale.scale.item() == (16.0 if value == 1.0 else 4.0)
-    assert request.outcome is not None
-    assert (request.outcome.found_inf, request.outcome.is_known) == (value == INF, True)
+    assert (result.outcome.found_inf, result.outcome.is_known) == (value == INF, True)
     assert optimizer._fresh == {}  # The host knows: nobody need ask the device again.
 
 
@@ -404,7 +402,7 @@ def test_a_capture_of_several_devices_is_refused(
     optimizer = FusedSGD(params, **OPTIONS)
     give_grads(params, 0)
     capturing = side_of(torch.ones(1))
-    monkeypatch.setattr(_sgd_step, "is_capturing", lambda device: device == capturing)
+    monkeypatch.setattr(_several_devices, "is_capturing", lambda device: device == capturing)
     with pytest.raises(RuntimeError, match=r"^FusedSGD: .* is capturing a CUDA graph, but"):
         optimizer.step()
     assert [param.tolist() for param in params] == [[1.0], [1.0, 1.0]]

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import _C
-from apex_mp._step_request import StepRequest
+from apex_mp._step_request import StepRequest, StepResult
 from apex_mp.device_scale import DeviceScale
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam, _device_part, _several_devices
@@ -248,8 +248,7 @@ def test_scaled_and_unscaled_gradients_are_measured_together(
             request = StepRequest(
                 grads_of=lists, copies=lists, check=check, clip_by_global_norm=everywhere
             )
-            one.step(grads=request, scale=scale())
-            outcomes.append(request.outcome)
+            outcomes.append(one.step(grads=request, scale=scale()).outcome)
     assert_same_trajectory(optimizer, params, expected, twins)
     for ours, theirs in zip(outcomes[:3], outcomes[3:], strict=True):
         assert ours.found_inf is False
@@ -272,10 +271,9 @@ def test_without_a_check_inf_and_nan_clip_as_with_one_plan(bad: float) -> None:
 # --- Overflows.
 
 
-def request_of(optimizer: FusedAdam, **options: Any) -> StepRequest:
-    request = StepRequest(check=True, **options)
-    optimizer.step(grads=request)
-    return request
+def result_of(optimizer: FusedAdam, **options: Any) -> StepResult:
+    result: StepResult = optimizer.step(grads=StepRequest(check=True, **options))
+    return result
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
@@ -293,32 +291,28 @@ def test_an_overflow_on_one_device_skips_all(
     before = copy.deepcopy(optimizer)
     give_grads(params, 7)
     params[index].grad.view(-1)[-1] = float("inf")
-    request = request_of(optimizer)
-    assert request.outcome is not None
-    assert request.outcome.found_inf is True
+    result = result_of(optimizer)
+    assert result.outcome.found_inf is True
     assert len(optimizer.state) == len(before.state)
     assert_same_state(optimizer, before)
     give_grads(params, 8)
-    request = request_of(optimizer)
-    assert request.outcome is not None
-    assert request.outcome.found_inf is False
+    result = result_of(optimizer)
+    assert result.outcome.found_inf is False
     assert {float(state["step"]) for state in optimizer.state.values()} == {steps_before + 1.0}
 
 
 def test_norms_and_places_without_gradient_are_those_of_one_plan(device: torch.device) -> None:
     params = make_params(device)
     twins = copies_of(params)
-    requests = []
+    results = []
     for own in (params, twins):
         optimizer = make_optimizer([own[:3], own[3:]])
         if own is params:
             spread(optimizer)
         give_grads(own, 0, missing=lambda step, index: index in (1, 2, 5))
-        requests.append(request_of(optimizer))
-    ours, theirs = requests
+        results.append(result_of(optimizer))
+    ours, theirs = results
     assert ours.without_grad == theirs.without_grad == [(0, 1), (0, 2), (1, 2)]
-    assert ours.outcome is not None
-    assert theirs.outcome is not None
     assert ours.outcome.norms == pytest.approx(theirs.outcome.norms, rel=1e-6)
 
 
@@ -332,7 +326,7 @@ def test_a_known_overflow_skips_with_a_check_and_without(found_inf: Any, check: 
     give_grads(params, 0)
     optimizer.step()
     before = [param.detach().clone() for param in params]
-    plan = SeveralDevices()
+    plan = SeveralDevices("FusedAdam", _C.AdamPlan)
     nothing: Any = dict.fromkeys(["grads", "grads_of", "copies", "norms"])
     groups: Any = optimizer.param_groups
     assert plan.read(groups, optimizer.state, scale=1.0, **nothing) == []
@@ -350,7 +344,7 @@ def test_a_known_overflow_skips_with_a_check_and_without(found_inf: Any, check: 
 )
 def test_each_plan_gets_found_inf_in_one_form(found_inf: Any, flag: float) -> None:
     # A plan on CUDA refuses float64, one on the CPU does not.
-    assert_same_bits(_several_devices.as_flag(found_inf), torch.tensor(flag))
+    assert_same_bits(_several_devices.as_flag(found_inf, "FusedAdam"), torch.tensor(flag))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
@@ -414,9 +408,8 @@ def clip_by_the_norm_of_all(optimizer: FusedAdam, device: torch.device) -> None:
 def check_before(optimizer: FusedAdam, device: torch.device) -> None:
     scale = DeviceScale(DynamicLossScale(), device)
     request = StepRequest(check=True, wait=False, loss_scale=scale)
-    optimizer.step(grads=request, scale=scale.scale)
-    assert request.outcome is not None
-    assert not request.outcome.is_known
+    result = optimizer.step(grads=request, scale=scale.scale)
+    assert not result.outcome.is_known
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
@@ -496,10 +489,9 @@ def test_nothing_but_parameters_without_a_gradient_is_no_mistake() -> None:
     optimizer = FusedAdam([param])
     param.requires_grad_()
     for check in (False, True):
-        request = StepRequest(check=check)
-        optimizer.step(grads=request)
-        assert request.outcome == Outcome(False, [])
-        assert request.without_grad == [(0, 0)]
+        result = optimizer.step(grads=StepRequest(check=check))
+        assert result.outcome == Outcome(False, [])
+        assert result.without_grad == [(0, 0)]
 
 
 def test_refreshing_hyperparameters_changes_no_number() -> None:

@@ -123,7 +123,8 @@ def test_lists_that_do_not_fit_the_groups_are_refused(lists: Any, name: str) -> 
 
 
 def test_a_list_of_fewer_groups_is_refused_though_they_are_empty() -> None:
-    plan, nothing = SeveralDevices(), dict.fromkeys(["grads_of", "copies", "norms"])
+    plan = SeveralDevices("FusedAdam", _C.AdamPlan)
+    nothing = dict.fromkeys(["grads_of", "copies", "norms"])
     groups: Any = FusedAdam([{"params": []}, {"params": []}]).param_groups
     with pytest.raises(ValueError, match="given for group 1 is not a list"):
         plan.read(groups, {}, grads=[[]], scale=1.0, **nothing)  # type: ignore[arg-type]
@@ -147,7 +148,7 @@ def test_without_kernels_for_cuda_the_command_that_builds_them_is_told() -> None
     groups: Any = FusedAdam([param]).param_groups
     param.requires_grad_().grad = torch.ones(3, device="meta")
     lists = dict.fromkeys(["grads", "grads_of", "copies"])
-    part = Part(torch.device("cuda", 1), _C.AdamPlan(), [[0]], groups, lists)
+    part = Part("FusedAdam", torch.device("cuda", 1), _C.AdamPlan(), [[0]], groups, lists)
     part.read({}, 1.0, None)
     with pytest.raises(RuntimeError, match=r"params\[0\]\[0\] is on cuda:1, .*\n.*FORCE_CUDA=1 "):
         part.has_kernels()
@@ -172,7 +173,7 @@ def test_a_capture_of_several_devices_is_refused(
 def test_the_cpu_is_stepped_last_and_is_home_only_where_it_is_alone() -> None:
     params = [torch.ones(4), torch.ones(2, device="meta"), torch.ones(6)]
     groups: Any = FusedAdam([Parameter(p, requires_grad=False) for p in params]).param_groups
-    parts = split({}, groups, {})
+    parts = split("FusedAdam", groups, {}, lambda device: _C.AdamPlan())
     assert [part.device.type for part in parts] == ["meta", "cpu"]
     assert [len(part.groups[0]["params"]) for part in parts] == [1, 2]
 

@@ -330,7 +330,7 @@ def test_one_tensor_of_state_that_lies_otherwise_is_laid_out_like_the_parameter(
 # --- Around the step
 
 
-def test_a_request_is_told_who_had_no_gradient_in_this_step_and_in_no_other() -> None:
+def test_the_result_tells_who_had_no_gradient_in_this_step_and_in_no_other() -> None:
     optimizer = make_run("two groups, mixed").optimizer
     first, second = (group["params"] for group in optimizer.param_groups)
     for missing in ([(0, 1), (1, 5)], [], [(1, 0)]):
@@ -338,9 +338,8 @@ def test_a_request_is_told_who_had_no_gradient_in_this_step_and_in_no_other() ->
             for index, param in enumerate(params):
                 gone = (group, index) in missing
                 param.grad = None if gone else torch.ones_like(param)
-        request = StepRequest(check=True)
-        optimizer.step(grads=request)
-        assert request.without_grad == missing
+        result = optimizer.step(grads=StepRequest(check=True))
+        assert result.without_grad == missing
 
 
 def test_a_scheduler_moves_the_lr_of_a_warm_plan() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import device_scale
-from apex_mp._step_request import Outcome, StepRequest
+from apex_mp._step_request import Outcome, StepResult
 from apex_mp.device_scale import DeviceScale
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
@@ -24,11 +24,11 @@ class DeviceSteps:
     """The loss scale on the device, and steps of which the host has yet to hear.
 
     Args:
-        tell: A method, which is called with each step's outcome and request, in the order of the
+        tell: A method, which is called with each step's outcome and result, in the order of the
             steps.
     """
 
-    def __init__(self, tell: Callable[[Outcome, StepRequest], None]) -> None:
+    def __init__(self, tell: Callable[[Outcome, StepResult], None]) -> None:
         self._tell = tell
         self._scale: DeviceScale | None = None
         self._scaler: DynamicLossScaler | None = None  # whose scale that is
@@ -36,7 +36,7 @@ class DeviceSteps:
         # Two, because gradients that have one may be brought to the other.
         self._copies: list[Tensor] = []
         self._is_stale = True
-        self._captured: StepRequest | None = None  # A graph takes this step whenever it likes.
+        self._captured: StepResult | None = None  # A graph takes this step whenever it likes.
 
     # The scale.
 
@@ -129,27 +129,26 @@ class DeviceSteps:
 
     # What became of steps.
 
-    def send(self, request: StepRequest) -> None:
+    def send(self, result: StepResult) -> None:
         """Have the outcome of a step told by a later `settle`, unless we are gone by then."""
-        sent, read = request.sent, request.read
+        sent, read = result.sent, result.read
         assert sent is not None  # Else its outcome is known.
         assert read is not None
         if device_scale.is_capturing():
-            self._captured = request
+            self._captured = result
             return
-        request.grads = request.grads_of = request.copies = None  # Nothing is kept alive for it.
         weak_tell = weakref.WeakMethod(self._tell)
 
         def tell(arrived: Tensor) -> None:
             method = weak_tell()
             if method is not None:
-                method(read(arrived), request)
+                method(read(arrived), result)
 
         device_scale.send_tensor(sent, tell)
 
     def captured_overflow(self) -> bool | None:
         """Whether the last step that a graph took was skipped; None if no step was captured."""
-        request = self._captured
-        if request is None or request.sent is None or request.read is None:
+        result = self._captured
+        if result is None or result.sent is None or result.read is None:
             return None
-        return request.read(request.sent.cpu()).found_inf
+        return result.read(result.sent.cpu()).found_inf

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import grads
+from apex_mp._step_request import StepResult
 from apex_mp.master import LOW_PRECISION, Held
 
 # Of masters, and of their model parameters.
@@ -127,6 +128,20 @@ def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
     return tuple(
         name for name in ("grads", "output_params", "scale", "grad_norms") if name in parameters
     )
+
+
+def checked_result(result: Any, optimizer: Any) -> StepResult:
+    """Return what a step has returned that was given a `StepRequest`.
+
+    Raises:
+        RuntimeError: It is something else, because a function around `step` does not return it.
+    """
+    if not isinstance(result, StepResult):
+        raise RuntimeError(
+            f"FP16_Optimizer: {type(optimizer).__name__}.step returned {result!r:.60}; a function "
+            "that replaces step, and has its attributes, must return what step returns"
+        )
+    return result
 
 
 def check_loss(loss: Any) -> None:

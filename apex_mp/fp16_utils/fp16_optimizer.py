@@ -14,13 +14,19 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from apex_mp import device_scale, grads, tensors
 from apex_mp._log import logger
 from apex_mp._state_checks import as_dict
-from apex_mp._step_request import Outcome, StepRequest
+from apex_mp._step_request import Outcome, StepRequest, StepResult
 from apex_mp.fp16_utils import _checkpoint, _inner_state
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
 from apex_mp.fp16_utils._delegates import Delegates
 from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._given_scale import new_scaler
-from apex_mp.fp16_utils._inner import StepWatch, check_loss, inner_of, legacy_arguments
+from apex_mp.fp16_utils._inner import (
+    StepWatch,
+    check_loss,
+    checked_result,
+    inner_of,
+    legacy_arguments,
+)
 from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._saved_scaler import whole_scaler
@@ -164,7 +170,7 @@ class FP16_Optimizer(OldNames, Delegates):
         if self._loss_scaler in (static_loss_scale, dynamic_loss_scale):
             self._misuse.note_scale_is_known()  # The user has the scaler, and may read it.
         self._overflow: bool | None = False  # None: unknown since the last backward
-        self._awaited: StepRequest | None = None  # the last step, until its outcome is known
+        self._awaited: StepResult | None = None  # the last step, until its outcome is known
         self._skips_in_a_row = 0
         self._iteration = 0
         followers.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
@@ -413,7 +419,7 @@ class FP16_Optimizer(OldNames, Delegates):
         """Step; return whether it was skipped, if that is known, and the inner one's value."""
         if not self._legacy_arguments:
             return self._step_plain()
-        return self._step_fused() if self._can_step_fused() else self._step_legacy()
+        return (self._step_fused(), None) if self._can_step_fused() else self._step_legacy()
 
     def _can_step_fused(self) -> bool:
         # A hook runs once for each step that is taken: an overflow must be known before it.
@@ -426,8 +432,8 @@ class FP16_Optimizer(OldNames, Delegates):
             or _global_optimizer_post_hooks
         )
 
-    def _step_fused(self) -> tuple[bool | None, Any]:
-        """Step a fused optimizer, which itself looks for inf and NaN."""
+    def _step_fused(self) -> bool | None:
+        """Step a fused optimizer, which looks for inf and NaN; return whether it was skipped."""
         grads_of, copies, scale = self._grads.sources(self.param_groups)
         device = self._device_to_leave_alone()
         request = StepRequest(
@@ -438,16 +444,15 @@ class FP16_Optimizer(OldNames, Delegates):
             loss_scale=None if device is None else self._steps.for_step(self._loss_scaler, device),
             wait=device is None,
         )
-        value = self.optimizer.step(grads=request, scale=scale)
-        outcome = request.outcome
-        assert outcome is not None  # A step that takes requests sets it.
+        result = checked_result(self.optimizer.step(grads=request, scale=scale), self.optimizer)
+        outcome = result.outcome
         if not outcome.found_inf:
             # The user may have written to masters that have no gradient.
-            self._grads.copy_to_model_of(request.without_grad)
+            self._grads.copy_to_model_of(result.without_grad)
         if outcome.is_known:
-            return outcome.found_inf, value
-        self._awaited = request
-        return None, value
+            return outcome.found_inf
+        self._awaited = result
+        return None
 
     def _step_plain(self) -> tuple[bool, Any]:
         """Step an inner optimizer that reads `.grad`; return whether it was skipped, its value."""
@@ -522,20 +527,20 @@ class FP16_Optimizer(OldNames, Delegates):
         self._awaited = None
         self._take_note(skipped, self._loss_scaler.update_scale, self._locate)
 
-    def _told(self, outcome: Outcome, request: StepRequest) -> None:
+    def _told(self, outcome: Outcome, result: StepResult) -> None:
         """Handle the result of a step that completed asynchronously."""
 
         def locate() -> list[grads.NonFinite]:
             if is_last and self._grads.stage is Stage.STEPPED and not self._grads.came_in():
                 return self._locate()
-            return self._names.rows(outcome.nonfinite_rows, request.without_grad, self.param_groups)
+            return self._names.rows(outcome.nonfinite_rows, result.without_grad, self.param_groups)
 
-        is_last = request is self._awaited
+        is_last = result is self._awaited
         if is_last:
             self._overflow = outcome.found_inf
             self._awaited = None
-        if outcome.found_inf and request.undo_state is not None:
-            request.undo_state()
+        if outcome.found_inf and result.undo_state is not None:
+            result.undo_state()
         self._take_note(
             outcome.found_inf,
             lambda skipped: self._steps.update(self._loss_scaler, skipped=skipped),

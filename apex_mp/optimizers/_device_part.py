@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ class Part:
     """The parameter groups, and lists given for them, without what belongs to other devices.
 
     Args:
+        who: The optimizer's name, for messages.
         device: Where the parameters are.
         plan: Steps them.
         indices: For each group which of its parameters are there.
@@ -36,12 +37,14 @@ class Part:
 
     def __init__(
         self,
+        who: str,
         device: torch.device,
         plan: _C.AdamPlan,
         indices: list[list[int]],
         param_groups: Groups,
         lists: Mapping[str, Lists | None],
     ) -> None:
+        self._who = who
         self.device = device
         self.plan = plan
         self._indices = indices
@@ -101,7 +104,7 @@ class Part:
         if self.device.type == "cuda":
             wish = _extension.build_hint("FORCE_CUDA=1 ")
         return (
-            f"FusedAdam: params[{number}][{index}] is on {self.device}, for which this build of "
+            f"{self._who}: params[{number}][{index}] is on {self.device}, for which this build of "
             f"apex_mp has no kernels; {wish}"
         )
 
@@ -131,22 +134,24 @@ class Part:
 
 
 def split(
-    plans: Mapping[torch.device, _C.AdamPlan],
+    who: str,
     param_groups: Groups,
     lists: Mapping[str, Lists | None],
+    plan_for: Callable[[torch.device], _C.AdamPlan],
 ) -> list[Part]:
     """Return the parts in the order of their first parameters, but the CPU last.
 
     Args:
-        plans: Those of earlier steps, which know their parts already.
+        who: The optimizer's name, for messages.
         param_groups: All groups with all parameters.
         lists: `grads`, `grads_of` and `copies` of a StepRequest.
+        plan_for: Returns a device's plan.
 
     Raises:
         ValueError: A list does not fit the groups.
     """
     for given in lists.values():
-        _check_lengths(given, param_groups)
+        _check_lengths(who, given, param_groups)
     indices: dict[torch.device, list[list[int]]] = {}
     for number, group in enumerate(param_groups):
         for index, param in enumerate(group["params"]):
@@ -155,14 +160,14 @@ def split(
                 indices[device] = [[] for _ in param_groups]
             indices[device][number].append(index)
     parts = [
-        Part(device, plans.get(device) or _C.AdamPlan(), here, param_groups, lists)
+        Part(who, device, plan_for(device), here, param_groups, lists)
         for device, here in indices.items()
     ]
     # The CPU keeps the host busy: others begin before it.
     return sorted(parts, key=lambda part: part.device.type == "cpu")
 
 
-def _check_lengths(lists: Lists | None, param_groups: Groups) -> None:
+def _check_lengths(who: str, lists: Lists | None, param_groups: Groups) -> None:
     if lists is None:
         return
     sizes = [len(group["params"]) for group in param_groups]
@@ -171,7 +176,7 @@ def _check_lengths(lists: Lists | None, param_groups: Groups) -> None:
             number < len(lists) and isinstance(lists[number], list) and len(lists[number]) == size
         ):
             raise ValueError(
-                f"FusedAdam: what was given for group {number} is not a list with one item for "
+                f"{who}: what was given for group {number} is not a list with one item for "
                 f"each of its {size} parameters"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,17 @@ class SeveralDevices:
     waits only for what a step on the CPU needs from elsewhere, and for the outcome of a check.
 
     Between steps it keeps no tensor but `outcome`, as a plan.
+
+    Args:
+        who: The optimizer's name, for messages.
+        new_plan: Makes a plan for one device.
     """
 
     outcome: Tensor  # of the last step, if it was to check and the host was not to wait
 
-    def __init__(self) -> None:
+    def __init__(self, who: str, new_plan: Callable[[], _C.AdamPlan]) -> None:
+        self._who = who
+        self._new_plan = new_plan
         self.without_grad: Places = []
         self.can_run = True
         self._plans: dict[torch.device, _C.AdamPlan] = {}
@@ -68,9 +74,8 @@ class SeveralDevices:
                 devices is capturing a CUDA graph.
         """
         lists = {"grads": grads, "grads_of": grads_of, "copies": copies}
-        parts = split(self._plans, param_groups, lists)
-        if len(parts) > 1:
-            _refuse_capture(parts)
+        parts = split(self._who, param_groups, lists, self._plan_for)
+        refuse_capture(self._who, [part.device for part in parts])
         try:
             self._state, self._scale, self._unscale = state, scale, unscale
             needs = [place for part in parts for place in self._read(part, norms)]
@@ -83,6 +88,10 @@ class SeveralDevices:
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts)
         return sorted(needs)
+
+    def _plan_for(self, device: torch.device) -> _C.AdamPlan:
+        """That of earlier steps, which knows its part already, or a new one."""
+        return self._plans.get(device) or self._new_plan()
 
     def _read(self, part: Part, norms: Norms | None) -> Places:
         return part.read(self._state, self._scale, norms, self._unscale)
@@ -130,7 +139,7 @@ class SeveralDevices:
         loss_scale: DeviceScale | None,
     ) -> Outcome | Tensor:
         """Step; return what became of it, or where the first device is to tell it."""
-        skip = None if found_inf is None else as_flag(found_inf)
+        skip = None if found_inf is None else as_flag(found_inf, self._who)
         if not self._parts:
             if loss_scale is not None:
                 loss_scale.update(torch.zeros((), device=loss_scale.device))
@@ -141,7 +150,7 @@ class SeveralDevices:
         self._read_norms(measured, clip_by_global_norm)
         if not check:
             return Outcome(self._step(skip), [])
-        found = as_flag(measured[0])
+        found = as_flag(measured[0], self._who)
         skip = found if skip is None else torch.maximum(found, bring(skip, found.device))
         self._step(skip)
         if loss_scale is not None:
@@ -196,13 +205,16 @@ class SeveralDevices:
         self._plans = {}
 
 
-def _refuse_capture(parts: list[Part]) -> None:
+def refuse_capture(who: str, devices: Sequence[torch.device]) -> None:
+    """Raise a RuntimeError if there are several devices, and one is capturing a CUDA graph."""
+    if len(devices) == 1:
+        return
     # A replay would step one device; the others are stepped now, and never again.
-    for part in parts:
-        if is_capturing(part.device):
+    for device in devices:
+        if is_capturing(device):
             raise RuntimeError(
-                f"FusedAdam: {part.device} is capturing a CUDA graph, but the parameters lie on "
-                f"{len(parts)} devices, whose step cannot be captured; make a FusedAdam for each "
+                f"{who}: {device} is capturing a CUDA graph, but the parameters lie on "
+                f"{len(devices)} devices, whose step cannot be captured; make a {who} for each "
                 "device"
             )
 
@@ -215,7 +227,7 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def as_flag(found_inf: float | Tensor, who: str = "FusedAdam") -> Tensor:
+def as_flag(found_inf: float | Tensor, who: str) -> Tensor:
     """As every plan takes it: what one refuses must not be found when others have stepped."""
     if not isinstance(found_inf, Tensor):  # GradScaler's sum over no gradients is the number 0.
         return torch.tensor(float(found_inf != 0), dtype=torch.float32, device="cpu")

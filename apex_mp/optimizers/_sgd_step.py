@@ -13,8 +13,9 @@ from apex_mp import _ops, device_scale, tensors
 from apex_mp import grads as _grads
 from apex_mp._step_request import StepRequest
 from apex_mp.optimizers import _device_part
-from apex_mp.optimizers._several_devices import Outcome, is_capturing
-from apex_mp.optimizers._sgd_state import BUFFER
+from apex_mp.optimizers._several_devices import Outcome, refuse_capture
+
+BUFFER = "momentum_buffer"
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
 # One that the host knows, or a 0-dim float64 tensor on a device that the host does not wait for.
@@ -185,15 +186,7 @@ def home_of(rows: Sequence[Row]) -> torch.device:
         RuntimeError: There are several devices, and one is capturing a CUDA graph.
     """
     devices = [*dict.fromkeys(row.device for row in rows)]
-    if len(devices) > 1:
-        # A replay would step one device; the others are stepped now, and never again.
-        for device in devices:
-            if is_capturing(device):
-                raise RuntimeError(
-                    f"FusedSGD: {device} is capturing a CUDA graph, but the parameters lie on "
-                    f"{len(devices)} devices, whose step cannot be captured; make a FusedSGD for "
-                    "each device"
-                )
+    refuse_capture("FusedSGD", devices)
     left_alone = [device for device in devices if not host_waits_for(device)]
     return [*left_alone, *devices, torch.device("cpu")][0]
 

@@ -222,7 +222,7 @@ FP16_UTILS = {
     ),
     "masters without a gradient are not written": Mutant(
         "fp16_utils/fp16_optimizer.py",
-        "self._grads.copy_to_model_of(request.without_grad)",
+        "self._grads.copy_to_model_of(result.without_grad)",
         "pass",
         "fp16_optimizer_masters",
     ),
@@ -314,11 +314,11 @@ FP16_UTILS = {
 
 OPTIMIZERS = {
     "a step that raised leaves new state": Mutant(
-        "optimizers/fused_adam.py", _UNDONE, _NOT_UNDONE, "several_devices_refusals"
+        "optimizers/_fused.py", _UNDONE, _NOT_UNDONE, "several_devices_refusals"
     ),
     "a skipped first step leaves new state": Mutant(
-        "optimizers/fused_adam.py",
-        "if request.outcome.found_inf:\n            self._take_back(before)",
+        "optimizers/_fused.py",
+        "if outcome.found_inf:\n            self._take_back(before)",
         "if False:\n            self._take_back(before)",
         "fp16_optimizer_overflow",
     ),
@@ -329,8 +329,8 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "a loaded hyperparameter may be out of range": Mutant(
-        "optimizers/fused_adam.py",
-        "_check_hyperparameters({**self.defaults, **group})\n            return adapted",
+        "optimizers/_fused.py",
+        "self._check_options({**self.defaults, **group})\n            return adapted",
         "pass\n            return adapted",
         "fused_adam_state",
     ),
@@ -338,38 +338,38 @@ OPTIMIZERS = {
         "optimizers/fused_adam.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
     ),
     "a copy forgets unscale_grads": Mutant(
-        "optimizers/fused_adam.py",
-        'return {**super().__getstate__(), "unscale_grads": self.unscale_grads}',
-        "return super().__getstate__()",
+        "optimizers/_fused.py",
+        "{name: getattr(self, name) for name in self._pickled}",
+        "{}",
         "unscaled_grads",
     ),
     "FusedAdam is not told the decay of torch.optim.Adam": Mutant(
-        "optimizers/_adam_state.py",
-        'saved_group["adam_w_mode"] = saved_group.pop("decoupled_weight_decay")',
-        'saved_group.pop("decoupled_weight_decay")',
+        "optimizers/fused_adam.py",
+        'group["adam_w_mode"] = group.pop("decoupled_weight_decay")',
+        'group.pop("decoupled_weight_decay")',
         "fused_adam_state",
     ),
     "the step count of a group is lost": Mutant(
-        "optimizers/_adam_state.py",
-        'adapted.setdefault("step", group_step)',
-        'adapted.setdefault("step", 0)',
+        "optimizers/fused_adam.py",
+        '{"step": step, **states[index]}',
+        '{"step": 0, **states[index]}',
         "fused_adam_state",
     ),
     "moments of float64 parameters are loaded in float32": Mutant(
-        "optimizers/_adam_state.py",
-        "wide = param.dtype == torch.float64 and key in MOMENTS",
+        "optimizers/_state.py",
+        "wide = param.dtype == torch.float64 and name in self.tensors",
         "wide = False",
         "fused_adam_state",
     ),
     "a moment of another shape is loaded": Mutant(
-        "optimizers/_adam_state.py",
+        "optimizers/_state.py",
         "if value.shape != param.shape:",
         "if value.numel() != param.numel():",
         "fused_adam_state",
     ),
     "a step count that is a number is lost": Mutant(
-        "optimizers/_adam_state.py",
-        "float(steps) if isinstance(steps, (int, float)) else 0.0",
+        "optimizers/_state.py",
+        "float(value) if isinstance(value, (int, float)) else 0.0",
         "0.0",
         "fused_adam_state",
     ),
@@ -404,7 +404,10 @@ OPTIMIZERS = {
         "unscaled_grads",
     ),
     "the state of torch.optim.SGD without a buffer is refused": Mutant(
-        "optimizers/_sgd_state.py", "if buffer is None:", "if False:", "fused_sgd_state"
+        "optimizers/fused_sgd.py",
+        "if BUFFER in state and state[BUFFER] is None:",
+        "if False:",
+        "fused_sgd_state",
     ),
 }
 

@@ -14,7 +14,7 @@ from fused_adam_cases import Unchanged, assert_same_state, grad_for
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
-from apex_mp._step_request import StepRequest
+from apex_mp._step_request import StepRequest, StepResult
 from apex_mp.optimizers import FusedAdam
 
 SHIM = on_cuda_kernels.SHIM
@@ -170,10 +170,9 @@ def unscale_by_one(optimizer: FusedAdam) -> None:
 
 def step_and_see_the_table(optimizer: FusedAdam, **options: Any) -> torch.Tensor:
     """Take a step; return a part of the table's memory, which lives as long as it is held."""
-    request = StepRequest(**options)
-    optimizer.step(grads=request)
-    assert request.sent is not None
-    return request.sent
+    result: StepResult = optimizer.step(grads=StepRequest(**options))
+    assert result.sent is not None
+    return result.sent
 
 
 CHANGES = {"lr": set_lr, "state elsewhere": move_state}
@@ -384,18 +383,14 @@ def test_the_host_hears_of_norms_and_of_inf() -> None:
     optimizer = make(max_grad_norm=1.0)
     for step in range(2):
         give(optimizer, step)
-        request = StepRequest(check=True)
-        optimizer.step(grads=request, scale=4.0)
-        assert request.outcome is not None
-        assert not request.outcome.found_inf
+        outcome = optimizer.step(grads=StepRequest(check=True), scale=4.0).outcome
+        assert not outcome.found_inf
         wanted = [
             math.sqrt(sum(param.grad.double().square().sum().item() for param in group["params"]))
             for group in optimizer.param_groups
         ]
-        assert request.outcome.norms == pytest.approx([norm / 4 for norm in wanted], rel=1e-6)
+        assert outcome.norms == pytest.approx([norm / 4 for norm in wanted], rel=1e-6)
     params_of(optimizer)[3].grad.fill_(math.inf)
-    request = StepRequest(check=True)
     with Unchanged(optimizer):
-        optimizer.step(grads=request)
-    assert request.outcome is not None
-    assert request.outcome.found_inf
+        outcome = optimizer.step(grads=StepRequest(check=True)).outcome
+    assert outcome.found_inf

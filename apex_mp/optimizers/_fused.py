@@ -1,0 +1,337 @@
+"""What all fused optimizers share: the call of a step, state, options, checkpoints, pickles."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from apex_mp import _C, tensors
+from apex_mp._state_checks import as_dict, check_optimizer_state
+from apex_mp._step_request import Lists, Outcome, StepRequest, StepResult
+from apex_mp.optimizers import _legacy_call, _state
+from apex_mp.optimizers._several_devices import SeveralDevices
+
+_Plan: TypeAlias = "_C.AdamPlan | SeveralDevices"
+# The state that parameters had before a step gave them another one; None: they had none.
+Before: TypeAlias = dict[Tensor, dict[str, Any] | None]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A fused optimizer: one that steps all tensors on a device in one call.
+
+    A subclass states its signature, the names of its options and of its state, and how they are
+    checked: the attributes and methods under "Stated by each optimizer".
+
+    Args:
+        params: Parameters, (name, parameter) pairs, or parameter groups.
+        defaults: The options of groups that lack them.
+        unscale_grads: True, False or None.
+    """
+
+    # torch.amp.GradScaler then leaves unscaling and skipping to step(): it sets self.grad_scale and
+    # self.found_inf around the call.
+    _step_supports_amp_scaling = True
+    # FP16_Optimizer need not copy masters to the model after step(output_params=...).
+    _writes_output_params = True
+    unscale_grads: bool | None = None  # for optimizers pickled before the option existed
+    _plan: _Plan
+
+    # --- Stated by each optimizer.
+
+    # The class's name in messages; a user's subclass has another one.
+    _public_name: str
+    _state_layout: _state.StateLayout
+    # Attributes that pickles have beside state and options.
+    _pickled: tuple[str, ...] = ("unscale_grads",)
+
+    @staticmethod
+    def _new_plan() -> _C.AdamPlan:
+        """Return a plan that steps parameters on one device."""
+        raise NotImplementedError
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
+
+        Args:
+            group: A parameter group with all options, or the defaults.
+        """
+        raise NotImplementedError
+
+    def _check_new_options(self, group: Mapping[str, Any]) -> None:
+        """Check the options of a group that is added; those of a loaded one may be others."""
+        self._check_options(group)
+
+    def _adapt_group(
+        self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
+    ) -> None:
+        """Give what another optimizer has saved the names that it has here, in place.
+
+        Args:
+            number: Of the group.
+            group: A saved group, a copy.
+            states: The saved states by the items of `group["params"]`; to be replaced, not written.
+        """
+
+    def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """Return a parameter's saved state as it is here; see `StateLayout.loaded`."""
+        return self._state_layout.loaded(where, state, param)
+
+    # --- Options.
+
+    def __init__(self, params: Any, defaults: dict[str, Any], unscale_grads: bool | None) -> None:
+        self._check_new_options(defaults)
+        _legacy_call.check_unscale_grads(self._public_name, unscale_grads)
+        self.unscale_grads = unscale_grads
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; options it lacks are the constructor's.
+
+        Raises:
+            RuntimeError: A hyperparameter asks for what this optimizer does not have.
+            TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
+                hyperparameter is no number.
+            ValueError: A hyperparameter is out of range.
+        """
+        if isinstance(param_group, dict):  # torch says so otherwise
+            self._check_new_options({**self.defaults, **param_group})
+        params, names = tensors.listed(param_group)
+        number = len(self.param_groups)
+        tensors.check_params(self._public_name, number, params, tensors.not_steppable, names)
+        super().add_param_group(param_group)
+
+    def refresh_hyperparameters(self) -> None:
+        """Have the step in a captured CUDA graph use the groups' options as they are now.
+
+        Call it between replays, outside of a capture, after a scheduler or a hand has changed
+        `param_groups`. Steps that are not replayed need no call, nor does a tensor as `lr`.
+        """
+        plan: _Plan | None = self.__dict__.get("_plan")
+        if plan is not None:
+            nothing: Lists = [[None] * len(group["params"]) for group in self.param_groups]
+            with torch.no_grad():
+                self._read(plan, StepRequest(grads=nothing), 1.0, {})
+                plan.refresh_groups()
+
+    # --- The step.
+
+    # Traced, it would be compiled anew for every value of lr, and never faster. Not by
+    # torch.compiler.disable, which imports the whole of Dynamo (a second) with this module.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Iterable[Any] | StepRequest | None = None,
+        output_params: Iterable[Any] | None = None,
+        scale: float | Tensor = 1.0,
+        grad_norms: Iterable[float | Tensor] | None = None,
+    ) -> Any:
+        """Take one step with every parameter that has a gradient.
+
+        Without arguments the gradients are each parameter's `.grad`. The other forms are the legacy
+        call of `FP16_Optimizer`.
+
+        Args:
+            closure: Computes the loss again and returns it.
+            grads: Gradients instead of `.grad`: a list for each group, or one flat list or
+                generator over all parameters; None where there is none.
+            output_params: Where each new parameter is also written in the output's dtype (fp16
+                model parameters, if `params` are their fp32 masters): as `grads`.
+            scale: The gradients are divided by it: the loss scale.
+            grad_norms: l2 norm of each group's gradients as given, that is, of the scaled ones;
+                saves the pass that `max_grad_norm` otherwise costs.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse, does not fit its parameter, or is on a device that
+                this build has no kernels for; or a step on several devices is captured in a graph.
+            ValueError: `grads`, `output_params` or `grad_norms` do not fit the groups, or a
+                hyperparameter has come out of range.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
+        request = _legacy_call.request(self._public_name, self, grads, output_params, grad_norms)
+        with torch.no_grad():
+            result = self._step_by_plan(request, scale, found_inf)
+        return result if request is grads else loss
+
+    step.takes_request = True  # type: ignore[attr-defined]
+
+    def _step_by_plan(
+        self, request: StepRequest, scale: float | Tensor, found_inf: Tensor | None
+    ) -> StepResult:
+        """Step all groups at once."""
+        plan = self.__dict__.get("_plan")
+        if plan is None:  # also after pickle and deepcopy
+            plan = self._plan = self._new_plan()
+        before: Before = {}
+        try:
+            self._read(plan, request, scale, before)
+            if not plan.can_run:  # Parameters have come to several devices, or back to one.
+                plan = self._plan = self._other_plan(plan)
+                self._read(plan, request, scale, before)
+            self._count_step()
+            outcome = _run(plan, request, found_inf)
+        except BaseException:
+            self._take_back(before)
+            raise
+        if outcome.found_inf:
+            self._take_back(before)
+        if outcome.is_known:
+            return StepResult(outcome, plan.without_grad)
+        undo = self._undo(before) if before else None
+        return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+
+    def _other_plan(self, plan: _Plan) -> _Plan:
+        if isinstance(plan, SeveralDevices):
+            return self._new_plan()
+        return SeveralDevices(self._public_name, self._new_plan)
+
+    def _read(
+        self, plan: _Plan, request: StepRequest, scale: float | Tensor, before: Before
+    ) -> None:
+        """Have a plan read the next step; missing state is made, if the plan can run at all."""
+        needs = _read(plan, self, request, scale)
+        if needs and plan.can_run:
+            for number, index in needs:
+                self._make_state(before, number, index)
+            _read(plan, self, request, scale)
+
+    # --- State. That made by a step which is skipped or refused is taken back.
+
+    def _make_state(self, before: Before, number: int, index: int) -> dict[str, Any]:
+        """Give a parameter what its state lacks, and lay out anew what lies in another order.
+
+        Args:
+            before: Of the running step; the state is noted there as it was.
+            number: Of the parameter's group.
+            index: Of the parameter in it.
+
+        Returns:
+            The state, which is that of the parameter now.
+        """
+        group = self.param_groups[number]
+        param = group["params"][index]
+        before.setdefault(param, self.state.get(param))
+        state = self.state[param] = self._state_layout.completed(
+            before[param] or {}, param, with_master=_state.has_master(param, group)
+        )
+        return state
+
+    def _count_step(self) -> None:
+        self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+
+    def _undo(self, before: Before) -> Callable[[], None]:
+        """Return a function that removes the state a step has made, unless it has been used."""
+        made = {param: self.state[param] for param in before}
+        steps = self._steps_taken
+        weak = weakref.ref(self)
+
+        def undo() -> None:
+            optimizer = weak()
+            if (
+                optimizer is not None
+                and optimizer._steps_taken == steps
+                and all(optimizer.state.get(param) is state for param, state in made.items())
+            ):
+                optimizer._take_back(before)
+
+        return undo
+
+    def _take_back(self, before: Before) -> None:
+        """Give parameters the state that they had."""
+        for param, state in before.items():
+            if state is None:
+                self.state.pop(param, None)
+            else:
+                self.state[param] = state
+
+    # --- Checkpoints and pickles.
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of this optimizer, or of torch's that does the same.
+
+        Options that the saved groups lack stay as they are here. State tensors become float32
+        (float64 for float64 parameters), whatever the parameter's dtype. Tensors are copied.
+
+        Raises:
+            RuntimeError: The state was saved with an option that this optimizer does not have.
+            TypeError, ValueError: Groups do not fit, a hyperparameter is out of range, or a
+                parameter's state is not that of such an optimizer.
+        """
+
+        def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            adapted = self._adapted(saved)
+            for group in adapted["param_groups"]:
+                self._check_options({**self.defaults, **group})
+            return adapted
+
+        # As a hook it sees what the user's hooks have made of the state.
+        handle = self.register_load_state_dict_pre_hook(adapt)
+        try:
+            super().load_state_dict(as_dict(self._public_name, state_dict))
+        finally:
+            handle.remove()
+
+    def _adapted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state_dict as it is here, for Optimizer.load_state_dict and `unpack`."""
+        check_optimizer_state(self._public_name, saved)
+        states: dict[Any, Any] = dict(saved["state"])
+        saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
+        for number, saved_group in enumerate(saved_groups):
+            self._adapt_group(number, saved_group, states)
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved_groups] != sizes:
+            return dict(saved)  # torch says in which way they do not fit.
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            for index, param in zip(saved_group["params"], group["params"], strict=True):
+                if states.get(index):
+                    where = f"{self._public_name}.load_state_dict: state[{index}]"
+                    states[index] = self._adapt_state(where, states[index], param)
+            for option in self.defaults:
+                if option in group:  # an unpickled optimizer has a default more, of torch's
+                    saved_group.setdefault(option, group[option])
+        return {**saved, "state": states, "param_groups": saved_groups}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._pickled}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "state": _state.unpack(state["state"])})
+
+
+def _read(
+    plan: _Plan, optimizer: FusedOptimizer, request: StepRequest, scale: float | Tensor
+) -> list[tuple[int, int]]:
+    return plan.read(
+        optimizer.param_groups,
+        optimizer.state,
+        grads=request.grads,
+        grads_of=request.grads_of,
+        copies=request.copies,
+        scale=scale,
+        norms=request.norms,
+        unscale=request.unscale,
+    )
+
+
+def _run(plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
+    wishes: dict[str, Any] = {
+        "found_inf": found_inf,
+        "check": request.check,
+        "clip_by_global_norm": request.clip_by_global_norm,
+        "wait": request.check and request.wait,
+    }
+    scale = request.loss_scale
+    if isinstance(plan, SeveralDevices):
+        return plan.run(loss_scale=scale, **wishes)
+    return plan.run(loss_scale=None if scale is None else scale.for_step(), **wishes)

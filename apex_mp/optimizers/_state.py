@@ -1,0 +1,144 @@
+"""What a fused optimizer keeps of each parameter: how it is made, and how it is loaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import grads as _grads
+from apex_mp import tensors
+
+MASTER = "master_param"
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A tensor that Optimizer.load_state_dict passes on as it is.
+
+    A bare one it casts to the parameter's dtype, which loses the moments of a float16 parameter.
+    """
+
+    tensor: Tensor
+
+
+def unpack(
+    states: Mapping[Any, dict[str, Any]],
+) -> collections.defaultdict[Any, dict[str, Any]]:
+    """Return the states with the tensors that were packed."""
+    plain: collections.defaultdict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for param, state in states.items():
+        plain[param] = {
+            key: value.tensor if isinstance(value, Kept) else value for key, value in state.items()
+        }
+    return plain
+
+
+def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a parameter has a float32 master in its state, by the options of its group."""
+    return bool(group.get("master_weights")) and param.dtype in _LOW_PRECISION
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The names of what an optimizer keeps in `state[param]`, beside `master_param`.
+
+    Attributes:
+        kind: Whose state it is, with an article: "an Adam".
+        tensors: Tensors like the parameter: float32, for float64 parameters float64.
+        numbers: 0-dim float32 tensors on the parameter's device.
+    """
+
+    kind: str
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+
+    def completed(
+        self, state: Mapping[str, Any], param: Tensor, *, with_master: bool
+    ) -> dict[str, Any]:
+        """Return a state with what it lacks, and with nothing in another order than the parameter.
+
+        Whatever is no tensor counts as lacking, but a plain number among `numbers` is kept.
+        """
+        whole = dict(state)
+        for name in self.numbers:
+            if not torch.is_tensor(whole.get(name)):
+                whole[name] = _new_number(param, whole.get(name))
+        for name in (*self.tensors, *([MASTER] if with_master else [])):
+            value = whole.get(name)
+            if torch.is_tensor(value):
+                whole[name] = _grads.lie_as(value, param)
+            else:
+                whole[name] = param.detach().float() if name == MASTER else self._zeros(name, param)
+        return whole
+
+    def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """Return a parameter's saved state as it is here.
+
+        Tensors are `Kept` until `unpack`, and copies: two optimizers never share one.
+
+        Args:
+            where: The state's name, for messages.
+            state: The saved state, under the names it has here.
+            param: The parameter.
+
+        Raises:
+            TypeError, ValueError: It is not the state of such an optimizer, or of another shape.
+        """
+        names = (*self.numbers, *self.tensors)
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(
+                f"{where} has {[*state]} and lacks {missing}; it must be the state of {self.kind} "
+                "optimizer"
+            )
+        whole = dict(state)
+        for name in (*self.tensors, MASTER):
+            if name in whole:
+                _check_like(f"{where}['{name}']", whole[name], param)
+                whole[name] = Kept(self._zeros(name, param).copy_(whole[name]))
+        for name in self.numbers:
+            number = _number(f"{where}['{name}']", name, whole[name])
+            whole[name] = Kept(_new_number(param, number))
+        return whole
+
+    def _zeros(self, name: str, param: Tensor) -> Tensor:
+        wide = param.dtype == torch.float64 and name in self.tensors
+        dtype = torch.float64 if wide else torch.float32
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+
+def _new_number(param: Tensor, value: Any) -> Tensor:
+    number = float(value) if isinstance(value, (int, float)) else 0.0
+    return torch.full((), number, dtype=torch.float32, device=param.device)
+
+
+def _check_like(name: str, value: Any, param: Tensor) -> None:
+    """Refuse what cannot be copied into a tensor like the parameter."""
+    if not (torch.is_tensor(value) and value.is_floating_point()):
+        kind = value.dtype if torch.is_tensor(value) else type(value).__name__
+        raise TypeError(f"{name} is of type {kind}; it must be a floating tensor")
+    reason = tensors.no_numbers(value)
+    if reason is not None:
+        raise TypeError(f"{name} {reason}")
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{name} has shape {[*value.shape]}, its parameter {[*param.shape]}; they must match"
+        )
+
+
+def _number(where: str, name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements.
+        number = math.nan
+    if not 0.0 <= number < math.inf:
+        wish = "a number of steps" if name == "step" else "a finite number, 0 or more"
+        raise ValueError(f"{where} is {value!r}; it must be {wish}")
+    return number
