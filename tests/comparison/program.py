@@ -54,7 +54,7 @@ WRONG_SGD = [
     "lr=0.1, momentum=0.9, dampening=0.5, nesterov=True", "lr=0.1, weight_decay=nan",
     "lr=0.1, unscale_grads='no'", "lr=0.1, max_grad_norm=-1", "lr=True, momentum=True",
 ]  # fmt: skip
-TORCH = ["SGD", "AdamW", "Adam", "RMSprop", "Adagrad"]
+TORCH = ["SGD", "AdamW", "Adam", "RMSprop", "Adagrad", "LBFGS"]
 FP16 = {
     "static_loss_scale": ["128.0", "2.0**14", "1.0", "3.0"],
     "dynamic_loss_scale": [
@@ -102,6 +102,8 @@ EDITS = [
     "optimizer.add_param_group({{'params': [model.spare(1)], 'weight_decay': -1.0}})",
     "optimizer.add_param_group({{'params': [model_of({n})]}})",
     "optimizer.add_param_group({{'params': [torch.zeros(3).long()]}})",
+    "optimizer.add_param_group({{'params': [nn.Parameter(torch.ones(3, device='meta'))]}})",
+    "optimizer.refresh_hyperparameters()",
     "optimizer.param_groups.pop()",
     "optimizer.param_groups[0]['params'].reverse()",
     "optimizer.param_groups[0]['params'].append(model.spare(0))",
@@ -157,6 +159,9 @@ READS = [
     "[p.grad is None for p in amp.master_params(optimizer)]",
     "convert.to_float32(model.state_dict())",
     "convert.masters(model, optimizer)",
+    "fp16_utils.network_to_half(copy.deepcopy(model))",
+    "fp16_utils.model_grads_to_master_grads(*fp16_utils.prep_param_lists(model))",
+    "fp16_utils.master_params_to_model_params(*fp16_utils.prep_param_lists(model))",
     "optimizer.zero_grad(set_to_none=False)",
     "optimizer.zero_grad(set_to_none=True)",
     "optimizer.zero_grad()",
@@ -170,6 +175,7 @@ READS = [
     "set_grads({seed}, 'expanded')",
     "set_grads({seed}, 'sparse')",
     "set_grads({seed}, 'shared')",
+    "set_grads({seed}, 'overlapping')",
     "set_grads({seed}, 'some', 100.0)",
     "set_grads({seed}, 'inference')",
     "set_grads({seed}, bad=({n}, inf))",
@@ -197,6 +203,11 @@ OF_FP16 = [
     "optimizer.cur_iter = 7",
     "optimizer.fp32_groups_flat[0].mul_({x})",
     "optimizer.optimizer.step()",
+    "optimizer.optimizer.register_step_pre_hook(lambda *_: print('inside'))",
+    "optimizer.optimizer.register_step_post_hook(lambda *_: print('inside'))",
+    "optimizer.load_state_dict(optimizer.optimizer.state_dict())",
+    "optimizer.add_param_group({{'params': [model.spare(0)], 'max_grad_norm': {x}}})",
+    "optimizer.first_closure_call_this_step",
     "optimizer.zero_grad(True)",
     "optimizer.zero_grad(set_grads_to_None=False)",
     "backward({seed}, update_master_grads=False)",
@@ -235,6 +246,8 @@ OF_SCALER = [
     "scaler.get_scale()",
     "scaler.load_state_dict(scaler.state_dict())",
     "scaler.step(optimizer, grads=[])",
+    "scaler.step(optimizer, closure({seed}))",
+    "optimizer.step()",
     "optimizer.load_state_dict(scaler.state_dict())",
 ]
 LOADS = [
@@ -244,8 +257,10 @@ LOADS = [
     "optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))",
     "optimizer.load_state_dict(kept)",
     "model.load_state_dict(model.state_dict())",
-    "optimizer.load_state_dict(torch.optim.{torch}(model.groups(1), lr=0.1).state_dict())",
-    "torch.optim.{torch}(model.groups(1), lr=0.1).load_state_dict(optimizer.state_dict())",
+    "optimizer.load_state_dict(stepped(torch.optim.{torch}(model.groups(1), lr=0.1)).state_dict())",
+    "optimizer.load_state_dict(stepped(FusedAdam(model.groups(1))).state_dict())",
+    "optimizer.load_state_dict(stepped(FusedSGD(model.groups(1), 0.1, 0.9)).state_dict())",
+    "stepped(torch.optim.{torch}(model.groups(1), lr=0.1), optimizer.state_dict())",
     "optimizer.load_state_dict({{}})",
     "optimizer.load_state_dict(3)",
     "optimizer.load_state_dict(model.state_dict())",
@@ -329,7 +344,10 @@ class Writer:
         if self.chance(0.1):
             params = self.pick(["[*model.parameters()]", "[*model.named_parameters()]"])
         if not only_fused and self.chance(0.2):
-            self.setup.append(f"optimizer = torch.optim.{self.pick(TORCH)}({params}, lr=0.1)")
+            kind = self.pick(TORCH)
+            if kind == "LBFGS":  # It has one group.
+                params = "[*model.parameters()]"
+            self.setup.append(f"optimizer = torch.optim.{kind}({params}, lr=0.1)")
             return
         adam = self.fused == "FusedAdam"
         lr = "" if adam else f", lr={self.pick(ADAM['lr'])}"
@@ -337,6 +355,8 @@ class Writer:
         if ", momentum=" in options and "dampening" not in options and self.chance(0.5):
             options += ", nesterov=True"
         self.setup.append(f"optimizer = {self.fused}({params}{lr}{options})")
+        if adam and self.chance(0.08):
+            self.setup.append("two_devices()")
 
     def begin_bare(self) -> None:
         self.model("any")
@@ -426,8 +446,12 @@ class Writer:
         if self.chance(0.05):  # Into new ones, as after a restart.
             return ["kept = through_file(optimizer.state_dict())", *self.setup,
                     "optimizer.load_state_dict(kept)"]  # fmt: skip
-        weights = [weight for weight, _ in kinds]
-        return [self.random.choices(kinds, weights)[0][1]()]
+        (_, make), *_ = self.random.choices(kinds, [weight for weight, _ in kinds])
+        line = make()
+        if line.startswith(("kept[", "kept.")):  # A state that is loaded after an edit.
+            save = self.pick(["copy.deepcopy(optimizer.state_dict())", "optimizer.state_dict()"])
+            return [f"kept = {save}", line, "optimizer.load_state_dict(kept)"]
+        return [line]
 
     def one_step(self) -> list[str]:
         bad = ""
@@ -437,6 +461,9 @@ class Writer:
         lines = [f"backward({self.seed()}{magnitude}{bad})"]
         if self.chance(0.1):
             lines *= 2
+        if self.road[0] in ("bare", "scaler") and self.chance(0.2):
+            forms = [line for line in READS if line.startswith("set_grads")]
+            lines.append(self.fill(self.pick(forms)))
         if self.chance(0.35):
             lines += self.anything()
         if self.road[0] == "scaler":
@@ -445,6 +472,8 @@ class Writer:
             lines += ["scaler.step(optimizer)", "scaler.update()"]
         elif self.road[0] == "bare" and self.chance(0.4):
             lines = [self.legacy_step()]
+        elif self.chance(0.1) or "LBFGS" in "".join(self.setup):
+            lines = [f"optimizer.step(closure({self.seed()}{magnitude}{bad}))"]
         else:
             lines.append("optimizer.step()")
         if self.chance(0.8):

@@ -23,6 +23,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ import torch._dynamo  # The first step() imports it: once here, not in each chil
 from torch import Tensor, nn
 
 import apex_mp
-from apex_mp import amp, convert, fp16_utils, loss_scale, optimizers, parallel
+from apex_mp import _C, amp, convert, fp16_utils, loss_scale, optimizers, parallel
 from apex_mp.amp import _amp_state
 from apex_mp.multi_tensor_apply import fused_adam_cuda
 
@@ -93,7 +94,7 @@ class Space(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(
-            torch=torch, copy=copy, pickle=pickle, F16=torch.float16, BF16=torch.bfloat16,
+            torch=torch, nn=nn, copy=copy, pickle=pickle, F16=torch.float16, BF16=torch.bfloat16,
             F32=torch.float32, F64=torch.float64, inf=float("inf"), nan=float("nan"), Net=Net,
             FusedAdam=optimizers.FusedAdam, FusedSGD=optimizers.FusedSGD, amp=amp, convert=convert,
             fp16_utils=fp16_utils, loss_scale=loss_scale, optimizers=optimizers, parallel=parallel,
@@ -102,7 +103,17 @@ class Space(dict[str, Any]):
         )  # fmt: skip
         helpers = (self.P, self.S, self.backward, self.closure, self.set_grads, self.legacy)
         self.update(
-            {h.__name__: h for h in (*helpers, self.look, self.through_file, self.model_of)}
+            {
+                h.__name__: h
+                for h in (
+                    *helpers,
+                    self.look,
+                    self.through_file,
+                    self.stepped,
+                    self.two_devices,
+                    self.model_of,
+                )
+            }
         )
 
     def P(self, index: int) -> Any:  # noqa: N802
@@ -186,6 +197,10 @@ class Space(dict[str, Any]):
                 grad = grad.to_sparse()
             elif form == "shared":
                 grad = shared.setdefault((param.shape, param.dtype), grad)
+            elif form == "overlapping":
+                key = (param.shape, param.dtype)
+                both = shared.setdefault(key, torch.cat([grad.view(-1), grad.view(-1)[:1]]))
+                grad = both[number % 2 :][: grad.numel()].view(param.shape)
             elif form == "some":
                 grad = grad if number % 2 else None
             elif form == "inference":
@@ -223,6 +238,29 @@ class Space(dict[str, Any]):
             flat = [g for one in grads for g in one], [c for one in copies for c in one]
             grads, copies = (iter(flat[0]), flat[1]) if form == "generator" else flat
         return {"grads": grads, **({"output_params": copies} if outputs else {}), **more}
+
+    def two_devices(self) -> None:
+        """Step as with parameters on two devices: those of odd and of even size."""
+        from apex_mp.optimizers import _device_part, _several_devices
+
+        def side_of(param: Tensor) -> torch.device:
+            return torch.device("cpu", 0) if param.numel() % 2 else torch.device("cpu")
+
+        _device_part.device_of = side_of
+        make: Any = _several_devices.SeveralDevices
+        arguments = ("FusedAdam", _C.AdamPlan) if signature(make).parameters else ()
+        self["optimizer"]._plan = make(*arguments)
+
+    def stepped(self, optimizer: Any, state: Any = None) -> Any:
+        """Another optimizer after a step, from a loaded state if there is one."""
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            for number, param in enumerate(group["params"]):
+                param.grad = random_values(number, param.shape).to(param.dtype)
+        optimizer.step(*([lambda: 1.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
+        optimizer.zero_grad()
+        return optimizer
 
     def through_file(self, value: Any, safe: bool = False) -> Any:
         file = io.BytesIO()
@@ -298,12 +336,16 @@ class Observer:
                 seen.update(self._rest(space))
         except Exception as error:
             return {"cannot be seen": f"{type(error).__name__}: {error}"}
-        for name, (tensor, version) in self._versions.items():
-            if tensors.get(name) is tensor and tensor._version > version:
-                seen[name] += " written"
-        versions = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
-        versions = {name: t for name, t in versions.items() if not t.is_inference()}
-        self._versions = {name: (t, t._version) for name, t in versions.items()}
+        versions = self._versions.items()
+        written = [
+            n for n, (t, version) in versions if tensors.get(n) is t and t._version > version
+        ]
+        seen["written"] = ", ".join(written)
+        self._versions = {
+            name: (t, t._version)
+            for name, t in tensors.items()
+            if isinstance(t, Tensor) and not t.is_inference()
+        }
         before, self._before = self._before, seen
         changed = {name: value for name, value in seen.items() if before.get(name) != value}
         return changed | {name: "gone" for name in before if name not in seen}
