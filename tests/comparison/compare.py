@@ -138,6 +138,10 @@ class Difference:
 def first_difference(old: Trace, new: Trace) -> Difference | None:
     """Return the first difference that is no text; else the first text that is not INTENDED."""
     text = None
+    if "died" in old[0] or "died" in new[0]:  # Equal deaths show nothing.
+        return Difference(
+            "died", 0, "the program", *(t[0].get("died", "ended") for t in (old, new))
+        )
     for number, (before, after) in enumerate(zip(old, new, strict=False)):
         for aspect in ASPECTS:
             one, other = before.get(aspect), after.get(aspect)

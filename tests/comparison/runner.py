@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
@@ -36,7 +37,7 @@ from apex_mp.amp import _amp_state
 from apex_mp.multi_tensor_apply import fused_adam_cuda
 
 RAW_GRAD: Any = torch.Tensor.grad  # Without the property that FP16_Optimizer's masters have.
-ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+ADDRESS = re.compile(r"0x[0-9a-f]{6,}|(?<![.\d])\d{14,}\b")  # id() is one, too.
 LOOKED_AT = [
     "loss_scale", "loss_scaler", "overflow", "overflow_report", "dynamic_loss_scale", "cur_iter",
     "clip", "last_overflow_iter", "scale_window", "first_closure_call_this_step",
@@ -305,7 +306,7 @@ def describe(value: Any) -> str:
         return f"{type(value).__name__}({vars(value)})"
     if isinstance(value, nn.Module | torch.optim.Optimizer):
         return type(value).__name__
-    return ADDRESS.sub("0x", repr(value))
+    return ADDRESS.sub("ADDRESS", repr(value))
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -318,6 +319,13 @@ def describe_tensor(tensor: Tensor) -> str:
     lies = "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
     first = ", ".join(f"{number:.6g}" for number in plain.view(-1)[:2].tolist())
     return f"{kind}{lies} {digest} ({first}{', ..' if plain.numel() > 2 else ''})"
+
+
+def version_of(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # An inference tensor has none.
+        return 0
 
 
 class Observer:
@@ -338,14 +346,11 @@ class Observer:
             return {"cannot be seen": f"{type(error).__name__}: {error}"}
         versions = self._versions.items()
         written = [
-            n for n, (t, version) in versions if tensors.get(n) is t and t._version > version
+            n for n, (t, version) in versions if tensors.get(n) is t and version_of(t) > version
         ]
         seen["written"] = ", ".join(written)
-        self._versions = {
-            name: (t, t._version)
-            for name, t in tensors.items()
-            if isinstance(t, Tensor) and not t.is_inference()
-        }
+        with_numbers = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+        self._versions = {name: (t, version_of(t)) for name, t in with_numbers.items()}
         before, self._before = self._before, seen
         changed = {name: value for name, value in seen.items() if before.get(name) != value}
         return changed | {name: "gone" for name in before if name not in seen}
@@ -415,9 +420,9 @@ def run_line(line: str, space: Space) -> dict[str, Any]:
         except Exception as error:
             kind = type(error)
             done["error"] = f"{kind.__module__}.{kind.__qualname__}"
-            done["message"] = ADDRESS.sub("0x", str(error))
+            done["message"] = ADDRESS.sub("ADDRESS", str(error))
     done["warnings"] = [
-        f"{w.category.__name__}: {ADDRESS.sub('0x', str(w.message))}" for w in caught
+        f"{w.category.__name__}: {ADDRESS.sub('ADDRESS', str(w.message))}" for w in caught
     ]
     done["printed"] = printed.getvalue()
     return done
@@ -433,9 +438,15 @@ def run_apart(program: list[str], to: int) -> None:
     """Run a program in a copy of this process, which it leaves as it was, and send the trace."""
     child = os.fork()
     if not child:
-        with os.fdopen(to, "w") as answers:
-            print(json.dumps(run(program)), file=answers)
-        os._exit(0)  # Without the cleaning up that the first process has to do.
+        status = 1
+        try:
+            with os.fdopen(to, "w") as answers:
+                print(json.dumps(run(program)), file=answers)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # Without the cleaning up that the first process has to do.
     _, status = os.waitpid(child, 0)
     if status:
         died = [{"line": "the program", "died": f"status {os.waitstatus_to_exitcode(status)}"}]
