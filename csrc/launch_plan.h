@@ -44,6 +44,27 @@ inline std::vector<Chunk> cut_into_chunks(const std::vector<int64_t>& sizes, int
   return chunks;
 }
 
+// What the chunks of a list may be: powers of two.
+struct ChunkLimits {
+  int64_t largest;
+  int64_t smallest;
+  int64_t enough;  // as many chunks need not be smaller
+};
+
+// The largest size of chunks at which a list makes enough of them; `smallest` where none does.
+inline int64_t chunk_size_of(const std::vector<int64_t>& sizes, const ChunkLimits& limits) {
+  const auto makes_enough = [&](int64_t chunk_size) {
+    int64_t chunks = 0;
+    for (size_t i = 0; i < sizes.size() && chunks < limits.enough; ++i) {
+      chunks += count_chunks(sizes[i], chunk_size);
+    }
+    return chunks >= limits.enough;
+  };
+  int64_t chunk_size = limits.largest;
+  while (chunk_size > limits.smallest && !makes_enough(chunk_size)) chunk_size /= 2;
+  return chunk_size;
+}
+
 // One kernel launch over a run of tensors of the list. Block b takes chunk first_chunk + b of
 // cut_into_chunks(); find_slot() tells it of which tensor.
 struct Launch {

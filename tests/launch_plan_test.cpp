@@ -1,5 +1,6 @@
 // Tries csrc/launch_plan.h exhaustively: all short lists of sizes around the chunk size, under all
-// small limits; sizes far beyond 2**31, which need no memory here; all alignments.
+// small limits; sizes far beyond 2**31, which need no memory here; all alignments; how large
+// chunks are.
 //
 // test_launch_plan.py compiles this with the sanitizers and runs one section at a time.
 #include "launch_plan.h"
@@ -281,6 +282,61 @@ void the_largest_sizes_are_counted() {
   }
 }
 
+// All powers of two between the limits, from the largest down: the first that makes enough chunks.
+int64_t chunk_size_by_search(const ChunkLimits& limits) {
+  for (int64_t chunk = limits.largest; chunk > limits.smallest; chunk /= 2) {
+    int64_t chunks = 0;
+    for (const int64_t size : trial.sizes) {
+      chunks += size / chunk + (size % chunk > 0);
+    }
+    if (chunks >= limits.enough) return chunk;
+  }
+  return limits.smallest;
+}
+
+void chunks_are_as_large_as_can_be() {
+  for (const int64_t largest : {1, 2, 4, 8}) {
+    const std::set<int64_t> around = {0, 1, largest - 1, largest, largest + 1, 4 * largest + 1};
+    for_each_list({around.begin(), around.end()}, 4, trial.sizes, [largest] {
+      for (int64_t smallest = 1; smallest <= largest; smallest *= 2) {
+        for (int64_t enough = 0; enough < 140; enough += enough < 20 ? 1 : 17) {
+          ++cases;
+          const ChunkLimits limits = {largest, smallest, enough};
+          trial.chunk_size = chunk_size_of(trial.sizes, limits);
+          DEMAND(trial.chunk_size == chunk_size_by_search(limits));
+        }
+      }
+    });
+  }
+}
+
+void chunks_on_cuda_are_as_many_as_multiprocessors_need() {
+  struct Expected {
+    Sizes sizes;
+    int64_t chunk_size;
+  };
+  const int64_t enough = 528;
+  for (const auto& [sizes, chunk_size] : std::vector<Expected>{
+           {{}, 2048},
+           {{0, 5}, 2048},
+           {{1000000}, 2048},
+           {{enough * 4096 - 4096}, 2048},
+           {{enough * 4096 - 4095}, 4096},
+           {{enough * 8192 - 8192}, 4096},
+           {{enough * 8192 - 8191}, 8192},
+           {{enough * 16384 - 16384}, 8192},
+           {{enough * 16384 - 16383}, 16384},
+           {Sizes(enough - 1, 1), 2048},
+           {Sizes(enough, 1), 16384},
+           {Sizes(100000, kLargest), 16384},  // All of their chunks are more than 2**63.
+       }) {
+    ++cases;
+    trial.sizes = sizes;
+    trial.chunk_size = chunk_size_of(sizes, {16384, 2048, enough});
+    DEMAND(trial.chunk_size == chunk_size);
+  }
+}
+
 // Every vector from `head` on, in every array, for as many vectors as it takes to be sure: loads
 // of the vector's own size, of 16 bytes at most, each aligned to its size.
 bool vectors_are_aligned(const std::vector<ArrayStart>& arrays, int64_t width, int64_t head) {
@@ -330,6 +386,9 @@ const std::map<std::string, void (*)()> kSections = {
     {"a tensor too large for a launch is refused", a_tensor_too_large_for_a_launch_is_refused},
     {"the largest sizes are counted", the_largest_sizes_are_counted},
     {"all alignments", all_alignments},
+    {"chunks are as large as can be", chunks_are_as_large_as_can_be},
+    {"chunks on CUDA are as many as multiprocessors need",
+     chunks_on_cuda_are_as_many_as_multiprocessors_need},
 };
 
 }  // namespace

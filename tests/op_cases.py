@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 TILE = 512  # kTile of csrc/cpu/kernels_impl.h: what is converted at once
-CHUNK = 16384  # kChunkSize, on the CPU and on CUDA: what a thread or a block takes at once
+# What a thread or a block takes at once: kChunkSize on the CPU; on CUDA kLargestChunk, or less for
+# a list of few numbers, but not less than kSmallestChunk.
+CHUNK = 16384
+SMALLEST_CHUNK = 2048
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FLOATS = (F16, BF16, F32, F64)
@@ -50,6 +53,7 @@ LISTS = [
     ListCase("a tile less one", [(TILE - 1,)]),
     ListCase("a tile", [(TILE,)]),
     ListCase("a tile and one", [(TILE + 1,)]),
+    ListCase("around the smallest chunk", [(SMALLEST_CHUNK + i,) for i in (-1, 0, 1)]),
     ListCase("a chunk less one", [(CHUNK - 1,)]),
     ListCase("a chunk", [(CHUNK,)]),
     ListCase("a chunk and one", [(CHUNK + 1,)]),

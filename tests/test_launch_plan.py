@@ -23,6 +23,8 @@ SECTIONS = [
     "all short lists",
     "as many chunks as a launch takes",
     "beyond 32 bits in few chunks",
+    "chunks are as large as can be",
+    "chunks on CUDA are as many as multiprocessors need",
     "the largest sizes are counted",
 ]
 

@@ -46,7 +46,7 @@ void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, con
   for_each_float_table(steps, [&](const FloatTable& table) {
     launch(prepare_kernel, count_chunks(table.tensors, kBlockSize), stream, table, task);
   });
-  for_each_table(rows, [&](const Table<5>& rows_of_launch) {
+  for_each_table(rows, kChunkLimits, [&](const Table<5>& rows_of_launch) {
     launch(adam_kernel, rows_of_launch.launch.chunks, stream, rows_of_launch, task);
   });
 }

@@ -10,6 +10,9 @@
 namespace apex_mp::cuda {
 namespace {
 
+// All lists have chunks of one size: the norm of a tensor must not depend on the other tensors.
+constexpr ChunkLimits kSumLimits = {kLargestChunk, kLargestChunk, 0};
+
 __global__ void __launch_bounds__(kBlockSize)
     check_kernel(const __grid_constant__ Table<1> table, double* chunk_sums, float* found_inf) {
   const Part<1> part = part_of_block(table);
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(kBlockSize)
 double* sum_tensors(const std::vector<Row<1>>& tensors, double* workspace, float* found_inf,
                     cudaStream_t stream) {
   double* tensor_sums = workspace + workspace_size(tensors) - tensors.size();
-  for_each_table(tensors, [&](const Table<1>& table) {
+  for_each_table(tensors, kSumLimits, [&](const Table<1>& table) {
     launch(check_kernel, table.launch.chunks, stream, table, workspace, found_inf);
     launch(tensor_sums_kernel, table.launch.tensors, stream, table, workspace, tensor_sums);
   });
@@ -77,13 +80,13 @@ double* sum_tensors(const std::vector<Row<1>>& tensors, double* workspace, float
 
 int64_t workspace_size(const std::vector<Row<1>>& tensors) {
   auto size = static_cast<int64_t>(tensors.size());
-  for (const Row<1>& tensor : tensors) size += count_chunks(tensor.size, kChunkSize);
+  for (const Row<1>& tensor : tensors) size += count_chunks(tensor.size, kLargestChunk);
   return size;
 }
 
 void check(const std::vector<Row<1>>& grads, const Check& task, cudaStream_t stream) {
   const double* tensor_sums = sum_tensors(grads, task.workspace, task.found_inf, stream);
-  for_each_table(grads, [&](const Table<1>& table) {
+  for_each_table(grads, kSumLimits, [&](const Table<1>& table) {
     launch(group_sums_kernel, task.groups, stream, table, tensor_sums, task.sum_sq);
   });
 }

@@ -47,7 +47,7 @@ void sgd(const std::vector<Row<5>>& rows, const std::vector<float*>& fresh, cons
   for_each_float_table(fresh, [&](const FloatTable& table) {
     launch(take_fresh_kernel, count_chunks(table.tensors, kBlockSize), stream, table, task);
   });
-  for_each_table(rows, [&](const Table<5>& table) {
+  for_each_table(rows, kChunkLimits, [&](const Table<5>& table) {
     launch(sgd_kernel, table.launch.chunks, stream, table, task);
   });
 }

@@ -28,6 +28,13 @@ bool same_array(const step::Array& one, const step::Array& other) {
   return one.data == other.data && one.dtype == other.dtype;
 }
 
+int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
+  std::vector<int64_t> sizes;
+  sizes.reserve(rows.size());
+  for (const step::Row& row : rows) sizes.push_back(row.size);
+  return chunk_size_of(sizes, kChunkLimits);
+}
+
 // What a row is without its gradient. A gradient that is not there has no dtype either.
 bool same_row(const step::Row& one, const step::Row& other) {
   return same_array(one.param, other.param) && same_array(one.exp_avg, other.exp_avg) &&
@@ -40,12 +47,13 @@ bool same_row(const step::Row& one, const step::Row& other) {
 
 }  // namespace
 
-StepTable::StepTable(const step::Task& task) : rows_(task.rows), groups_(task.groups) {
+StepTable::StepTable(const step::Task& task)
+    : rows_(task.rows), groups_(task.groups), chunk_size_(chunk_size_of_rows(task.rows)) {
   int64_t chunks = 0;
   first_chunk_.reserve(rows_.size() + 1);
   for (const step::Row& row : rows_) {
     first_chunk_.push_back(static_cast<int32_t>(chunks));
-    chunks += std::max<int64_t>(count_chunks(row.size, kChunkSize), 1);
+    chunks += std::max<int64_t>(count_chunks(row.size, chunk_size_), 1);
     if (chunks > INT32_MAX) throw std::length_error("apex_mp: too many parameters for one step");
   }
   first_chunk_.push_back(static_cast<int32_t>(chunks));
@@ -69,7 +77,7 @@ void StepTable::build_image() {
     of_group.end = first_chunk_[i + 1];
     for (int32_t chunk = first_chunk_[i]; chunk < first_chunk_[i + 1]; ++chunk) {
       const int32_t index = chunk - first_chunk_[i];
-      const int64_t count = chunk_of(i, index, row.size, kChunkSize).count;
+      const int64_t count = chunk_of(i, index, row.size, chunk_size_).count;
       image.chunks[chunk] = {i, index, static_cast<int32_t>(count), facts_of(row)};
     }
   }
@@ -82,7 +90,8 @@ bool StepTable::fits(const step::Task& task) const {
 
 StepMemory StepTable::memory_at(const void* memory) const {
   const StepCounts counts = {static_cast<int32_t>(rows_.size()), first_chunk_.back(),
-                             static_cast<int32_t>(groups_.size())};
+                             static_cast<int32_t>(groups_.size()),
+                             static_cast<int32_t>(chunk_size_)};
   return step_memory(reinterpret_cast<uintptr_t>(memory), counts);
 }
 

@@ -78,7 +78,8 @@ class StepTable {
   void remember(const std::vector<step::Group>& groups);
 
   std::vector<step::Row> rows_;
-  std::vector<step::Group> groups_;   // as device memory holds them
+  std::vector<step::Group> groups_;  // as device memory holds them
+  int64_t chunk_size_;
   std::vector<int32_t> first_chunk_;  // of each row, and the number of all
   std::vector<char> image_;           // the first part of device memory
   int64_t bytes_ = 0;

@@ -29,8 +29,9 @@ __device__ Array at_chunk(const void* data, uint32_t dtype_bits, int64_t first) 
   return {begin == nullptr ? nullptr : begin + first * size_of(dtype), dtype};
 }
 
-__device__ Part<5> part_of(const StepRow& row, const void* grad, const StepChunk& chunk) {
-  const int64_t first = chunk.index * kChunkSize;
+__device__ Part<5> part_of(const StepRow& row, const void* grad, const StepChunk& chunk,
+                           int32_t chunk_size) {
+  const int64_t first = int64_t{chunk.index} * chunk_size;
   const StepFacts& facts = chunk.facts;
   Part<5> part;
   part.arrays[0] = at_chunk(row.param, facts.param, first);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     if (chunk.index == 0) *global(row.step) += 1.0f;  // Pass 2 does not read it anywhere else.
   }
   __syncthreads();
-  Part<5> part = part_of(row, grad, chunk);
+  Part<5> part = part_of(row, grad, chunk, memory.counts.chunk_size);
   const Array unscaled =
       chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
   if (part.double_math) {

@@ -53,10 +53,11 @@ __device__ void look_after_rows(const StepCheck& check) {
   end_pass(check);
 }
 
-__device__ double check_chunk(const StepChunk& chunk, const void* grad, int32_t& found_inf) {
+__device__ double check_chunk(const StepChunk& chunk, int32_t chunk_size, const void* grad,
+                              int32_t& found_inf) {
   if (grad == nullptr) return 0.0;
   const auto dtype = static_cast<DType>(chunk.facts.grad);
-  const int64_t begin = chunk.index * kChunkSize * size_of(dtype);
+  const int64_t begin = int64_t{chunk.index} * chunk_size * size_of(dtype);
   Part<1> part;
   part.arrays[0] = {static_cast<char*>(const_cast<void*>(grad)) + begin, dtype};
   part.count = chunk.count;
@@ -72,7 +73,8 @@ __device__ void check_chunk_of_block(const StepCheck& check) {
     look_after_row(check, chunk.row, threadIdx.x);
   }
   int32_t found_inf = 0;
-  const double share = check_chunk(chunk, grad_of(check, chunk.row), found_inf);
+  const double share =
+      check_chunk(chunk, check.memory.counts.chunk_size, grad_of(check, chunk.row), found_inf);
   if (check.decision.sums) {
     const double sum = block_sum(share);
     const math::SumSq sums = chunk.facts.scaled ? math::SumSq{sum, 0.0} : math::SumSq{0.0, sum};

@@ -58,6 +58,7 @@ struct StepCounts {
   int32_t rows;
   int32_t chunks;
   int32_t groups;
+  int32_t chunk_size;
 };
 
 struct StepMemory {

@@ -15,11 +15,16 @@
 
 namespace apex_mp::cuda {
 
-// Numbers that one block takes.
-constexpr int64_t kChunkSize = APEX_MP_CHUNK_SIZE;
+// Numbers that one block takes. A short list has smaller chunks, so that all multiprocessors work:
+// 4 blocks for each of the 132 of an H100.
+constexpr int64_t kLargestChunk = APEX_MP_CHUNK_SIZE;
+constexpr int64_t kSmallestChunk = 2048;
+constexpr ChunkLimits kChunkLimits = {kLargestChunk, kSmallestChunk, 4 * 132};
 
-// Alignment is judged once for a tensor (common_head), so all its chunks must share it.
-static_assert(kChunkSize % 16 == 0);
+// Halved, it stays a multiple of 16: alignment is judged once for a tensor (common_head), so all
+// its chunks must share it.
+static_assert((kLargestChunk & (kLargestChunk - 1)) == 0);
+static_assert(kLargestChunk >= kSmallestChunk && kSmallestChunk % 16 == 0);
 
 // Room for a few tensors. What a launch takes to bring arguments to the device grows with them.
 constexpr int kFewTableBytes = 3600;
@@ -42,6 +47,7 @@ struct Table {
   int8_t head[kTensors];  // numbers before the first aligned vector, -1: there is none
   bool double_math[kTensors];
   Launch launch;
+  int64_t chunk_size;
 };
 
 template <int kArrays>
@@ -56,14 +62,16 @@ int32_t head_of(const Row<kArrays>& row) {
 
 // Calls body(table) for each launch that the list needs.
 template <int kArrays, typename Body>
-void for_each_table(const std::vector<Row<kArrays>>& rows, const Body& body) {
+void for_each_table(const std::vector<Row<kArrays>>& rows, const ChunkLimits& limits,
+                    const Body& body) {
   static_assert(sizeof(Table<kArrays>) <= kTableBytes);
   std::vector<int64_t> sizes;
   sizes.reserve(rows.size());
   for (const Row<kArrays>& row : rows) sizes.push_back(row.size);
   Table<kArrays> table;
+  table.chunk_size = chunk_size_of(sizes, limits);
   for (const Launch& launch :
-       cut_into_launches(sizes, kChunkSize, Table<kArrays>::kTensors, kMaxBlocks)) {
+       cut_into_launches(sizes, table.chunk_size, Table<kArrays>::kTensors, kMaxBlocks)) {
     table.launch = launch;
     int64_t chunks = 0;
     for (int64_t slot = 0; slot < launch.tensors; ++slot) {
@@ -77,7 +85,7 @@ void for_each_table(const std::vector<Row<kArrays>>& rows, const Body& body) {
       table.group[slot] = row.group;
       table.head[slot] = static_cast<int8_t>(head_of(row));
       table.double_math[slot] = row.double_math;
-      chunks += count_chunks(row.size, kChunkSize);
+      chunks += count_chunks(row.size, table.chunk_size);
     }
     body(table);
   }
@@ -119,8 +127,8 @@ __device__ Part<kArrays> part_of_block(const Table<kArrays>& table) {
   const auto block = static_cast<int32_t>(blockIdx.x);
   Part<kArrays> part;
   part.slot = find_slot(table.first_chunk, static_cast<int32_t>(table.launch.tensors), block);
-  const Chunk chunk =
-      chunk_of(part.slot, block - table.first_chunk[part.slot], table.size[part.slot], kChunkSize);
+  const Chunk chunk = chunk_of(part.slot, block - table.first_chunk[part.slot],
+                               table.size[part.slot], table.chunk_size);
   part.count = static_cast<int32_t>(chunk.count);
   part.head = table.head[part.slot];
   part.double_math = table.double_math[part.slot];

@@ -62,13 +62,13 @@ __global__ void __launch_bounds__(kBlockSize)
 }  // namespace
 
 void unscale(const std::vector<Row<2>>& rows, const Unscale& task, cudaStream_t stream) {
-  for_each_table(rows, [&](const Table<2>& table) {
+  for_each_table(rows, kChunkLimits, [&](const Table<2>& table) {
     launch(unscale_kernel, table.launch.chunks, stream, table, task);
   });
 }
 
 void axpby(const std::vector<Row<3>>& rows, const AxpbyTask& task, cudaStream_t stream) {
-  for_each_table(rows, [&](const Table<3>& table) {
+  for_each_table(rows, kChunkLimits, [&](const Table<3>& table) {
     launch(axpby_kernel, table.launch.chunks, stream, table, task);
   });
 }

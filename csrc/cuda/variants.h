@@ -2,7 +2,7 @@
 // compare: NVCC_APPEND_FLAGS=-DAPEX_MP_VECTORS=1. All are read by nvcc alone, in .cu files.
 #pragma once
 
-// Numbers that one block takes: a multiple of 16.
+// The most numbers that one block takes: a power of two, at least 2048.
 #ifndef APEX_MP_CHUNK_SIZE
 #define APEX_MP_CHUNK_SIZE 16384
 #endif

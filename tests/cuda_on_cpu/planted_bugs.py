@@ -124,6 +124,13 @@ PLANTED_BUGS = {
         UNSCALE_OFFSETS,
         UNDEFINED + r"(load of|store to|reference binding to) misaligned address",
     ),
+    "all lists are cut into the largest chunks": PlantedBug(
+        "cuda/table.h",
+        "table.size[part.slot], table.chunk_size);",
+        "table.size[part.slot], kLargestChunk);",
+        f"{EDGES}::test_every_size_around_a_chunk_of_another_size_is_computed -k unscale",
+        rf"{OVERFLOW}|{WRONG_BITS}",
+    ),
     "an index has 32 bits": PlantedBug(
         "launch_plan.h",
         "const int64_t begin = index * chunk_size;",
@@ -222,8 +229,8 @@ PLANTED_BUGS = {
     ),
     "the sums of tensors lie among those of chunks": PlantedBug(
         "cuda/check.cu",
-        "size += count_chunks(tensor.size, kChunkSize);",
-        "size += count_chunks(tensor.size, 2 * kChunkSize);",
+        "size += count_chunks(tensor.size, kLargestChunk);",
+        "size += count_chunks(tensor.size, 2 * kLargestChunk);",
         SUMS,
         WRONG_BITS,
     ),

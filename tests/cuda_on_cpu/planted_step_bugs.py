@@ -122,6 +122,20 @@ PLANTED_STEP_BUGS = {
         ONE_STEP,
         WRONG_BITS,
     ),
+    "pass 2 takes chunks to be of the largest size": PlantedBug(
+        "cuda/step_adam.cu",
+        "part_of(row, grad, chunk, memory.counts.chunk_size);",
+        "part_of(row, grad, chunk, kLargestChunk);",
+        f"{STEP}::test_a_step_has_chunks_of_each_size",
+        READ_BEHIND,
+    ),
+    "pass 1 takes chunks to be of the largest size": PlantedBug(
+        "cuda/step_check.cu",
+        "check_chunk(chunk, check.memory.counts.chunk_size, grad_of",
+        "check_chunk(chunk, kLargestChunk, grad_of",
+        f"{STEP}::test_a_step_has_chunks_of_each_size",
+        READ_BEHIND,
+    ),
     "only the last array decides which vectors are aligned": PlantedBug(
         "cuda/loops.h",
         "heads &= aligned_heads<kWidth>(array);",

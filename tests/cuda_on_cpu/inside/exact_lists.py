@@ -10,6 +10,7 @@ from op_cases import (
     CHUNK,
     OF_ONE_NUMBER,
     OPERATOR,
+    SMALLEST_CHUNK,
     Arguments,
     Dtypes,
     ListCase,
@@ -29,11 +30,28 @@ SIZES = [*range(18), 31, 32, 33, *range(CHUNK - 17, CHUNK + 18), 2 * CHUNK - 1, 
 # One vector for each thread of a block, two and four of them.
 SIZES += [1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8200]
 
+CHUNKS = [CHUNK, CHUNK // 2, CHUNK // 4, SMALLEST_CHUNK]
+ENOUGH_CHUNKS = 528  # kChunkLimits.enough of csrc/cuda/table.h
+
 OFFSETS: dict[str, Offsets] = {
     "aligned": lambda i, j: 0,
     "all lists off by as much": lambda i, j: i % 17,
     "each list off by another": lambda i, j: (i + 5 * j) % 17,
 }
+
+
+def count_chunks(sizes: Sequence[int], chunk: int) -> int:
+    return sum(-(-size // chunk) for size in sizes)
+
+
+def with_chunks_of(chunk: int, sizes: Sequence[int]) -> list[int]:
+    """Return sizes, some of them above `chunk`, and as many ones as make chunks of that size."""
+    return [*sizes, *[1] * (ENOUGH_CHUNKS - count_chunks(sizes, chunk))]
+
+
+def around(chunk: int) -> list[int]:
+    """Return a list that is cut into chunks of this size, with all sizes around one."""
+    return with_chunks_of(chunk, [*range(chunk - 17, chunk + 18), 2 * chunk - 1, 2 * chunk + 1])
 
 
 def sample(

@@ -32,6 +32,14 @@ def choose(*, order: str = ORDER, blocks_at_ends: int = 0, numbers_on_host: bool
     _choose(ORDERS.index(order), blocks_at_ends, numbers_on_host)
 
 
+SHIM.cuda_on_cpu_all_blocks.restype = ctypes.c_int64
+
+
+def all_blocks() -> int:
+    """Return how many blocks kernels have had since the last `choose`."""
+    return int(SHIM.cuda_on_cpu_all_blocks())
+
+
 choose()
 
 

@@ -7,14 +7,17 @@ import math
 import pytest
 import torch
 from exact_lists import (
+    CHUNKS,
     CPU,
     OFFSETS,
     SIZES,
     Offsets,
+    around,
     assert_computes_what_the_reference_says,
+    count_chunks,
     sample,
 )
-from on_cuda_kernels import ORDERS, choose
+from on_cuda_kernels import ORDERS, all_blocks, choose
 from op_cases import (
     A_FEW,
     CHUNK,
@@ -25,6 +28,7 @@ from op_cases import (
     MIXED,
     OPERATOR,
     OPERATORS,
+    SMALLEST_CHUNK,
     Arguments,
     Dtypes,
     copy_of,
@@ -48,6 +52,7 @@ HALF_TO_FLOAT = {
     "sgd_": [(F32,), (F16,), (F32,), (F16,)],
 }
 each_operator = pytest.mark.parametrize("operator", HALF_TO_FLOAT)
+SUMS = ("check_", "l2_norm_")  # whose chunks are of one size in all lists
 
 
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
@@ -57,6 +62,35 @@ def test_every_size_around_a_chunk_is_computed_and_nothing_else(
 ) -> None:
     call = sample(operator, SIZES, dtypes, offsets)
     assert_computes_what_the_reference_says(operator, call)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@each_operator
+def test_every_size_around_a_chunk_of_another_size_is_computed(operator: str, chunk: int) -> None:
+    sizes = around(chunk)
+    call = sample(operator, sizes, HALF_TO_FLOAT[operator], OFFSETS["each list off by another"])
+    choose()
+    assert_computes_what_the_reference_says(operator, call)
+    if operator not in SUMS:
+        of_other_kernels = all_blocks() - count_chunks(sizes, chunk)
+        assert 0 <= of_other_kernels <= 3
+
+
+@pytest.mark.parametrize("operator", SUMS)
+def test_the_sum_of_a_tensor_does_not_depend_on_the_others(operator: str) -> None:
+    tensors = [torch.randn(size) for size in around(CHUNK)]
+    sums = [sums_of(operator, each) for each in (tensors[:1], tensors[:40], tensors)]
+    for each in sums:
+        assert_same_bits(each[:1], sums[0])
+
+
+def sums_of(operator: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    sums = torch.zeros(len(tensors), dtype=F64)
+    if operator == "check_":
+        torch.ops.apex_mp.check_(tensors, [*range(len(tensors))], torch.zeros(1), sums)
+    else:
+        torch.ops.apex_mp.l2_norm_(tensors, torch.zeros((), dtype=F64), sums)
+    return sums
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 40, CHUNK + 1])
@@ -87,7 +121,8 @@ def test_inf_and_nan_spoil_the_sum_wherever_they_are(dtype: torch.dtype, bad: fl
 @each_operator
 def test_launches_that_are_full_of_chunks_are_computed(operator: str) -> None:
     # The narrow grid takes 64 chunks a launch: this makes four.
-    sizes = [40 * CHUNK, 24 * CHUNK, 5, 0, 40 * CHUNK - 1, 30 * CHUNK, 0, 10 * CHUNK + 1]
+    chunk = CHUNK if operator in SUMS else SMALLEST_CHUNK
+    sizes = [40 * chunk, 24 * chunk, 5, 0, 40 * chunk - 1, 30 * chunk, 0, 10 * chunk + 1]
     call = sample(operator, sizes, HALF_TO_FLOAT[operator], OFFSETS["aligned"])
     assert_computes_what_the_reference_says(operator, call)
 

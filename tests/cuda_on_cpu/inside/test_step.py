@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import reference
 import torch
-from exact_lists import OFFSETS, Offsets, assert_nothing_before_was_written
-from on_cuda_kernels import ORDERS, choose
-from op_cases import ALL_ADAM, CHUNK, DTYPES, F16, F32, F64, MIXED, Dtypes, name_of
+from exact_lists import (
+    CHUNKS,
+    OFFSETS,
+    Offsets,
+    around,
+    assert_nothing_before_was_written,
+    count_chunks,
+    with_chunks_of,
+)
+from on_cuda_kernels import ORDERS, all_blocks, choose
+from op_cases import (
+    ALL_ADAM,
+    CHUNK,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    MIXED,
+    SMALLEST_CHUNK,
+    Dtypes,
+    name_of,
+)
 from step_cases import (
     GROUPS,
     HALF_MODEL,
@@ -37,6 +57,26 @@ def test_a_step_is_that_of_the_operators(dtypes: list[Dtypes], offsets: Offsets)
         group.max_norm = 0.5
     outcome = assert_steps_like_the_operators(Step(task), task)
     assert_decided_rightly(task, outcome, measured=True)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_step_has_chunks_of_each_size(chunk: int) -> None:
+    sizes = around(chunk)
+    task = sample(sizes, offsets=OFFSETS["each list off by another"], check=True)
+    first = copy_of(task)
+    choose()
+    Step(first).run(first)
+    assert all_blocks() == 2 * count_chunks(sizes, chunk)  # Both passes.
+    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    assert_decided_rightly(task, outcome, measured=True)
+
+
+def test_a_step_of_a_million_parameters_has_three_blocks_for_each_multiprocessor() -> None:
+    task = sample([600_000, 400_000], [(F32,), (F16,), (None,)], check=True)
+    step = Step(task)
+    choose(blocks_at_ends=1)
+    step.run(task)  # No block is the last one, so that all blocks of pass 2 end at once.
+    assert all_blocks() >= 2 * 3 * 132
 
 
 @pytest.mark.parametrize("dtypes", ALL_ADAM, ids=map(name_of, ALL_ADAM))
@@ -71,15 +111,17 @@ def test_every_pair_of_offsets_is_stepped(check: bool, dtypes: list[Dtypes]) -> 
 
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 def test_sums_are_those_of_check_to_the_bit(check: bool) -> None:
-    # One chunk each: the sum of a row is that of a block.
+    # One chunk with a gradient: the sum of its row is that of a block.
     for size in (1, 9, 600, CHUNK):
         for dtype in MIXED:
-            task = sample([size], [(F32,), (dtype,), (None,)], lambda i, j: 3, [Group()], scale=1.0)
-            task.check = check
+            sizes, dtypes = with_chunks_of(CHUNK, [size]), [(F32,), (dtype,), (None,)]
+            task = sample(sizes, dtypes, lambda i, j: 3, [Group()], scale=1.0, check=check)
             grad = task.rows[0].grad
+            for row in task.rows[1:]:
+                row.grad = None
             sum_sq = torch.zeros(1, dtype=F64)
             torch.ops.apex_mp.check_([grad], [0], torch.zeros(1), sum_sq)
-            assert Step(task).run(task, norms=True).norm == sum_sq.sqrt().item()
+            assert Step(task).run(task, norms=True).norm == math.sqrt(sum_sq.item())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +215,7 @@ def test_a_group_of_more_chunks_than_a_warp_takes_is_summed() -> None:
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 def test_rows_that_are_full_of_chunks_are_stepped(check: bool) -> None:
     # The narrow grid takes 64 chunks a launch: the third row is cut in two.
-    sizes = [40 * CHUNK, 5, 30 * CHUNK, 0, 20 * CHUNK - 1]
+    sizes = [40 * SMALLEST_CHUNK, 5, 30 * SMALLEST_CHUNK, 0, 20 * SMALLEST_CHUNK - 1]
     task = sample(sizes, [(F16,), (F16,), (None,)], check=check)
     outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
     assert_decided_rightly(task, outcome, measured=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exact_lists import CPU
+from exact_lists import CPU, with_chunks_of
 from op_cases import CHUNK, F64, number
 from step_cases import (
     assert_decided_rightly,
@@ -133,6 +133,14 @@ def test_a_replay_sees_groups_that_were_refreshed_and_no_others(groups: int, che
     step.refresh_groups(task)
     assert step.knows_groups(task)
     assert_steps_like_the_operators(step, task, captured=True)
+
+
+@each_check
+def test_tables_with_chunks_of_two_sizes_step_in_turns(check: bool) -> None:
+    lists = (SIZES, with_chunks_of(CHUNK, SIZES))
+    steps = [(Step(task), task) for task in (sample(sizes, check=check) for sizes in lists)]
+    for step, task in [*steps, *steps]:
+        assert_steps_like_the_operators(step, task)
 
 
 def test_an_upload_has_the_groups_of_the_last_step() -> None:

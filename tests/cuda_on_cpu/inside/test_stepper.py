@@ -353,6 +353,31 @@ def test_a_graph_outlives_steps_unlike_it() -> None:
     assert_same_state(captured, plain)
 
 
+def test_a_replay_has_chunks_of_the_size_that_was_captured() -> None:
+    captured, plain = make(), make()
+    for optimizer in (captured, plain):
+        add_params(optimizer, 1, 5000)
+        train(optimizer, 0)
+    with capture():
+        captured.step()
+    for optimizer in (captured, plain):
+        others = add_params(optimizer, 528, 1)  # So many that chunks of a step are larger.
+        train(optimizer, 1)
+        for param in others:
+            param.grad = None
+    replay(captured, 2)
+    train(plain, 2)
+    assert_same_state(captured, plain)
+
+
+def add_params(optimizer: FusedAdam, count: int, size: int) -> list[Parameter]:
+    params = [Parameter(torch.ones(size)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    optimizer.add_param_group({"params": params})
+    return params
+
+
 def test_steps_on_one_stream_wait_for_those_on_the_other() -> None:
     optimizer, plain = make(), make()
     on_cuda_kernels.plan.take_recorded()

@@ -22,6 +22,7 @@ namespace cuda_on_cpu {
 
 Index threadIdx, blockIdx, blockDim, gridDim;
 Settings settings;
+int64_t all_blocks = 0;
 
 namespace {
 
@@ -220,6 +221,7 @@ void run_grid(const Grid& grid, void (*thread)(const void*), const void* context
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   const Reporting reporting(grid);
+  all_blocks += grid.blocks;
   block.body = thread;
   block.context = context;
   block.threads.resize(grid.threads);
@@ -240,4 +242,9 @@ extern "C" __attribute__((visibility("default"))) void cuda_on_cpu_choose(int or
                                                                           int64_t blocks_at_ends,
                                                                           bool numbers_on_host) {
   cuda_on_cpu::settings = {static_cast<cuda_on_cpu::Order>(order), blocks_at_ends, numbers_on_host};
+  cuda_on_cpu::all_blocks = 0;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t cuda_on_cpu_all_blocks() {
+  return cuda_on_cpu::all_blocks;
 }

@@ -24,6 +24,9 @@ struct Settings {
 };
 extern Settings settings;
 
+// Blocks of all grids that were run since a test chose, those that were left out too.
+extern int64_t all_blocks;
+
 // For __syncthreads: returns when all threads of the block that have not ended wait here.
 void wait_at_barrier(std::source_location where);
 
