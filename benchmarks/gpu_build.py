@@ -37,6 +37,8 @@ RECIPE = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "apex_mp/_versio
 TUNED = "csrc/cuda/variants.h"
 VARIANTS = {
     "one-vector": Change(TUNED, "APEX_MP_VECTORS 2\n", "APEX_MP_VECTORS 1\n"),
+    "two-read-vectors": Change(TUNED, "APEX_MP_READ_VECTORS 4\n", "APEX_MP_READ_VECTORS 2\n"),
+    "small-chunks": Change(TUNED, "APEX_MP_CHUNK_SIZE 16384\n", "APEX_MP_CHUNK_SIZE 2048\n"),
     "five-blocks": Change(TUNED, "APEX_MP_BLOCKS 4\n", "APEX_MP_BLOCKS 5\n"),
     "kept-state": Change(TUNED, "APEX_MP_STREAM_STATE 1\n", "APEX_MP_STREAM_STATE 0\n"),
 }
