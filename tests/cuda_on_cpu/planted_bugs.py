@@ -124,12 +124,12 @@ PLANTED_BUGS = {
         UNSCALE_OFFSETS,
         UNDEFINED + r"(load of|store to|reference binding to) misaligned address",
     ),
-    "all lists are cut into the largest chunks": PlantedBug(
+    "chunks before a tensor are counted as if they were the largest": PlantedBug(
         "cuda/table.h",
-        "table.size[part.slot], table.chunk_size);",
-        "table.size[part.slot], kLargestChunk);",
+        "chunks += count_chunks(row.size, table.chunk_size);",
+        "chunks += count_chunks(row.size, kLargestChunk);",
         f"{EDGES}::test_every_size_around_a_chunk_of_another_size_is_computed -k unscale",
-        rf"{OVERFLOW}|{WRONG_BITS}",
+        WRONG_BITS,
     ),
     "an index has 32 bits": PlantedBug(
         "launch_plan.h",
