@@ -1,6 +1,6 @@
 # The compiled module: facts of the build (csrc/module.cpp), objects of the step (csrc/step/).
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,28 +43,35 @@ class DeviceLossScale:
         hysteresis: int,
     ) -> None: ...
 
-class AdamPlan:
+class StepPlan:
+    def __init__(
+        self, rule: str, caller: str, *, tensors: Sequence[str], numbers: Sequence[str]
+    ) -> None: ...
     def read(
         self,
         param_groups: list[dict[str, Any]],
         state: dict[Any, Any],
+        make_state: Callable[[int, int], dict[str, Any]],
         *,
         grads: list[list[Tensor | None]] | None,
         grads_of: list[list[Tensor | None]] | None,
         copies: list[list[Tensor | None]] | None,
         scale: float | Tensor,
-        norms: list[float | Tensor | None] | None,
         unscale: Sequence[torch.dtype] = (),
-    ) -> list[tuple[int, int]]: ...
+    ) -> None: ...
     def run(
         self,
         *,
+        norms: list[float | Tensor | None] | None,
         found_inf: Tensor | None,
         check: bool,
         clip_by_global_norm: bool,
         loss_scale: DeviceLossScale | None,
         wait: bool,
     ) -> StepOutcome: ...
+    def clear(self) -> None: ...
+    @property
+    def gradients(self) -> list[tuple[Tensor, int, bool]]: ...
     @property
     def outcome(self) -> Tensor: ...
     @staticmethod

@@ -6,7 +6,6 @@ from typing import Any
 
 # What to use instead of optimizers.
 LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
-NOVOGRAD = "use torch.optim.NAdam or apex_mp.optimizers.FusedAdam"
 
 
 class _Absent(type):

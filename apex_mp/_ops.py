@@ -222,8 +222,6 @@ def sgd_(
     weight_decay: float,
     nesterov: bool,
     wd_after_momentum: bool,
-    unscaled_grads: Sequence[Tensor] | None = None,
-    unscale_factor: Tensor | None = None,
 ) -> None:
     """Take one step of stochastic gradient descent, as torch.optim.SGD does, with every tensor.
 
@@ -254,9 +252,6 @@ def sgd_(
         weight_decay: Decay factor, 0 or more.
         nesterov: Step along the gradient plus momentum times buffer.
         wd_after_momentum: Decay the parameter itself instead of adding L2 to the gradient.
-        unscaled_grads: Where each `grads[i] * unscale_factor` is written, of the gradients' dtypes;
-            may be `grads` itself; or None.
-        unscale_factor: 1 / loss scale, given with `unscaled_grads`.
     """
     torch.ops.apex_mp.sgd_(
         params,
@@ -272,8 +267,6 @@ def sgd_(
         weight_decay=weight_decay,
         nesterov=nesterov,
         wd_after_momentum=wd_after_momentum,
-        unscaled_grads=unscaled_grads,
-        unscale_factor=unscale_factor,
     )
 
 

@@ -40,3 +40,18 @@ def check_lr(who: str, lr: Any) -> None:
         check_number(who, "lr", lr, at_least=0.0)
     elif lr.numel() != 1:  # Reading one on a GPU would make the host wait.
         raise ValueError(f"{who}: lr is a tensor of {lr.numel()} elements; it must have 1")
+
+
+def check_betas(who: str, betas: Any) -> None:
+    """Check the two decay factors of moments.
+
+    Raises:
+        TypeError: They are no tuple or list, or one is no number.
+        ValueError: They are not two, or one is not in [0, 1).
+    """
+    if not isinstance(betas, (tuple, list)):
+        raise TypeError(f"{who}: betas is {betas!r}; it must be two numbers in [0, 1)")
+    for beta in betas:
+        check_number(who, "one of betas", beta)
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"{who}: betas is {betas}; it must be two numbers in [0, 1)")

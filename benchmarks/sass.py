@@ -111,13 +111,23 @@ def what_ptxas_said(said: str, file: str) -> Iterable[Row]:
 
 
 def name_of(mangled: str) -> str:
-    """Return the name of a kernel as the source has it: the last one, length before name."""
-    names, rest = [], mangled
-    while found := re.search(r"(\d+)(?=[a-z_])", rest):
-        length = int(found[1])
-        names.append(rest[found.end() : found.end() + length])
-        rest = rest[found.end() + length :]
-    return next(name for name in names if name.endswith("_kernel"))
+    """Return the name of a kernel as the source has it, and for which rule it is compiled."""
+    name, rest = "", mangled
+    while not name.endswith("_kernel"):
+        name, rest = first_name(rest, r"(\d+)(?=[a-z_])")
+    if not rest.startswith("I"):
+        return name
+    rule, _ = first_name(rest, r"4math(\d+)(?=[A-Z])")
+    return f"{name}<{rule}>"
+
+
+def first_name(mangled: str, length: str) -> tuple[str, str]:
+    """Return the first name behind a length, and what follows it."""
+    found = re.search(length, mangled)
+    if found is None:
+        raise ValueError(f"{mangled} names no kernel")
+    end = found.end() + int(found[1])
+    return mangled[found.end() : end], mangled[end:]
 
 
 def faults(measured: Row, known: Row) -> list[str]:
@@ -191,8 +201,14 @@ def by_arch(name: str, rows: Sequence[Row], figure: Callable[[Row], str]) -> str
     archs = list(dict.fromkeys(row["sm"] for row in rows))
     lines: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        lines.setdefault((row["file"], row["kernel"]), [row["kernel"]]).append(figure(row))
+        lines.setdefault((row["file"], row["kernel"]), [shown(row)]).append(figure(row))
     return "\n".join(markdown([name, *(f"sm_{arch}" for arch in archs)], [*lines.values()]))
+
+
+def shown(row: Row) -> str:
+    """Return a kernel's name for Markdown, which would take <Adam> for a tag."""
+    name: str = row["kernel"]
+    return f"`{name}`" if "<" in name else name
 
 
 def text_of(results: Row) -> str:

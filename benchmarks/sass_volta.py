@@ -27,6 +27,7 @@ from benchmarks.sass import (
     nvcc,
     packaged,
     run,
+    shown,
     sources,
     text_of,
     what_ptxas_said,
@@ -63,8 +64,8 @@ def kernels_of(source: Path) -> Iterator[Row]:
 
 def page(results: Row) -> str:
     """Return what docs/gpu.md shows of results."""
-    keys = ("kernel", "registers", "stack", "spilled")
-    rows = [[str(row[key]) for key in keys] for row in results["kernels"]]
+    keys = ("registers", "stack", "spilled")
+    rows = [[shown(row), *(str(row[key]) for key in keys)] for row in results["kernels"]]
     return "\n".join([results["compiler"], "", *markdown(HEAD, rows)])
 
 

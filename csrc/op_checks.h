@@ -244,26 +244,4 @@ inline void check_sgd(at::TensorList params, at::TensorList grads,
   }
 }
 
-// Where a step writes unscaled gradients. They may be the gradients.
-inline void check_unscaled_grads(const char* op, at::TensorList grads,
-                                 const std::optional<at::TensorList>& unscaled_grads,
-                                 const std::optional<at::Tensor>& factor) {
-  TORCH_CHECK(unscaled_grads.has_value() == factor.has_value(), op,
-              ": unscaled_grads and unscale_factor must be given together");
-  if (!unscaled_grads.has_value()) return;
-  check_same_length(op, "unscaled_grads", unscaled_grads->size(), "grads", grads.size());
-  for (int64_t i = 0; i < static_cast<int64_t>(grads.size()); ++i) {
-    const at::Device device = grads[i].device();
-    const Argument argument = {op, "unscaled_grads", i};
-    const at::Tensor& unscaled = (*unscaled_grads)[i];
-    check_number({op, "unscale_factor"}, *factor, device);
-    check_element(argument, unscaled, device);
-    check_dtype(argument, unscaled, {grads[i].scalar_type()});
-    check_same_layout(argument, unscaled, {op, "grads", i}, grads[i]);
-    check_has_memory(argument, unscaled);
-    check_same_or_apart(argument, unscaled, {op, "grads", i}, grads[i]);
-    check_writable(argument, unscaled);
-  }
-}
-
 }  // namespace apex_mp

@@ -36,14 +36,12 @@ TORCH_LIBRARY(apex_mp, m) {
       "bool bias_correction=True, bool eps_inside_sqrt=False) -> ()");
 
   // One SGD step for every tensor, unless found_inf. A buffer whose fresh[i] is not 0 holds nothing
-  // yet and becomes the gradient; fresh[i] becomes 0. unscaled_grads[i] receives
-  // grads[i] * unscale_factor, and may be grads[i] itself.
+  // yet and becomes the gradient; fresh[i] becomes 0.
   m.def(
       "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[]? momentum_buffers, "
       "Tensor(c!)[]? fresh, Tensor(d!)[]? copies, Tensor lr, Tensor inv_scale, Tensor? found_inf, "
       "*, float momentum, float dampening, float weight_decay, bool nesterov=False, "
-      "bool wd_after_momentum=False, Tensor(e!)[]? unscaled_grads=None, "
-      "Tensor? unscale_factor=None) -> ()");
+      "bool wd_after_momentum=False) -> ()");
 }
 
 namespace {

@@ -104,7 +104,8 @@ def everything(optimizer: Any, *more: Tensor) -> list[Tensor]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = optimizer.state.get(param) or {}
-            leaves = tree_leaves([state[key] for key in sorted(state)])
+            # Flags of FusedSGD are there while the host does not know what they say.
+            leaves = tree_leaves([state[key] for key in sorted(state) if key != "is_fresh"])
             tensors += [param, *(torch.as_tensor(leaf) for leaf in leaves if leaf is not None)]
     return [tensor.detach().cpu().clone() for tensor in tensors]
 

@@ -321,13 +321,7 @@ def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -
     has_momentum = None not in dtypes[2]
     # Some buffers hold nothing yet, and others in each launch of a long list.
     fresh = [number(float(i % 7 == 1), device) for i in range(len(params))]
-    optional: Arguments = dict.fromkeys(("copies", "unscaled_grads", "unscale_factor"))
-    if None not in dtypes[3]:
-        optional = {
-            "copies": make_list(case, dtypes[3], device, position=3),
-            "unscaled_grads": make_list(case, dtypes[1], device, position=4),
-            "unscale_factor": number(1 / 3, device, F64),
-        }
+    copies = None if None in dtypes[3] else make_list(case, dtypes[3], device, position=3)
     return {
         "params": params,
         "grads": make_list(case, dtypes[1], device, position=1),
@@ -343,7 +337,7 @@ def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -
         "weight_decay": 0.1,
         "nesterov": False,
         "wd_after_momentum": False,
-        **optional,
+        "copies": copies,
     }
 
 
@@ -386,8 +380,8 @@ OPERATORS = [
     Operator(
         "sgd_",
         sample_sgd,
-        ("params", "grads", "momentum_buffers", "fresh", "copies", "unscaled_grads"),
-        ("params", "momentum_buffers", "fresh", "copies", "unscaled_grads"),
+        ("params", "grads", "momentum_buffers", "fresh", "copies"),
+        ("params", "momentum_buffers", "fresh", "copies"),
     ),
 ]
 OPERATOR = {operator.name: operator for operator in OPERATORS}

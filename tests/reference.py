@@ -120,3 +120,89 @@ class Sgd:
         if wd_after_momentum:
             update = update + weight_decay * self.param
         self.param = self.param - lr * update
+
+
+@dataclasses.dataclass
+class Adagrad:
+    """One parameter under Adagrad in float64 (Duchi, Hazan & Singer 2011, diagonal form)."""
+
+    param: Tensor
+    sum: Tensor
+
+    def __post_init__(self) -> None:
+        self.param = self.param.detach().double()
+        self.sum = self.sum.double()
+
+    def update(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        inv_scale: float,
+        eps: float,
+        weight_decay: float,
+        adagrad_w_mode: bool,
+    ) -> None:
+        grad = grad.double() * inv_scale
+        if not adagrad_w_mode:
+            grad = grad + weight_decay * self.param
+        self.sum = self.sum + grad**2
+        update = grad / (self.sum.sqrt() + eps)
+        if adagrad_w_mode:
+            update = update + weight_decay * self.param
+        self.param = self.param - lr * update
+
+
+@dataclasses.dataclass
+class NovoGrad:
+    """One parameter under NovoGrad in float64 (Ginsburg et al. 2019), with apex's options.
+
+    `exp_avg_sq` is a norm, not its square.
+    """
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    def __post_init__(self) -> None:
+        self.param = self.param.detach().double()
+        self.exp_avg = self.exp_avg.double()
+        self.exp_avg_sq = self.exp_avg_sq.double()
+
+    def update(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        inv_scale: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool,
+        reg_inside_moment: bool,
+        grad_averaging: bool,
+        norm_type: int,
+        init_zero: bool,
+    ) -> None:
+        beta1, beta2 = betas
+        self.step = self.step + 1
+        grad = grad.double() * inv_scale
+        magnitudes = torch.cat([grad.abs().flatten(), grad.new_zeros(1)])
+        norm = magnitudes.max() if norm_type == 0 else magnitudes.square().sum().sqrt()
+        if self.step == 1 and not init_zero:
+            self.exp_avg_sq = norm
+        elif norm_type == 0:
+            self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * norm
+        else:
+            self.exp_avg_sq = (beta2 * self.exp_avg_sq**2 + (1 - beta2) * norm**2).sqrt()
+        bias_correction1 = 1 - beta1 ** self.step.item() if bias_correction else 1.0
+        bias_correction2 = 1 - beta2 ** self.step.item() if bias_correction else 1.0
+        denom = self.exp_avg_sq / bias_correction2**0.5 + eps
+        if reg_inside_moment:
+            grad = grad / denom + weight_decay * self.param
+        self.exp_avg = beta1 * self.exp_avg + (1 - beta1 if grad_averaging else 1.0) * grad
+        update = self.exp_avg / bias_correction1
+        if not reg_inside_moment:
+            update = update / denom + weight_decay * self.param
+        self.param = self.param - lr * update

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from apex_mp import _C
 from apex_mp.optimizers import FusedAdam
 from apex_mp.optimizers._several_devices import SeveralDevices
 
@@ -16,9 +17,9 @@ def side_of(param: Tensor) -> torch.device:
     return torch.device(kind, 0) if param.numel() % 2 else torch.device(kind)
 
 
-def spread(optimizer: FusedAdam) -> FusedAdam:
+def spread(optimizer: Any) -> Any:
     """Have an optimizer step as with parameters on several devices; a copy of it does not."""
-    optimizer._plan = SeveralDevices("FusedAdam", _C.AdamPlan)
+    optimizer._plan = SeveralDevices(optimizer._public_name, optimizer._new_plan)
     return optimizer
 
 

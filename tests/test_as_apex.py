@@ -260,6 +260,11 @@ def test_a_name_that_apex_did_not_have_then_is_an_import_error() -> None:
             "install_as_apex(era='2019-08') gives it",
         ),
         (
+            "2019-08", "apex.optimizers", "FusedAdagrad",
+            "apex.optimizers has no FusedAdagrad as of '2019-08', but as of '2020'; "
+            "install_as_apex(era='2020') gives it",
+        ),
+        (
             "2020", "apex.optimizers", "FP16_Optimizer",
             "apex.optimizers has no FP16_Optimizer as of '2020', but as of '2019-03' and "
             "'2019-08'; install_as_apex(era='2019-03') gives it",

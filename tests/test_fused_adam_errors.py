@@ -99,7 +99,7 @@ def test_a_wrong_hyperparameter_of_a_group_is_refused(
         ({"lr": "1e-3"}, "^FusedAdam: lr is '1e-3'; it must be a number$"),
         ({"eps": None}, "^FusedAdam: eps is None; it must be a number$"),
         ({"betas": 0.9}, r"^FusedAdam: betas is 0.9; it must be two numbers in \[0, 1\)$"),
-        ({"betas": (0.9, "0.999")}, "^FusedAdam: beta2 is '0.999'; it must be a number$"),
+        ({"betas": (0.9, "0.999")}, "^FusedAdam: one of betas is '0.999'; it must be a number$"),
     ],
 )
 def test_an_option_that_becomes_no_number_is_refused_by_the_step(

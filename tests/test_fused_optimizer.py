@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from apex_mp import fp16_utils
 from apex_mp._step_request import StepRequest, StepResult
-from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD
 from apex_mp.optimizers._state import Kept, StateLayout, unpack
 
 pytestmark = pytest.mark.cpu_only
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cpu_only
 ADAGRAD = StateLayout("an Adagrad", tensors=("sum",))
 NOVOGRAD = StateLayout("a NovoGrad", tensors=("exp_avg",), numbers=("step", "exp_avg_sq"))
 
-each_fused = pytest.mark.parametrize("fused", [FusedAdam, FusedSGD])
+each_fused = pytest.mark.parametrize("fused", [FusedAdam, FusedSGD, FusedAdagrad, FusedNovoGrad])
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> Parameter:
@@ -147,8 +147,3 @@ def test_state_that_does_not_fit_is_refused_by_name(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=sentence):
         layout.loaded("here", state, parameter())
-
-
-def test_fused_sgd_tells_that_a_graph_keeps_its_options() -> None:
-    with pytest.raises(NotImplementedError, match=r"^FusedSGD: .* give lr as a tensor"):
-        FusedSGD([parameter()], lr=0.1).refresh_hyperparameters()

@@ -346,7 +346,19 @@ def test_the_programs_are_there_for_every_kernel() -> None:
     written = [name for text in sources for name in re.findall(r"\b(\w+)_kernel\(const", text)]
     assert len(written) == sum(text.count("__global__") for text in sources)
     named = {name for each in gpu_programs.PROGRAMS.values() for name in each.kernels}
-    assert named == set(written)
+    rules = (ROOT / "csrc" / "math" / "rules.h").read_text()
+    each_rule = re.findall(r"\w+", re.findall(r"using AllRules = RuleList<(.*)>;", rules)[0])
+    expected = {*written, *(f"step<{rule}>" for rule in each_rule)} - {"step"}
+    assert named == expected
+
+
+def test_a_kernel_is_known_by_its_rule() -> None:
+    name = "void apex_mp::cuda::(anonymous namespace)::step_kernel<apex_mp::math::Sgd>(x)"
+    assert gpu_programs.is_kernel("step<Sgd>", name)
+    assert not gpu_programs.is_kernel("step<Adam>", name)
+    assert not gpu_programs.is_kernel("step", name)
+    assert gpu_programs.is_kernel("sgd", "apex_mp::cuda::(anonymous namespace)::sgd_kernel(x)")
+    assert not gpu_programs.is_kernel("rows", "apex_mp::cuda::few_rows_kernel(x)")
 
 
 @pytest.mark.parametrize("name", gpu_programs.PROGRAMS)
@@ -380,7 +392,7 @@ def test_programs_for_which_no_time_is_left_are_named(
 
 
 def test_a_kernel_that_did_not_run_is_named() -> None:
-    with pytest.raises(AssertionError, match="few_chunks_kernel did not run"):
+    with pytest.raises(AssertionError, match="few_chunks did not run"):
         gpu_programs.profiled(gpu_programs.PROGRAMS["graph"], "cpu")
 
 

@@ -273,22 +273,6 @@ FAULTS = [
     *faults_of_list("sgd_", "grads", paired_with="params"),
     *faults_of_list("sgd_", "momentum_buffers", paired_with="params"),
     *faults_of_list("sgd_", "copies", paired_with="params"),
-    *faults_of_list("sgd_", "unscaled_grads", paired_with="grads"),
-    *faults_of_number("sgd_", "unscale_factor"),
-    Fault(
-        "sgd_",
-        "unscaled_grads[1]",
-        "of another dtype",
-        cast(F32),
-        "is of dtype Float; it must be Half",
-    ),
-    Fault(
-        "sgd_",
-        "unscaled_grads",
-        "without a factor",
-        set_to(None),
-        "and unscale_factor must be given together",
-    ),
     Fault(
         "sgd_",
         "fresh",
@@ -602,7 +586,7 @@ def test_a_negation_that_torch_puts_off_is_read_and_never_written(
     if name in operator.written:
         refusal = (
             r"mutable TensorLists with negation|"
-            r"(copies|momentum_buffers|unscaled_grads)\[1\] is a tensor whose numbers do not lie"
+            r"(copies|momentum_buffers)\[1\] is a tensor whose numbers do not lie"
         )
         with pytest.raises(RuntimeError, match=refusal):
             operator(call)

@@ -81,9 +81,6 @@ def assert_is_sgd_step(before: Arguments, after: Arguments) -> None:
             if param.dtype in (copy.dtype, math_dtype(before, i)):
                 assert_same_bits(copy, after["params"][i].to(copy.dtype))
             assert_near(copy, expected.param, nearest(before, i, copy.dtype))
-        if after["unscaled_grads"] is not None:
-            factor, unscaled = before["unscale_factor"].item(), after["unscaled_grads"][i]
-            assert_same_bits(unscaled, reference.unscaled(before["grads"][i], factor, unscaled))
 
 
 def nearest(call: Arguments, i: int, dtype: torch.dtype) -> Any:
@@ -117,18 +114,6 @@ def test_sgd_has_every_mode(dtype: torch.dtype, mode: dict[str, Any], device: to
     before = copy_of(call)
     take(call)
     assert_is_sgd_step(before, call)
-
-
-@each_cpu_level
-def test_sgd_unscales_gradients_in_place(device: torch.device) -> None:
-    call = OPERATOR["sgd_"].sample(A_FEW, [(F32,), (F16,), (F32,), (F16,)], device)
-    apart = copy_of(call)
-    call["unscaled_grads"] = call["grads"]
-    take(call)
-    take(apart)
-    for name in ("params", "momentum_buffers", "copies", "unscaled_grads"):
-        for ours, expected in zip(call[name], apart[name], strict=True):
-            assert_same_bits(ours, expected)
 
 
 def test_sgd_takes_what_is_optional_or_none(device: torch.device) -> None:

@@ -78,6 +78,29 @@ def test_registers_spills_and_shared_memory_are_read_for_each_kernel() -> None:
     assert (second["sm"], second["registers"], second["shared"]) == ("80", 38, 0)
 
 
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        ("_ZN7apex_mp4cuda12_GLOBAL__N_111adam_kernelE", "adam_kernel"),
+        (
+            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math3SgdEEEvNS0_10StepUpdateE",
+            "step_kernel<Sgd>",
+        ),
+        (
+            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math8NovogradEEEvNS0_10StepUpdateE",
+            "step_kernel<Novograd>",
+        ),
+    ],
+)
+def test_a_kernel_is_named_with_its_rule(mangled: str, name: str) -> None:
+    assert sass.name_of(mangled) == name
+
+
+def test_what_is_no_kernel_has_no_name() -> None:
+    with pytest.raises(ValueError, match="names no kernel"):
+        sass.name_of("_ZN7apex_mp4cuda5blockE")
+
+
 def test_the_vector_loop_is_found_with_its_accesses_and_the_shortest_turn_that_reads_fp16() -> None:
     facts = facts_of(functions_in(GRAPH)["adam_kernel"])
     assert (facts["instructions"], facts["local"]) == (14, 1)
@@ -181,8 +204,8 @@ def test_kernels_do_not_spill_and_access_vectors_as_published(file: str) -> None
 
 
 PLANTS = {
-    "generic": ("step_adam.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
-    "spill": ("step_adam.cu", "step_adam.cu", r"(?<=\(kBlockSize, )\w+(?=\))", "8"),
+    "generic": ("step_update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
+    "spill": ("step_update.cu", "step_update.cu", r"(?<=\(kBlockSize, )\w+(?=\))", "8"),
     "scalar": (
         "unscale.cu",
         "vectors.h",

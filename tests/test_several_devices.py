@@ -326,13 +326,10 @@ def test_a_known_overflow_skips_with_a_check_and_without(found_inf: Any, check: 
     give_grads(params, 0)
     optimizer.step()
     before = [param.detach().clone() for param in params]
-    plan = SeveralDevices("FusedAdam", _C.AdamPlan)
-    nothing: Any = dict.fromkeys(["grads", "grads_of", "copies", "norms"])
-    groups: Any = optimizer.param_groups
-    assert plan.read(groups, optimizer.state, scale=1.0, **nothing) == []
-    outcome = plan.run(
-        found_inf=found_inf, check=check, clip_by_global_norm=False, loss_scale=None, wait=True
-    )
+    plan: Any = spread(optimizer)._plan
+    optimizer._read(plan, StepRequest(), 1.0, {})
+    options = {"norms": None, "clip_by_global_norm": False, "loss_scale": None, "wait": True}
+    outcome = plan.run(found_inf=found_inf, check=check, **options)
     assert outcome.found_inf
     for param, old in zip(params, before, strict=True):
         assert_same_bits(param.detach(), old)
@@ -464,7 +461,7 @@ def test_parameters_that_come_to_one_device_get_one_plan_again() -> None:
     param.grad, param.data = None, torch.ones(4)
     del run.optimizer.state[param]
     run.train(2)
-    assert type(run.optimizer._plan) is _C.AdamPlan
+    assert type(run.optimizer._plan) is _C.StepPlan
 
 
 def test_a_first_parameter_on_another_device_needs_several_plans() -> None:
@@ -509,7 +506,7 @@ def test_each_plan_is_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     refreshed = []
 
     class Plan:
-        def __init__(self, plan: _C.AdamPlan) -> None:
+        def __init__(self, plan: _C.StepPlan) -> None:
             self.plan = plan
 
         def __getattr__(self, name: str) -> Any:

@@ -19,7 +19,6 @@ from apex_mp import _C
 from apex_mp._step_request import StepRequest
 from apex_mp.optimizers import FusedAdam, _device_part, _several_devices
 from apex_mp.optimizers._device_part import Part, split
-from apex_mp.optimizers._several_devices import SeveralDevices
 
 each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 
@@ -123,11 +122,9 @@ def test_lists_that_do_not_fit_the_groups_are_refused(lists: Any, name: str) -> 
 
 
 def test_a_list_of_fewer_groups_is_refused_though_they_are_empty() -> None:
-    plan = SeveralDevices("FusedAdam", _C.AdamPlan)
-    nothing = dict.fromkeys(["grads_of", "copies", "norms"])
-    groups: Any = FusedAdam([{"params": []}, {"params": []}]).param_groups
+    optimizer = spread(FusedAdam([{"params": []}, {"params": []}]))
     with pytest.raises(ValueError, match="given for group 1 is not a list"):
-        plan.read(groups, {}, grads=[[]], scale=1.0, **nothing)  # type: ignore[arg-type]
+        optimizer._read(optimizer._plan, StepRequest(grads=[[]]), 1.0, {})
 
 
 @each_warmth
@@ -148,8 +145,9 @@ def test_without_kernels_for_cuda_the_command_that_builds_them_is_told() -> None
     groups: Any = FusedAdam([param]).param_groups
     param.requires_grad_().grad = torch.ones(3, device="meta")
     lists = dict.fromkeys(["grads", "grads_of", "copies"])
-    part = Part("FusedAdam", torch.device("cuda", 1), _C.AdamPlan(), [[0]], groups, lists)
-    part.read({}, 1.0, None)
+    plan = FusedAdam._new_plan()
+    part = Part("FusedAdam", torch.device("cuda", 1), plan, [[0]], groups, lists)
+    part.read({}, lambda number, index: {}, 1.0)
     with pytest.raises(RuntimeError, match=r"params\[0\]\[0\] is on cuda:1, .*\n.*FORCE_CUDA=1 "):
         part.has_kernels()
 
@@ -163,17 +161,17 @@ def test_a_capture_of_several_devices_is_refused(
     monkeypatch.setattr(_several_devices, "is_capturing", lambda device: device == capturing)
     with Unchanged(run.optimizer), pytest.raises(RuntimeError, match="is capturing a CUDA graph, "):
         run.optimizer.step()
-    # What has come to be on one device, AdamPlan decides about.
+    # What has come to be on one device, StepPlan decides about.
     alone = spread(FusedAdam([parameter(3)]))
     give_grads(alone.param_groups[0]["params"], 0)
     alone.step()
-    assert type(alone._plan) is _C.AdamPlan
+    assert type(alone._plan) is _C.StepPlan
 
 
 def test_the_cpu_is_stepped_last_and_is_home_only_where_it_is_alone() -> None:
     params = [torch.ones(4), torch.ones(2, device="meta"), torch.ones(6)]
     groups: Any = FusedAdam([Parameter(p, requires_grad=False) for p in params]).param_groups
-    parts = split("FusedAdam", groups, {}, lambda device: _C.AdamPlan())
+    parts = split("FusedAdam", groups, {}, lambda device: FusedAdam._new_plan())
     assert [part.device.type for part in parts] == ["meta", "cpu"]
     assert [len(part.groups[0]["params"]) for part in parts] == [1, 2]
 

@@ -54,7 +54,10 @@ def test_a_static_scale_is_nothing_to_update(device: torch.device) -> None:
 @pytest.mark.cpu_only
 @pytest.mark.skipif(_C.with_cuda, reason="says what a build without CUDA cannot do")
 def test_a_build_without_cuda_has_no_outcome_to_wait_for() -> None:
-    for wanted in (lambda: _C.AdamPlan().outcome, lambda: _C.AdamPlan.read_outcome(torch.ones(1))):
+    for wanted in (
+        lambda: FusedAdam._new_plan().outcome,
+        lambda: _C.StepPlan.read_outcome(torch.ones(1)),
+    ):
         with pytest.raises(RuntimeError, match="this build has no CUDA"):
             wanted()
 

@@ -19,7 +19,7 @@ from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor, nn
 
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 
 # torch's test tools need it. `make test` has it; a machine with a GPU may not.
 pytest.importorskip("expecttest")
@@ -49,6 +49,10 @@ class Subject(NamedTuple):
 
 NO_AMSGRAD = {"amsgrad": "does not support the AMSGrad variant"}
 NO_MAXIMIZE = {"maximize": "unexpected keyword argument 'maximize'"}
+NOT_OF_ADAGRAD = NO_MAXIMIZE | {
+    name: f"unexpected keyword argument '{name}'"
+    for name in ("lr_decay", "initial_accumulator_value")
+}
 
 
 def adamw(params: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -71,6 +75,7 @@ SUBJECTS = {
     "FusedAdam as AdamW": Subject(adamw, torch.optim.AdamW, NO_AMSGRAD),
     "FusedAdam as Adam": Subject(adam, torch.optim.Adam, NO_AMSGRAD),
     "FusedSGD as SGD": Subject(sgd, torch.optim.SGD, NO_MAXIMIZE),
+    "FusedAdagrad as Adagrad": Subject(FusedAdagrad, torch.optim.Adagrad, NOT_OF_ADAGRAD),
     "FP16_Optimizer, FusedAdam": Subject(around(adamw), torch.optim.AdamW, NO_AMSGRAD),
     "FP16_Optimizer, FusedSGD": Subject(around(sgd), torch.optim.SGD, NO_MAXIMIZE),
     "FP16_Optimizer, AdamW": Subject(around(torch.optim.AdamW), torch.optim.AdamW, {}),
@@ -209,12 +214,15 @@ def test_what_cannot_be_copied_says_so(subject: Subject, way: Callable[[Any], An
 
 
 def exchanges() -> list[Any]:
-    """Cases with the directions in which state goes: an FP16_Optimizer's own holds masters too."""
+    """Cases with the directions in which state goes.
+
+    An FP16_Optimizer's own holds masters too; that of FusedAdagrad lacks the steps that torch has.
+    """
     return [
         pytest.param(*case.values, to_torch, id=f"{case.id}-{'to' if to_torch else 'from'} torch")
         for case in cases(supported=True)
         for to_torch in (True, False)
-        if not (to_torch and case.id.startswith("FP16_Optimizer"))
+        if not (to_torch and case.id.startswith(("FP16_Optimizer", "FusedAdagrad")))
     ]
 
 

@@ -20,6 +20,12 @@ _LATER_OPTIMIZERS = frozenset(
         ("amp_C", "multi_tensor_novograd"),
     }
 )
+_ADAGRAD = frozenset(
+    {
+        ("apex.optimizers", "FusedAdagrad"),
+        ("apex.optimizers.fused_adagrad", "FusedAdagrad"),
+    }
+)
 _LATER_NORMS = frozenset(
     (module, name)
     for module, names in (
@@ -61,9 +67,9 @@ ERAS = {
                 ("apex.optimizers", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
                 ("apex.optimizers.fp16_optimizer", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
             },
-            _LATER_OPTIMIZERS | _LATER_NORMS,
+            _LATER_OPTIMIZERS | _ADAGRAD | _LATER_NORMS,
         ),
-        Era("2019-08", _LATER_ADAM, _LATER_NORMS),
+        Era("2019-08", _LATER_ADAM, _ADAGRAD | _LATER_NORMS),
         Era("2020", _LATER_ADAM, frozenset({("apex.optimizers", "FP16_Optimizer")})),
     )
 }

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from apex_mp._missing import LAMB, NOVOGRAD
+from apex_mp._missing import LAMB
 
 _REGISTRY = (
     "float_function half_function promote_function register_float_function "
@@ -110,11 +110,14 @@ MODULES: dict[str, dict[str, str]] = {
             f"fused_layer_norm_affine {LATER_NORMS} {LATER_NORM_FUNCTIONS}"
         )
     },
-    "apex.optimizers": {"apex_mp.optimizers": "FP16_Optimizer FusedAdam FusedSGD"},
+    "apex.optimizers": {
+        "apex_mp.optimizers": "FP16_Optimizer FusedAdagrad FusedAdam FusedNovoGrad FusedSGD"
+    },
     "apex.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
+    "apex.optimizers.fused_adagrad": {"apex_mp.optimizers": "FusedAdagrad"},
     "apex.optimizers.fused_adam": {"apex_mp.optimizers": "FusedAdam"},
     "apex.optimizers.fused_lamb": {},
-    "apex.optimizers.fused_novograd": {},
+    "apex.optimizers.fused_novograd": {"apex_mp.optimizers": "FusedNovoGrad"},
     "apex.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
     "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel ReduceOp Reducer {_SYNC_BN}"},
     "apex.parallel.LARC": {"apex_mp.parallel.LARC": "LARC"},
@@ -190,9 +193,8 @@ _STAGES = "take the step with torch.optim.AdamW"
 
 # module: {a name that scripts import and that is not here: what to use instead}
 MISSING: dict[str, dict[str, str]] = {
-    "apex.optimizers": {"FusedLAMB": LAMB, "FusedNovoGrad": NOVOGRAD},
+    "apex.optimizers": {"FusedLAMB": LAMB},
     "apex.optimizers.fused_lamb": {"FusedLAMB": LAMB},
-    "apex.optimizers.fused_novograd": {"FusedNovoGrad": NOVOGRAD},
     "apex.contrib.optimizers": {"FusedLAMB": LAMB},
     "apex.contrib.optimizers.fused_lamb": {"FusedLAMB": LAMB},
     "apex.amp._initialize": {"_initialize": _INITIALIZE},
@@ -215,7 +217,7 @@ MISSING: dict[str, dict[str, str]] = {
         "multi_tensor_lamb": LAMB,
         "multi_tensor_lamb_stage1_cuda": _STAGES,
         "multi_tensor_lamb_stage2_cuda": _STAGES,
-        "multi_tensor_novograd": NOVOGRAD,
+        "multi_tensor_novograd": "take the step with apex_mp.optimizers.FusedNovoGrad",
     },
 }
 

@@ -228,8 +228,8 @@ def _in_order(
         same_count = len(saved["params"]) == len(old_order) == len(ours["params"])
         if (
             not same_count
-            or _inner_state.fits(inner["state"], saved, ours)
-            or not _inner_state.fits(inner["state"], saved, early)
+            or _inner_state.fits(optimizer, inner["state"], saved, ours)
+            or not _inner_state.fits(optimizer, inner["state"], saved, early)
         ):
             param_groups.append(saved)
             continue

@@ -9,8 +9,8 @@ import torch
 
 from apex_mp._state_checks import check_optimizer_state
 
-# State of torch's optimizers and of FusedAdam that has the parameter's shape. torch does not check
-# it when it loads; the next step fails, or broadcasts.
+# State of torch's optimizers that has the parameter's shape. torch does not check it when it loads;
+# the next step fails, or broadcasts.
 _LIKE_PARAM = (
     "exp_avg",
     "exp_avg_sq",
@@ -20,7 +20,7 @@ _LIKE_PARAM = (
     "grad_avg",
     "acc_delta",
     "exp_inf",
-    "master_param",
+    "sum",
 )
 
 
@@ -54,7 +54,7 @@ def check(who: str, saved: Any, optimizer: Any) -> None:
                 f"{len(saved_group['params'])} parameters, that of this one has "
                 f"{len(group['params'])}; they must match"
             )
-        misfit = _misfit(saved["state"], saved_group, group)
+        misfit = _misfit(optimizer, saved["state"], saved_group, group)
         if misfit is not None and has_known_state(optimizer):
             index, key, shape, wanted = misfit
             raise ValueError(
@@ -69,23 +69,35 @@ def has_load_hooks(optimizer: Any) -> bool:
 
 
 def has_known_state(optimizer: Any) -> bool:
-    """Tell whether the names of `_LIKE_PARAM` mean to an optimizer what they mean to torch."""
+    """Tell whether it is known which state of an optimizer has the parameter's shape."""
     return type(optimizer).__module__.startswith(("torch.optim.", "apex_mp.optimizers."))
 
 
-def fits(states: Mapping[Any, Any], saved_group: Mapping[str, Any], group: Any) -> bool:
+def fits(
+    optimizer: Any, states: Mapping[Any, Any], saved_group: Mapping[str, Any], group: Any
+) -> bool:
     """Tell whether the shapes in the states of a group are those of its parameters."""
-    return _misfit(states, saved_group, group) is None
+    return _misfit(optimizer, states, saved_group, group) is None
+
+
+def _like_param(optimizer: Any) -> tuple[str, ...]:
+    """Names of the state that has the parameter's shape; a fused optimizer states them itself."""
+    layout = getattr(optimizer, "_state_layout", None)
+    return _LIKE_PARAM if layout is None else (*layout.tensors, "master_param")
 
 
 def _misfit(
-    states: Mapping[Any, Any], saved_group: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: Any,
+    states: Mapping[Any, Any],
+    saved_group: Mapping[str, Any],
+    group: Mapping[str, Any],
 ) -> tuple[int, str, list[int], list[int]] | None:
     """The first state of another shape: the parameter's index, key, shape and wanted shape."""
+    names = _like_param(optimizer)
     pairs = zip(saved_group["params"], group["params"], strict=True)
     for index, (saved, param) in enumerate(pairs):
         state = states.get(saved) or {}
-        for key in _LIKE_PARAM:
+        for key in names:
             value = state.get(key)
             if torch.is_tensor(value) and value.shape != param.shape:
                 return index, key, [*value.shape], [*param.shape]

@@ -107,8 +107,8 @@ class Misuse:
                 "FP16_Optimizer: the model's gradients were edited after backward and now "
                 f"{result}, as clip_grad_norm_(model.parameters(), {max_norm}) leaves them. They "
                 f"are scaled by the loss scale, {scale}, so this clips to {norm / scale:.3g}. Clip "
-                "with optimizer.clip_master_grads(max_norm), or give max_grad_norm= to FusedAdam "
-                "or FusedSGD"
+                "with optimizer.clip_master_grads(max_norm), or give max_grad_norm= to a fused "
+                "optimizer"
             )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from apex_mp import _C, _extension
-from apex_mp import grads as _grads
 from apex_mp._step_request import Lists
 
 Groups: TypeAlias = list[dict[str, Any]]
@@ -39,7 +38,7 @@ class Part:
         self,
         who: str,
         device: torch.device,
-        plan: _C.AdamPlan,
+        plan: _C.StepPlan,
         indices: list[list[int]],
         param_groups: Groups,
         lists: Mapping[str, Lists | None],
@@ -62,19 +61,20 @@ class Part:
     def read(
         self,
         state: dict[Any, Any],
+        make_state: Callable[[int, int], dict[str, Any]],
         scale: float | Tensor,
-        norms: Norms | None,
         unscale: Sequence[torch.dtype] = (),
-    ) -> Places:
-        """Have the plan read its part; return places in the whole groups, and raise with those."""
+    ) -> None:
+        """Have the plan read its part; errors name places in the whole groups."""
+
+        def make(number: int, index: int) -> dict[str, Any]:
+            return make_state(number, self._indices[number][index])
+
         try:
-            needs = self.plan.read(
-                self.groups, state, scale=scale, norms=norms, unscale=unscale, **self._lists
-            )
+            self.plan.read(self.groups, state, make, scale=scale, unscale=unscale, **self._lists)
         except (RuntimeError, TypeError) as error:
             error.args = (re.sub(r"\[(\d+)\]\[(\d+)\]", self._name, str(error)),)
             raise
-        return self._whole(needs)
 
     def _name(self, match: re.Match[str]) -> str:
         ((number, index),) = self._whole([(int(match[1]), int(match[2]))])
@@ -95,8 +95,8 @@ class Part:
         """
         if self.plan.can_run:
             return True
-        for number, index in self._places_with_grad():
-            raise RuntimeError(self._no_kernels(*self._whole([(number, index)])[0]))
+        for place in self.places_with_grad():
+            raise RuntimeError(self._no_kernels(*place))
         return False
 
     def _no_kernels(self, number: int, index: int) -> str:
@@ -108,36 +108,22 @@ class Part:
             f"apex_mp has no kernels; {wish}"
         )
 
-    def gradients(self) -> Iterator[tuple[Tensor, int, bool]]:
-        """The gradients, the group of each, and whether the loss scale has scaled it."""
-        for number, index in self._places_with_grad():
-            param = self.groups[number]["params"][index]
-            grad, scaled = self._gradient_of(param, number, index)
-            yield _grads.lie_as(grad, param), number, scaled
-
-    def _gradient_of(self, param: Tensor, number: int, index: int) -> tuple[Any, bool]:
-        grads, grads_of = self._lists["grads"], self._lists["grads_of"]
-        if grads is not None:
-            return grads[number][index], True
-        if grads_of is None:
-            return param.grad, True
-        source = grads_of[number][index]
-        return (param.grad, False) if source is None else (source.grad, True)
-
-    def _places_with_grad(self) -> Iterator[tuple[int, int]]:
-        """Places in the groups of this part."""
+    def places_with_grad(self) -> Places:
+        """Places in the whole groups of parameters that were read and have a gradient."""
         without = set(self.plan.without_grad)
-        for number, group in enumerate(self.groups):
-            for index in range(len(group["params"])):
-                if (number, index) not in without:
-                    yield number, index
+        places = [
+            (number, index)
+            for number, group in enumerate(self.groups)
+            for index in range(len(group["params"]))
+        ]
+        return self._whole([place for place in places if place not in without])
 
 
 def split(
     who: str,
     param_groups: Groups,
     lists: Mapping[str, Lists | None],
-    plan_for: Callable[[torch.device], _C.AdamPlan],
+    plan_for: Callable[[torch.device], _C.StepPlan],
 ) -> list[Part]:
     """Return the parts in the order of their first parameters, but the CPU last.
 

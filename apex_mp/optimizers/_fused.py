@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from apex_mp._step_request import Lists, Outcome, StepRequest, StepResult
 from apex_mp.optimizers import _legacy_call, _state
 from apex_mp.optimizers._several_devices import SeveralDevices
 
-_Plan: TypeAlias = "_C.AdamPlan | SeveralDevices"
+_Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
 # The state that parameters had before a step gave them another one; None: they had none.
 Before: TypeAlias = dict[Tensor, dict[str, Any] | None]
 
@@ -44,14 +45,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # The class's name in messages; a user's subclass has another one.
     _public_name: str
+    # Its arithmetic: `kName` of one of csrc/math/rules.h.
+    _rule: str
     _state_layout: _state.StateLayout
     # Attributes that pickles have beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads",)
-
-    @staticmethod
-    def _new_plan() -> _C.AdamPlan:
-        """Return a plan that steps parameters on one device."""
-        raise NotImplementedError
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
@@ -179,17 +177,30 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not plan.can_run:  # Parameters have come to several devices, or back to one.
                 plan = self._plan = self._other_plan(plan)
                 self._read(plan, request, scale, before)
-            self._count_step()
+            self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
             outcome = _run(plan, request, found_inf)
         except BaseException:
             self._take_back(before)
             raise
         if outcome.found_inf:
             self._take_back(before)
-        if outcome.is_known:
+        elif outcome.is_known or not (request.check or found_inf is not None):
+            self._settle(plan.without_grad)
+        if outcome.is_known or not request.check:
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+
+    @classmethod
+    def _new_plan(cls) -> _C.StepPlan:
+        """Return a plan that steps parameters on one device."""
+        layout = cls._state_layout
+        return _C.StepPlan(
+            cls._rule,
+            cls._public_name,
+            tensors=layout.tensors,
+            numbers=layout.numbers + layout.unsaved_numbers,
+        )
 
     def _other_plan(self, plan: _Plan) -> _Plan:
         if isinstance(plan, SeveralDevices):
@@ -199,12 +210,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _read(
         self, plan: _Plan, request: StepRequest, scale: float | Tensor, before: Before
     ) -> None:
-        """Have a plan read the next step; missing state is made, if the plan can run at all."""
-        needs = _read(plan, self, request, scale)
-        if needs and plan.can_run:
-            for number, index in needs:
-                self._make_state(before, number, index)
-            _read(plan, self, request, scale)
+        """Have a plan read the next step; state that is missing is made."""
+        plan.read(
+            self.param_groups,
+            self.state,
+            functools.partial(self._make_state, before),
+            grads=request.grads,
+            grads_of=request.grads_of,
+            copies=request.copies,
+            scale=scale,
+            unscale=request.unscale,
+        )
 
     # --- State. That made by a step which is skipped or refused is taken back.
 
@@ -227,8 +243,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         return state
 
-    def _count_step(self) -> None:
-        self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+    def _settle(self, without_grad: list[tuple[int, int]]) -> None:
+        """Called after a step of which the host knows that it was taken.
+
+        Args:
+            without_grad: Group and index of the parameters that were not stepped.
+        """
 
     def _undo(self, before: Before) -> Callable[[], None]:
         """Return a function that removes the state a step has made, unless it has been used."""
@@ -309,23 +329,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__({**state, "state": _state.unpack(state["state"])})
 
 
-def _read(
-    plan: _Plan, optimizer: FusedOptimizer, request: StepRequest, scale: float | Tensor
-) -> list[tuple[int, int]]:
-    return plan.read(
-        optimizer.param_groups,
-        optimizer.state,
-        grads=request.grads,
-        grads_of=request.grads_of,
-        copies=request.copies,
-        scale=scale,
-        norms=request.norms,
-        unscale=request.unscale,
-    )
-
-
 def _run(plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
     wishes: dict[str, Any] = {
+        "norms": request.norms,
         "found_inf": found_inf,
         "check": request.check,
         "clip_by_global_norm": request.clip_by_global_norm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,11 @@ class Outcome:
     found_inf: bool
     norms: list[float]
     is_known: bool = True
-    # Which parameters they are is not known.
     nonfinite_rows: list[int] = dataclasses.field(default_factory=list)
 
 
 class SeveralDevices:
-    """Has the methods of `_C.AdamPlan`, for parameters on any devices.
+    """Has the methods of `_C.StepPlan`, for parameters on any devices.
 
     Each device has a plan of its own. What they share - whether a gradient is inf or NaN, norms to
     clip by - is added up on one of them, and copied to the others without the host waiting. It
@@ -40,34 +40,33 @@ class SeveralDevices:
         new_plan: Makes a plan for one device.
     """
 
-    outcome: Tensor  # of the last step, if it was to check and the host was not to wait
+    # Of the last step, if it was to check and the host was not to wait.
+    outcome: Tensor
+    read_outcome: Callable[[Tensor], Outcome]
 
-    def __init__(self, who: str, new_plan: Callable[[], _C.AdamPlan]) -> None:
+    def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan]) -> None:
         self._who = who
         self._new_plan = new_plan
         self.without_grad: Places = []
         self.can_run = True
-        self._plans: dict[torch.device, _C.AdamPlan] = {}
+        self._plans: dict[torch.device, _C.StepPlan] = {}
         # From `read` to `run`.
         self._parts: list[Part] = []
-        self._state: dict[Any, Any] = {}
         self._scale: float | Tensor = 1.0
-        self._unscale: Sequence[torch.dtype] = ()
-        self._norms: Norms = []
 
     def read(
         self,
         param_groups: Groups,
         state: dict[Any, Any],
+        make_state: Callable[[int, int], dict[str, Any]],
         *,
         grads: Lists | None,
         grads_of: Lists | None,
         copies: Lists | None,
         scale: float | Tensor,
-        norms: Norms | None,
         unscale: Sequence[torch.dtype] = (),
-    ) -> Places:
-        """As `_C.AdamPlan.read`. `can_run` is False afterwards where one such plan can step all.
+    ) -> None:
+        """As `_C.StepPlan.read`. `can_run` is False afterwards where one such plan can step all.
 
         Raises:
             RuntimeError: As there; a gradient is where this build has no kernels; one of several
@@ -76,92 +75,101 @@ class SeveralDevices:
         lists = {"grads": grads, "grads_of": grads_of, "copies": copies}
         parts = split(self._who, param_groups, lists, self._plan_for)
         refuse_capture(self._who, [part.device for part in parts])
+        made: list[tuple[int, int]] = []
+
+        def make(number: int, index: int) -> dict[str, Any]:
+            made.append((number, index))
+            return make_state(number, index)
+
         try:
-            self._state, self._scale, self._unscale = state, scale, unscale
-            needs = [place for part in parts for place in self._read(part, norms)]
+            for part in parts:
+                part.read(state, make, scale, unscale)
+            for number, index in sorted(made):  # In the order of parameters, as with one plan.
+                param = param_groups[number]["params"][index]
+                state[param] = state.pop(param)
             self._parts = [part for part in parts if part.has_kernels()]
         except BaseException:
             self._forget()
             raise
         self._plans = {part.device: part.plan for part in parts}
-        self._norms = norms or [None] * len(param_groups)
+        self._scale = scale
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts)
-        return sorted(needs)
 
-    def _plan_for(self, device: torch.device) -> _C.AdamPlan:
+    def _plan_for(self, device: torch.device) -> _C.StepPlan:
         """That of earlier steps, which knows its part already, or a new one."""
         return self._plans.get(device) or self._new_plan()
-
-    def _read(self, part: Part, norms: Norms | None) -> Places:
-        return part.read(self._state, self._scale, norms, self._unscale)
 
     def run(
         self,
         *,
+        norms: Norms | None,
         found_inf: Tensor | None,
         check: bool,
         clip_by_global_norm: bool,
         loss_scale: DeviceScale | None,
         wait: bool,
     ) -> Outcome:
-        """As `_C.AdamPlan.run`."""
+        """As `_C.StepPlan.run`."""
         try:
-            outcome = self._run(found_inf, check, clip_by_global_norm, loss_scale)
+            outcome = self._run(norms, found_inf, check, clip_by_global_norm, loss_scale)
         except BaseException:
             self._forget()
             raise
         self._let_go()
-        if isinstance(outcome, Outcome):
+        if outcome is not None:
             return outcome
-        if wait:
-            return self.read_outcome(outcome)
-        self.outcome = outcome
-        return Outcome(False, [], is_known=False)
-
-    @staticmethod
-    def read_outcome(told: Tensor) -> Outcome:
-        """As `_C.AdamPlan.read_outcome`."""
-        found_inf, *norms = told.tolist()
-        return Outcome(found_inf != 0.0, norms)
+        return self.read_outcome(self.outcome) if wait else Outcome(False, [], is_known=False)
 
     def refresh_groups(self) -> None:
-        """As `_C.AdamPlan.refresh_groups`."""
+        """As `_C.StepPlan.refresh_groups`."""
         for part in self._parts:
             part.plan.refresh_groups()
         self._let_go()
 
     def _run(
         self,
+        norms: Norms | None,
         found_inf: Tensor | None,
         check: bool,
         clip_by_global_norm: bool,
         loss_scale: DeviceScale | None,
-    ) -> Outcome | Tensor:
-        """Step; return what became of it, or where the first device is to tell it."""
+    ) -> Outcome | None:
+        """Step; return what became of it, or None if the first device is to tell."""
         skip = None if found_inf is None else as_flag(found_inf, self._who)
         if not self._parts:
             if loss_scale is not None:
                 loss_scale.update(torch.zeros((), device=loss_scale.device))
             return Outcome(False, [])
-        if not (check or self._clips_across_devices(clip_by_global_norm)):
-            return Outcome(self._step(skip), [])
-        measured = _measure(self._parts, self._scale, len(self._norms))
-        self._read_norms(measured, clip_by_global_norm)
+        groups = self._parts[0].groups
+        norms = norms or [None] * len(groups)
+        missing = [
+            number
+            for number, norm in enumerate(norms)
+            if norm is None and groups[number]["max_grad_norm"] > 0.0
+        ]
+        if not (check or self._must_measure(missing, clip_by_global_norm)):
+            return self._step(norms, skip)
+        measured = _measure(self._parts, self._scale, len(groups))
+        for number in missing:
+            norms[number] = measured.of_all if clip_by_global_norm else measured.of_groups[number]
         if not check:
-            return Outcome(self._step(skip), [])
-        found = as_flag(measured[0], self._who)
+            return self._step(norms, skip)
+        found = as_flag(measured.found_inf, self._who)
         skip = found if skip is None else torch.maximum(found, bring(skip, found.device))
-        self._step(skip)
+        self._step(norms, skip)
         if loss_scale is not None:
             loss_scale.update(bring(skip, loss_scale.device))
-        norms = measured[1:-1] / _number_on(found.device, self._scale)
-        return torch.cat([skip.to(norms).view(1), norms])
+        unscaled = measured.of_groups / _number_on(found.device, self._scale)
+        self.outcome = torch.cat([skip.double().view(1), unscaled, measured.nonfinite])
+        self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
+        return None
 
-    def _step(self, skip: Tensor | None) -> bool:
-        """Step everything, unless `skip` is set; return whether the host knows that it is."""
+    def _step(self, norms: Norms, skip: Tensor | None) -> Outcome:
+        """Step everything, unless `skip` is set; return what the host knows of that."""
         outcomes = [
             part.plan.run(
+                norms=[_number_on(part.device, norm) for norm in norms],
                 found_inf=skip,
                 check=False,
                 clip_by_global_norm=False,
@@ -170,34 +178,28 @@ class SeveralDevices:
             )
             for part in self._parts
         ]
-        return any(outcome.found_inf for outcome in outcomes)
+        found_inf = any(outcome.found_inf for outcome in outcomes)
+        is_known = skip is None or all(outcome.is_known for outcome in outcomes)
+        return Outcome(found_inf, [], is_known or found_inf)
 
-    def _clips_across_devices(self, clip_by_global_norm: bool) -> bool:
+    def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
         """Whether a group is clipped by a norm that no plan can measure alone."""
         return any(
             clip_by_global_norm
             or sum(bool(part.groups[number]["params"]) for part in self._parts) > 1
-            for number in self._groups_to_measure()
+            for number in missing
         )
 
-    def _groups_to_measure(self) -> list[int]:
-        groups = self._parts[0].groups
-        return [
-            number
-            for number, norm in enumerate(self._norms)
-            if norm is None and groups[number]["max_grad_norm"] > 0.0
-        ]
-
-    def _read_norms(self, measured: Tensor, clip_by_global_norm: bool) -> None:
-        for part in self._parts:
-            here = bring(measured, part.device)
-            norms = [*self._norms]
-            for number in self._groups_to_measure():
-                norms[number] = here[-1 if clip_by_global_norm else number + 1]
-            self._read(part, norms)
+    def _order(self) -> list[int]:
+        """Of each gradient, in the order of `_measure`, its number among all of them."""
+        places = [place for part in self._parts for place in part.places_with_grad()]
+        number_of = {place: number for number, place in enumerate(sorted(places))}
+        return [number_of[place] for place in places]
 
     def _let_go(self) -> None:
-        self._parts, self._state, self._scale, self._unscale, self._norms = [], {}, 1.0, (), []
+        for part in self._parts:
+            part.plan.clear()
+        self._parts, self._scale = [], 1.0
 
     def _forget(self) -> None:
         """After a refusal: a plan that has read something would keep it alive."""
@@ -238,31 +240,59 @@ def as_flag(found_inf: float | Tensor, who: str) -> Tensor:
     return (found_inf != 0).reshape(()).float()
 
 
-def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> Tensor:
-    """Look at all gradients; return numbers on the first part's device, as one float64 vector.
+def _read_outcome(groups: int, order: list[int], told: Tensor) -> Outcome:
+    """Return what a copy of `SeveralDevices.outcome` on the CPU says."""
+    found_inf, *numbers = told.tolist()
+    flags = zip(order, numbers[groups:], strict=True)
+    rows = sorted(number for number, flag in flags if flag)
+    return Outcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
 
-    The first is not 0 if there is inf or NaN. Then come the l2 norm of each group's gradients, and
-    of all. They are what the norms were if the unscaled gradients were scaled too, because that is
-    how a plan takes a norm that it is given (csrc/math/step_scalars.h).
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """What a look at all gradients has found: float64 on the first part's device.
+
+    Norms are what they were if unscaled gradients were scaled too, because that is how a plan
+    takes a norm that it is given (csrc/math/step_scalars.h).
+
+    Attributes:
+        found_inf: One number, not 0 if there is inf or NaN.
+        of_groups: l2 norm of each group's gradients.
+        of_all: l2 norm of all gradients.
+        nonfinite: For each gradient, not 0 if it holds inf or NaN; in the order of parts.
     """
+
+    found_inf: Tensor
+    of_groups: Tensor
+    of_all: Tensor
+    nonfinite: Tensor
+
+
+def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured:
     home = parts[0].device
-    sums = torch.stack([bring(_found_and_sums(part, groups), home) for part in parts]).sum(0)
-    of_groups = sums[1:].view(groups, 2)
-    scaled, plain = torch.cat([of_groups, of_groups.sum(0, keepdim=True)]).sqrt().unbind(1)
-    return torch.cat([sums[:1], torch.hypot(scaled, plain * _number_on(home, scale))])
+    seen = [bring(_look_at(part, groups), home) for part in parts]
+    ends = 1 + 2 * groups
+    heads = torch.stack([one[:ends] for one in seen])
+    plain, scaled = torch.linalg.vector_norm(heads[:, 1:].view(-1, groups, 2), dim=0).unbind(-1)
+    of_groups = torch.hypot(scaled, plain * _number_on(home, scale))
+    nonfinite = torch.cat([one[ends:] for one in seen])
+    return _Measured(heads[:, 0].sum(), of_groups, torch.linalg.vector_norm(of_groups), nonfinite)
 
 
-def _found_and_sums(part: Part, groups: int) -> Tensor:
-    """Whether there is inf or NaN; for each group the sums of squares, of scaled and of others."""
+def _look_at(part: Part, groups: int) -> Tensor:
+    """Whether there is inf or NaN; norms by group of unscaled and of scaled gradients; flags."""
+    gradients = part.plan.gradients
     found_inf = torch.zeros(1, dtype=torch.float32, device=part.device)
-    sum_sq = torch.zeros(2 * groups, dtype=torch.float64, device=part.device)
-    grads, sums = [], []
-    for grad, number, scaled in part.gradients():
-        grads.append(grad)
-        sums.append(2 * number + (0 if scaled else 1))
-    _ops.check_(grads, sums, found_inf, sum_sq)
-    return torch.cat([found_inf.double(), sum_sq])
+    sum_sq = torch.zeros(len(gradients), dtype=torch.float64, device=part.device)
+    _ops.check_([grad for grad, _, _ in gradients], range(len(gradients)), found_inf, sum_sq)
+    # Those that count to one norm, next to each other.
+    kinds = [2 * number + scaled for _, number, scaled in gradients]
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    sizes = [kinds.count(kind) for kind in range(2 * groups)]
+    ordered = sum_sq.sqrt()[order] if order != [*range(len(order))] else sum_sq.sqrt()
+    norms = torch.stack(torch._foreach_norm(torch.split(ordered, sizes)))
+    return torch.cat([found_inf.double(), norms, (~sum_sq.isfinite()).double()])
 
 
-def _number_on(device: torch.device, value: float | Tensor) -> float | Tensor:
+def _number_on(device: torch.device, value: Any) -> Any:
     return bring(value, device).reshape(()) if isinstance(value, Tensor) else value

@@ -53,11 +53,13 @@ class StateLayout:
         kind: Whose state it is, with an article: "an Adam".
         tensors: Tensors like the parameter: float32, for float64 parameters float64.
         numbers: 0-dim float32 tensors on the parameter's device.
+        unsaved_numbers: Likewise, but the optimizer makes and removes them; no checkpoint has them.
     """
 
     kind: str
     tensors: tuple[str, ...]
     numbers: tuple[str, ...] = ()
+    unsaved_numbers: tuple[str, ...] = ()
 
     def completed(
         self, state: Mapping[str, Any], param: Tensor, *, with_master: bool

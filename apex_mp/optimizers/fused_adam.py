@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from apex_mp import _C, _options
+from apex_mp import _options
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import StateLayout
 
@@ -53,8 +53,8 @@ class FusedAdam(FusedOptimizer):
     """
 
     _public_name = "FusedAdam"
+    _rule = "adam"
     _state_layout = StateLayout("an Adam", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",))
-    _new_plan = _C.AdamPlan
 
     def __init__(
         self,
@@ -125,13 +125,7 @@ class FusedAdam(FusedOptimizer):
         _options.check_lr("FusedAdam", group["lr"])
         for name in ("eps", "weight_decay", "max_grad_norm"):
             _options.check_number("FusedAdam", name, group[name], at_least=0.0)
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)):
-            raise TypeError(f"FusedAdam: betas is {betas!r}; it must be two numbers in [0, 1)")
-        for beta in betas:
-            _options.check_number("FusedAdam", "one of betas", beta)
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"FusedAdam: betas is {betas}; it must be two numbers in [0, 1)")
+        _options.check_betas("FusedAdam", group["betas"])
 
 
 def _check_amsgrad(group: Mapping[str, Any]) -> None:

@@ -28,25 +28,21 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
     factors.push_back(math::adam_factors(options, number(lr), count, number(inv_scale)));
   }
 
-  std::vector<AdamChunk> tensors;
+  std::vector<StepChunk> tensors;
   tensors.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Out copy = copies.has_value() ? out((*copies)[i]) : Out{nullptr, DType::kHalf};
-    tensors.push_back({out(params[i]), in(grads[i]), out(exp_avgs[i]), out(exp_avg_sqs[i]), copy,
+    tensors.push_back({out(params[i]),
+                       in(grads[i]),
+                       copy,
+                       {out(exp_avgs[i]), out(exp_avg_sqs[i])},
                        params[i].numel()});
   }
   const std::vector<Chunk> chunks = chunks_of(params);
-  const Kernels& level = kernels();
+  const StepKernel step = kernels().step[math::AllRules::number<math::Adam>()];
   for_each_chunk(chunks, [&](int64_t index) {
     const Chunk& chunk = chunks[index];
-    AdamChunk part = tensors[chunk.tensor];
-    part.param = at_element(part.param, chunk.begin);
-    part.grad = at_element(part.grad, chunk.begin);
-    part.exp_avg = at_element(part.exp_avg, chunk.begin);
-    part.exp_avg_sq = at_element(part.exp_avg_sq, chunk.begin);
-    if (part.copy.data != nullptr) part.copy = at_element(part.copy, chunk.begin);
-    part.count = chunk.count;
-    level.adam(part, factors[chunk.tensor]);
+    step(part_of(tensors[chunk.tensor], chunk), &factors[chunk.tensor]);
   });
 
   bump_versions(params);

@@ -4,9 +4,8 @@
 #include <cstdint>
 
 #include "dtype.h"
-#include "math/adam.h"
 #include "math/axpby.h"
-#include "math/sgd.h"
+#include "math/rules.h"
 
 namespace apex_mp::cpu {
 
@@ -24,31 +23,25 @@ struct CheckResult {
   int32_t found_inf;
 };
 
-struct AdamChunk {
+struct StepChunk {
   Out param;
   In grad;
-  Out exp_avg;
-  Out exp_avg_sq;
-  Out copy;  // data == nullptr: no low-precision copy is wanted
+  Out copy;                        // data == nullptr: no low-precision copy is wanted
+  Out tensors[math::kMaxTensors];  // of state; data == nullptr: there is none
   int64_t count;
 };
 
-struct SgdChunk {
-  Out param;
-  In grad;
-  Out momentum_buffer;  // data == nullptr: there is no momentum
-  Out copy;             // data == nullptr: no low-precision copy is wanted
-  int64_t count;
-};
+// `factors` points to Rule::Factors<double>.
+using StepKernel = void (*)(const StepChunk& chunk, const void* factors);
 
 struct Kernels {
   const char* level;
   CheckResult (*check)(In grad, int64_t count);
+  double (*max_abs)(In grad, int64_t count);  // NaN counts as 0
   // These two return 1 if something they tested was not finite, else 0.
   int32_t (*unscale)(In src, Out dst, int64_t count, double inv_scale);
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
-  void (*adam)(const AdamChunk& chunk, const math::AdamFactors<double>& factors);
-  void (*sgd)(const SgdChunk& chunk, const math::SgdFactors<double>& factors);
+  StepKernel step[math::AllRules::kCount];
 };
 
 // The table for this processor, or the one asked for (level.h).

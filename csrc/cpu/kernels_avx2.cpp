@@ -22,10 +22,9 @@
 
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
-#include "math/adam.h"
 #include "math/axpby.h"
 #include "math/check.h"
-#include "math/sgd.h"
+#include "math/rules.h"
 #include "math/unscale.h"
 
 namespace apex_mp::cpu::avx2 {
@@ -34,7 +33,7 @@ namespace {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = table("avx2");
+const Kernels kKernels = table("avx2", math::AllRules{});
 
 }  // namespace apex_mp::cpu::avx2
 

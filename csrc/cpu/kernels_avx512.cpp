@@ -24,10 +24,9 @@
 
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
-#include "math/adam.h"
 #include "math/axpby.h"
 #include "math/check.h"
-#include "math/sgd.h"
+#include "math/rules.h"
 #include "math/unscale.h"
 
 namespace apex_mp::cpu::avx512 {
@@ -36,7 +35,7 @@ namespace {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = table("avx512");
+const Kernels kKernels = table("avx512", math::AllRules{});
 
 }  // namespace apex_mp::cpu::avx512
 

@@ -4,10 +4,9 @@
 
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
-#include "math/adam.h"
 #include "math/axpby.h"
 #include "math/check.h"
-#include "math/sgd.h"
+#include "math/rules.h"
 #include "math/unscale.h"
 
 #define APEX_MP_LEVEL 0
@@ -18,6 +17,6 @@ namespace {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = table("baseline");
+const Kernels kKernels = table("baseline", math::AllRules{});
 
 }  // namespace apex_mp::cpu::baseline

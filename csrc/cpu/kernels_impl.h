@@ -13,8 +13,7 @@
 #endif
 #include "cpu/kernels/tiles.h"
 #include "cpu/kernels/check.h"
-#include "cpu/kernels/adam.h"
-#include "cpu/kernels/sgd.h"
+#include "cpu/kernels/step.h"
 // clang-format on
 
 template <typename opmath_t>
@@ -70,4 +69,7 @@ int32_t axpby(In x, In y, Out out, int64_t count, const math::Axpby<double>& fac
   return axpby_chunk(x, y, out, count, narrow);
 }
 
-constexpr Kernels table(const char* level) { return {level, check, unscale, axpby, adam, sgd}; }
+template <typename... Rules>
+constexpr Kernels table(const char* level, math::RuleList<Rules...>) {
+  return {level, check, max_abs, unscale, axpby, {step<Rules>...}};
+}

@@ -13,23 +13,20 @@ void sgd_(at::TensorList params, at::TensorList grads,
           const std::optional<at::TensorList>& fresh, const std::optional<at::TensorList>& copies,
           const at::Tensor& lr, const at::Tensor& inv_scale,
           const std::optional<at::Tensor>& found_inf, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool wd_after_momentum,
-          const std::optional<at::TensorList>& unscaled_grads,
-          const std::optional<at::Tensor>& unscale_factor) {
+          double weight_decay, bool nesterov, bool wd_after_momentum) {
   const math::SgdOptions options = {momentum, dampening, weight_decay, nesterov, wd_after_momentum};
   check_sgd(params, grads, momentum_buffers, fresh, copies, lr, inv_scale, found_inf, options);
-  check_unscaled_grads("sgd_", grads, unscaled_grads, unscale_factor);
   if (params.empty() || (found_inf.has_value() && number(*found_inf) != 0.0)) return;
 
   std::vector<math::SgdFactors<double>> factors;
-  std::vector<SgdChunk> tensors;
+  std::vector<StepChunk> tensors;
   factors.reserve(params.size());
   tensors.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Out none = {nullptr, DType::kHalf};
     const Out buffer = momentum_buffers.has_value() ? out((*momentum_buffers)[i]) : none;
     const Out copy = copies.has_value() ? out((*copies)[i]) : none;
-    tensors.push_back({out(params[i]), in(grads[i]), buffer, copy, params[i].numel()});
+    tensors.push_back({out(params[i]), in(grads[i]), copy, {buffer, none}, params[i].numel()});
     bool is_fresh = false;
     if (fresh.has_value()) {
       float& flag = *(*fresh)[i].mutable_data_ptr<float>();
@@ -39,32 +36,17 @@ void sgd_(at::TensorList params, at::TensorList grads,
     factors.push_back(math::sgd_factors(options, number(lr), number(inv_scale), is_fresh));
   }
 
-  const std::vector<Out> unscaled =
-      unscaled_grads.has_value() ? out(*unscaled_grads) : std::vector<Out>{};
   const std::vector<Chunk> chunks = chunks_of(params);
-  const Kernels& level = kernels();
+  const StepKernel step = kernels().step[math::AllRules::number<math::Sgd>()];
   for_each_chunk(chunks, [&](int64_t index) {
     const Chunk& chunk = chunks[index];
-    SgdChunk part = tensors[chunk.tensor];
-    part.param = at_element(part.param, chunk.begin);
-    part.grad = at_element(part.grad, chunk.begin);
-    if (part.momentum_buffer.data != nullptr) {
-      part.momentum_buffer = at_element(part.momentum_buffer, chunk.begin);
-    }
-    if (part.copy.data != nullptr) part.copy = at_element(part.copy, chunk.begin);
-    part.count = chunk.count;
-    level.sgd(part, factors[chunk.tensor]);
-    if (unscaled.empty()) return;
-    // The chunk is still in the cache.
-    level.unscale(part.grad, at_element(unscaled[chunk.tensor], chunk.begin), part.count,
-                  number(*unscale_factor));
+    step(part_of(tensors[chunk.tensor], chunk), &factors[chunk.tensor]);
   });
 
   bump_versions(params);
   if (momentum_buffers.has_value()) bump_versions(*momentum_buffers);
   if (fresh.has_value()) bump_versions(*fresh);
   if (copies.has_value()) bump_versions(*copies);
-  if (unscaled_grads.has_value()) bump_versions(*unscaled_grads);
 }
 
 }  // namespace

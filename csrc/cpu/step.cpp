@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 
 #include <cmath>
+#include <string>
 
 #include "cpu/tensors.h"
 
@@ -57,6 +58,28 @@ bool check_grads(const Task& task, Workspace& work) {
   return found_inf != 0;
 }
 
+// The norm of each row's gradient as it lies, from the results of check_grads().
+template <typename Rule>
+void find_norms(const Task& task, Workspace& work) {
+  work.norms.assign(task.rows.size(), 0.0);
+  const Kernels& level = kernels();
+  const auto options_of = [&](const Chunk& chunk) {
+    return task.groups[task.rows[chunk.tensor].group].options;
+  };
+  for_each_chunk(work.chunks, [&](int64_t index) {
+    const Chunk& chunk = work.chunks[index];
+    if (!math::wants_max<Rule>(options_of(chunk))) return;
+    work.results[index].sum_sq =
+        level.max_abs(part(task.rows[chunk.tensor].grad, chunk.begin), chunk.count);
+  });
+  for (size_t i = 0; i < work.chunks.size(); ++i) {
+    const double result = work.results[i].sum_sq;
+    double& norm = work.norms[work.chunks[i].tensor];
+    norm = math::wants_max<Rule>(options_of(work.chunks[i])) ? std::max(norm, result)
+                                                             : std::hypot(norm, std::sqrt(result));
+  }
+}
+
 // What becomes of each group's gradients; sums that nobody asked for are 0.
 void decide(const Task& task, Workspace& work) {
   math::SumSq all = {0.0, 0.0};
@@ -73,37 +96,75 @@ void decide(const Task& task, Workspace& work) {
   }
 }
 
-// Counts the step of every row, and finds its factors: those of the row before if it is in the same
-// group and has taken as many steps, because powers are dear.
-void count_steps(const Task& task, Workspace& work) {
-  work.factors.clear();
+// The numbers of a row's state, before the step.
+struct Numbers {
+  float values[math::kMaxNumbers] = {};
+
+  explicit Numbers(const Row& row) {
+    for (int i = 0; i < math::kMaxNumbers; ++i) {
+      if (row.numbers[i] != nullptr) values[i] = *row.numbers[i];
+    }
+  }
+
+  bool operator==(const Numbers& other) const {
+    return std::equal(values, values + math::kMaxNumbers, other.values);
+  }
+};
+
+// Brings the numbers of every row's state up to date, and finds its factors: those of the row
+// before if it is in the same group and has the same numbers, because powers are expensive.
+template <typename Rule>
+void prepare(const Task& task, Workspace& work) {
+  auto& factors = std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);
+  factors.clear();
   work.factors_of_row.clear();
   const Row* last = nullptr;
-  for (const Row& row : task.rows) {
-    *row.step += 1.0f;
-    if (last == nullptr || last->group != row.group || last->scaled != row.scaled ||
-        *last->step != *row.step) {
+  Numbers last_numbers{Row{}};
+  double prepared[math::kMaxPrepared] = {};
+  for (size_t i = 0; i < task.rows.size(); ++i) {
+    const Row& row = task.rows[i];
+    const Numbers numbers(row);
+    if (Rule::kNorm >= 0 || last == nullptr || last->group != row.group ||
+        last->scaled != row.scaled || !(numbers == last_numbers)) {
       const step::Group& group = task.groups[row.group];
       const math::GroupOutcome& grads = work.groups[row.group];
-      work.factors.push_back(
-          math::adam_factors(group.adam, group.lr.value, *row.step,
-                             row.scaled ? grads.scaled_factor : grads.plain_factor));
+      const double factor = row.scaled ? grads.scaled_factor : grads.plain_factor;
+      const double norm = Rule::kNorm < 0 ? 0.0 : work.norms[i] * std::abs(factor);
+      for (int which = 0; which < Rule::kPrepared; ++which) {
+        prepared[which] = Rule::prepare(which, group.options, numbers.values, norm);
+      }
+      factors.push_back(Rule::factors(group.options, group.lr.value, prepared, factor));
     }
-    work.factors_of_row.push_back(static_cast<int32_t>(work.factors.size()) - 1);
+    work.factors_of_row.push_back(static_cast<int32_t>(factors.size()) - 1);
+    for (int which = 0; which < Rule::kNumbers; ++which) {
+      if (row.numbers[which] == nullptr) continue;
+      *row.numbers[which] = Rule::advance(which, numbers.values, prepared);
+    }
     last = &row;
+    last_numbers = numbers;
   }
 }
 
+template <typename Rule>
 void update(const Task& task, const Workspace& work) {
-  RECORD_FUNCTION("apex_mp::adam_pass", {});
+  static const std::string name = std::string("apex_mp::") + Rule::kName + "_pass";
+  RECORD_FUNCTION(name.c_str(), {});
+  const auto& factors =
+      std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);
   const Kernels& level = kernels();
+  const StepKernel step = level.step[math::AllRules::number<Rule>()];
   for_each_chunk(work.chunks, [&](int64_t index) {
     const Chunk& chunk = work.chunks[index];
     const Row& row = task.rows[chunk.tensor];
-    level.adam({part_to_write(row.param, chunk.begin), part(row.grad, chunk.begin),
-                part_to_write(row.exp_avg, chunk.begin), part_to_write(row.exp_avg_sq, chunk.begin),
-                part_to_write(row.copy, chunk.begin), chunk.count},
-               work.factors[work.factors_of_row[chunk.tensor]]);
+    StepChunk part_of_row = {part_to_write(row.param, chunk.begin),
+                             part(row.grad, chunk.begin),
+                             part_to_write(row.copy, chunk.begin),
+                             {},
+                             chunk.count};
+    for (int i = 0; i < math::kMaxTensors; ++i) {
+      part_of_row.tensors[i] = part_to_write(row.tensors[i], chunk.begin);
+    }
+    step(part_of_row, &factors[work.factors_of_row[chunk.tensor]]);
     if (!row.writes_grad) return;
     // The chunk is still in the cache.
     level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,
@@ -116,7 +177,8 @@ void update(const Task& task, const Workspace& work) {
 step::Outcome run(const Task& task, Workspace& work) {
   cut(task.rows, work.chunks);
   work.sums.assign(task.groups.size(), {0.0, 0.0});
-  const bool reads_grads = task.check || needs_norms(task);
+  const bool reads_grads =
+      task.check || needs_norms(task) || math::AllRules::facts(task.rule).takes_norms;
   step::Outcome outcome;
   outcome.found_inf = reads_grads && check_grads(task, work) && task.check;
   decide(task, work);
@@ -124,8 +186,12 @@ step::Outcome run(const Task& task, Workspace& work) {
     outcome.norms.push_back(work.groups[i].norm);
   }
   if (outcome.found_inf) return outcome;
-  count_steps(task, work);
-  update(task, work);
+  math::AllRules::with(task.rule, [&](auto rule) {
+    using Rule = decltype(rule);
+    if constexpr (Rule::kNorm >= 0) find_norms<Rule>(task, work);
+    prepare<Rule>(task, work);
+    update<Rule>(task, work);
+  });
   return outcome;
 }
 

@@ -16,8 +16,9 @@ struct Workspace {
   std::vector<Chunk> chunks;
   std::vector<CheckResult> results;  // of each chunk
   std::vector<math::SumSq> sums;     // of each group
+  std::vector<double> norms;         // of each row's gradient as it lies, if the rule needs it
   std::vector<math::GroupOutcome> groups;
-  std::vector<math::AdamFactors<double>> factors;  // rows that have the same share them
+  math::AllRules::FactorsOfEach factors;  // rows that have the same share them
   std::vector<int32_t> factors_of_row;
 };
 

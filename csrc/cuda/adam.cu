@@ -28,14 +28,15 @@ __global__ void __launch_bounds__(kBlockSize)
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     adam_kernel(const __grid_constant__ Table<5> table, const Adam task) {
   if (is_skipped(task)) return;
-  Part<5> part = part_of_block(table);
+  PartOf<math::Adam> part = part_of_block(table);
   const math::AdamFactors<double>& factors = task.factors[table.launch.first_tensor + part.slot];
   if (part.double_math) {
-    adam_numbers<Cache::kKept>(part, factors, UnscaledGrad<double>{});
+    step_numbers<math::Adam, Cache::kKept, double>(part, factors, UnscaledGrad<double>{});
   } else {
     // The checks ask for float moments here: saying so spares a branch for every vector.
-    part.arrays[2].dtype = part.arrays[3].dtype = DType::kFloat;
-    adam_numbers<Cache::kKept>(part, math::narrow(factors), UnscaledGrad<float>{});
+    part.arrays[3].dtype = part.arrays[4].dtype = DType::kFloat;
+    step_numbers<math::Adam, Cache::kKept, float>(part, math::factors_as<float>(factors),
+                                                  UnscaledGrad<float>{});
   }
 }
 

@@ -86,7 +86,7 @@ struct Adam {
   const float* found_inf;              // nullptr: the step is always taken
   math::AdamFactors<double>* factors;  // scratch memory, one for each row
 };
-// Arrays: param, grad, exp_avg, exp_avg_sq, copy. steps[i] points to the step count of rows[i].
+// Arrays: param, grad, copy, exp_avg, exp_avg_sq. steps[i] points to the step count of rows[i].
 void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, const Adam& task,
           cudaStream_t stream);
 
@@ -96,11 +96,10 @@ struct Sgd {
   Number inv_scale;
   const float* found_inf;  // nullptr: the step is always taken
   bool* is_fresh;          // scratch memory, one for each row; nullptr: no buffer is fresh
-  Number unscale_factor;   // of unscaled gradients
 };
-// Arrays: param, grad, momentum_buffer, copy, unscaled gradient. fresh[i] points to the flag of
-// rows[i]; none: no buffer is fresh.
-void sgd(const std::vector<Row<5>>& rows, const std::vector<float*>& fresh, const Sgd& task,
+// Arrays: param, grad, copy, momentum_buffer. fresh[i] points to the flag of rows[i]; none: no
+// buffer is fresh.
+void sgd(const std::vector<Row<4>>& rows, const std::vector<float*>& fresh, const Sgd& task,
          cudaStream_t stream);
 
 }  // namespace apex_mp::cuda

@@ -1,11 +1,10 @@
-// What a block does with the numbers of its chunk: sums of squares, Adam, and SGD.
+// What a block does with the numbers of its chunk: sums of squares, and the steps of optimizers.
 #pragma once
 
 #include "cuda/table.h"
 #include "cuda/vectors.h"
-#include "math/adam.h"
 #include "math/check.h"
-#include "math/sgd.h"
+#include "math/rules.h"
 #include "math/unscale.h"
 
 namespace apex_mp::cuda {
@@ -129,64 +128,52 @@ __device__ void write_unscaled(const opmath_t (&grad)[width],
   store(numbers, unscaled.array, index, span);
 }
 
-// Arrays: param, grad, exp_avg, exp_avg_sq, copy. `cache` is that of parameter and moments: the
-// gradient was read shortly before, and the copy is what the next forward pass reads.
-template <Cache cache, typename opmath_t>
-__device__ void adam_numbers(const Part<5>& part, const math::AdamFactors<opmath_t>& factors,
+// Arrays: param, grad, copy, and the tensors of the rule's state.
+template <typename Rule>
+using PartOf = Part<3 + Rule::kTensors>;
+
+// `cache` is that of parameter and state: the gradient was read shortly before, and the copy is
+// what the next forward pass reads.
+template <typename Rule, Cache cache, typename opmath_t>
+__device__ void step_numbers(const PartOf<Rule>& part,
+                             const typename Rule::template Factors<opmath_t>& factors,
                              const UnscaledGrad<opmath_t>& unscaled) {
   const Array& param = part.arrays[0];
   const Array& grad = part.arrays[1];
-  const Array& exp_avg = part.arrays[2];
-  const Array& exp_avg_sq = part.arrays[3];
-  const Array& copy = part.arrays[4];
+  const Array& copy = part.arrays[2];
+  const Array* state = part.arrays + 3;
+  const auto is_there = [&](int i) { return Rule::kAllTensors || state[i].data != nullptr; };
   walk<opmath_t>(part, [&](int index, auto span) {
     const auto raw_param = load<opmath_t, cache>(param, index, span);
     const auto raw_grad = load<opmath_t>(grad, index, span);
-    const auto raw_avg = load<opmath_t, cache>(exp_avg, index, span);
-    const auto raw_avg_sq = load<opmath_t, cache>(exp_avg_sq, index, span);
+    Raw<opmath_t, span> raw_state[Rule::kTensors];
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) {
+      if (!Rule::kAllTensors) raw_state[i] = {};
+      if (is_there(i)) raw_state[i] = load<opmath_t, cache>(state[i], index, span);
+    }
     opmath_t p[span];
     opmath_t g[span];
-    opmath_t avg[span];
-    opmath_t avg_sq[span];
+    opmath_t tensors[Rule::kTensors][span];
     widen(raw_param, param.dtype, p);
     widen(raw_grad, grad.dtype, g);
-    widen(raw_avg, exp_avg.dtype, avg);
-    widen(raw_avg_sq, exp_avg_sq.dtype, avg_sq);
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) widen(raw_state[i], state[i].dtype, tensors[i]);
     write_unscaled(g, unscaled, index, span);
 #pragma unroll
-    for (int i = 0; i < span; ++i) math::adam(p[i], avg[i], avg_sq[i], g[i], factors);
+    for (int n = 0; n < span; ++n) {
+      opmath_t numbers[Rule::kTensors];
+#pragma unroll
+      for (int i = 0; i < Rule::kTensors; ++i) numbers[i] = tensors[i][n];
+      Rule::update(p[n], numbers, g[n], factors);
+#pragma unroll
+      for (int i = 0; i < Rule::kTensors; ++i) tensors[i][n] = numbers[i];
+    }
     store<cache>(p, param, index, span);
-    store<cache>(avg, exp_avg, index, span);
-    store<cache>(avg_sq, exp_avg_sq, index, span);
-    if (copy.data != nullptr) store(p, copy, index, span);
-  });
-}
-
-// Arrays: param, grad, momentum_buffer, copy, unscaled gradient.
-template <typename opmath_t>
-__device__ void sgd_numbers(const Part<5>& part, const math::SgdFactors<opmath_t>& factors,
-                            double unscale_factor) {
-  const Array& param = part.arrays[0];
-  const Array& grad = part.arrays[1];
-  const Array& buffer = part.arrays[2];
-  const Array& copy = part.arrays[3];
-  const auto unscaled = unscaled_grad<opmath_t>(part.arrays[4], unscale_factor);
-  walk<opmath_t>(part, [&](int index, auto span) {
-    const auto raw_param = load<opmath_t>(param, index, span);
-    const auto raw_grad = load<opmath_t>(grad, index, span);
-    Raw<opmath_t, span> raw_moving = {};
-    if (buffer.data != nullptr) raw_moving = load<opmath_t>(buffer, index, span);
-    opmath_t p[span];
-    opmath_t g[span];
-    opmath_t moving[span];
-    widen(raw_param, param.dtype, p);
-    widen(raw_grad, grad.dtype, g);
-    widen(raw_moving, buffer.dtype, moving);
-    write_unscaled(g, unscaled, index, span);
 #pragma unroll
-    for (int i = 0; i < span; ++i) math::sgd(p[i], moving[i], g[i], factors);
-    store(p, param, index, span);
-    if (buffer.data != nullptr) store(moving, buffer, index, span);
+    for (int i = 0; i < Rule::kTensors; ++i) {
+      if (is_there(i)) store<cache>(tensors[i], state[i], index, span);
+    }
     if (copy.data != nullptr) store(p, copy, index, span);
   });
 }

@@ -143,10 +143,10 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
   rows.reserve(params.size());
   counts.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]), out(exp_avgs[i]),
-                       out(exp_avg_sqs[i]), Array{nullptr, DType::kHalf}));
+    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]),
+                       Array{nullptr, DType::kHalf}, out(exp_avgs[i]), out(exp_avg_sqs[i])));
     // Afterwards: a copy in double is no reason to compute in double.
-    if (copies.has_value()) rows.back().arrays[4] = out((*copies)[i]);
+    if (copies.has_value()) rows.back().arrays[2] = out((*copies)[i]);
     counts.push_back(steps[i].mutable_data_ptr<float>());
   }
   const at::Tensor factors =
@@ -168,38 +168,32 @@ void sgd_(at::TensorList params, at::TensorList grads,
           const std::optional<at::TensorList>& fresh, const std::optional<at::TensorList>& copies,
           const at::Tensor& lr, const at::Tensor& inv_scale,
           const std::optional<at::Tensor>& found_inf, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool wd_after_momentum,
-          const std::optional<at::TensorList>& unscaled_grads,
-          const std::optional<at::Tensor>& unscale_factor) {
+          double weight_decay, bool nesterov, bool wd_after_momentum) {
   const math::SgdOptions options = {momentum, dampening, weight_decay, nesterov, wd_after_momentum};
   check_sgd(params, grads, momentum_buffers, fresh, copies, lr, inv_scale, found_inf, options);
-  check_unscaled_grads("sgd_", grads, unscaled_grads, unscale_factor);
   if (params.empty()) return;
   const c10::cuda::CUDAGuard guard(params[0].device());
-  std::vector<Row<5>> rows;
+  std::vector<Row<4>> rows;
   std::vector<float*> flags;
   rows.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Array none = {nullptr, DType::kHalf};
     const Array buffer = momentum_buffers.has_value() ? out((*momentum_buffers)[i]) : none;
-    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]), buffer, none, none));
+    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]), none, buffer));
     // Afterwards: a copy in double is no reason to compute in double.
-    if (copies.has_value()) rows.back().arrays[3] = out((*copies)[i]);
-    if (unscaled_grads.has_value()) rows.back().arrays[4] = out((*unscaled_grads)[i]);
+    if (copies.has_value()) rows.back().arrays[2] = out((*copies)[i]);
     if (fresh.has_value()) flags.push_back((*fresh)[i].mutable_data_ptr<float>());
   }
   const at::Tensor is_fresh = scratch(flags.size() * sizeof(bool), params[0].device());
   sgd(rows, flags,
       {options, number_of(lr), number_of(inv_scale),
        found_inf.has_value() ? found_inf->const_data_ptr<float>() : nullptr,
-       fresh.has_value() ? static_cast<bool*>(is_fresh.mutable_data_ptr()) : nullptr,
-       unscale_factor.has_value() ? number_of(*unscale_factor) : Number{nullptr, true, 1.0}},
+       fresh.has_value() ? static_cast<bool*>(is_fresh.mutable_data_ptr()) : nullptr},
       stream());
   bump_versions(params);
   if (momentum_buffers.has_value()) bump_versions(*momentum_buffers);
   if (fresh.has_value()) bump_versions(*fresh);
   if (copies.has_value()) bump_versions(*copies);
-  if (unscaled_grads.has_value()) bump_versions(*unscaled_grads);
 }
 
 }  // namespace

@@ -25,29 +25,29 @@ __global__ void __launch_bounds__(kBlockSize)
 }
 
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
-    sgd_kernel(const __grid_constant__ Table<5> table, const Sgd task) {
+    sgd_kernel(const __grid_constant__ Table<4> table, const Sgd task) {
   if (is_skipped(task)) return;
-  const Part<5> part = part_of_block(table);
+  const PartOf<math::Sgd> part = part_of_block(table);
   const bool is_fresh =
       task.is_fresh != nullptr && task.is_fresh[table.launch.first_tensor + part.slot];
   const math::SgdFactors<double> factors =
       math::sgd_factors(task.options, value_of(task.lr), value_of(task.inv_scale), is_fresh);
-  const double unscale_factor = value_of(task.unscale_factor);
   if (part.double_math) {
-    sgd_numbers(part, factors, unscale_factor);
+    step_numbers<math::Sgd, Cache::kKept, double>(part, factors, UnscaledGrad<double>{});
   } else {
-    sgd_numbers(part, math::narrow(factors), unscale_factor);
+    step_numbers<math::Sgd, Cache::kKept, float>(part, math::factors_as<float>(factors),
+                                                 UnscaledGrad<float>{});
   }
 }
 
 }  // namespace
 
-void sgd(const std::vector<Row<5>>& rows, const std::vector<float*>& fresh, const Sgd& task,
+void sgd(const std::vector<Row<4>>& rows, const std::vector<float*>& fresh, const Sgd& task,
          cudaStream_t stream) {
   for_each_float_table(fresh, [&](const FloatTable& table) {
     launch(take_fresh_kernel, count_chunks(table.tensors, kBlockSize), stream, table, task);
   });
-  for_each_table(rows, kChunkLimits, [&](const Table<5>& table) {
+  for_each_table(rows, kChunkLimits, [&](const Table<4>& table) {
     launch(sgd_kernel, table.launch.chunks, stream, table, task);
   });
 }

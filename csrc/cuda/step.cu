@@ -13,15 +13,17 @@ namespace {
 
 // Math is done in double if one of the arrays holds doubles; a copy in double is no reason.
 bool has_double_math(const step::Row& row) {
-  const step::Array arrays[] = {row.param, row.grad, row.exp_avg, row.exp_avg_sq};
+  const step::Array arrays[] = {row.param, row.grad, row.tensors[0], row.tensors[1]};
   return std::any_of(std::begin(arrays), std::end(arrays),
                      [](const step::Array& array) { return array.dtype == DType::kDouble; });
 }
 
 StepFacts facts_of(const step::Row& row) {
   const auto bits = [](const step::Array& array) { return static_cast<uint32_t>(array.dtype); };
-  return {bits(row.param), bits(row.grad),       bits(row.exp_avg), bits(row.exp_avg_sq),
-          bits(row.copy),  has_double_math(row), row.scaled,        row.writes_grad};
+  return {bits(row.param),      bits(row.grad),
+          bits(row.copy),       bits(row.tensors[0]) | bits(row.tensors[1]) << 2,
+          has_double_math(row), row.scaled,
+          row.writes_grad};
 }
 
 bool same_array(const step::Array& one, const step::Array& other) {
@@ -37,9 +39,10 @@ int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
 
 // What a row is without its gradient. A gradient that is not there has no dtype either.
 bool same_row(const step::Row& one, const step::Row& other) {
-  return same_array(one.param, other.param) && same_array(one.exp_avg, other.exp_avg) &&
-         same_array(one.exp_avg_sq, other.exp_avg_sq) && same_array(one.copy, other.copy) &&
-         one.step == other.step && one.size == other.size && one.group == other.group &&
+  return same_array(one.param, other.param) && same_array(one.copy, other.copy) &&
+         std::equal(one.tensors, std::end(one.tensors), other.tensors, &same_array) &&
+         std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
+         one.group == other.group &&
          (other.grad.data == nullptr ||
           (one.grad.dtype == other.grad.dtype && one.scaled == other.scaled &&
            one.writes_grad == other.writes_grad));
@@ -48,7 +51,10 @@ bool same_row(const step::Row& one, const step::Row& other) {
 }  // namespace
 
 StepTable::StepTable(const step::Task& task)
-    : rows_(task.rows), groups_(task.groups), chunk_size_(chunk_size_of_rows(task.rows)) {
+    : rule_(task.rule),
+      rows_(task.rows),
+      groups_(task.groups),
+      chunk_size_(chunk_size_of_rows(task.rows)) {
   int64_t chunks = 0;
   first_chunk_.reserve(rows_.size() + 1);
   for (const step::Row& row : rows_) {
@@ -70,8 +76,12 @@ void StepTable::build_image() {
   for (size_t group = 0; group < groups_.size(); ++group) image.group_chunks[group] = {0, 0};
   for (int32_t i = 0; i < image.counts.rows; ++i) {
     const step::Row& row = rows_[i];
-    image.rows[i] = {row.param.data, row.exp_avg.data, row.exp_avg_sq.data,
-                     row.copy.data,  row.step,         row.group};
+    image.rows[i] = {row.param.data,
+                     row.copy.data,
+                     {row.tensors[0].data, row.tensors[1].data},
+                     {row.numbers[0], row.numbers[1]},
+                     row.group,
+                     first_chunk_[i]};
     StepGroupChunks& of_group = image.group_chunks[row.group];
     if (of_group.end == 0) of_group.begin = first_chunk_[i];
     of_group.end = first_chunk_[i + 1];
@@ -91,7 +101,7 @@ bool StepTable::fits(const step::Task& task) const {
 StepMemory StepTable::memory_at(const void* memory) const {
   const StepCounts counts = {static_cast<int32_t>(rows_.size()), first_chunk_.back(),
                              static_cast<int32_t>(groups_.size()),
-                             static_cast<int32_t>(chunk_size_)};
+                             static_cast<int32_t>(chunk_size_), rule_};
   return step_memory(reinterpret_cast<uintptr_t>(memory), counts);
 }
 

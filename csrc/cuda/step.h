@@ -77,6 +77,7 @@ class StepTable {
   void build_image();
   void remember(const std::vector<step::Group>& groups);
 
+  int32_t rule_;
   std::vector<step::Row> rows_;
   std::vector<step::Group> groups_;  // as device memory holds them
   int64_t chunk_size_;

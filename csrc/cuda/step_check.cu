@@ -1,5 +1,5 @@
-// Pass 1 of the fused step: writes down where gradients lie and how far each row's bias corrections
-// have come, checks gradients and sums their squares, and in its last block decides on pass 2.
+// Pass 1 of the fused step: writes down where gradients lie and what the rule prepares for each
+// row, checks gradients and sums their squares, and in its last block decides on pass 2.
 #include <algorithm>
 
 #include "cuda/last_block.h"
@@ -12,21 +12,22 @@ namespace {
 // The toolkit decides, see kTableBytes.
 static_assert(sizeof(FullCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
 
-constexpr int kThreadsForRow = 2;  // one for each beta: powers are expensive in double
+constexpr int kThreadsForRow = 2;  // one for each number prepared: powers are expensive in double
 
 __device__ const void* grad_of(const StepCheck& check, int32_t row) {
   return check.carried_grads()[row - check.first_row];
 }
 
-__device__ void look_after_row(const StepCheck& check, int32_t row, int beta) {
+// What needs the norm of the gradient comes later, see prepare_by_norms().
+__device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
   const void* grad = grad_of(check, row);
-  if (beta == 0) check.memory.grads[row] = grad;
+  if (which == 0) check.memory.grads[row] = grad;
   if (grad == nullptr) return;
-  const StepRow& facts = check.memory.rows[row];
-  const math::AdamOptions& options = group_of(check, facts.group).adam;
-  const float step = *global(facts.step) + 1.0f;
-  check.memory.corrections[row].of_beta[beta] = math::bias_correction(
-      options.bias_correction, beta == 0 ? options.beta1 : options.beta2, step);
+  math::AllRules::with(check.memory.counts.rule, [&](auto rule) {
+    using Rule = decltype(rule);
+    static_assert(Rule::kPrepared - (Rule::kNorm >= 0) <= kThreadsForRow);
+    if (which < Rule::kPrepared && which != Rule::kNorm) prepare<Rule>(check, row, which, 0.0);
+  });
 }
 
 // By all threads of one block. No thread reads groups in memory in this launch, see group_of().
@@ -53,9 +54,7 @@ __device__ void look_after_rows(const StepCheck& check) {
   end_pass(check);
 }
 
-__device__ double check_chunk(const StepChunk& chunk, int32_t chunk_size, const void* grad,
-                              int32_t& found_inf) {
-  if (grad == nullptr) return 0.0;
+__device__ Part<1> part_of(const StepChunk& chunk, int32_t chunk_size, const void* grad) {
   const auto dtype = static_cast<DType>(chunk.facts.grad);
   const int64_t begin = int64_t{chunk.index} * chunk_size * size_of(dtype);
   Part<1> part;
@@ -63,7 +62,29 @@ __device__ double check_chunk(const StepChunk& chunk, int32_t chunk_size, const 
   part.count = chunk.count;
   part.double_math = dtype == DType::kDouble;
   part.head = head_of(part);
-  return sum_squares(part, found_inf);
+  return part;
+}
+
+// Rare, so number by number.
+__device__ double max_of(const Part<1>& part) {
+  double most = 0.0;
+  for (int i = threadIdx.x; i < part.count; i += kBlockSize) {
+    double number[1];
+    read(part.arrays[0], i, OneNumber{}, number);
+    most = fmax(most, fabs(number[0]));
+  }
+  return most;
+}
+
+__device__ bool wants_max(const StepCheck& check, int32_t row) {
+  bool wanted = false;
+  math::AllRules::with(check.memory.counts.rule, [&](auto rule) {
+    using Rule = decltype(rule);
+    if constexpr (Rule::kNorm >= 0) {
+      wanted = Rule::wants_max(group_of(check, check.memory.rows[row].group).options);
+    }
+  });
+  return wanted;
 }
 
 __device__ void check_chunk_of_block(const StepCheck& check) {
@@ -72,9 +93,16 @@ __device__ void check_chunk_of_block(const StepCheck& check) {
   if (chunk.index == 0 && threadIdx.x < kThreadsForRow) {
     look_after_row(check, chunk.row, threadIdx.x);
   }
+  const void* grad = grad_of(check, chunk.row);
+  const bool takes_max = grad != nullptr && wants_max(check, chunk.row);
   int32_t found_inf = 0;
-  const double share =
-      check_chunk(chunk, check.memory.counts.chunk_size, grad_of(check, chunk.row), found_inf);
+  double share = 0.0;
+  double most = 0.0;
+  if (grad != nullptr) {
+    const Part<1> part = part_of(chunk, check.memory.counts.chunk_size, grad);
+    share = sum_squares(part, found_inf);
+    if (takes_max) most = max_of(part);
+  }
   if (check.decision.sums) {
     const double sum = block_sum(share);
     const math::SumSq sums = chunk.facts.scaled ? math::SumSq{sum, 0.0} : math::SumSq{0.0, sum};
@@ -82,6 +110,11 @@ __device__ void check_chunk_of_block(const StepCheck& check) {
   }
   if (found_inf && check.decision.check)
     check.memory.control->found_inf = 1;  // All write the same.
+  if (takes_max) {
+    __syncthreads();
+    most = block_max(most);
+    if (threadIdx.x == 0) check.memory.chunk_maxima[index] = most;
+  }
   end_pass(check);
 }
 

@@ -53,6 +53,19 @@ __device__ inline const step::Group& group_of(const StepCheck& check, int32_t gr
   return check.carried_groups()[carried];
 }
 
+// From the numbers of the row's state as they are before the step.
+template <typename Rule>
+__device__ void prepare(const StepCheck& check, int32_t row, int which, double norm) {
+  const StepRow& facts = check.memory.rows[row];
+  float numbers[math::kMaxNumbers] = {};
+#pragma unroll
+  for (int i = 0; i < Rule::kNumbers; ++i) {
+    if (facts.numbers[i] != nullptr) numbers[i] = *global(facts.numbers[i]);
+  }
+  check.memory.prepared[row].numbers[which] =
+      Rule::prepare(which, group_of(check, facts.group).options, numbers, norm);
+}
+
 __device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group) {
   const step::Group& options = group_of(check, group);
   return {options.max_norm, options.maximize, options.has_norm,
@@ -78,6 +91,41 @@ __device__ inline double decide_on_groups(const StepCheck& check, double scale) 
         math::group_outcome(clip_rule(check, group), own, clipped, scale);
   }
   return math::unscaled_norm(all, scale);
+}
+
+// Of the row's gradient as it lies, in lane 0. By all lanes of a warp.
+template <typename Rule>
+__device__ double norm_of_chunks(const StepCheck& check, const StepRow& row, int32_t end,
+                                 int lane) {
+  const StepMemory& memory = check.memory;
+  if (Rule::wants_max(group_of(check, row.group).options)) {
+    double most = 0.0;
+    for (int32_t chunk = row.first_chunk + lane; chunk < end; chunk += kWarpSize) {
+      most = fmax(most, __ldcg(memory.chunk_maxima + chunk));
+    }
+    return warp_reduce(most, Max());
+  }
+  const math::SumSq sums = sum_chunks(memory.chunk_sums, {row.first_chunk, end}, lane, kWarpSize);
+  return sqrt(warp_sum(sums.scaled + sums.plain));  // One of the two is 0.
+}
+
+// A warp for each row. By all threads, when the groups are decided on.
+template <typename Rule>
+__device__ void prepare_by_norms(const StepCheck& check) {
+  const StepMemory& memory = check.memory;
+  const int lane = threadIdx.x % kWarpSize;
+  for (int64_t row = threadIdx.x / kWarpSize; row < memory.counts.rows;
+       row += kBlockSize / kWarpSize) {
+    const StepRow& facts = memory.rows[row];
+    const int32_t end =
+        row + 1 < memory.counts.rows ? memory.rows[row + 1].first_chunk : memory.counts.chunks;
+    const double norm = norm_of_chunks<Rule>(check, facts, end, lane);
+    if (lane != 0) continue;
+    const math::GroupOutcome& grads = memory.group_outcomes[facts.group];
+    const bool scaled = memory.chunks[facts.first_chunk].facts.scaled;
+    const double factor = scaled ? grads.scaled_factor : grads.plain_factor;
+    prepare<Rule>(check, static_cast<int32_t>(row), Rule::kNorm, norm * fabs(factor));
+  }
 }
 
 // By one thread, when the scale of this step is not needed any more.
@@ -154,6 +202,10 @@ __device__ inline void decide(const StepCheck& check) {
     for (int32_t& row : outcome.nonfinite_rows) row = -1;
   }
   if (found_inf && decision.sums) name_nonfinite_rows(check.memory);
+  math::AllRules::with(check.memory.counts.rule, [&](auto rule) {
+    using Rule = decltype(rule);
+    if constexpr (Rule::kNorm >= 0) prepare_by_norms<Rule>(check);
+  });
 }
 
 }  // namespace apex_mp::cuda

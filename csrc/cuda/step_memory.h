@@ -21,20 +21,19 @@ struct StepGroupChunks {
 
 struct alignas(16) StepRow {
   void* param;
-  void* exp_avg;
-  void* exp_avg_sq;
   void* copy;
-  float* step;
+  void* tensors[math::kMaxTensors];   // of state
+  float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
   int32_t group;
+  int32_t first_chunk;
 };
 
 // Stands in every chunk of a row, so that pass 1 need not look at the row.
 struct StepFacts {
   uint32_t param : 2;  // dtypes
   uint32_t grad : 2;
-  uint32_t exp_avg : 2;
-  uint32_t exp_avg_sq : 2;
   uint32_t copy : 2;
+  uint32_t tensors : 2 * math::kMaxTensors;  // two bits for each
   uint32_t double_math : 1;
   uint32_t scaled : 1;
   uint32_t writes_grad : 1;
@@ -50,8 +49,9 @@ struct alignas(16) StepChunk {
 };
 static_assert(sizeof(StepChunk) == 16);
 
-struct StepCorrections {
-  double of_beta[2];
+// What the rule has prepared for a row.
+struct StepPrepared {
+  double numbers[math::kMaxPrepared];
 };
 
 struct StepCounts {
@@ -59,6 +59,7 @@ struct StepCounts {
   int32_t chunks;
   int32_t groups;
   int32_t chunk_size;
+  int32_t rule;  // number in math::AllRules
 };
 
 struct StepMemory {
@@ -69,9 +70,10 @@ struct StepMemory {
   StepRow* rows;
   StepChunk* chunks;
   // From here on kernels write, and nothing needs to be there at first.
-  const void** grads;            // of each row; nullptr: not stepped
-  StepCorrections* corrections;  // of each row that is stepped
+  const void** grads;      // of each row; nullptr: not stepped
+  StepPrepared* prepared;  // of each row that is stepped
   math::SumSq* chunk_sums;
+  double* chunk_maxima;  // of absolute values; only if the rule may ask for them
   math::SumSq* group_sums;
   StepOutcome* outcome;
   math::GroupOutcome* group_outcomes;
@@ -103,8 +105,10 @@ inline StepMemory step_memory(uintptr_t begin, const StepCounts& counts) {
   memory.rows = sections.take<StepRow>(counts.rows);
   memory.chunks = sections.take<StepChunk>(counts.chunks);
   memory.grads = sections.take<const void*>(counts.rows);
-  memory.corrections = sections.take<StepCorrections>(counts.rows);
+  memory.prepared = sections.take<StepPrepared>(counts.rows);
   memory.chunk_sums = sections.take<math::SumSq>(counts.chunks);
+  const bool has_maxima = math::AllRules::facts(counts.rule).takes_norms;
+  memory.chunk_maxima = sections.take<double>(has_maxima ? counts.chunks : 0);
   memory.group_sums = sections.take<math::SumSq>(counts.groups);
   memory.outcome = sections.take<StepOutcome>(1);
   memory.group_outcomes = sections.take<math::GroupOutcome>(counts.groups);

@@ -63,11 +63,11 @@ void launch_step_check(const FullCheck& check, bool reads_grads, cudaStream_t st
 void launch_step_groups(const FullCheck& check, cudaStream_t stream);
 
 // Arguments of pass 2: its blocks take the chunks before `end_chunk`, the last one first.
-struct StepAdam {
+struct StepUpdate {
   StepMemory memory;
   int32_t end_chunk;
 };
 
-void launch_step_adam(const StepMemory& memory, cudaStream_t stream);
+void launch_step_update(const StepMemory& memory, cudaStream_t stream);
 
 }  // namespace apex_mp::cuda

@@ -13,13 +13,11 @@ auto facts_of(const step::Number& number) {
 
 bool same_group(const step::Group& one, const step::Group& other) {
   const auto facts = [](const step::Group& group) {
-    const math::AdamOptions& adam = group.adam;
-    return std::tuple_cat(
-        std::tie(adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.adam_w_mode),
-        std::tie(adam.bias_correction, adam.eps_inside_sqrt, group.max_norm, group.maximize),
-        std::tie(group.has_norm), facts_of(group.lr), facts_of(group.norm));
+    return std::tuple_cat(std::tie(group.max_norm, group.maximize, group.has_norm),
+                          facts_of(group.lr), facts_of(group.norm));
   };
-  return facts(one) == facts(other);
+  return facts(one) == facts(other) &&
+         std::equal(one.options, std::end(one.options), other.options);
 }
 
 // The first group that has changed, and how many there are from it to the last one.
@@ -110,7 +108,7 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
   FullCheck check;
   check.memory = memory_at(run.memory);
   check.decision = {task.check,
-                    run.norms || wants_sums(task),
+                    run.norms || wants_sums(task) || math::AllRules::facts(task.rule).takes_norms,
                     task.clip_by_global_norm,
                     task.scale,
                     task.found_inf,
@@ -140,7 +138,7 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
     }
     launch_step_check(check, reads_grads, stream);
   });
-  launch_step_adam(check.memory, stream);
+  launch_step_update(check.memory, stream);
 }
 
 }  // namespace apex_mp::cuda

@@ -129,11 +129,12 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
   run.norms = task.check;  // They cost nothing then, and tell which rows are not finite.
   run.captured = is_capturing();
   if (run.captured) {
-    TORCH_CHECK(!wait,
-                "FusedAdam: this step cannot be captured in a CUDA graph, because the host waits "
+    TORCH_CHECK(!wait, task.caller,
+                ": this step cannot be captured in a CUDA graph, because the host waits "
                 "to hear whether it found inf or NaN");
     TORCH_CHECK(fits && impl_->resident->ready && impl_->resident->table.knows_groups(task),
-                "FusedAdam: this step cannot be captured in a CUDA graph. Take one step like it "
+                task.caller,
+                ": this step cannot be captured in a CUDA graph. Take one step like it "
                 "outside of the capture first, with the same parameters, state and options");
     impl_->resident->captured = true;
   } else {
@@ -154,7 +155,7 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
 }
 
 at::Tensor Stepper::outcome() const {
-  TORCH_CHECK(impl_->resident.has_value(), "FusedAdam: there has been no step with an outcome");
+  TORCH_CHECK(impl_->resident.has_value(), "apex_mp: there has been no step with an outcome");
   return impl_->resident->outcome;
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "math/common.h"
+#include "math/rule.h"
 
 namespace apex_mp::math {
 
@@ -75,10 +76,6 @@ APEX_MP_MATH AdamFactors<to_t> factors_as(const AdamFactors<from_t>& factors) {
           static_cast<to_t>(factors.inv_scale)};
 }
 
-APEX_MP_MATH AdamFactors<float> narrow(const AdamFactors<double>& factors) {
-  return factors_as<float>(factors);
-}
-
 // opmath_t is float, double, or a register of numbers that brings operators and sqrt with it.
 template <typename opmath_t>
 APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
@@ -92,5 +89,48 @@ APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
                          factors.eps_outside;
   param = factors.keep * param - factors.step_size * exp_avg / denom;
 }
+
+// What the engine asks of Adam, see rule.h.
+struct Adam {
+  template <typename opmath_t>
+  using Factors = AdamFactors<opmath_t>;
+
+  static constexpr const char* kName = "adam";
+  static constexpr const char* kSparseAdvice = ", please consider SparseAdam instead";
+  static constexpr Option kOptions[] = {
+      {"betas", Range::kBelowOne, 2},        {"eps", Range::kNotNegative},
+      {"weight_decay", Range::kNotNegative}, {"adam_w_mode", Range::kBool},
+      {"bias_correction", Range::kBool},     {"eps_inside_sqrt", Range::kBool}};
+  static constexpr int kTensors = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool kAllTensors = true;
+  static constexpr int kNumbers = 1;  // step
+  static constexpr bool kNeedsNumbers = true;
+  static constexpr int kPrepared = 2;  // the bias corrections
+  static constexpr int kNorm = -1;
+
+  APEX_MP_MATH AdamOptions options_of(const double* options) {
+    return {options[0],        options[1],        options[2],       options[3],
+            options[4] != 0.0, options[5] != 0.0, options[6] != 0.0};
+  }
+
+  APEX_MP_MATH int tensors(const double*) { return kTensors; }
+
+  APEX_MP_MATH double prepare(int which, const double* options, const float* numbers, double) {
+    return bias_correction(options[5] != 0.0, options[which], numbers[0] + 1.0f);
+  }
+
+  APEX_MP_MATH float advance(int, const float* numbers, const double*) { return numbers[0] + 1.0f; }
+
+  APEX_MP_MATH AdamFactors<double> factors(const double* options, double lr, const double* prepared,
+                                           double grad_factor) {
+    return adam_factors(options_of(options), lr, prepared[0], prepared[1], grad_factor);
+  }
+
+  template <typename opmath_t>
+  APEX_MP_MATH void update(opmath_t& param, opmath_t* tensors, opmath_t grad,
+                           const AdamFactors<opmath_t>& factors) {
+    adam(param, tensors[0], tensors[1], grad, factors);
+  }
+};
 
 }  // namespace apex_mp::math

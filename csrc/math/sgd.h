@@ -3,6 +3,7 @@
 #pragma once
 
 #include "math/common.h"
+#include "math/rule.h"
 
 namespace apex_mp::math {
 
@@ -43,20 +44,22 @@ APEX_MP_MATH SgdFactors<double> sgd_factors(const SgdOptions& options, double lr
   return factors;
 }
 
-APEX_MP_MATH SgdFactors<float> narrow(const SgdFactors<double>& factors) {
-  return {static_cast<float>(factors.inv_scale),
-          static_cast<float>(factors.lr),
-          static_cast<float>(factors.momentum),
-          static_cast<float>(factors.one_minus_dampening),
-          static_cast<float>(factors.early_decay),
-          static_cast<float>(factors.late_decay),
+template <typename to_t, typename from_t>
+APEX_MP_MATH SgdFactors<to_t> factors_as(const SgdFactors<from_t>& factors) {
+  return {static_cast<to_t>(factors.inv_scale),
+          static_cast<to_t>(factors.lr),
+          static_cast<to_t>(factors.momentum),
+          static_cast<to_t>(factors.one_minus_dampening),
+          static_cast<to_t>(factors.early_decay),
+          static_cast<to_t>(factors.late_decay),
           factors.has_momentum,
           factors.is_fresh,
           factors.nesterov};
 }
 
-// The branches are the same for a whole tensor: compilers take them out of the loop. Products are
-// rounded before they are added, where torch fuses the two: results differ by that rounding.
+// The branches are the same for a whole tensor: compilers take them out of the loop. opmath_t as in
+// math/adam.h. Products are rounded before they are added, where torch fuses the two: results
+// differ by that rounding.
 template <typename opmath_t>
 APEX_MP_MATH void sgd(opmath_t& param, opmath_t& buffer, opmath_t scaled_grad,
                       const SgdFactors<opmath_t>& factors) {
@@ -69,5 +72,48 @@ APEX_MP_MATH void sgd(opmath_t& param, opmath_t& buffer, opmath_t scaled_grad,
   update = update + factors.late_decay * param;
   param = param - factors.lr * update;
 }
+
+// What the engine asks of SGD, see rule.h.
+struct Sgd {
+  template <typename opmath_t>
+  using Factors = SgdFactors<opmath_t>;
+
+  static constexpr const char* kName = "sgd";
+  static constexpr const char* kSparseAdvice = "; layers with sparse=False have dense ones";
+  static constexpr Option kOptions[] = {{"momentum", Range::kNotNegative},
+                                        {"dampening", Range::kAny},
+                                        {"weight_decay", Range::kNotNegative},
+                                        {"nesterov", Range::kBool},
+                                        {"wd_after_momentum", Range::kBool}};
+  static constexpr int kTensors = 1;  // momentum_buffer
+  static constexpr bool kAllTensors = false;
+  static constexpr int kNumbers = 1;  // not 0: the buffer holds nothing yet; not there: it does
+  static constexpr bool kNeedsNumbers = false;
+  static constexpr int kPrepared = 1;  // the same
+  static constexpr int kNorm = -1;
+
+  APEX_MP_MATH SgdOptions options_of(const double* options) {
+    return {options[0], options[1], options[2], options[3] != 0.0, options[4] != 0.0};
+  }
+
+  APEX_MP_MATH int tensors(const double* options) { return options[0] != 0.0 ? 1 : 0; }
+
+  APEX_MP_MATH double prepare(int, const double*, const float* numbers, double) {
+    return numbers[0];
+  }
+
+  APEX_MP_MATH float advance(int, const float*, const double*) { return 0.0f; }
+
+  APEX_MP_MATH SgdFactors<double> factors(const double* options, double lr, const double* prepared,
+                                          double grad_factor) {
+    return sgd_factors(options_of(options), lr, grad_factor, prepared[0] != 0.0);
+  }
+
+  template <typename opmath_t>
+  APEX_MP_MATH void update(opmath_t& param, opmath_t* tensors, opmath_t grad,
+                           const SgdFactors<opmath_t>& factors) {
+    sgd(param, tensors[0], grad, factors);
+  }
+};
 
 }  // namespace apex_mp::math

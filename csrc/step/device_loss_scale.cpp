@@ -15,8 +15,8 @@ DeviceLossScale::DeviceLossScale(const at::Tensor& scale, const at::Tensor& good
   check_one_element({kCaller, "overflows"}, overflows, device, {at::kInt});
 }
 
-LossScale DeviceLossScale::memory(const at::Device& device) const {
-  TORCH_CHECK(scale_.device() == device, "FusedAdam: the loss scale is on ", scale_.device(),
+LossScale DeviceLossScale::memory(const std::string& caller, const at::Device& device) const {
+  TORCH_CHECK(scale_.device() == device, caller, ": the loss scale is on ", scale_.device(),
               ", the parameters are on ", device, "; they must be on one device");
   return {scale_.mutable_data_ptr<float>(), good_steps_.mutable_data_ptr<int>(),
           overflows_.mutable_data_ptr<int>(), rule_};

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 #include "step/task.h"
 
 namespace apex_mp::step {
@@ -14,8 +16,8 @@ class DeviceLossScale {
   DeviceLossScale(const at::Tensor& scale, const at::Tensor& good_steps,
                   const at::Tensor& overflows, const math::LossScaleRule& rule);
 
-  // Where a step on `device` finds it. Throws a sentence if it is on another one.
-  LossScale memory(const at::Device& device) const;
+  // Where a step of `caller` on `device` finds it. Throws a sentence if it is on another one.
+  LossScale memory(const std::string& caller, const at::Device& device) const;
 
  private:
   at::Tensor scale_;

@@ -1,74 +1,84 @@
 // Options of a parameter group, from Python's numbers to ours.
 #include "step/hyperparameters.h"
 
-#include "op_checks.h"
 #include "step/python_tensors.h"
 #include "tensor_facts.h"
 
 namespace apex_mp::step {
 namespace {
 
-constexpr const char* kCaller = "FusedAdam";
+namespace py = pybind11;
+using math::Option;
+using math::Range;
+
+// Options that all rules have; a group may lack the last two.
+constexpr Option kMaxGradNorm = {"max_grad_norm", Range::kNotNegative};
 
 struct Names {
   PyObject* lr = interned("lr");
-  PyObject* betas = interned("betas");
-  PyObject* eps = interned("eps");
-  PyObject* weight_decay = interned("weight_decay");
-  PyObject* adam_w_mode = interned("adam_w_mode");
-  PyObject* bias_correction = interned("bias_correction");
-  PyObject* eps_inside_sqrt = interned("eps_inside_sqrt");
   PyObject* max_grad_norm = interned("max_grad_norm");
   PyObject* maximize = interned("maximize");
   PyObject* master_weights = interned("master_weights");
 };
 
-PyObject* option(PyObject* group, PyObject* name) {
+PyObject* option_of(PyObject* group, PyObject* name) {
   PyObject* value = entry(group, name);
   if (value != nullptr) return value;
   PyErr_SetObject(PyExc_KeyError, name);
-  throw pybind11::error_already_set();
+  throw py::error_already_set();
+}
+
+std::string sentence(const std::string& caller, const char* name, PyObject* value,
+                     const std::string& wish) {
+  return caller + ": " + name + " is " + std::string(py::repr(value)) + "; it must be " + wish;
 }
 
 // Of an error of Python's, which is set, if the value is of a wrong type.
-[[noreturn]] void refuse(const char* name, PyObject* value, const char* wish) {
-  if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw pybind11::error_already_set();
+[[noreturn]] void refuse(const std::string& caller, const char* name, PyObject* value,
+                         const std::string& wish) {
+  if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
   PyErr_Clear();
-  throw pybind11::type_error(std::string(kCaller) + ": " + name + " is " +
-                             std::string(pybind11::repr(value)) + "; it must be " + wish);
+  throw py::type_error(sentence(caller, name, value, wish));
 }
 
-double as_double(const char* name, PyObject* value) {
+double as_double(const std::string& caller, const char* name, PyObject* value) {
   const double number = PyFloat_AsDouble(value);
-  if (number == -1.0 && PyErr_Occurred() != nullptr) refuse(name, value, "a number");
+  if (number == -1.0 && PyErr_Occurred() != nullptr) refuse(caller, name, value, "a number");
   return number;
 }
 
 bool as_bool(PyObject* value) {
   const int truth = PyObject_IsTrue(value);
-  if (truth < 0) throw pybind11::error_already_set();
+  if (truth < 0) throw py::error_already_set();
   return truth != 0;
 }
 
-std::pair<double, double> as_betas(PyObject* value) {
-  const auto pair = pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(value));
-  if (!pair) refuse("betas", value, "two numbers in [0, 1)");
-  if (PyTuple_GET_SIZE(pair.ptr()) != 2) {
-    throw pybind11::value_error("FusedAdam: betas is " + std::string(pybind11::str(pair)) +
-                                "; it must be two numbers in [0, 1)");
-  }
-  return {as_double("beta1", PyTuple_GET_ITEM(pair.ptr(), 0)),
-          as_double("beta2", PyTuple_GET_ITEM(pair.ptr(), 1))};
+bool has(PyObject* group, PyObject* name) {
+  PyObject* value = entry(group, name);
+  return value != nullptr && as_bool(value);
+}
+
+// A comparison with NaN is false, so NaN is in no range.
+bool is_in(Range range, double number) {
+  if (range == Range::kBelowOne) return 0.0 <= number && number < 1.0;
+  if (range == Range::kZeroOrTwo) return number == 0.0 || number == 2.0;
+  return range == Range::kNotNegative ? number >= 0.0 : number == number;
+}
+
+const char* wish_of(Range range) {
+  if (range == Range::kBelowOne) return "in [0, 1)";
+  if (range == Range::kZeroOrTwo) return "0 or 2";
+  return range == Range::kNotNegative ? "0 or more" : "a number";
 }
 
 }  // namespace
 
 Number NumberReader::read(const char* name, PyObject* value) const {
-  if (!is_tensor(value)) return {nullptr, true, as_double(name, value)};
+  if (!is_tensor(value)) return {nullptr, true, as_double(caller_, name, value)};
   const at::Tensor& tensor = tensor_of(value);
   if (tensor.numel() != 1) {
-    throw pybind11::value_error(std::string(kCaller) + ": " + name + " is a tensor of " +
-                                std::to_string(tensor.numel()) + " elements; it must have 1");
+    throw py::value_error(caller_ + ": " + name + " is a tensor of " +
+                          std::to_string(tensor.numel()) + " elements; it must have 1");
   }
   const bool is_float = tensor.scalar_type() == at::kFloat;
   if (tensor.is_cpu() && (is_float || tensor.scalar_type() == at::kDouble)) {
@@ -80,23 +90,51 @@ Number NumberReader::read(const char* name, PyObject* value) const {
   return {here.const_data_ptr(), !is_float, 1.0};
 }
 
-GroupOptions read_options(PyObject* param_group, const NumberReader& numbers) {
+OptionReader::OptionReader(const std::string& caller, const math::RuleFacts& rule)
+    : caller_(caller), rule_(rule) {
+  for (int i = 0; i < rule.option_count; ++i) names_.push_back(interned(rule.options[i].name));
+}
+
+double OptionReader::read_number(const Option& option, PyObject* value) const {
+  const double number = as_double(caller_, option.name, value);
+  if (is_in(option.range, number)) return number;
+  throw py::value_error(sentence(caller_, option.name, value, wish_of(option.range)));
+}
+
+void OptionReader::read_option(const Option& option, PyObject* value, double* numbers) const {
+  if (option.range == Range::kBool) {
+    numbers[0] = as_bool(value);
+    return;
+  }
+  if (option.count == 1) {
+    numbers[0] = read_number(option, value);
+    return;
+  }
+  const std::string wish = std::string("two numbers ") + wish_of(option.range);
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Tuple(value));
+  if (!items) refuse(caller_, option.name, value, wish);
+  if (PyTuple_GET_SIZE(items.ptr()) != option.count) {
+    throw py::value_error(sentence(caller_, option.name, value, wish));
+  }
+  const std::string name = std::string("one of ") + option.name;
+  for (int i = 0; i < option.count; ++i) {
+    const Option item = {name.c_str(), option.range};
+    numbers[i] = read_number(item, PyTuple_GET_ITEM(items.ptr(), i));
+  }
+}
+
+GroupOptions OptionReader::read(PyObject* param_group, const NumberReader& numbers) const {
   static const Names names;
-  const auto [beta1, beta2] = as_betas(option(param_group, names.betas));
-  GroupOptions options;
-  options.group.adam = {beta1,
-                        beta2,
-                        as_double("eps", option(param_group, names.eps)),
-                        as_double("weight_decay", option(param_group, names.weight_decay)),
-                        as_bool(option(param_group, names.adam_w_mode)),
-                        as_bool(option(param_group, names.bias_correction)),
-                        as_bool(option(param_group, names.eps_inside_sqrt))};
-  check_adam_options(kCaller, options.group.adam);
-  options.group.lr = numbers.read("lr", option(param_group, names.lr));
-  options.group.max_norm = as_double("max_grad_norm", option(param_group, names.max_grad_norm));
-  options.group.maximize = as_bool(option(param_group, names.maximize));
-  options.group.has_norm = false;
-  options.master_weights = as_bool(option(param_group, names.master_weights));
+  GroupOptions options = {};
+  double* next = options.group.options;
+  for (int i = 0; i < rule_.option_count; ++i) {
+    read_option(rule_.options[i], option_of(param_group, names_[i]), next);
+    next += rule_.options[i].count;
+  }
+  options.group.lr = numbers.read("lr", option_of(param_group, names.lr));
+  options.group.max_norm = read_number(kMaxGradNorm, option_of(param_group, names.max_grad_norm));
+  options.group.maximize = has(param_group, names.maximize);
+  options.master_weights = has(param_group, names.master_weights);
   return options;
 }
 

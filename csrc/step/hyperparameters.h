@@ -5,6 +5,8 @@
 #include <torch/csrc/python_headers.h>
 
 #include <deque>
+#include <string>
+#include <vector>
 
 #include "step/task.h"
 
@@ -18,20 +20,37 @@ struct GroupOptions {
 // Numbers for a step on one device.
 class NumberReader {
  public:
-  // `kept` keeps numbers alive that had to be brought to the device.
-  NumberReader(const at::Device& device, std::deque<at::Tensor>& kept)
-      : device_(device), kept_(kept) {}
+  // `caller` is the optimizer's name. `kept` keeps numbers alive that had to be brought to the
+  // device.
+  NumberReader(const std::string& caller, const at::Device& device, std::deque<at::Tensor>& kept)
+      : caller_(caller), device_(device), kept_(kept) {}
 
   // A Python number, or a tensor of one element on any device. The host looks at one on a GPU only
   // for a step on the CPU.
   Number read(const char* name, PyObject* value) const;
 
  private:
+  const std::string& caller_;
   at::Device device_;
   std::deque<at::Tensor>& kept_;
 };
 
-// Throws KeyError, TypeError or a sentence of its own if an option is missing or out of range.
-GroupOptions read_options(PyObject* param_group, const NumberReader& numbers);
+// Reads parameter groups for one rule.
+class OptionReader {
+ public:
+  OptionReader(const std::string& caller, const math::RuleFacts& rule);
+
+  // Throws KeyError, TypeError or ValueError with a sentence if an option is missing or out of
+  // range.
+  GroupOptions read(PyObject* param_group, const NumberReader& numbers) const;
+
+ private:
+  void read_option(const math::Option& option, PyObject* value, double* numbers) const;
+  double read_number(const math::Option& option, PyObject* value) const;
+
+  std::string caller_;
+  const math::RuleFacts& rule_;
+  std::vector<PyObject*> names_;  // of the rule's options
+};
 
 }  // namespace apex_mp::step

@@ -4,9 +4,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "step/adam_plan.h"
 #include "step/device_loss_scale.h"
 #include "step/grad_marks.h"
+#include "step/plan.h"
 
 namespace apex_mp::step {
 
@@ -20,6 +20,8 @@ void translate(std::exception_ptr pointer) {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const c10::TypeError& error) {
     py::set_error(PyExc_TypeError, error.what_without_backtrace());
+  } catch (const c10::ValueError& error) {
+    py::set_error(PyExc_ValueError, error.what_without_backtrace());
   } catch (const c10::Error& error) {
     py::set_error(PyExc_RuntimeError, error.what_without_backtrace());
   }
@@ -28,25 +30,30 @@ void translate(std::exception_ptr pointer) {
 // GCOVR_EXCL_START: where names of arguments fill a line of their own, gcov counts only what would
 // happen there if one of them threw.
 void define_plan(py::module_& module) {
-  py::class_<AdamPlan>(module, "AdamPlan")
-      .def(py::init<>())
+  py::class_<Plan>(module, "StepPlan")
+      .def(py::init<const std::string&, const std::string&, const std::vector<std::string>&,
+                    const std::vector<std::string>&>(),
+           py::arg("rule"), py::arg("caller"), py::kw_only(), py::arg("tensors"),
+           py::arg("numbers"))
       .def(
           "read",
-          [](AdamPlan& plan, const py::list& param_groups, const py::dict& state, py::object grads,
-             py::object grads_of, py::object copies, py::object scale, py::object norms,
-             const std::vector<at::ScalarType>& unscale) {
-            return plan.read(param_groups, state, {grads, grads_of, copies, scale, norms, unscale});
+          [](Plan& plan, const py::list& param_groups, const py::dict& state,
+             const py::function& make_state, py::object grads, py::object grads_of,
+             py::object copies, py::object scale, const std::vector<at::ScalarType>& unscale) {
+            plan.read(param_groups, state, make_state, {grads, grads_of, copies, scale, unscale});
           },
-          py::arg("param_groups"), py::arg("state"), py::kw_only(), py::arg("grads"),
-          py::arg("grads_of"), py::arg("copies"), py::arg("scale"), py::arg("norms"),
+          py::arg("param_groups"), py::arg("state"), py::arg("make_state"), py::kw_only(),
+          py::arg("grads"), py::arg("grads_of"), py::arg("copies"), py::arg("scale"),
           py::arg("unscale") = std::vector<at::ScalarType>())
-      .def("run", &AdamPlan::run, py::kw_only(), py::arg("found_inf"), py::arg("check"),
-           py::arg("clip_by_global_norm"), py::arg("loss_scale"), py::arg("wait"))
-      .def_property_readonly("without_grad", &AdamPlan::without_grad)
-      .def_property_readonly("can_run", &AdamPlan::can_run)
-      .def_property_readonly("outcome", &AdamPlan::outcome)
+      .def("run", &Plan::run, py::kw_only(), py::arg("norms"), py::arg("found_inf"),
+           py::arg("check"), py::arg("clip_by_global_norm"), py::arg("loss_scale"), py::arg("wait"))
+      .def("clear", &Plan::clear)
+      .def_property_readonly("gradients", &Plan::gradients)
+      .def_property_readonly("without_grad", &Plan::without_grad)
+      .def_property_readonly("can_run", &Plan::can_run)
+      .def_property_readonly("outcome", &Plan::outcome)
       .def_static("read_outcome", &read_outcome)
-      .def("refresh_groups", &AdamPlan::refresh_groups);
+      .def("refresh_groups", &Plan::refresh_groups);
 }
 
 void define_loss_scale(py::module_& module) {

@@ -8,8 +8,6 @@
 namespace apex_mp::step {
 namespace {
 
-constexpr const char* kCaller = "FusedAdam";
-
 // The name of a list of a group, as a message shows it; it must outlive the Argument made of it.
 std::string list_name(const Place& place) {
   return place.list + ('[' + std::to_string(place.group) + ']');
@@ -34,7 +32,7 @@ void check_as_argument(const Argument& argument, const at::Tensor& tensor) {
 void check_param(const at::Tensor& tensor, const Place& place) {
   if (is_plain(tensor)) return;
   const std::string name = list_name(place);
-  check_as_argument({kCaller, name.c_str(), place.index}, tensor);
+  check_as_argument({place.caller, name.c_str(), place.index}, tensor);
 }
 
 void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
@@ -42,13 +40,13 @@ void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& 
   if (is_plain(tensor) && tensor.device() == param.device() && lie_alike(tensor, param)) return;
   const std::string name = list_name(place);
   const std::string param_name = list_name(param_place);
-  const Argument argument = {kCaller, name.c_str(), place.index};
+  const Argument argument = {place.caller, name.c_str(), place.index};
   check_numbers_in_memory(argument, tensor);
   TORCH_CHECK(tensor.device() == param.device(), argument, " is on ", tensor.device(), ", ",
               param_name, '[', param_place.index, "] on ", param.device(),
               "; they must be on one device");
   check_as_argument(argument, tensor);
-  check_same_layout(argument, tensor, {kCaller, param_name.c_str(), param_place.index}, param);
+  check_same_layout(argument, tensor, {place.caller, param_name.c_str(), param_place.index}, param);
 }
 
 void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
@@ -63,16 +61,16 @@ void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at
 void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype) {
   if (tensor.scalar_type() == dtype) return;
   const std::string name = list_name(place);
-  apex_mp::check_dtype({kCaller, name.c_str(), place.index}, tensor, {dtype});
+  apex_mp::check_dtype({place.caller, name.c_str(), place.index}, tensor, {dtype});
 }
 
-void check_count(const at::Tensor& tensor, const Place& place, const at::Device& device) {
+void check_number_of_state(const at::Tensor& tensor, const Place& place, const at::Device& device) {
   if (tensor.scalar_type() == at::kFloat && tensor.numel() == 1 && tensor.device() == device &&
       is_plain(tensor)) {
     return;
   }
   const std::string name = list_name(place);
-  const Argument argument = {kCaller, name.c_str(), place.index};
+  const Argument argument = {place.caller, name.c_str(), place.index};
   check_numbers_in_memory(argument, tensor);
   check_one_element(argument, tensor, device, {at::kFloat});
 }

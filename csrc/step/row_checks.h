@@ -9,12 +9,13 @@ namespace apex_mp::step {
 
 // A tensor where the caller has it: item `index` of the list of group `group`.
 struct Place {
+  const char* caller;  // the optimizer's name
   const char* list;
   int64_t group;
   int64_t index;
 
   // The same item of another list.
-  Place in(const char* other_list) const { return {other_list, group, index}; }
+  Place in(const char* other_list) const { return {caller, other_list, group, index}; }
 };
 
 // Tensors whose numbers are not what lies in their memory: DTensor, FakeTensor, lazy negation and
@@ -57,6 +58,6 @@ void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at
 void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype);
 
 // Likewise, unless it is one float32 on the device.
-void check_count(const at::Tensor& tensor, const Place& place, const at::Device& device);
+void check_number_of_state(const at::Tensor& tensor, const Place& place, const at::Device& device);
 
 }  // namespace apex_mp::step

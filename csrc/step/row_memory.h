@@ -1,8 +1,8 @@
 // The memory of the tensors of one row: quickly where they lie as nearly all do, else carefully.
 #pragma once
 
-#include "step/adam_state.h"
 #include "step/row_checks.h"
+#include "step/state.h"
 #include "step/task.h"
 #include "tensor_facts.h"
 
@@ -13,29 +13,33 @@ struct RowTensors {
   const at::Tensor* param = nullptr;          // what is stepped: the parameter, or its master
   const at::Tensor* grad = nullptr;           // nullptr: there is none, and nothing is stepped
   const at::Tensor* param_of_grad = nullptr;  // then: whose gradient, when there is one, it will be
-  const at::Tensor* exp_avg = nullptr;
-  const at::Tensor* exp_avg_sq = nullptr;
-  const at::Tensor* copy = nullptr;  // nullptr: there is none
-  const at::Tensor* step = nullptr;
+  const at::Tensor* copy = nullptr;           // nullptr: there is none
+  const at::Tensor* tensors[math::kMaxTensors] = {};  // of state; nullptr: there is none
+  const at::Tensor* numbers[math::kMaxNumbers] = {};
   int32_t group = 0;
   bool scaled = true;
   bool writes_grad = false;
 
   // What is stepped, from a state that is complete: a low-precision parameter may be its copy.
-  void take(const AdamState& state, const at::Tensor& own, bool with_master) {
+  void take(const State& state, const StateNeeds& needs, const at::Tensor& own, bool with_master) {
     param = with_master ? &tensor_of(state.master_param) : &own;
-    exp_avg = &tensor_of(state.exp_avg);
-    exp_avg_sq = &tensor_of(state.exp_avg_sq);
-    step = &tensor_of(state.step);
     if (with_master) copy = &own;
+    for (int i = 0; i < needs.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
+    for (int i = 0; i < math::kMaxNumbers; ++i) {
+      // One that may be missing is about the tensors: without them it stays as it is.
+      const bool has_use = i < needs.numbers || needs.tensors > 0;
+      if (has_use && state.numbers[i] != nullptr) numbers[i] = &tensor_of(state.numbers[i]);
+    }
   }
 
   // Calls visit(tensor) for each tensor that the step writes.
   template <typename Visit>
   void each_written(const Visit& visit) const {
     if (grad == nullptr) return;
-    for (const at::Tensor* tensor : {param, exp_avg, exp_avg_sq, step}) visit(*tensor);
-    if (copy != nullptr) visit(*copy);
+    visit(*param);
+    for (const at::Tensor* tensor : {copy, tensors[0], tensors[1], numbers[0], numbers[1]}) {
+      if (tensor != nullptr) visit(*tensor);
+    }
     if (writes_grad) visit(*grad);
   }
 };
@@ -68,27 +72,34 @@ inline Array to_write(const at::Tensor& tensor) {
   return array_of(tensor, tensor.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
 }
 
-inline Array grad_of(const RowTensors& row, void* not_null) {
+inline Array to_write(const at::Tensor* tensor) {
+  return tensor == nullptr ? Array{nullptr, DType::kHalf} : to_write(*tensor);
+}
+
+inline Array grad_of(const RowTensors& row) {
   if (row.grad == nullptr) return {nullptr, dtype_of(*row.param_of_grad)};
   Array grad = row.writes_grad ? to_write(*row.grad) : to_read(*row.grad);
   // An empty gradient lies nowhere, which is to say on CUDA that there is none.
-  if (grad.data == nullptr) grad.data = not_null;
+  static char somewhere;
+  if (grad.data == nullptr) grad.data = &somewhere;
   return grad;
 }
 
 inline Row memory_of(const RowTensors& row) {
-  const Array none = {nullptr, DType::kHalf};
-  float* step = static_cast<float*>(to_write(*row.step).data);
-  return {to_write(*row.param),
-          grad_of(row, step),
-          to_write(*row.exp_avg),
-          to_write(*row.exp_avg_sq),
-          row.copy == nullptr ? none : to_write(*row.copy),
-          step,
-          row.param->numel(),
-          row.group,
-          row.scaled,
-          row.writes_grad};
+  Row memory = {to_write(*row.param),
+                grad_of(row),
+                to_write(row.copy),
+                {},
+                {},
+                row.param->numel(),
+                row.group,
+                row.scaled,
+                row.writes_grad};
+  for (int i = 0; i < math::kMaxTensors; ++i) memory.tensors[i] = to_write(row.tensors[i]);
+  for (int i = 0; i < math::kMaxNumbers; ++i) {
+    memory.numbers[i] = static_cast<float*>(to_write(row.numbers[i]).data);
+  }
+  return memory;
 }
 
 // Whether every tensor is contiguous, as large as the parameter, of a fitting dtype and of the
@@ -100,21 +111,33 @@ class QuickTest {
       : param_(param),
         keys_(param.key_set()),
         size_(param.numel()),
-        moments_(param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
+        state_(param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
         passes_(is_plain(param) && param.is_contiguous()) {}
 
   bool passes(const RowTensors& row) const {
-    return passes_ && is_param_or_master(*row.param) && is_usual_grad(row) &&
-           is_like_param(*row.exp_avg) && row.exp_avg->scalar_type() == moments_ &&
-           is_like_param(*row.exp_avg_sq) && row.exp_avg_sq->scalar_type() == moments_ &&
-           (row.copy == nullptr || (is_like_param(*row.copy) && is_floating(*row.copy))) &&
-           row.step->scalar_type() == at::kFloat && row.step->numel() == 1 &&
-           is_where_param_is(*row.step);
+    if (!passes_ || !is_param_or_master(*row.param) || !is_usual_grad(row)) return false;
+    if (row.copy != nullptr && !(is_like_param(*row.copy) && is_floating(*row.copy))) return false;
+    for (const at::Tensor* tensor : row.tensors) {
+      if (!is_usual_tensor(tensor)) return false;
+    }
+    for (const at::Tensor* number : row.numbers) {
+      if (!is_usual_number(number)) return false;
+    }
+    return true;
   }
 
  private:
   bool is_usual_grad(const RowTensors& row) const {
     return row.grad == nullptr || (is_like_param(*row.grad) && is_floating(*row.grad));
+  }
+
+  bool is_usual_tensor(const at::Tensor* tensor) const {
+    return tensor == nullptr || (is_like_param(*tensor) && tensor->scalar_type() == state_);
+  }
+
+  bool is_usual_number(const at::Tensor* number) const {
+    return number == nullptr || (number->scalar_type() == at::kFloat && number->numel() == 1 &&
+                                 is_where_param_is(*number));
   }
 
   bool is_param_or_master(const at::Tensor& stepped) const {
@@ -132,7 +155,7 @@ class QuickTest {
   const at::Tensor& param_;
   const c10::DispatchKeySet keys_;
   const int64_t size_;
-  const at::ScalarType moments_;
+  const at::ScalarType state_;
   const bool passes_;
 };
 

@@ -6,8 +6,8 @@
 
 namespace apex_mp::step {
 
-void separate_shared_grads(std::vector<RowTensors>& tensors, std::vector<Row>& rows,
-                           std::deque<at::Tensor>& kept) {
+void separate_shared_grads(const std::string& caller, std::vector<RowTensors>& tensors,
+                           std::vector<Row>& rows, std::deque<at::Tensor>& kept) {
   std::vector<std::pair<const char*, size_t>> writers;  // begin of the gradient, and number
   for (size_t i = 0; i < rows.size(); ++i) {
     if (!tensors[i].writes_grad || rows[i].size == 0 || rows[i].grad.data == nullptr) continue;
@@ -23,8 +23,8 @@ void separate_shared_grads(std::vector<RowTensors>& tensors, std::vector<Row>& r
       end = here_end;
       continue;
     }
-    TORCH_CHECK(here == begin && here_end == end,
-                "FusedAdam: two gradients overlap in memory without being the same, so they cannot "
+    TORCH_CHECK(here == begin && here_end == end, caller,
+                ": two gradients overlap in memory without being the same, so they cannot "
                 "be unscaled in place; clone() one of them or construct the optimizer with "
                 "unscale_grads=False");
     kept.push_back(tensors[i].grad->clone());

@@ -7,13 +7,13 @@
 
 namespace apex_mp::step {
 
-void StateOrder::find(const std::vector<PyObject*>& params, PyObject* dictionary,
-                      std::vector<PyObject*>& states) {
+void StateOrder::find(const std::string& caller, const std::vector<PyObject*>& params,
+                      PyObject* dictionary, std::vector<PyObject*>& states) {
   const bool same_params = params == params_;
   if (!same_params) params_ = params;
   states.assign(params.size(), nullptr);
   if (same_params && find_in_known_order(dictionary, states)) return;
-  learn(dictionary);
+  learn(caller, dictionary);
   states.assign(params.size(), nullptr);
   find_in_known_order(dictionary, states);
 }
@@ -30,13 +30,13 @@ bool StateOrder::find_in_known_order(PyObject* dictionary, std::vector<PyObject*
   return true;
 }
 
-void StateOrder::learn(PyObject* dictionary) {
+void StateOrder::learn(const std::string& caller, PyObject* dictionary) {
   std::unordered_map<PyObject*, int64_t> index_of;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (index_of.emplace(params_[i], i).second) continue;
     params_.clear();
     throw pybind11::value_error(
-        "FusedAdam: a parameter stands twice in the parameter groups; it can be stepped only once");
+        caller + ": a parameter stands twice in the parameter groups; it can be stepped only once");
   }
   keys_.clear();
   param_of_key_.clear();

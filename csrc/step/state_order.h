@@ -4,6 +4,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace apex_mp::step {
@@ -14,12 +15,13 @@ namespace apex_mp::step {
 class StateOrder {
  public:
   // Fills states[i] with the value of params[i] in the dictionary, or nullptr. Borrowed.
-  void find(const std::vector<PyObject*>& params, PyObject* dictionary,
+  // Throws a sentence that begins with `caller` if a parameter stands there twice.
+  void find(const std::string& caller, const std::vector<PyObject*>& params, PyObject* dictionary,
             std::vector<PyObject*>& states);
 
  private:
   bool find_in_known_order(PyObject* dictionary, std::vector<PyObject*>& states) const;
-  void learn(PyObject* dictionary);
+  void learn(const std::string& caller, PyObject* dictionary);
 
   std::vector<PyObject*> params_;
   std::vector<PyObject*> keys_;        // of the dictionary, in its order

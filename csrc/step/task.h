@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "dtype.h"
-#include "math/adam.h"
+#include "math/rules.h"
 #include "math/update_scale.h"
 
 namespace apex_mp::step {
@@ -21,10 +21,9 @@ struct Array {
 struct Row {
   Array param;
   Array grad;  // on CUDA, data == nullptr: there is none now, and nothing is stepped
-  Array exp_avg;
-  Array exp_avg_sq;
-  Array copy;   // receives the new parameter; data == nullptr: there is none
-  float* step;  // counts the steps of this parameter
+  Array copy;  // receives the new parameter; data == nullptr: there is none
+  Array tensors[math::kMaxTensors];   // of state; data == nullptr: there is none
+  float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
   int64_t size;
   int32_t group;
   bool scaled;               // the gradient is scaled by the loss scale
@@ -40,7 +39,7 @@ struct Number {
 
 // The options of one parameter group.
 struct Group {
-  math::AdamOptions adam;
+  double options[math::kMaxOptions];  // of the rule; the rest is 0
   Number lr;
   double max_norm;  // 0: do not clip
   bool maximize;
@@ -59,6 +58,8 @@ struct LossScale {
 
 // All rows lie on one device and are sorted by group.
 struct Task {
+  int32_t rule = 0;         // number in math::AllRules
+  const char* caller = "";  // the optimizer's name, for messages
   std::vector<Row> rows;
   std::vector<Group> groups;
   Number scale;                      // the loss scale: scaled gradients are divided by it

@@ -24,7 +24,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ import torch._dynamo  # The first step() imports it: once here, not in each chil
 from torch import Tensor, nn
 
 import apex_mp
-from apex_mp import _C, amp, convert, fp16_utils, loss_scale, optimizers, parallel
+from apex_mp import amp, convert, fp16_utils, loss_scale, optimizers, parallel
 from apex_mp.amp import _amp_state
 from apex_mp.multi_tensor_apply import fused_adam_cuda
 
@@ -248,9 +247,9 @@ class Space(dict[str, Any]):
             return torch.device("cpu", 0) if param.numel() % 2 else torch.device("cpu")
 
         _device_part.device_of = side_of
-        make: Any = _several_devices.SeveralDevices
-        arguments = ("FusedAdam", _C.AdamPlan) if signature(make).parameters else ()
-        self["optimizer"]._plan = make(*arguments)
+        optimizer = self["optimizer"]
+        make: Any = getattr(optimizer, "_other_plan", None)  # older builds: the class alone
+        optimizer._plan = make(None) if make else _several_devices.SeveralDevices()
 
     def stepped(self, optimizer: Any, state: Any = None) -> Any:
         """Another optimizer after a step, from a loaded state if there is one."""

@@ -193,17 +193,10 @@ PLANTED_BUGS = {
     ),
     "a momentum buffer that is not there is written": PlantedBug(
         "cuda/loops.h",
-        "if (buffer.data != nullptr) store(moving, buffer, index, span);",
-        "store(moving, buffer, index, span);",
+        "      if (is_there(i)) store<cache>(tensors[i], state[i], index, span);",
+        "      store<cache>(tensors[i], state[i], index, span);",
         f"{SGD_TESTS}::test_sgd_takes_one_step -k fp16-fp16-none",
         UNDEFINED + r"(store to null pointer|applying non-zero offset)",
-    ),
-    "gradients are unscaled by the factor of the step": PlantedBug(
-        "cuda/loops.h",
-        "unscaled_grad<opmath_t>(part.arrays[4], unscale_factor);",
-        "unscaled_grad<opmath_t>(part.arrays[4], factors.inv_scale);",
-        f"{SGD_TESTS}::test_sgd_takes_one_step -k fp32-fp16-fp32-fp16",
-        WRONG_BITS,
     ),
     # --- sums over blocks
     "the last chunk of a tensor is not summed": PlantedBug(
@@ -283,15 +276,15 @@ PLANTED_BUGS = {
     ),
     "a shared value is read before it is written": PlantedBug(
         "cuda/reduce.h",
-        "if (threadIdx.x % kWarpSize == 0) sums",
-        "if (threadIdx.x % (2 * kWarpSize) == 0) sums",
+        "if (threadIdx.x % kWarpSize == 0) results",
+        "if (threadIdx.x % (2 * kWarpSize) == 0) results",
         SUMS,
         WRONG_BITS,
     ),
     "a shared array is too small": PlantedBug(
         "cuda/reduce.h",
-        "double sums[kBlockSize / kWarpSize];",
-        "double sums[kBlockSize / kWarpSize - 1];",
+        "double results[kBlockSize / kWarpSize];",
+        "double results[kBlockSize / kWarpSize - 1];",
         SUMS,
         UNDEFINED + r"index 7 out of bounds for type 'double \[7\]'",
     ),

@@ -46,7 +46,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a parameter without a gradient has no row": PlantedBug(
-        "step/adam_plan.cpp",
+        "step/plan.cpp",
         "return read_without_grad(item, given, source, row);",
         "return false;",
         f"{STEPPER}::test_the_table_stays_while_gradients_come_and_go",
@@ -110,7 +110,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "found_inf is that of the last step": PlantedBug(
-        "step/adam_plan.cpp",
+        "step/plan.cpp",
         "  task_.found_inf = nullptr;\n",
         "",
         "tests/test_fused_adam_grad_scaler.py",
@@ -126,15 +126,15 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a shared gradient is unscaled twice": PlantedBug(
-        "step/adam_plan.cpp",
-        "  if (!given.unscale.empty()) separate_shared_grads(tensors_, task_.rows, kept_);\n",
-        "",
+        "step/plan.cpp",
+        "separate_shared_grads(caller_, tensors_, task_.rows, kept_);",
+        ";",
         f"{UNSCALED}::test_a_shared_gradient_is_unscaled_once -k adam",
         r"AssertionError|assert ",
         net=NET,
     ),
     "a copy of a gradient is unscaled in its place": PlantedBug(
-        "step/adam_plan.cpp",
+        "step/plan.cpp",
         "for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);",
         "",
         f"{UNSCALED}::test_a_gradient_in_another_order_is_unscaled_where_it_lies -k adam",
@@ -151,7 +151,7 @@ PLANTED_PLAN_BUGS = {
     ),
     "an empty gradient is none": PlantedBug(
         "step/row_memory.h",
-        "if (grad.data == nullptr) grad.data = not_null;",
+        "if (grad.data == nullptr) grad.data = &somewhere;",
         "",
         f"{STEPPER}::test_steps_of_an_empty_parameter_are_counted",
         r"AssertionError|assert ",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nets import INSIDE
-from planted_bugs import UNDEFINED, WRONG_BITS, PlantedBug
+from planted_bugs import SGD_TESTS, UNDEFINED, WRONG_BITS, PlantedBug
 
 STEP = f"{INSIDE}/test_step.py"
 DECISIONS = f"{INSIDE}/test_step_decisions.py"
@@ -14,6 +14,7 @@ UNSCALED = f"{STEP}::test_gradients_are_left_unscaled -k aligned"
 STEPS = f"{STEP}::test_steps_follow_each_other"
 MANY_ROWS = f"{STEP}::test_more_rows_than_one_launch_takes_are_stepped -k 5000-checked"
 CLIPPING = f"{DECISIONS}::test_gradients_are_clipped"
+FIRST_GRADIENT = f"{STEP}::test_the_first_gradient_of_a_buffer_is_not_dampened"
 OVERFLOWS = f"{DECISIONS}::test_inf_and_nan_change_nothing_but_the_loss_scale"
 LOSS_SCALES = f"{DECISIONS}::test_the_loss_scale_is_that_of_the_host_to_the_bit"
 
@@ -101,7 +102,7 @@ PLANTED_STEP_BUGS = {
         r"assert outcome\.found_inf == 0",
     ),
     "pass 2 does not look whether to step": PlantedBug(
-        "cuda/step_adam.cu",
+        "cuda/step_update.cu",
         "if (memory.outcome->found_inf != 0.0f) return;",
         "",
         f"{OVERFLOWS} -k inf",
@@ -109,30 +110,30 @@ PLANTED_STEP_BUGS = {
     ),
     # --- which numbers a block takes
     "pass 2 begins one chunk too late": PlantedBug(
-        "cuda/step_adam.cu",
-        "adam.end_chunk - 1 - static_cast",
-        "adam.end_chunk - static_cast",
+        "cuda/step_update.cu",
+        "update.end_chunk - 1 - static_cast",
+        "update.end_chunk - static_cast",
         ONE_STEP,
         READ_BEHIND,
     ),
     "pass 2 leaves the first chunk out": PlantedBug(
-        "cuda/step_adam.cu",
-        "launch(step_kernel, std::min(end, kMaxBlocks), stream,",
-        "launch(step_kernel, std::min(end, kMaxBlocks) - 1, stream,",
+        "cuda/step_update.cu",
+        "launch(step_kernel<decltype(rule)>, std::min(end, kMaxBlocks), stream,",
+        "launch(step_kernel<decltype(rule)>, std::min(end, kMaxBlocks) - 1, stream,",
         ONE_STEP,
         WRONG_BITS,
     ),
     "pass 2 takes chunks to be of the largest size": PlantedBug(
-        "cuda/step_adam.cu",
-        "part_of(row, grad, chunk, memory.counts.chunk_size);",
-        "part_of(row, grad, chunk, kLargestChunk);",
+        "cuda/step_update.cu",
+        "part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);",
+        "part_of<Rule>(row, grad, chunk, kLargestChunk);",
         f"{STEP}::test_a_step_has_chunks_of_each_size",
         READ_BEHIND,
     ),
     "pass 1 takes chunks to be of the largest size": PlantedBug(
         "cuda/step_check.cu",
-        "check_chunk(chunk, check.memory.counts.chunk_size, grad_of",
-        "check_chunk(chunk, kLargestChunk, grad_of",
+        "part_of(chunk, check.memory.counts.chunk_size, grad);",
+        "part_of(chunk, kLargestChunk, grad);",
         f"{STEP}::test_a_step_has_chunks_of_each_size",
         READ_BEHIND,
     ),
@@ -174,14 +175,14 @@ PLANTED_STEP_BUGS = {
     ),
     # --- what a row is stepped with
     "plain gradients are unscaled": PlantedBug(
-        "cuda/step_adam.cu",
+        "cuda/step_update.cu",
         "chunk.facts.scaled ? outcome.scaled_factor : outcome.plain_factor",
         "outcome.scaled_factor",
         ONE_STEP,
         WRONG_BITS,
     ),
     "all groups have the factors of the first": PlantedBug(
-        "cuda/step_adam.cu",
+        "cuda/step_update.cu",
         "memory.group_outcomes[group];",
         "memory.group_outcomes[0 * group];",
         f"{CLIPPING} -k unchecked-each",
@@ -195,14 +196,14 @@ PLANTED_STEP_BUGS = {
         WRONG_NUMBER,
     ),
     "gradients are left clipped": PlantedBug(
-        "cuda/step_adam.cu",
+        "cuda/step_update.cu",
         "inv_scale = 1.0 / memory.outcome->scale;",
         "inv_scale = factors.inv_scale;",
         UNSCALED,
         WRONG_BITS,
     ),
     "gradients are unscaled that are only to be read": PlantedBug(
-        "cuda/step_adam.cu",
+        "cuda/step_update.cu",
         "chunk.facts.writes_grad ? ",
         "chunk.facts.scaled ? ",
         UNSCALED,
@@ -210,26 +211,127 @@ PLANTED_STEP_BUGS = {
     ),
     "the step reads gradients that it has unscaled": PlantedBug(
         "cuda/loops.h",
-        "    write_unscaled(g, unscaled, index, span);\n#pragma unroll\n"
-        "    for (int i = 0; i < span; ++i) math::adam(",
-        "    write_unscaled(g, unscaled, index, span);\n    read(grad, index, span, g);\n"
-        "#pragma unroll\n    for (int i = 0; i < span; ++i) math::adam(",
+        "    write_unscaled(g, unscaled, index, span);\n",
+        "    write_unscaled(g, unscaled, index, span);\n    read(grad, index, span, g);\n",
         UNSCALED,
         WRONG_BITS,
     ),
     "bias corrections are those of the step before": PlantedBug(
-        "cuda/step_check.cu",
-        "*global(facts.step) + 1.0f;",
-        "*global(facts.step);",
+        "math/adam.h",
+        "options[which], numbers[0] + 1.0f);",
+        "options[which], numbers[0]);",
         ONE_STEP,
         WRONG_BITS,
     ),
     "each block counts a step": PlantedBug(
-        "cuda/step_adam.cu",
-        "if (chunk.index == 0) *global(row.step) += 1.0f;",
-        "*global(row.step) += 1.0f;",
+        "cuda/step_update.cu",
+        "if (chunk.index == 0) advance_numbers",
+        "advance_numbers",
+        f"{ONE_STEP} and adam",
+        WRONG_BITS,
+    ),
+    "flags of fresh buffers stay": PlantedBug(
+        "cuda/step_update.cu",
+        "if (row.numbers[i] == nullptr) continue;",
+        "if (!Rule::kNeedsNumbers) continue;",
+        FIRST_GRADIENT,
+        r"assert \[1\.0, .*\] == \[0\.0",
+    ),
+    "a skipped step clears flags": PlantedBug(
+        "cuda/step_update.cu",
+        "  if (memory.outcome->found_inf != 0.0f) return;\n"
+        "  const StepChunk chunk = memory.chunks[update.end_chunk - 1 - "
+        "static_cast<int32_t>(blockIdx.x)];\n",
+        "  const StepChunk chunk = memory.chunks[update.end_chunk - 1 - "
+        "static_cast<int32_t>(blockIdx.x)];\n"
+        "  if (chunk.index == 0 && threadIdx.x == 0 && !Rule::kNeedsNumbers) "
+        "advance_numbers<Rule>(memory.rows[chunk.row], memory.prepared[chunk.row]);\n"
+        "  if (memory.outcome->found_inf != 0.0f) return;\n",
+        FIRST_GRADIENT,
+        r"assert \[0\.0, .*\] == \[1\.0",
+    ),
+    "flags are read when they may be cleared": PlantedBug(
+        "cuda/step_update.cu",
+        "  return Rule::factors(options.options, value_of(options.lr), "
+        "memory.prepared[chunk.row].numbers,\n",
+        "  double prepared[math::kMaxPrepared];\n"
+        "  for (int i = 0; i < math::kMaxPrepared; ++i) "
+        "prepared[i] = memory.prepared[chunk.row].numbers[i];\n"
+        "  if (!Rule::kNeedsNumbers && memory.rows[chunk.row].numbers[0] != nullptr) "
+        "prepared[0] = *memory.rows[chunk.row].numbers[0];\n"
+        "  return Rule::factors(options.options, value_of(options.lr), prepared,\n",
+        FIRST_GRADIENT,
+        WRONG_BITS,
+    ),
+    "a number that is not there is taken for 1": PlantedBug(
+        "cuda/step_decide.h",
+        "  float numbers[math::kMaxNumbers] = {};\n",
+        "  float numbers[math::kMaxNumbers] = {1.0f, 1.0f};\n",
+        f"{ONE_STEP} and sgd",
+        WRONG_BITS,
+    ),
+    "all rows have what is prepared for the first": PlantedBug(
+        "cuda/step_update.cu",
+        "value_of(options.lr), memory.prepared[chunk.row].numbers,",
+        "value_of(options.lr), memory.prepared[0].numbers,",
         ONE_STEP,
         WRONG_BITS,
+    ),
+    "only the first number is prepared": PlantedBug(
+        "cuda/step_check.cu",
+        "if (which < Rule::kPrepared && which != Rule::kNorm) prepare",
+        "if (which < 1 && which != Rule::kNorm) prepare",
+        f"{ONE_STEP} and adam",
+        WRONG_BITS,
+    ),
+    "the last tensor of state is left out": PlantedBug(
+        "cuda/loops.h",
+        "    for (int i = 0; i < Rule::kTensors; ++i) {\n      if (is_there(i)) store",
+        "    for (int i = 0; i < Rule::kTensors - 1; ++i) {\n      if (is_there(i)) store",
+        f"{SGD_TESTS}::test_sgd_takes_one_step -k fp32-fp16-fp32-fp16",
+        r"AssertionError: Scalars are not close",
+    ),
+    "the dtypes of two tensors of state are mixed": PlantedBug(
+        "cuda/step.cu",
+        "bits(row.tensors[0]) | bits(row.tensors[1]) << 2,",
+        "bits(row.tensors[1]) | bits(row.tensors[0]) << 2,",
+        f"{STEP}::test_a_step_takes_any_dtypes -k sgd",
+        rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
+    ),
+    "a state that is not there is read": PlantedBug(
+        "math/sgd.h",
+        "static constexpr bool kAllTensors = false;",
+        "static constexpr bool kAllTensors = true;",
+        f"{ONE_STEP} and sgd",
+        rf"{READ_BEHIND}|{UNDEFINED}",
+    ),
+    "the rule of the step is not that of the task": PlantedBug(
+        "cuda/step.cu",
+        "static_cast<int32_t>(chunk_size_), rule_};",
+        "static_cast<int32_t>(chunk_size_), 0};",
+        f"{ONE_STEP} and sgd",
+        rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
+    ),
+    "options of one rule are taken for those of another": PlantedBug(
+        "math/sgd.h",
+        "return {options[0], options[1], options[2], options[3] != 0.0, options[4] != 0.0};",
+        "return {options[0], options[1], options[3], options[4] != 0.0, options[5] != 0.0};",
+        f"{STEP}::test_sgd_has_every_mode",
+        WRONG_BITS,
+    ),
+    "a changed option at the end is overlooked": PlantedBug(
+        "cuda/step_run.cu",
+        "std::equal(one.options, std::end(one.options), other.options);",
+        "std::equal(one.options, std::end(one.options) - 5, other.options);",
+        f"{TABLE}::test_a_changed_option_counts_at_once -k wd_after_momentum",
+        r"assert not .*knows_groups",
+    ),
+    "a table is kept whose flags have gone": PlantedBug(
+        "cuda/step.cu",
+        "std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size",
+        "one.size",
+        f"{TABLE}::test_a_table_does_not_fit_what_has_moved -k number",
+        r"assert not .*fits",
     ),
     "options are read while they are written": PlantedBug(
         "cuda/step_decide.h",

@@ -335,7 +335,7 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "a beta of 1 is allowed": Mutant(
-        "optimizers/fused_adam.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
+        "_options.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
     ),
     "a copy forgets unscale_grads": Mutant(
         "optimizers/_fused.py",
@@ -373,41 +373,98 @@ OPTIMIZERS = {
         "0.0",
         "fused_adam_state",
     ),
-    "FusedSGD unscales gradients that are not scaled": Mutant(
-        "optimizers/_sgd_step.py",
-        "divisor * self.scale if row.scaled else divisor",
-        "divisor * self.scale",
+    "a flag of a fresh buffer stays though the host knows": Mutant(
+        "optimizers/fused_sgd.py",
+        "self.state.get(param, {}).pop(IS_FRESH, None)",
+        "pass",
         "fused_sgd_in_wrappers",
     ),
-    "FusedSGD clips by a hair less than torch": Mutant(
-        "optimizers/_sgd_step.py", "(norm + 1e-6) / max_norm", "norm / max_norm", "fused_sgd"
+    "the first gradient is dampened": Mutant(
+        "optimizers/fused_sgd.py",
+        'if group["dampening"] and not',
+        'if group["nesterov"] and not',
+        "fused_sgd",
     ),
-    "FusedSGD makes small gradients larger": Mutant(
-        "optimizers/_sgd_step.py",
-        "return 1.0 if excess <= 1.0 else excess",
-        "return excess",
-        "fused_sgd_in_wrappers",
+    "a checkpoint must have what is never saved": Mutant(
+        "optimizers/_state.py",
+        "names = (*self.numbers, *self.tensors)",
+        "names = (*self.numbers, *self.unsaved_numbers, *self.tensors)",
+        "fused_sgd_state",
+    ),
+    "nesterov without momentum is let through": Mutant(
+        "optimizers/fused_sgd.py",
+        'if group["nesterov"] and not (',
+        "if False and not (",
+        "fused_sgd",
+    ),
+    "FusedSGD forgets an option of its constructor in a pickle": Mutant(
+        "optimizers/fused_sgd.py",
+        '_pickled = ("materialize_master_grads", "set_grad_none", "unscale_grads")',
+        '_pickled = ("unscale_grads",)',
+        "fused_sgd_state",
+    ),
+    "gradients on several devices are clipped each by their own norm": Mutant(
+        "optimizers/_several_devices.py",
+        "measured.of_all if clip_by_global_norm else measured.of_groups[number]",
+        "measured.of_groups[number]",
+        "several_devices",
     ),
     "gradients that are not scaled are left out of the norm": Mutant(
-        "optimizers/_sgd_step.py",
-        "of_groups = torch.hypot(scaled / scale, plain)",
-        "of_groups = scaled / scale",
-        "fused_sgd_in_wrappers",
-    ),
-    "a gradient in another order of memory stays scaled": Mutant(
-        "optimizers/_sgd_step.py", "row.original.copy_(row.grad)", "pass", "unscaled_grads"
-    ),
-    "a shared gradient is unscaled twice": Mutant(
-        "optimizers/_sgd_step.py",
-        "dataclasses.replace(row, grad=row.grad.clone(), writes_grad=False)",
-        "dataclasses.replace(row, writes_grad=False)",
-        "unscaled_grads",
+        "optimizers/_several_devices.py",
+        "of_groups = torch.hypot(scaled, plain * _number_on(home, scale))",
+        "of_groups = scaled",
+        "several_devices",
     ),
     "the state of torch.optim.SGD without a buffer is refused": Mutant(
         "optimizers/fused_sgd.py",
         "if BUFFER in state and state[BUFFER] is None:",
         "if False:",
         "fused_sgd_state",
+    ),
+    "FusedAdagrad keeps the steps that torch counts": Mutant(
+        "optimizers/fused_adagrad.py", 'if k != "step"', "if k", "fused_adagrad"
+    ),
+    "FusedAdagrad leaves out torch's decay of lr": Mutant(
+        "optimizers/fused_adagrad.py", '("lr_decay", "maximize")', '("maximize",)', "fused_adagrad"
+    ),
+    "FusedAdagrad always adds L2": Mutant(
+        "optimizers/fused_adagrad.py",
+        '"adagrad_w_mode": adagrad_w_mode',
+        '"adagrad_w_mode": False',
+        "fused_adagrad",
+    ),
+    "a negative eps is taken": Mutant(
+        "optimizers/fused_adagrad.py",
+        '("eps", "weight_decay", "max_grad_norm")',
+        '("weight_decay", "max_grad_norm")',
+        "fused_rules",
+    ),
+    "FusedNovoGrad gives norms of float16 parameters to those of float32": Mutant(
+        "optimizers/fused_novograd.py",
+        "zip((torch.float16, torch.float32), norms",
+        "zip((torch.float32, torch.float16), norms",
+        "fused_novograd",
+    ),
+    "FusedNovoGrad takes norms of parameters without a state": Mutant(
+        "optimizers/fused_novograd.py",
+        "if p.dtype == dtype and states.get(index)",
+        "if p.dtype == dtype",
+        "fused_novograd",
+    ),
+    "FusedNovoGrad takes any norm for the l2 norm": Mutant(
+        "optimizers/fused_novograd.py", "not in (0, 2)", "not in (0, 1, 2)", "fused_novograd"
+    ),
+    "FusedNovoGrad has its numbers in another order than its rule": Mutant(
+        "optimizers/fused_novograd.py",
+        'numbers=("step", "exp_avg_sq")',
+        'numbers=("exp_avg_sq", "step")',
+        "fused_rules",
+    ),
+    "the norm of NovoGrad must have the shape of its parameter": Mutant(
+        "fp16_utils/_inner_state.py",
+        'return _LIKE_PARAM if layout is None else (*layout.tensors, "master_param")',
+        "return _LIKE_PARAM",
+        "fused_rules",
     ),
 }
 
@@ -462,7 +519,7 @@ CHECKPOINTS = {
     ),
     "groups that fit are brought into the order of early 2018": Mutant(
         "fp16_utils/_checkpoint.py",
-        '            or _inner_state.fits(inner["state"], saved, ours)\n',
+        '            or _inner_state.fits(optimizer, inner["state"], saved, ours)\n',
         "",
         "fp16_optimizer_checkpoints",
     ),

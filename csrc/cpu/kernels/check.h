@@ -86,3 +86,23 @@ CheckResult check(In grad, int64_t count) {
   }
   return total;
 }
+
+template <typename opmath_t>
+double max_abs_of(In grad, int64_t count) {
+  opmath_t buffer[kTile];
+  opmath_t most = 0;
+  for (int64_t begin = 0; begin < count; begin += kTile) {
+    const int64_t n = tile_size(begin, count);
+    const opmath_t* tile = read(grad, begin, n, buffer);
+    for (int64_t i = 0; i < n; ++i) {
+      const opmath_t size = tile[i] < 0 ? -tile[i] : tile[i];
+      most = size > most ? size : most;
+    }
+  }
+  return static_cast<double>(most);
+}
+
+double max_abs(In grad, int64_t count) {
+  return grad.dtype == DType::kDouble ? max_abs_of<double>(grad, count)
+                                      : max_abs_of<float>(grad, count);
+}

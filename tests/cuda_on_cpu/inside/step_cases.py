@@ -6,100 +6,165 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import pytest
 from exact_lists import CPU, OFFSETS, Offsets, assert_nothing_before_was_written
 from exact_lists import sample as sample_call
 from op_cases import F16, F32, F64, OPERATOR, Dtypes, number
-from step_driver import Group, Outcome, Row, Step, Task
+from step_driver import Adam, Group, Outcome, Row, Sgd, Step, Task
 from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_same_bits
 from torch import Tensor
 
 # What a norm loses: half of what its square does.
 NORM_RTOL = SUM_OF_SQUARES_TOLERANCES[F32].rtol
 HALF_MODEL: Sequence[Dtypes] = [(F32,), (F16,), (F16,)]  # fp32 masters of an fp16 model
-TENSORS = ("param", "exp_avg", "exp_avg_sq", "copy", "step")
 
-# Groups that differ in every option of Adam.
-GROUPS = [
-    Group(),
-    Group(lr=0.03, beta1=0.8, beta2=0.95, eps=1e-2, weight_decay=0.3, adam_w_mode=False),
-    Group(lr=0.002, weight_decay=0.0, bias_correction=False, eps_inside_sqrt=True, maximize=True),
+# Groups that differ in every option of their rule.
+ADAM_GROUPS = [
+    Adam(),
+    Adam(lr=0.03, beta1=0.8, beta2=0.95, eps=1e-2, weight_decay=0.3, adam_w_mode=False),
+    Adam(lr=0.002, weight_decay=0.0, bias_correction=False, eps_inside_sqrt=True, maximize=True),
 ]
+SGD_GROUPS = [
+    Sgd(),
+    Sgd(lr=0.03, momentum=0.5, dampening=0.0, weight_decay=0.3, nesterov=True),
+    Sgd(lr=0.002, momentum=0.0, dampening=0.0, wd_after_momentum=True, maximize=True),
+]
+GROUPS: dict[str, Sequence[Group]] = {"adam": ADAM_GROUPS, "sgd": SGD_GROUPS}
+each_rule = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The operator that takes the same step, and its lists for the state."""
+
+    operator: str
+    tensors: tuple[str, ...]
+    numbers: str
+
+
+RULES: dict[type[Group], Rule] = {
+    Adam: Rule("adam_", ("exp_avgs", "exp_avg_sqs"), "steps"),
+    Sgd: Rule("sgd_", ("momentum_buffers",), "fresh"),
+}
 
 
 def sample(
     sizes: Sequence[int],
     dtypes: Sequence[Dtypes] = HALF_MODEL,
     offsets: Offsets = OFFSETS["aligned"],
-    groups: Sequence[Group] = GROUPS,
+    groups: Sequence[Group] = ADAM_GROUPS,
     *,
     scale: float | Tensor = 8.0,
     check: bool = False,
 ) -> Task:
-    """Return rows of these sizes, divided among groups, every third one not scaled.
+    """Return rows of these sizes, divided among groups of one rule, every third one not scaled.
 
-    Each tensor ends where its memory ends, and the rows have taken 0, 1, 2, ... steps.
+    Each tensor ends where its memory ends. Adam's rows have taken 0, 1, 2, ... steps; of those of
+    SGD some have momentum buffers that hold nothing yet, and some have no flag that says so.
     """
-    call = sample_call("adam_", sizes, dtypes, offsets)
-    columns = [call[name] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")]
-    columns.append(call["copies"] or [None] * len(sizes))
-    rows = [
-        Row(*tensors, step, group=i * len(groups) // len(sizes), scaled=i % 3 != 2)
-        for i, (*tensors, step) in enumerate(zip(*columns, call["steps"], strict=True))
-    ]
+    rule = RULES[type(groups[0])]
+    param, grad, copy = dtypes
+    if rule.operator == "sgd_":
+        dtypes = (param, grad, [F64 if dtype == F64 else F32 for dtype in param], copy)
+    call = sample_call(rule.operator, sizes, dtypes, offsets)
     groups = [dataclasses.replace(group) for group in groups]
+    rows = []
+    for i in range(len(sizes)):
+        group = i * len(groups) // len(sizes)
+        copies = call["copies"]
+        rows.append(
+            Row(
+                call["params"][i],
+                call["grads"][i],
+                None if copies is None else copies[i],
+                [call[name][i] for name in rule.tensors],
+                [call[rule.numbers][i]],
+                group=group,
+                scaled=i % 3 != 2,
+            )
+        )
+        if isinstance(groups[group], Sgd) and i % 5 == 0:
+            rows[-1].numbers = [None]
+        if not has_state(groups[group]):
+            rows[-1].tensors, rows[-1].numbers = [], []
     return Task(rows, groups, scale, check=check)
+
+
+def has_state(group: Group) -> bool:
+    return not isinstance(group, Sgd) or group.momentum != 0.0
+
+
+def written(row: Row) -> dict[str, Tensor]:
+    """Return by name what a step writes of a row, but for its gradient."""
+    named = {
+        "param": row.param,
+        "copy": row.copy,
+        **{f"tensors[{i}]": tensor for i, tensor in enumerate(row.tensors)},
+        **{f"numbers[{i}]": number for i, number in enumerate(row.numbers)},
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def copy_of(task: Task) -> Task:
     """Return the task with clones of all that a step writes."""
-    rows = []
-    for row in task.rows:
-        names = (*TENSORS, "grad") if row.writes_grad else TENSORS
-        tensors = {name: getattr(row, name) for name in names}
-        clones = {name: each.clone() for name, each in tensors.items() if each is not None}
-        rows.append(dataclasses.replace(row, **clones))
+
+    def clone(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.clone()
+
+    rows = [
+        dataclasses.replace(
+            row,
+            param=row.param.clone(),
+            copy=clone(row.copy),
+            tensors=[tensor.clone() for tensor in row.tensors],
+            numbers=[clone(number) for number in row.numbers],
+            grad=clone(row.grad) if row.writes_grad else row.grad,
+        )
+        for row in task.rows
+    ]
     return dataclasses.replace(task, rows=rows)
 
 
 def step_by_operators(task: Task, outcome: Outcome) -> None:
-    """Take the step with the operator adam_ and the factors that the fused step has decided on."""
-    for group, (options, factors) in enumerate(zip(task.groups, outcome.groups, strict=True)):
-        for scaled in (False, True):
-            for with_copy in (False, True):
-                rows = [
-                    row
-                    for row in task.rows
-                    if row.grad is not None
-                    and (row.group, row.scaled, row.copy is not None) == (group, scaled, with_copy)
-                ]
-                _adam(rows, options, factors.scaled_factor if scaled else factors.plain_factor)
+    """Take the step with the rule's operator and the factors that the fused step has decided on."""
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in task.rows:
+        if row.grad is not None:
+            facts = (row.copy is not None, *(number is not None for number in row.numbers))
+            alike.setdefault((row.group, row.scaled, *facts), []).append(row)
+    for rows in alike.values():
+        factors = outcome.groups[rows[0].group]
+        factor = factors.scaled_factor if rows[0].scaled else factors.plain_factor
+        _operate(rows, task.groups[rows[0].group], factor)
 
 
-def _adam(rows: list[Row], options: Group, factor: float) -> None:
-    lists = {f"{name}s": [getattr(row, name) for row in rows] for name in TENSORS}
-    if not rows or rows[0].copy is None:
-        del lists["copys"]
-    else:
-        lists["copies"] = lists.pop("copys")
-    names = ["beta1", "beta2", "eps", "weight_decay"]
-    names += ["adam_w_mode", "bias_correction", "eps_inside_sqrt"]
-    arguments = {
-        "copies": None,
-        **lists,
-        "grads": [row.grad for row in rows],
-        "lr": options.lr if isinstance(options.lr, Tensor) else number(options.lr, CPU, F64),
-        "inv_scale": number(factor, CPU, F64),
-        "found_inf": None,
-        **{name: getattr(options, name) for name in names},
+def _operate(rows: list[Row], options: Group, factor: float) -> None:
+    rule = RULES[type(options)]
+    first = rows[0]
+    lists = {
+        name: [row.tensors[i] for row in rows] if first.tensors else None
+        for i, name in enumerate(rule.tensors)
     }
-    OPERATOR["adam_"](arguments)
+    has_number = bool(first.numbers) and first.numbers[0] is not None
+    OPERATOR[rule.operator](
+        {
+            "params": [row.param for row in rows],
+            "grads": [row.grad for row in rows],
+            **lists,
+            rule.numbers: [row.numbers[0] for row in rows] if has_number else None,
+            "copies": None if first.copy is None else [row.copy for row in rows],
+            "lr": options.lr if isinstance(options.lr, Tensor) else number(options.lr, CPU, F64),
+            "inv_scale": number(factor, CPU, F64),
+            "found_inf": None,
+            **{name: getattr(options, name) for name in options.OPTIONS},
+        }
+    )
 
 
 def assert_same_rows(task: Task, expected: Task) -> None:
     for ours, theirs in zip(task.rows, expected.rows, strict=True):
-        for name in TENSORS:
-            if getattr(ours, name) is not None:
-                assert_same_bits(getattr(ours, name), getattr(theirs, name))
+        for tensor, wanted in zip(written(ours).values(), written(theirs).values(), strict=True):
+            assert_same_bits(tensor, wanted)
 
 
 def assert_steps_like_the_operators(step: Step, task: Task, **options: bool) -> Outcome:
@@ -110,7 +175,7 @@ def assert_steps_like_the_operators(step: Step, task: Task, **options: bool) -> 
     step_by_operators(expected, outcome)
     assert_same_rows(task, expected)
     for row in task.rows:
-        arrays = [getattr(row, name) for name in TENSORS if name != "step"]
+        arrays = [row.param, row.copy, *row.tensors]
         assert_nothing_before_was_written([each for each in arrays if each is not None])
     return outcome
 

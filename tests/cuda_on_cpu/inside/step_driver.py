@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from ctypes import byref, c_bool, c_char_p, c_int64
+from ctypes import byref, c_bool, c_char_p, c_double, c_int64, c_void_p
+from typing import ClassVar
 
 import torch
 from on_cuda_kernels import LIBRARY
 from step_structs import (
     GROUP_OUTCOME,
+    MAX_NUMBERS,
+    MAX_OPTIONS,
+    MAX_TENSORS,
     OUTCOME,
     SIZES,
-    CAdam,
     CArray,
     CGroup,
+    CLossScaleRule,
     CNumber,
     CRow,
-    CRule,
     CRun,
     CTask,
 )
@@ -44,14 +47,18 @@ assert list(_sizes) == SIZES, f"C++ has other sizes: {list(_sizes)}, not {SIZES}
 
 @dataclasses.dataclass
 class Row:
-    """One parameter; without a gradient it is not stepped."""
+    """One parameter; without a gradient it is not stepped.
+
+    Attributes:
+        tensors: Of state, laid out like the parameter.
+        numbers: Of state; None: it is not there.
+    """
 
     param: Tensor
     grad: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
     copy: Tensor | None
-    step: Tensor
+    tensors: list[Tensor]
+    numbers: list[Tensor | None]
     group: int = 0
     scaled: bool = True
     writes_grad: bool = False
@@ -62,6 +69,15 @@ class Group:
     """The options of one parameter group; a tensor is read by the kernel."""
 
     lr: float | Tensor = 0.01
+    max_norm: float = 0.0
+    maximize: bool = False
+    norm: float | Tensor | None = None
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()  # of the rule, in its order
+
+
+@dataclasses.dataclass
+class Adam(Group):
     beta1: float = 0.9
     beta2: float = 0.99
     eps: float = 1e-3
@@ -69,9 +85,25 @@ class Group:
     adam_w_mode: bool = True
     bias_correction: bool = True
     eps_inside_sqrt: bool = False
-    max_norm: float = 0.0
-    maximize: bool = False
-    norm: float | Tensor | None = None
+
+    OPTIONS = (
+        *("beta1", "beta2", "eps", "weight_decay"),
+        *("adam_w_mode", "bias_correction", "eps_inside_sqrt"),
+    )
+
+
+@dataclasses.dataclass
+class Sgd(Group):
+    momentum: float = 0.9
+    dampening: float = 0.2
+    weight_decay: float = 0.1
+    nesterov: bool = False
+    wd_after_momentum: bool = False
+
+    OPTIONS = ("momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
+
+
+RULES: list[type[Group]] = [Adam, Sgd]  # as math::AllRules begins
 
 
 @dataclasses.dataclass
@@ -162,8 +194,8 @@ class Step:
         if loss_scale is not None:
             for name in ("scale", "good_steps", "overflows"):
                 setattr(run, name, getattr(loss_scale, name).data_ptr())
-            names = [name for name, _ in CRule._fields_]
-            run.rule = CRule(**{name: getattr(loss_scale.rule, name) for name in names})
+            names = [name for name, _ in CLossScaleRule._fields_]
+            run.rule = CLossScaleRule(**{name: getattr(loss_scale.rule, name) for name in names})
         _raise(_library.step_run(self._table, byref(_task(task)), byref(run)))
         return self.outcome
 
@@ -205,17 +237,20 @@ def _number(value: float | Tensor) -> CNumber:
 
 
 def _row(row: Row) -> CRow:
-    tensors = (row.param, row.grad, row.exp_avg, row.exp_avg_sq, row.copy)
-    arrays = [_array(tensor) for tensor in tensors]
+    state = [*row.tensors, *[None] * (MAX_TENSORS - len(row.tensors))]
+    tensors = (CArray * MAX_TENSORS)(*map(_array, state))
+    addresses = [None if number is None else number.data_ptr() for number in row.numbers]
+    numbers = (c_void_p * MAX_NUMBERS)(*addresses)
+    arrays = [_array(tensor) for tensor in (row.param, row.grad, row.copy)]
     facts = (row.param.numel(), row.group, row.scaled, row.writes_grad)
-    return CRow(*arrays, row.step.data_ptr(), *facts)
+    return CRow(*arrays, tensors, numbers, *facts)
 
 
 def _group(group: Group) -> CGroup:
-    adam = CAdam(**{name: getattr(group, name) for name, _ in CAdam._fields_})
+    options = (c_double * MAX_OPTIONS)(*(float(getattr(group, name)) for name in group.OPTIONS))
     norm = 0.0 if group.norm is None else group.norm
     return CGroup(
-        adam,
+        options,
         _number(group.lr),
         group.max_norm,
         group.maximize,
@@ -228,7 +263,8 @@ def _task(task: Task) -> CTask:
     rows = (CRow * len(task.rows))(*map(_row, task.rows))
     groups = (CGroup * len(task.groups))(*map(_group, task.groups))
     found_inf = None if task.found_inf is None else task.found_inf.data_ptr()
-    result = CTask(rows, len(rows), groups, len(groups), _number(task.scale))
+    rule = RULES.index(type(task.groups[0])) if task.groups else 0
+    result = CTask(rule, rows, len(rows), groups, len(groups), _number(task.scale))
     result.clip_by_global_norm, result.check = task.clip_by_global_norm, task.check
     result.found_inf = found_inf
     result.kept = (rows, groups)  # As long as somebody points to them.

@@ -6,6 +6,8 @@ import ctypes
 import struct
 from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_int64
 
+MAX_TENSORS, MAX_NUMBERS, MAX_OPTIONS = 2, 2, 9  # csrc/math/rules.h
+
 
 class CArray(Structure):
     _fields_ = [("data", ctypes.c_void_p), ("dtype", c_int)]
@@ -13,8 +15,9 @@ class CArray(Structure):
 
 class CRow(Structure):
     _fields_ = [
-        *[(name, CArray) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "copy")],
-        ("step", ctypes.c_void_p),
+        *[(name, CArray) for name in ("param", "grad", "copy")],
+        ("tensors", CArray * MAX_TENSORS),
+        ("numbers", ctypes.c_void_p * MAX_NUMBERS),
         ("size", c_int64),
         ("group", c_int),
         ("scaled", c_bool),
@@ -26,16 +29,9 @@ class CNumber(Structure):
     _fields_ = [("pointer", ctypes.c_void_p), ("is_double", c_bool), ("value", c_double)]
 
 
-class CAdam(Structure):
-    _fields_ = [
-        *[(name, c_double) for name in ("beta1", "beta2", "eps", "weight_decay")],
-        *[(name, c_bool) for name in ("adam_w_mode", "bias_correction", "eps_inside_sqrt")],
-    ]
-
-
 class CGroup(Structure):
     _fields_ = [
-        ("adam", CAdam),
+        ("options", c_double * MAX_OPTIONS),
         ("lr", CNumber),
         ("max_norm", c_double),
         ("maximize", c_bool),
@@ -46,6 +42,7 @@ class CGroup(Structure):
 
 class CTask(Structure):
     _fields_ = [
+        ("rule", c_int),
         ("rows", POINTER(CRow)),
         ("row_count", c_int64),
         ("groups", POINTER(CGroup)),
@@ -57,7 +54,7 @@ class CTask(Structure):
     ]
 
 
-class CRule(Structure):
+class CLossScaleRule(Structure):
     _fields_ = [
         *[(name, c_double) for name in ("growth_factor", "backoff_factor")],
         *[(name, c_double) for name in ("min_scale", "max_scale")],
@@ -69,7 +66,7 @@ class CRun(Structure):
     _fields_ = [
         ("memory", ctypes.c_void_p),
         *[(name, ctypes.c_void_p) for name in ("scale", "good_steps", "overflows")],
-        ("rule", CRule),
+        ("rule", CLossScaleRule),
         ("norms", c_bool),
         ("captured", c_bool),
     ]

@@ -31,16 +31,17 @@ from op_cases import (
     name_of,
 )
 from step_cases import (
-    GROUPS,
     HALF_MODEL,
+    SGD_GROUPS,
     assert_decided_rightly,
     assert_same_rows,
     assert_steps_like_the_operators,
     copy_of,
+    each_rule,
     sample,
     step_by_operators,
 )
-from step_driver import Group, Step, Task
+from step_driver import Adam, Group, Sgd, Step, Task
 from tolerances import assert_same_bits
 
 SIZES = [*range(18), 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 1, 7]
@@ -49,20 +50,24 @@ ADAM_DTYPES = DTYPES["adam_"]
 WRITTEN_DTYPES: list[list[Dtypes]] = [[(F32,), (F32,), (None,)], [MIXED, MIXED[::-1], (F16,)]]
 
 
+@each_rule
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize("dtypes", ADAM_DTYPES, ids=map(name_of, ADAM_DTYPES))
-def test_a_step_is_that_of_the_operators(dtypes: list[Dtypes], offsets: Offsets) -> None:
-    task = sample(SIZES, dtypes, offsets, check=True)
+def test_a_step_is_that_of_the_operators(
+    dtypes: list[Dtypes], offsets: Offsets, groups: list[Group]
+) -> None:
+    task = sample(SIZES, dtypes, offsets, groups, check=True)
     for group in task.groups:
         group.max_norm = 0.5
     outcome = assert_steps_like_the_operators(Step(task), task)
     assert_decided_rightly(task, outcome, measured=True)
 
 
+@each_rule
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_step_has_chunks_of_each_size(chunk: int) -> None:
+def test_a_step_has_chunks_of_each_size(chunk: int, groups: list[Group]) -> None:
     sizes = around(chunk)
-    task = sample(sizes, offsets=OFFSETS["each list off by another"], check=True)
+    task = sample(sizes, HALF_MODEL, OFFSETS["each list off by another"], groups, check=True)
     first = copy_of(task)
     choose()
     Step(first).run(first)
@@ -79,16 +84,20 @@ def test_a_step_of_a_million_parameters_has_three_blocks_for_each_multiprocessor
     assert all_blocks() >= 2 * 3 * 132
 
 
+@each_rule
 @pytest.mark.parametrize("dtypes", ALL_ADAM, ids=map(name_of, ALL_ADAM))
-def test_a_step_takes_any_dtypes(dtypes: list[Dtypes]) -> None:
-    task = sample([3, 40, 17], dtypes)
+def test_a_step_takes_any_dtypes(dtypes: list[Dtypes], groups: list[Group]) -> None:
+    task = sample([3, 40, 17], dtypes, groups=groups)
     assert_steps_like_the_operators(Step(task), task)
 
 
+@each_rule
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize("dtypes", WRITTEN_DTYPES, ids=map(name_of, WRITTEN_DTYPES))
-def test_gradients_are_left_unscaled(dtypes: list[Dtypes], offsets: Offsets) -> None:
-    task = sample(SIZES, dtypes, offsets, scale=1000.0, check=True)
+def test_gradients_are_left_unscaled(
+    dtypes: list[Dtypes], offsets: Offsets, groups: list[Group]
+) -> None:
+    task = sample(SIZES, dtypes, offsets, groups, scale=1000.0, check=True)
     for group in task.groups:
         group.max_norm = 0.5  # The step multiplies by other factors.
     for i, row in enumerate(task.rows):
@@ -101,11 +110,14 @@ def test_gradients_are_left_unscaled(dtypes: list[Dtypes], offsets: Offsets) -> 
     assert_nothing_before_was_written([row.grad for row in task.rows])
 
 
+@each_rule
 @pytest.mark.parametrize("dtypes", [HALF_MODEL, [(F32,), (F32,), (F64,)]], ids=name_of)
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
-def test_every_pair_of_offsets_is_stepped(check: bool, dtypes: list[Dtypes]) -> None:
+def test_every_pair_of_offsets_is_stepped(
+    check: bool, dtypes: list[Dtypes], groups: list[Group]
+) -> None:
     pairs = [(one, other) for one in range(9) for other in range(9)]
-    task = sample([40] * len(pairs), dtypes, lambda i, j: pairs[i][j % 2], check=check)
+    task = sample([40] * len(pairs), dtypes, lambda i, j: pairs[i][j % 2], groups, check=check)
     assert_steps_like_the_operators(Step(task), task)
 
 
@@ -115,7 +127,7 @@ def test_sums_are_those_of_check_to_the_bit(check: bool) -> None:
     for size in (1, 9, 600, CHUNK):
         for dtype in MIXED:
             sizes, dtypes = with_chunks_of(CHUNK, [size]), [(F32,), (dtype,), (None,)]
-            task = sample(sizes, dtypes, lambda i, j: 3, [Group()], scale=1.0, check=check)
+            task = sample(sizes, dtypes, lambda i, j: 3, [Adam()], scale=1.0, check=check)
             grad = task.rows[0].grad
             for row in task.rows[1:]:
                 row.grad = None
@@ -137,9 +149,10 @@ def test_large_finite_gradients_are_no_overflow(dtype: torch.dtype, large: float
     assert_decided_rightly(task, outcome, measured=True)
 
 
+@each_rule
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
-def test_no_order_of_threads_or_blocks_changes_a_bit(check: bool) -> None:
-    first = sample([CHUNK] * 9 + A_FEW, check=check)
+def test_no_order_of_threads_or_blocks_changes_a_bit(check: bool, groups: list[Group]) -> None:
+    first = sample([CHUNK] * 9 + A_FEW, groups=groups, check=check)
     first.groups[1].max_norm = 0.1
     outcomes = {}
     for order in ORDERS:
@@ -152,9 +165,10 @@ def test_no_order_of_threads_or_blocks_changes_a_bit(check: bool) -> None:
         assert_same_rows(task, forward)
 
 
+@each_rule
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
-def test_steps_follow_each_other(check: bool) -> None:
-    task = sample(A_FEW, check=check)
+def test_steps_follow_each_other(check: bool, groups: list[Group]) -> None:
+    task = sample(A_FEW, groups=groups, check=check)
     step = Step(task)
     for _ in range(4):
         for row in task.rows:
@@ -162,8 +176,9 @@ def test_steps_follow_each_other(check: bool) -> None:
         assert_steps_like_the_operators(step, task)
 
 
-def test_a_row_without_a_gradient_is_left_alone() -> None:
-    task = sample(A_FEW, check=True)
+@each_rule
+def test_a_row_without_a_gradient_is_left_alone(groups: list[Group]) -> None:
+    task = sample(A_FEW, groups=groups, check=True)
     task.groups[0].max_norm = 1.0
     step = Step(task)
     for row in task.rows:
@@ -184,7 +199,7 @@ def test_nothing_to_step_is_no_error(sizes: list[int], check: bool) -> None:
     task = sample(sizes, check=check)
     outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
     assert outcome.norm == 0.0
-    assert [row.step.item() for row in task.rows] == [*range(1, 1 + len(sizes))]
+    assert [row.numbers[0].item() for row in task.rows] == [*range(1, 1 + len(sizes))]
 
 
 def test_no_groups_are_no_error() -> None:
@@ -192,10 +207,13 @@ def test_no_groups_are_no_error() -> None:
     assert Step(task).run(task).groups == []
 
 
+@each_rule
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("count", [450, 1100, 5000])
-def test_more_rows_than_one_launch_takes_are_stepped(count: int, check: bool) -> None:
-    task = sample([3, 1, 0, 2] * (count // 4), check=check)
+def test_more_rows_than_one_launch_takes_are_stepped(
+    count: int, check: bool, groups: list[Group]
+) -> None:
+    task = sample([3, 1, 0, 2] * (count // 4), groups=groups, check=check)
     task.groups[2].max_norm = 0.5
     step = Step(task)
     task.groups[1].lr = 0.5
@@ -204,7 +222,7 @@ def test_more_rows_than_one_launch_takes_are_stepped(count: int, check: bool) ->
 
 
 def test_a_group_of_more_chunks_than_a_warp_takes_is_summed() -> None:
-    groups = [Group(max_norm=0.1), Group(max_norm=0.2), Group(max_norm=0.3)]
+    groups = [Adam(max_norm=0.1), Adam(max_norm=0.2), Adam(max_norm=0.3)]
     task = sample([1] * (1024 + 1025 + 5), groups=groups, check=True)
     for i, row in enumerate(task.rows):
         row.group = 0 if i < 1024 else 1 if i < 1024 + 1025 else 2
@@ -221,12 +239,55 @@ def test_rows_that_are_full_of_chunks_are_stepped(check: bool) -> None:
     assert_decided_rightly(task, outcome, measured=True)
 
 
-def test_the_reference_of_these_tests_sees_each_option() -> None:
-    task = sample([50], groups=[Group()])
+@each_rule
+def test_the_reference_of_these_tests_sees_each_option(groups: list[Group]) -> None:
+    task = sample([50], groups=groups[:1])
     outcome = Step(task).run(copy_of(task))
     results = []
-    for options in (GROUPS[0], dataclasses.replace(GROUPS[0], lr=0.011)):
+    for options in (groups[0], dataclasses.replace(groups[0], lr=0.011)):
         other = dataclasses.replace(copy_of(task), groups=[options])
         step_by_operators(other, outcome)
         results.append(other.rows[0].param)
     assert not torch.equal(*results)
+
+
+MODES = {
+    "momentum": Sgd(),
+    "no momentum": Sgd(momentum=0.0),
+    "no dampening": Sgd(dampening=0.0),
+    "nesterov": Sgd(dampening=0.0, nesterov=True),
+    "decay after momentum": Sgd(wd_after_momentum=True),
+    "decay alone": Sgd(momentum=0.0, wd_after_momentum=True),
+}
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_sgd_has_every_mode(mode: Sgd, check: bool) -> None:
+    task = sample(A_FEW, groups=[mode, SGD_GROUPS[0]], check=check)
+    step = Step(task)
+    for _ in range(3):
+        assert_steps_like_the_operators(step, task)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_the_first_gradient_of_a_buffer_is_not_dampened(captured: bool) -> None:
+    """Blocks share a row; the one that clears the flag may be the first or the last."""
+    for order in ORDERS:
+        choose(order=order)
+        task = sample([3 * CHUNK + 5, 0, 7], groups=[Sgd(weight_decay=0.0)], scale=1.0)
+        grads = [row.grad.float() for row in task.rows]
+        for row in task.rows:
+            row.tensors[0].fill_(math.nan)  # Nothing is read from it.
+            row.numbers[0] = torch.ones(())
+        step = Step(task)
+        task.found_inf = torch.ones(1)
+        step.run(task, captured=captured)
+        assert [row.numbers[0].item() for row in task.rows] == [1.0] * 3
+        assert all(row.tensors[0].isnan().all() for row in task.rows)
+        task.found_inf.zero_()
+        step.run(task, captured=captured)
+        assert [row.numbers[0].item() for row in task.rows] == [0.0] * 3
+        for row, grad in zip(task.rows, grads, strict=True):
+            assert_same_bits(row.tensors[0], grad)
+        assert_steps_like_the_operators(step, task, captured=captured)  # From now on it is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,23 @@ from step_cases import (
     assert_same_rows,
     assert_steps_like_the_operators,
     copy_of,
+    each_rule,
     sample,
     step_by_operators,
 )
-from step_driver import Group, Row, Step, Task
+from step_driver import Adam, Group, Row, Sgd, Step, Task
 
 SIZES = [5, 600, 1, CHUNK + 5, 0, 40]
 each_check = pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 
 MOVES: dict[str, Callable[[Row], object]] = {
     "param": lambda row: setattr(row, "param", row.param.clone()),
-    "exp_avg": lambda row: setattr(row, "exp_avg", row.exp_avg.clone()),
-    "exp_avg_sq": lambda row: setattr(row, "exp_avg_sq", row.exp_avg_sq.clone()),
+    "first tensor of state": lambda row: row.tensors.__setitem__(0, row.tensors[0].clone()),
+    "last tensor of state": lambda row: row.tensors.__setitem__(-1, row.tensors[-1].clone()),
     "copy": lambda row: setattr(row, "copy", row.copy.clone()),
     "no copy": lambda row: setattr(row, "copy", None),
-    "step": lambda row: setattr(row, "step", row.step.clone()),
+    "number of state": lambda row: setattr(row, "numbers", [torch.ones(())]),
+    "no number of state": lambda row: setattr(row, "numbers", []),
     "size": lambda row: setattr(row, "param", row.param[:-1]),
     "group": lambda row: setattr(row, "group", 2),
     "dtype of the gradient": lambda row: setattr(row, "grad", row.grad.float()),
@@ -37,9 +40,10 @@ MOVES: dict[str, Callable[[Row], object]] = {
 }
 
 
+@each_rule
 @pytest.mark.parametrize("name", MOVES)
-def test_a_table_does_not_fit_what_has_moved(name: str) -> None:
-    task = sample(SIZES)
+def test_a_table_does_not_fit_what_has_moved(name: str, groups: list[Group]) -> None:
+    task = sample(SIZES, groups=groups)
     step = Step(task)
     assert step.fits(task)
     MOVES[name](task.rows[3])
@@ -50,7 +54,7 @@ def test_a_table_does_not_fit_another_number_of_rows_or_groups() -> None:
     task = sample(SIZES)
     step = Step(task)
     assert not step.fits(dataclasses.replace(task, rows=task.rows[:-1]))
-    assert not step.fits(dataclasses.replace(task, groups=[*task.groups, Group()]))
+    assert not step.fits(dataclasses.replace(task, groups=[*task.groups, Adam()]))
 
 
 def test_a_table_fits_whatever_becomes_of_gradients_and_options() -> None:
@@ -58,7 +62,7 @@ def test_a_table_fits_whatever_becomes_of_gradients_and_options() -> None:
     step = Step(task)
     task.rows[0].grad = None
     task.rows[3].grad = task.rows[3].grad.clone()
-    task.groups[1] = Group(lr=7.0)
+    task.groups[1] = Adam(lr=7.0)
     assert step.fits(task)
 
 
@@ -73,21 +77,34 @@ def test_a_row_gets_its_first_gradient_late() -> None:
     assert_steps_like_the_operators(Step(task), task)
 
 
-OPTIONS = {
-    **{"lr": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.5, "weight_decay": 0.5},
-    **{"adam_w_mode": False, "bias_correction": False, "eps_inside_sqrt": True},
-    **{"max_norm": 0.5, "maximize": True, "norm": 100.0},
+COMMON: dict[str, Any] = {"lr": 0.5, "max_norm": 0.5, "maximize": True, "norm": 100.0}
+OPTIONS: dict[type[Group], dict[str, Any]] = {
+    Adam: {
+        **COMMON,
+        **{"beta1": 0.5, "beta2": 0.5, "eps": 0.5, "weight_decay": 0.5},
+        **{"adam_w_mode": False, "bias_correction": False, "eps_inside_sqrt": True},
+    },
+    Sgd: {
+        **COMMON,
+        **{"momentum": 0.5, "dampening": 0.5, "weight_decay": 0.5},
+        **{"nesterov": True, "wd_after_momentum": True},
+    },
 }
+EACH_OPTION = [
+    pytest.param(rule, name, id=f"{rule.__name__.lower()}-{name}")
+    for rule, options in OPTIONS.items()
+    for name in options
+]
 
 
 @each_check
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_changed_option_counts_at_once(name: str, check: bool) -> None:
-    task = sample(SIZES, groups=[Group(max_norm=0.1)] * 3, check=check)
+@pytest.mark.parametrize(("rule", "name"), EACH_OPTION)
+def test_a_changed_option_counts_at_once(rule: type[Group], name: str, check: bool) -> None:
+    task = sample(SIZES, groups=[rule(max_norm=0.1) for _ in range(3)], check=check)
     step = Step(task)
     step.run(task)
     assert step.knows_groups(task)
-    setattr(task.groups[1], name, OPTIONS[name])
+    setattr(task.groups[1], name, OPTIONS[rule][name])
     assert not step.knows_groups(task)
     outcome = assert_steps_like_the_operators(step, task)
     assert_decided_rightly(task, outcome, measured=True)
@@ -96,9 +113,10 @@ def test_a_changed_option_counts_at_once(name: str, check: bool) -> None:
 
 
 @each_check
-def test_a_tensor_lr_is_read_by_the_kernel(check: bool) -> None:
+@pytest.mark.parametrize("rule", [Adam, Sgd], ids=["adam", "sgd"])
+def test_a_tensor_lr_is_read_by_the_kernel(rule: type[Group], check: bool) -> None:
     lrs = [number(0.01, CPU), number(0.02, CPU, F64)]
-    task = sample(SIZES, groups=[Group(lr=lr) for lr in lrs], check=check)
+    task = sample(SIZES, groups=[rule(lr=lr) for lr in lrs], check=check)
     step = Step(task)
     for factor in (1.0, 0.5, 3.0):
         for lr in lrs:
@@ -110,7 +128,7 @@ def test_a_tensor_lr_is_read_by_the_kernel(check: bool) -> None:
 @each_check
 @pytest.mark.parametrize("groups", [2, 40, 200, 700])
 def test_many_groups_may_change_at_once(groups: int, check: bool) -> None:
-    task = sample([3] * (groups + 5), groups=[Group(max_norm=0.1)] * groups, check=check)
+    task = sample([3] * (groups + 5), groups=[Adam(max_norm=0.1)] * groups, check=check)
     step = Step(task)
     for lr in (0.5, 0.25):
         for i, group in enumerate(task.groups):
@@ -122,7 +140,7 @@ def test_many_groups_may_change_at_once(groups: int, check: bool) -> None:
 @each_check
 @pytest.mark.parametrize("groups", [3, 700])
 def test_a_replay_sees_groups_that_were_refreshed_and_no_others(groups: int, check: bool) -> None:
-    task = sample([3] * (groups + 5), groups=[Group()] * groups, check=check)
+    task = sample([3] * (groups + 5), groups=[Adam()] * groups, check=check)
     step = Step(task)
     old = copy_of(task)
     old.groups = [dataclasses.replace(group) for group in task.groups]
@@ -135,10 +153,14 @@ def test_a_replay_sees_groups_that_were_refreshed_and_no_others(groups: int, che
     assert_steps_like_the_operators(step, task, captured=True)
 
 
+@each_rule
 @each_check
-def test_tables_with_chunks_of_two_sizes_step_in_turns(check: bool) -> None:
+def test_tables_with_chunks_of_two_sizes_step_in_turns(check: bool, groups: list[Group]) -> None:
     lists = (SIZES, with_chunks_of(CHUNK, SIZES))
-    steps = [(Step(task), task) for task in (sample(sizes, check=check) for sizes in lists)]
+    steps = [
+        (Step(task), task)
+        for task in (sample(sizes, groups=groups, check=check) for sizes in lists)
+    ]
     for step, task in [*steps, *steps]:
         assert_steps_like_the_operators(step, task)
 
@@ -157,4 +179,4 @@ def test_more_chunks_than_there_are_numbers_for_are_refused() -> None:
     row = sample([5]).rows[0]
     huge = torch.empty(1).as_strided((2**46,), (0,))
     with pytest.raises(RuntimeError, match="apex_mp: too many parameters for one step"):
-        Step(Task([dataclasses.replace(row, param=huge)], [Group()]))
+        Step(Task([dataclasses.replace(row, param=huge)], [Adam()]))

@@ -1,11 +1,12 @@
-"""FusedAdam on streams and in graphs, and what the host hears of a step that looks for inf."""
+"""Optimizers on streams and in graphs, and what the host hears of a step that looks for inf."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import on_cuda_kernels
 import pytest
@@ -14,37 +15,78 @@ from fused_adam_cases import Unchanged, assert_same_state, grad_for
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
-from apex_mp._step_request import StepRequest, StepResult
-from apex_mp.optimizers import FusedAdam
+from apex_mp._step_request import StepRequest
+from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.optimizers._fused import FusedOptimizer
 
 SHIM = on_cuda_kernels.SHIM
 CAPTURE_REFUSED = "this step cannot be captured in a CUDA graph"
 SIZES = ((5,), (600,), (4, 3), (1,))
 
 
-def make(**options: Any) -> FusedAdam:
+class Kind(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+        cls: Its class.
+        options: For its constructor.
+        tensor: The name of one that its state has.
+        change: A name and another value of an option.
+        steps: So many are to be taken before one can be captured.
+    """
+
+    cls: Any
+    options: dict[str, Any]
+    tensor: str
+    change: tuple[str, Any]
+    steps: int = 1
+
+
+MOMENTUM = {"momentum": 0.5, "dampening": 0.25}
+KINDS = {
+    "adam": Kind(FusedAdam, {}, "exp_avg", ("betas", (0.5, 0.6))),
+    "sgd": Kind(
+        FusedSGD, {"momentum": 0.5, "nesterov": True}, "momentum_buffer", ("momentum", 0.75)
+    ),
+    # The first step has flags of fresh buffers, the others have none.
+    "sgd dampened": Kind(FusedSGD, MOMENTUM, "momentum_buffer", ("dampening", 0.5), steps=2),
+}
+kind = KINDS["adam"]
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS, autouse=True)
+def each_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "kind", request.param)
+
+
+def make(**options: Any) -> FusedOptimizer:
     """Two groups of fp32 parameters whose gradients stay where they are."""
     params = [Parameter(grad_for(torch.empty(size), 0, i)) for i, size in enumerate(SIZES)]
     for param in params:
         param.grad = torch.empty_like(param)
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
-    return FusedAdam(groups, **{"lr": 0.1, **options})
+    return kind.cls(groups, **{"lr": 0.1, **kind.options, **options})
 
 
-def params_of(optimizer: FusedAdam) -> list[Parameter]:
+def params_of(optimizer: FusedOptimizer) -> list[Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def give(optimizer: FusedAdam, step: int) -> None:
+def give(optimizer: FusedOptimizer, step: int) -> None:
     for i, param in enumerate(params_of(optimizer)):
         if param.grad is not None:
             param.grad.copy_(grad_for(param, step, i))
 
 
-def train(optimizer: FusedAdam, *steps: int) -> None:
+def train(optimizer: FusedOptimizer, *steps: int) -> None:
     for step in steps:
         give(optimizer, step)
         optimizer.step()
+
+
+def warm_up(optimizer: FusedOptimizer) -> None:
+    """Take the steps that must come before one can be captured."""
+    train(optimizer, *range(-kind.steps, 0))
 
 
 @contextmanager
@@ -57,17 +99,17 @@ def capture() -> Iterator[None]:
         SHIM.cuda_on_cpu_capture(False)
 
 
-def replay(optimizer: FusedAdam, *steps: int) -> None:
+def replay(optimizer: FusedOptimizer, *steps: int) -> None:
     for step in steps:
         give(optimizer, step)
         assert SHIM.cuda_on_cpu_replay() > 0
 
 
-def pair(**options: Any) -> tuple[FusedAdam, FusedAdam]:
+def pair(**options: Any) -> tuple[FusedOptimizer, FusedOptimizer]:
     """Return an optimizer with a captured step, and one that has come as far without a graph."""
     captured, plain = make(**options), make(**options)
-    train(captured, 0)
-    train(plain, 0)
+    for optimizer in (captured, plain):
+        warm_up(optimizer)
     with capture():
         captured.step()
     assert_same_state(captured, plain)  # A capture steps nothing.
@@ -129,7 +171,11 @@ def test_a_capture_that_is_refused_leaves_no_state() -> None:
 def test_a_step_that_was_never_taken_cannot_be_captured() -> None:
     optimizer = make()
     give(optimizer, 0)
-    with capture(), pytest.raises(RuntimeError, match=CAPTURE_REFUSED):
+    for _ in range(kind.steps):
+        with capture(), pytest.raises(RuntimeError, match=CAPTURE_REFUSED):
+            optimizer.step()
+        optimizer.step()
+    with capture():
         optimizer.step()
 
 
@@ -151,28 +197,27 @@ def test_steps_of_an_empty_parameter_are_counted() -> None:
     assert optimizer.state[param]["step"] == 2
 
 
-def set_lr(optimizer: FusedAdam) -> None:
+def set_lr(optimizer: FusedOptimizer) -> None:
     optimizer.param_groups[1]["lr"] = 0.7
 
 
-def drop_a_gradient(optimizer: FusedAdam) -> None:
+def drop_a_gradient(optimizer: FusedOptimizer) -> None:
     params_of(optimizer)[1].grad = None
 
 
-def move_state(optimizer: FusedAdam) -> None:
+def move_state(optimizer: FusedOptimizer) -> None:
     state = optimizer.state[params_of(optimizer)[2]]
-    state["exp_avg"] = state["exp_avg"].clone()
+    state[kind.tensor] = state[kind.tensor].clone()
 
 
-def unscale_by_one(optimizer: FusedAdam) -> None:
+def unscale_by_one(optimizer: FusedOptimizer) -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
 
 
-def step_and_see_the_table(optimizer: FusedAdam, **options: Any) -> torch.Tensor:
+def step_and_see_the_table(optimizer: FusedOptimizer, **options: Any) -> torch.Tensor:
     """Take a step; return a part of the table's memory, which lives as long as it is held."""
-    result: StepResult = optimizer.step(grads=StepRequest(**options))
-    assert result.sent is not None
-    return result.sent
+    optimizer.step(grads=StepRequest(**options))
+    return optimizer._plan.outcome
 
 
 CHANGES = {"lr": set_lr, "state elsewhere": move_state}
@@ -181,7 +226,7 @@ each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 @each_change
 def test_a_step_unlike_the_last_one_cannot_be_captured(
-    change: Callable[[FusedAdam], None],
+    change: Callable[[FusedOptimizer], None],
 ) -> None:
     optimizer = make()
     train(optimizer, 0)
@@ -196,7 +241,7 @@ def test_a_step_unlike_the_last_one_cannot_be_captured(
 def test_a_captured_step_leaves_a_parameter_alone_that_had_no_gradient() -> None:
     captured, plain = make(), make()
     for optimizer in (captured, plain):
-        train(optimizer, 0)
+        warm_up(optimizer)
         drop_a_gradient(optimizer)
     with capture():
         captured.step()
@@ -279,7 +324,7 @@ def test_a_step_after_one_whose_second_launch_failed_is_sound() -> None:
     assert_same_state(optimizer, plain)
 
 
-def make_like(params: list[Parameter]) -> FusedAdam:
+def make_like(params: list[Parameter]) -> FusedOptimizer:
     return FusedAdam([Parameter(param.detach().clone()) for param in params], max_grad_norm=1.0)
 
 
@@ -295,11 +340,11 @@ def test_changed_options_count_in_replays_once_they_are_refreshed() -> None:
     captured, plain = pair(weight_decay=0.1)
     replay(captured, 1)
     train(plain, 1)
-    for name, value in (("lr", 0.7), ("betas", (0.5, 0.6)), ("weight_decay", 0.3)):
-        captured.param_groups[1][name] = value
+    changes = {"lr": 0.7, "weight_decay": 0.3, kind.change[0]: kind.change[1]}
+    captured.param_groups[1].update(changes)
     replay(captured, 2)
     train(plain, 2)
-    plain.param_groups[1].update(lr=0.7, betas=(0.5, 0.6), weight_decay=0.3)
+    plain.param_groups[1].update(changes)
     captured.refresh_hyperparameters()
     replay(captured, 3, 4)
     train(plain, 3, 4)
@@ -323,7 +368,7 @@ def test_a_refresh_counts_though_gradients_are_none() -> None:
 def test_a_refresh_is_heard_before_the_next_step_is_captured() -> None:
     captured, plain = make(), make()
     for optimizer in (captured, plain):
-        train(optimizer, 0)
+        warm_up(optimizer)
         set_lr(optimizer)
     captured.refresh_hyperparameters()
     with capture():
@@ -357,7 +402,7 @@ def test_a_replay_has_chunks_of_the_size_that_was_captured() -> None:
     captured, plain = make(), make()
     for optimizer in (captured, plain):
         add_params(optimizer, 1, 5000)
-        train(optimizer, 0)
+        warm_up(optimizer)
     with capture():
         captured.step()
     for optimizer in (captured, plain):
@@ -370,7 +415,7 @@ def test_a_replay_has_chunks_of_the_size_that_was_captured() -> None:
     assert_same_state(captured, plain)
 
 
-def add_params(optimizer: FusedAdam, count: int, size: int) -> list[Parameter]:
+def add_params(optimizer: FusedOptimizer, count: int, size: int) -> list[Parameter]:
     params = [Parameter(torch.ones(size)) for _ in range(count)]
     for param in params:
         param.grad = torch.empty_like(param)

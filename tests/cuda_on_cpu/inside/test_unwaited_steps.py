@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import random
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import on_cuda_kernels
 import pytest
 import torch
-from fp16_cases import F16, F32, FACES, INF, NAN, PROBES, everything, parameter, pull
+from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, pull
 from waits import Waits
 
 from apex_mp import device_scale, fp16_utils, optimizers
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdam, FusedSGD
 
 SHIM = on_cuda_kernels.SHIM
 UTILS = fp16_utils.FP16_Optimizer
@@ -33,13 +35,26 @@ scalings = pytest.mark.parametrize(
 )
 
 
+DAMPENED = {"lr": 0.1, "momentum": 0.5, "dampening": 0.25}
+KINDS: dict[str, Callable[..., Any]] = {
+    "adam": functools.partial(FusedAdam, betas=(0.0, 0.999)),
+    "sgd": functools.partial(FusedSGD, **DAMPENED),
+}
+fused = KINDS["adam"]
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS, autouse=True)
+def each_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "fused", request.param)
+
+
 @pytest.fixture
 def params() -> list[torch.nn.Parameter]:
     return [parameter([1.0, 2.0], F16), parameter([[3.0]], F32), parameter([4.0] * 3, F16)]
 
 
 def make(params: Any, **options: Any) -> Any:
-    return UTILS(PROBES["fused"](params), **{"verbose": False, **DYNAMIC, **options})
+    return UTILS(fused(params), **{"verbose": False, **DYNAMIC, **options})
 
 
 def train(optimizer: Any, params: Any, *values: float) -> None:
@@ -53,7 +68,7 @@ def train(optimizer: Any, params: Any, *values: float) -> None:
 @scalings
 def test_the_host_waits_for_nothing(scaling: Any, params: Any) -> None:
     optimizer = UTILS(
-        FusedAdam([{"params": params[:1]}, {"params": params[1:]}], max_grad_norm=1.0),
+        fused([{"params": params[:1]}, {"params": params[1:]}], max_grad_norm=1.0),
         clip="global",
         verbose=False,
         **scaling,
@@ -144,7 +159,7 @@ def program(seed: int, face: Any) -> tuple[Any, list[Any]]:
     rng = random.Random(seed)
     params = [parameter([1.0, 2.0], F16), parameter([[3.0]], rng.choice([F32, F16]))]
     scaling = rng.choice([{"static_loss_scale": 64.0}, DYNAMIC])
-    inner = FusedAdam(params, max_grad_norm=rng.choice([0.0, 1.0]))
+    inner = fused(params, max_grad_norm=rng.choice([0.0, 1.0]))
     optimizer = face(inner, verbose=False, **scaling)
     seen: list[Any] = []
     for _ in range(15):
@@ -305,7 +320,7 @@ def test_what_is_written_to_a_held_scaler_is_for_the_steps_to_come(params: Any) 
 
 
 def test_state_that_came_since_is_not_taken_for_that_of_a_skipped_step(params: Any) -> None:
-    other = FusedAdam([parameter([1.0, 2.0], F32), parameter([[3.0]], F32)])
+    other = fused([parameter([1.0, 2.0], F32), parameter([[3.0]], F32)])
     for param in other.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     other.step()
@@ -356,7 +371,7 @@ def capture() -> Iterator[None]:
 def test_replays_of_a_step_keep_scale_and_counts(scaling: Any) -> None:
     """Backward runs on torch's own operators, which the shim does not capture."""
     captured, plain = (
-        UTILS(FusedAdam([parameter([1.0, 2.0], F16)]), verbose=False, **scaling) for _ in range(2)
+        UTILS(fused([parameter([1.0, 2.0], F16)]), verbose=False, **scaling) for _ in range(2)
     )
     weights = [optimizer.fp16_groups[0][0] for optimizer in (captured, plain)]
     for optimizer, weight in zip((captured, plain), weights, strict=True):
@@ -409,7 +424,7 @@ def test_hooks_have_the_host_wait_as_before(params: Any) -> None:
 
 def test_both_faces_start_where_they_did(params: Any) -> None:
     for face, start in ((UTILS, 2.0**32), (optimizers.FP16_Optimizer, 2.0**16)):
-        optimizer = face(FusedAdam(params[:1]), dynamic_loss_scale=True, verbose=False)
+        optimizer = face(fused(params[:1]), dynamic_loss_scale=True, verbose=False)
         value = optimizer.loss_scaler.loss_scale_value
         train(optimizer, params[:1], INF)
         assert optimizer.loss_scaler.loss_scale_value == dataclasses.replace(value, scale=start / 2)

@@ -30,6 +30,7 @@ inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
 
 // How memory is cached makes no difference here; which types there are is as on the device.
 inline double2 __ldcg(const double2* src) { return *src; }
+inline double __ldcg(const double* src) { return *src; }
 inline int __ldcg(const int* src) { return *src; }
 inline unsigned long long __ldcg(const unsigned long long* src) { return *src; }
 

@@ -14,6 +14,7 @@ namespace step = apex_mp::step;
 namespace {
 
 struct DriverTask {
+  int32_t rule;
   const step::Row* rows;
   int64_t row_count;
   const step::Group* groups;
@@ -25,7 +26,9 @@ struct DriverTask {
 };
 
 step::Task task_of(const DriverTask& task) {
-  return {{task.rows, task.rows + task.row_count},
+  return {task.rule,
+          "driver",
+          {task.rows, task.rows + task.row_count},
           {task.groups, task.groups + task.group_count},
           task.scale,
           task.clip_by_global_norm,

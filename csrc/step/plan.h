@@ -1,4 +1,4 @@
-// The step plan of FusedAdam: from Python's lists to a task, in nanoseconds a tensor.
+// The step plan of an optimizer: from Python's lists to a task, in nanoseconds a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <deque>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -32,7 +34,6 @@ struct Given {
                               // which is not scaled then
   pybind11::object copies;    // where the new parameter is also written; None: nowhere
   pybind11::object scale;     // a number: scaled gradients are divided by it
-  pybind11::object norms;     // None, or for each group the norm of its gradients as they lie
   std::vector<at::ScalarType> unscale;  // a step that is taken leaves scaled gradients of these
                                         // dtypes unscaled
 
@@ -44,19 +45,26 @@ struct Given {
 // Owns no tensor. Between steps it keeps the order of the state, and empty lists with room. What a
 // step uses it has read in that step from the objects that Python has now; so nothing is to be
 // invalidated when a tensor is replaced, moved, reshaped or reloaded.
-class AdamPlan {
+class Plan {
  public:
-  // Reads and checks everything and changes nothing. Returns which parameters have no state, or one
-  // that lies in memory in another order: the caller mends that and comes again. Throws a sentence
-  // for what cannot be stepped.
-  Indices read(const pybind11::list& param_groups, const pybind11::dict& state, const Given& given);
+  // `rule` is the kName of one of math/rules.h, `caller` the optimizer's name in messages, and
+  // `tensors` and `numbers` the names of its state in the order of the rule.
+  Plan(const std::string& rule, const std::string& caller, const std::vector<std::string>& tensors,
+       const std::vector<std::string>& numbers);
+
+  // Reads and checks everything. `make_state(group, index)` is called for a parameter that has no
+  // state, or one that lies in memory in another order, and returns its new one; the caller takes
+  // that back if the step is refused or skipped. Throws a sentence for what cannot be stepped.
+  void read(const pybind11::list& param_groups, const pybind11::dict& state,
+            const pybind11::function& make_state, const Given& given);
 
   // Takes the step that was read; but does nothing if `found_inf` (None, or one number) is not 0,
-  // or if it is to look for inf and NaN and finds any. `loss_scale`, if there is no
-  // `found_inf`, or nullptr, is brought up to date. The outcome is known if the host is to `wait`
-  // for it, and always on the CPU.
-  Outcome run(const pybind11::object& found_inf, bool check, bool clip_by_global_norm,
-              const DeviceLossScale* loss_scale, bool wait);
+  // or if it is to look for inf and NaN and finds any. `norms` is None, or for each group None or
+  // the norm of its gradients as they lie. `loss_scale`, if there is no `found_inf`, or nullptr, is
+  // brought up to date. The outcome is known if the host is to `wait` for it, and always on the
+  // CPU.
+  Outcome run(const pybind11::object& norms, const pybind11::object& found_inf, bool check,
+              bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait);
 
   // What the last step leaves on a CUDA device until the next one: bytes, for read_outcome() when
   // they have been copied to the host.
@@ -65,13 +73,21 @@ class AdamPlan {
   // Instead of `run`: has the step of a captured CUDA graph use the options that groups have now.
   void refresh_groups();
 
+  // Of what was read, until it is run: the gradients as they are stepped with, the group of each,
+  // and whether the loss scale has scaled it.
+  std::vector<std::tuple<at::Tensor, int64_t, bool>> gradients() const;
+
+  // Forgets what was read.
+  void clear();
+
   // Of what was read: the parameters without a gradient, and whether `run` can step all others: if
   // they are on one device that this build has kernels for.
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 
  private:
-  struct Item;  // one parameter while it is read
+  struct Item;    // one parameter while it is read
+  struct Source;  // which gradient it is stepped with
   struct ItemFacts {
     int32_t group;
     int32_t index;
@@ -80,40 +96,46 @@ class AdamPlan {
   };
 
   void read_all(const pybind11::list& param_groups, const pybind11::dict& state,
-                const Given& given);
+                const pybind11::function& make_state, const Given& given);
   void list_params(const pybind11::list& param_groups);
-  void read_rows(const Given& given);
+  void read_rows(const pybind11::function& make_state, const Given& given);
   Item item_at(int64_t position) const;
   bool read_usual(const Item& item, const Given& given, RowTensors& row) const;
-  bool take_usual(const Item& item, const Given& given, const AdamState& state,
-                  RowTensors& row) const;
-  bool read_without_grad(const Item& item, const Given& given, PyObject* source,
+  bool take_usual(const Item& item, const Given& given, const State& state, RowTensors& row) const;
+  bool read_without_grad(const Item& item, const Given& given, const Source& source,
                          RowTensors& row) const;
-  bool read_unusual(Item item, const Given& given, RowTensors& row);
-  bool check_row(const Item& item, const at::Tensor& grad, RowTensors& row);
+  bool read_unusual(Item item, const pybind11::function& make_state, const Given& given,
+                    RowTensors& row);
+  void check_row(const Item& item, const pybind11::function& make_state, const at::Tensor& grad,
+                 RowTensors& row);
+  Source source_of(const Item& item, const Given& given) const;
   void read_norms(const pybind11::object& norms, const NumberReader& numbers);
   bool read_found_inf(const pybind11::object& found_inf);
   bool takes_long(bool wait) const;
   void bump_versions_of_rows() const;
   Outcome run_beside_python(const LossScale& loss_scale, bool wait);
   Outcome run_on_device(const LossScale& loss_scale, bool wait);
-  void check_given(const Item& item, const at::Tensor& grad);
+  void check_given(const Item& item, const at::Tensor& grad) const;
   const at::Tensor* grad_of(PyObject* param);
   const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
-  void clear();
 
+  const std::string caller_;
+  const math::RuleFacts& rule_;
+  const OptionReader options_;
+  StateNames names_;
   StateOrder order_;
   std::vector<PyObject*> params_;  // these three only while a step is read
   std::vector<PyObject*> states_;
   std::vector<ItemFacts> items_;
+  std::vector<StateNeeds> state_needs_;  // of each group
   Task task_;
   cpu::Workspace workspace_;
-  std::vector<RowTensors> tensors_;     // of task_.rows
-  std::deque<at::Tensor> kept_;         // what one step has made for itself; rows point to it
-  std::vector<pybind11::object> made_;  // gradients that were made when they were asked for
+  std::vector<RowTensors> tensors_;  // of task_.rows
+  std::deque<at::Tensor> kept_;      // what one step has made for itself; rows point to it
+  std::vector<pybind11::object>
+      made_;  // gradients and states that Python has made while it was asked
   // Gradients to be written that lie in another order than their parameters, and their copies.
   std::vector<std::pair<at::Tensor, at::Tensor>> laid_anew_;
-  Indices needs_;
   Indices without_grad_;
   at::Device device_ = at::kCPU;
   bool is_read_ = false;

@@ -1,5 +1,5 @@
 // One walk over parameters, gradients and states for each step.
-#include "step/adam_plan.h"
+#include "step/plan.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
@@ -16,23 +16,24 @@ namespace {
 
 namespace py = pybind11;
 
-PyObject* list_of(PyObject* param_group) {
+PyObject* list_of(const std::string& caller, PyObject* param_group) {
   static PyObject* const name = interned("params");
   PyObject* params = entry(param_group, name);
   if (params == nullptr || !PyList_Check(params)) {
-    throw py::type_error("FusedAdam: a parameter group has no list of 'params'");
+    throw py::type_error(caller + ": a parameter group has no list of 'params'");
   }
   return params;
 }
 
-void check_lengths(const py::object& lists, Py_ssize_t group, Py_ssize_t count) {
+void check_lengths(const std::string& caller, const py::object& lists, Py_ssize_t group,
+                   Py_ssize_t count) {
   if (lists.is_none()) return;
   PyObject* outer = lists.ptr();
   const bool fits = PyList_Check(outer) && group < PyList_GET_SIZE(outer) &&
                     PyList_Check(PyList_GET_ITEM(outer, group)) &&
                     PyList_GET_SIZE(PyList_GET_ITEM(outer, group)) == count;
   if (fits) return;
-  throw py::value_error("FusedAdam: what was given for group " + std::to_string(group) +
+  throw py::value_error(caller + ": what was given for group " + std::to_string(group) +
                         " is not a list with one item for each of its " + std::to_string(count) +
                         " parameters");
 }
@@ -65,51 +66,78 @@ void update(const LossScale& loss_scale, bool found_inf) {
   *loss_scale.overflows = next.overflows;
 }
 
-[[noreturn]] void refuse_second_copy() {
-  throw py::value_error(
-      "FusedAdam.step: output_params was given with master_weights=True; give one of the two, "
-      "each parameter has one low-precision copy");
+int32_t rule_named(const std::string& name) {
+  int32_t rule = 0;
+  while (math::AllRules::facts(rule).name != name) ++rule;
+  return rule;
 }
 
 }  // namespace
 
-struct AdamPlan::Item {
+struct Plan::Item {
   Place place;
   PyObject* param;
   PyObject* state;
   bool master_weights;
+  StateNeeds needs;
   bool scaled = true;
   bool writes_grad = false;
   const at::Tensor* copy = nullptr;
 };
 
-Indices AdamPlan::read(const py::list& param_groups, const py::dict& state, const Given& given) {
-  TORCH_CHECK(!running_, "FusedAdam: another thread is taking a step with this optimizer");
+struct Plan::Source {
+  PyObject* grad;   // the gradient itself, if the caller has given it
+  PyObject* param;  // else whose .grad it is; nullptr with grad == nullptr: there is none
+  bool scaled;
+
+  // nullptr: there is none, or Python must be asked for it.
+  const at::Tensor* usual_grad() const {
+    if (grad != nullptr) return &tensor_of(grad);
+    if (param == nullptr || !THPVariable_CheckExact(param)) return nullptr;
+    return &tensor_of(param).unsafeGetTensorImpl()->grad();  // grad() itself may warn.
+  }
+};
+
+Plan::Plan(const std::string& rule, const std::string& caller,
+           const std::vector<std::string>& tensors, const std::vector<std::string>& numbers)
+    : caller_(caller), rule_(math::AllRules::facts(rule_named(rule))), options_(caller, rule_) {
+  task_.rule = rule_named(rule);
+  task_.caller = caller_.c_str();
+  TORCH_INTERNAL_ASSERT(static_cast<int>(tensors.size()) == rule_.tensors);
+  TORCH_INTERNAL_ASSERT(static_cast<int>(numbers.size()) == rule_.numbers);
+  for (size_t i = 0; i < tensors.size(); ++i) names_.tensors[i] = interned(tensors[i].c_str());
+  for (size_t i = 0; i < numbers.size(); ++i) names_.numbers[i] = interned(numbers[i].c_str());
+}
+
+void Plan::read(const py::list& param_groups, const py::dict& state, const py::function& make_state,
+                const Given& given) {
+  TORCH_CHECK(!running_, caller_, ": another thread is taking a step with this optimizer");
   clear();
   try {
-    read_all(param_groups, state, given);
+    read_all(param_groups, state, make_state, given);
   } catch (...) {
     clear();  // A step that is refused leaves nothing alive.
     throw;
   }
-  return needs_;
 }
 
-void AdamPlan::read_all(const py::list& param_groups, const py::dict& state, const Given& given) {
-  needs_.clear();
+void Plan::read_all(const py::list& param_groups, const py::dict& state,
+                    const py::function& make_state, const Given& given) {
   without_grad_.clear();
   list_params(param_groups);
   device_ = params_.empty() ? at::Device(at::kCPU) : tensor_of(params_.front()).device();
   can_run_ = has_kernels(device_);
-  const NumberReader numbers(device_, kept_);
-  order_.find(params_, state.ptr(), states_);
+  const NumberReader numbers(caller_, device_, kept_);
+  order_.find(caller_, params_, state.ptr(), states_);
   int64_t group = 0;
   for (const py::handle each : param_groups) {
-    const GroupOptions options = read_options(each.ptr(), numbers);
+    const GroupOptions options = options_.read(each.ptr(), numbers);
     task_.groups.push_back(options.group);
-    const Py_ssize_t count = PyList_GET_SIZE(list_of(each.ptr()));
+    state_needs_.push_back(
+        {rule_.tensors_with(options.group.options), rule_.needs_numbers ? rule_.numbers : 0});
+    const Py_ssize_t count = PyList_GET_SIZE(list_of(caller_, each.ptr()));
     for (const py::object* lists : {&given.grads, &given.grads_of, &given.copies}) {
-      check_lengths(*lists, group, count);
+      check_lengths(caller_, *lists, group, count);
     }
     for (Py_ssize_t index = 0; index < count; ++index) {
       items_.push_back(
@@ -117,16 +145,15 @@ void AdamPlan::read_all(const py::list& param_groups, const py::dict& state, con
     }
     ++group;
   }
-  read_rows(given);
-  if (!given.unscale.empty()) separate_shared_grads(tensors_, task_.rows, kept_);
+  read_rows(make_state, given);
+  if (!given.unscale.empty()) separate_shared_grads(caller_, tensors_, task_.rows, kept_);
   task_.scale = numbers.read("scale", given.scale.ptr());
-  read_norms(given.norms, numbers);
   is_read_ = true;
 }
 
 // First, by several threads if there are many, the parameters whose tensors are all as usual: that
 // calls nothing of Python, whose lock this thread holds meanwhile. Then the others, one by one.
-void AdamPlan::read_rows(const Given& given) {
+void Plan::read_rows(const py::function& make_state, const Given& given) {
   constexpr int64_t kRowsPerThread = 256;
   const auto count = static_cast<int64_t>(items_.size());
   tensors_.resize(count);
@@ -152,7 +179,7 @@ void AdamPlan::read_rows(const Given& given) {
         task_.rows[rows] = task_.rows[i];
       }
       ++rows;
-    } else if (read_unusual(item_at(i), given, tensors_[rows])) {
+    } else if (read_unusual(item_at(i), make_state, given, tensors_[rows])) {
       task_.rows[rows] = memory_of(tensors_[rows]);
       ++rows;
     }
@@ -161,32 +188,34 @@ void AdamPlan::read_rows(const Given& given) {
   task_.rows.resize(rows);
 }
 
-AdamPlan::Item AdamPlan::item_at(int64_t position) const {
+Plan::Item Plan::item_at(int64_t position) const {
   const ItemFacts& facts = items_[position];
-  return {{"params", facts.group, facts.index},
+  return {{caller_.c_str(), "params", facts.group, facts.index},
           params_[position],
           states_[position],
-          facts.master_weights};
+          facts.master_weights,
+          state_needs_[facts.group]};
 }
 
 // Tensors and rows own nothing; the next step writes over them.
-void AdamPlan::clear() {
+void Plan::clear() {
   is_read_ = false;
   task_.groups.clear();
   params_.clear();
   items_.clear();
+  state_needs_.clear();
   kept_.clear();
   made_.clear();
   laid_anew_.clear();
 }
 
-void AdamPlan::list_params(const py::list& param_groups) {
+void Plan::list_params(const py::list& param_groups) {
   for (const py::handle group : param_groups) {
-    PyObject* params = list_of(group.ptr());
+    PyObject* params = list_of(caller_, group.ptr());
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
       PyObject* param = PyList_GET_ITEM(params, i);
       if (!is_tensor(param)) {
-        throw py::type_error(std::string("FusedAdam: a parameter is a ") + Py_TYPE(param)->tp_name +
+        throw py::type_error(caller_ + ": a parameter is a " + Py_TYPE(param)->tp_name +
                              "; it must be a tensor");
       }
       params_.push_back(param);
@@ -194,101 +223,96 @@ void AdamPlan::list_params(const py::list& param_groups) {
   }
 }
 
-// Returns false, with nothing said yet, where something is not as usual: `read_unusual` looks then.
-bool AdamPlan::read_usual(const Item& item, const Given& given, RowTensors& row) const {
-  if (!is_tensor(item.param)) return false;
-  const at::Tensor& param = tensor_of(item.param);
-  if (param.device() != device_) return false;
-  PyObject* source = item_of(given.grads, item.place);
-  row = {};
-  row.group = static_cast<int32_t>(item.place.group);
-  if (!given.grads.is_none()) {
-    if (source == nullptr) return false;
-    row.grad = &tensor_of(source);
-  } else {
-    source = item_of(given.grads_of, item.place);
-    row.scaled = source != nullptr || given.grads_of.is_none();
-    if (source == nullptr) source = item.param;
-    if (!THPVariable_CheckExact(source)) return false;
-    row.grad = &tensor_of(source).unsafeGetTensorImpl()->grad();  // grad() itself may warn.
-  }
-  if (!row.grad->defined() || row.grad->layout() != at::kStrided) return false;
-  row.writes_grad = given.unscales(*row.grad, row.scaled);
-  return take_usual(item, given, read_usual_state(item.state), row);
+// The one answer to which gradient a parameter is stepped with.
+Plan::Source Plan::source_of(const Item& item, const Given& given) const {
+  if (!given.grads.is_none()) return {item_of(given.grads, item.place), nullptr, true};
+  PyObject* param = item_of(given.grads_of, item.place);
+  if (param != nullptr) return {nullptr, param, true};
+  return {nullptr, item.param, given.grads_of.is_none()};
 }
 
-bool AdamPlan::take_usual(const Item& item, const Given& given, const AdamState& state,
-                          RowTensors& row) const {
+// Returns false, with nothing said yet, where something is not as usual: `read_unusual` looks then.
+bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) const {
+  if (!is_tensor(item.param)) return false;
+  if (tensor_of(item.param).device() != device_) return false;
+  const Source source = source_of(item, given);
+  row = {};
+  row.grad = source.usual_grad();
+  if (row.grad == nullptr || !row.grad->defined() || row.grad->layout() != at::kStrided) {
+    return false;
+  }
+  row.group = static_cast<int32_t>(item.place.group);
+  row.scaled = source.scaled;
+  row.writes_grad = given.unscales(*row.grad, row.scaled);
+  return take_usual(item, given, read_usual_state(item.state, names_), row);
+}
+
+bool Plan::take_usual(const Item& item, const Given& given, const State& state,
+                      RowTensors& row) const {
   const at::Tensor& param = tensor_of(item.param);
   const bool with_master = item.master_weights && is_low_precision(param);
-  if (!state.is_complete(with_master)) return false;
+  if (!state.is_complete(item.needs, with_master)) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) {
     if (with_master) return false;
     row.copy = &tensor_of(copy);
   }
-  row.take(state, param, with_master);
+  row.take(state, item.needs, param, with_master);
   return QuickTest(param).passes(row);
 }
 
 // On CUDA a parameter with a state and no gradient has a row all the same, which is not stepped: so
 // the table on the device stays as it is while gradients come and go. The row says of the gradient
 // what is to be expected of the next one.
-bool AdamPlan::read_without_grad(const Item& item, const Given& given, PyObject* source,
-                                 RowTensors& row) const {
+bool Plan::read_without_grad(const Item& item, const Given& given, const Source& source,
+                             RowTensors& row) const {
   const at::Tensor& param = tensor_of(item.param);
   const bool keeps_row = device_.is_cuda() && param.device() == device_;
   if (!keeps_row) return false;
-  const bool with_master = item.master_weights && is_low_precision(param);
   row = {};
   row.group = static_cast<int32_t>(item.place.group);
-  row.scaled = item.scaled;
-  row.param_of_grad = source == nullptr ? &param : &tensor_of(source);
+  row.scaled = source.scaled;
+  row.param_of_grad = source.param == nullptr ? &param : &tensor_of(source.param);
   row.writes_grad = given.unscales(*row.param_of_grad, row.scaled);
-  return take_usual(item, given, read_state(item.state, with_master), row);
+  return take_usual(item, given, read_state(item.state, names_), row);
 }
 
-// Returns whether the parameter is to be stepped, and throws a sentence if it cannot be.
-bool AdamPlan::read_unusual(Item item, const Given& given, RowTensors& row) {
-  const at::Tensor* grad = nullptr;
-  PyObject* source = nullptr;
-  if (!given.grads.is_none()) {
-    PyObject* object = item_of(given.grads, item.place);
-    grad = object == nullptr ? nullptr : &tensor_of(object);
-  } else {
-    source = item_of(given.grads_of, item.place);
-    item.scaled = source != nullptr || given.grads_of.is_none();
-    grad = grad_of(source == nullptr ? item.param : source);
-  }
+// Returns whether there is a row.
+bool Plan::read_unusual(Item item, const py::function& make_state, const Given& given,
+                        RowTensors& row) {
+  const Source source = source_of(item, given);
+  const at::Tensor* grad = source.param == nullptr ? source.usual_grad() : grad_of(source.param);
   if (grad == nullptr || !grad->defined()) {
     without_grad_.emplace_back(item.place.group, item.place.index);
     return read_without_grad(item, given, source, row);
   }
-  TORCH_CHECK(grad->layout() == at::kStrided,
-              "FusedAdam does not support sparse gradients, please consider SparseAdam instead");
+  TORCH_CHECK(grad->layout() == at::kStrided, caller_, " does not support sparse gradients",
+              rule_.sparse_advice);
+  item.scaled = source.scaled;
   item.writes_grad = given.unscales(*grad, item.scaled);
   can_run_ &= tensor_of(item.param).device() == device_;
   if (!can_run_) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) item.copy = &tensor_of(copy);
-  return check_row(item, *grad, row);
+  check_row(item, make_state, *grad, row);
+  return true;
 }
 
 // A subclass may make its gradient when it is asked for it, as MasterParameter does.
-const at::Tensor* AdamPlan::grad_of(PyObject* param) {
+const at::Tensor* Plan::grad_of(PyObject* param) {
   if (THPVariable_CheckExact(param)) return &tensor_of(param).grad();
   made_.push_back(py::reinterpret_borrow<py::object>(param).attr("grad"));
   return made_.back().is_none() ? nullptr : &tensor_of(made_.back().ptr());
 }
 
-const at::Tensor& AdamPlan::laid_like(const at::Tensor& param, const at::Tensor& grad,
-                                      bool writes_grad) {
+const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& grad,
+                                  bool writes_grad) {
   const bool as_it_is = lie_alike(grad, param) && !grad.is_neg();
   const bool can_be_copied = grad.sizes() == param.sizes() && is_plain(param) &&
                              !grad.key_set().has(c10::DispatchKey::Python);
   if (as_it_is || !can_be_copied) return grad;
-  TORCH_CHECK(!writes_grad || at::has_internal_overlap(grad) != at::MemOverlap::Yes,
-              "FusedAdam: elements of a gradient with strides ", grad.strides(),
+  TORCH_CHECK(!writes_grad || at::has_internal_overlap(grad) != at::MemOverlap::Yes, caller_,
+              ": elements of a gradient with strides ", grad.strides(),
               " share memory, so it cannot be unscaled in place; clone() it or construct the "
               "optimizer with unscale_grads=False");
   kept_.push_back(at::empty_like(param, param.options().dtype(grad.scalar_type())));
@@ -297,11 +321,14 @@ const at::Tensor& AdamPlan::laid_like(const at::Tensor& param, const at::Tensor&
   return kept_.back();
 }
 
-bool AdamPlan::check_row(const Item& item, const at::Tensor& grad, RowTensors& row) {
+void Plan::check_row(const Item& item, const py::function& make_state, const at::Tensor& grad,
+                     RowTensors& row) {
   const at::Tensor& param = tensor_of(item.param);
   const bool with_master = item.master_weights && is_low_precision(param);
-  if (with_master && item.copy != nullptr) refuse_second_copy();
-  const AdamState state = read_state(item.state, with_master);
+  TORCH_CHECK_VALUE(!with_master || item.copy == nullptr, caller_,
+                    ".step: output_params was given with master_weights=True; give one of the two, "
+                    "each parameter has one low-precision copy");
+  State state = read_state(item.state, names_);
   row = {};
   row.grad = &laid_like(param, grad, item.writes_grad);
   row.group = static_cast<int32_t>(item.place.group);
@@ -309,16 +336,16 @@ bool AdamPlan::check_row(const Item& item, const at::Tensor& grad, RowTensors& r
   row.writes_grad = item.writes_grad;
   row.copy = item.copy;
   check_given(item, *row.grad);
-  check_state(state, param, item.place);
-  if (!state.is_complete(with_master) || lies_otherwise(state, param)) {
-    needs_.emplace_back(item.place.group, item.place.index);
-    return false;
+  check_state(state, names_, item.needs, param, item.place);
+  if (!state.is_complete(item.needs, with_master) || lies_otherwise(state, item.needs, param)) {
+    made_.push_back(make_state(item.place.group, item.place.index));
+    state = read_state(made_.back().ptr(), names_);
+    TORCH_INTERNAL_ASSERT(state.is_complete(item.needs, with_master));
   }
-  row.take(state, param, with_master);
-  return true;
+  row.take(state, item.needs, param, with_master);
 }
 
-void AdamPlan::check_given(const Item& item, const at::Tensor& grad) {
+void Plan::check_given(const Item& item, const at::Tensor& grad) const {
   const at::Tensor& param = tensor_of(item.param);
   check_param(param, item.place);
   check_peer(grad, item.place.in("grads"), param, item.place);
@@ -327,7 +354,7 @@ void AdamPlan::check_given(const Item& item, const at::Tensor& grad) {
   }
 }
 
-void AdamPlan::read_norms(const py::object& norms, const NumberReader& numbers) {
+void Plan::read_norms(const py::object& norms, const NumberReader& numbers) {
   for (size_t group = 0; !norms.is_none() && group < task_.groups.size(); ++group) {
     PyObject* norm = PyList_GET_ITEM(norms.ptr(), group);
     task_.groups[group].has_norm = norm != Py_None;
@@ -336,24 +363,26 @@ void AdamPlan::read_norms(const py::object& norms, const NumberReader& numbers) 
 }
 
 // Returns whether the host knows already that the step is to be skipped.
-bool AdamPlan::read_found_inf(const py::object& found_inf) {
+bool Plan::read_found_inf(const py::object& found_inf) {
   task_.found_inf = nullptr;
   if (found_inf.is_none()) return false;
-  const Number number = NumberReader(device_, kept_).read("found_inf", found_inf.ptr());
+  const Number number = NumberReader(caller_, device_, kept_).read("found_inf", found_inf.ptr());
   if (number.pointer == nullptr) return number.value != 0.0;
-  TORCH_CHECK(!number.is_double, "FusedAdam: found_inf is not of dtype float32");
+  TORCH_CHECK(!number.is_double, caller_, ": found_inf is not of dtype float32");
   task_.found_inf = static_cast<const float*>(number.pointer);
   return false;
 }
 
-Outcome AdamPlan::run(const py::object& found_inf, bool check, bool clip_by_global_norm,
-                      const DeviceLossScale* loss_scale, bool wait) {
-  TORCH_INTERNAL_ASSERT(is_read_ && can_run_ && needs_.empty());
+Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool check,
+                  bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait) {
+  TORCH_INTERNAL_ASSERT(is_read_ && can_run_);
   TORCH_INTERNAL_ASSERT(loss_scale == nullptr || found_inf.is_none());
   const auto end = c10::make_scope_exit([this] { clear(); });
+  read_norms(norms, NumberReader(caller_, device_, kept_));
   task_.clip_by_global_norm = clip_by_global_norm;
   task_.check = check;
-  const LossScale scale = loss_scale == nullptr ? LossScale{} : loss_scale->memory(device_);
+  const LossScale scale =
+      loss_scale == nullptr ? LossScale{} : loss_scale->memory(caller_, device_);
   Outcome outcome;
   outcome.found_inf = read_found_inf(found_inf);
   if (outcome.found_inf) return outcome;
@@ -370,7 +399,15 @@ Outcome AdamPlan::run(const py::object& found_inf, bool check, bool clip_by_glob
   return outcome;
 }
 
-void AdamPlan::bump_versions_of_rows() const {
+std::vector<std::tuple<at::Tensor, int64_t, bool>> Plan::gradients() const {
+  std::vector<std::tuple<at::Tensor, int64_t, bool>> gradients;
+  for (const RowTensors& row : tensors_) {
+    if (row.grad != nullptr) gradients.emplace_back(*row.grad, row.group, row.scaled);
+  }
+  return gradients;
+}
+
+void Plan::bump_versions_of_rows() const {
   constexpr int64_t kRowsPerThread = 512;
   const auto count = static_cast<int64_t>(tensors_.size());
   at::parallel_for(0, count, kRowsPerThread, [this](int64_t begin, int64_t end) {
@@ -378,7 +415,7 @@ void AdamPlan::bump_versions_of_rows() const {
   });
 }
 
-bool AdamPlan::takes_long(bool wait) const {
+bool Plan::takes_long(bool wait) const {
   if (device_.is_cuda()) return wait;
   constexpr int64_t kManyElements = 1 << 20;  // about a millisecond
   int64_t elements = 0;
@@ -388,7 +425,7 @@ bool AdamPlan::takes_long(bool wait) const {
 
 // Lets other Python threads run meanwhile. They may set a gradient to None: so its tensors are held
 // while the step lasts, which would be expensive for many tiny ones.
-Outcome AdamPlan::run_beside_python(const LossScale& loss_scale, bool wait) {
+Outcome Plan::run_beside_python(const LossScale& loss_scale, bool wait) {
   std::vector<at::Tensor> written;
   std::vector<at::Tensor> read;
   for (const RowTensors& row : tensors_) {
@@ -403,7 +440,7 @@ Outcome AdamPlan::run_beside_python(const LossScale& loss_scale, bool wait) {
   return outcome;
 }
 
-Outcome AdamPlan::run_on_device(const LossScale& loss_scale, [[maybe_unused]] bool wait) {
+Outcome Plan::run_on_device(const LossScale& loss_scale, [[maybe_unused]] bool wait) {
 #ifdef APEX_MP_WITH_CUDA
   if (device_.is_cuda()) return stepper_.run(task_, loss_scale, wait, device_);
 #endif
@@ -412,7 +449,7 @@ Outcome AdamPlan::run_on_device(const LossScale& loss_scale, [[maybe_unused]] bo
   return outcome;
 }
 
-at::Tensor AdamPlan::outcome() const {
+at::Tensor Plan::outcome() const {
 #ifdef APEX_MP_WITH_CUDA
   return stepper_.outcome();
 #else
@@ -428,7 +465,7 @@ Outcome read_outcome([[maybe_unused]] const at::Tensor& bytes) {
 #endif
 }
 
-void AdamPlan::refresh_groups() {
+void Plan::refresh_groups() {
 #ifdef APEX_MP_WITH_CUDA
   if (device_.is_cuda()) stepper_.refresh_groups(task_, device_);
 #endif

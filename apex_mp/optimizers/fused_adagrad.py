@@ -1,0 +1,82 @@
+"""FusedAdagrad: Adagrad, one call for all tensors on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from apex_mp import _options
+from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers._state import StateLayout
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad (Duchi, Hazan & Singer 2011), one fused pass over all tensors.
+
+    Equals `torch.optim.Adagrad` without `lr_decay` within rounding, and loads its `state_dict`;
+    torch's does not load that of this optimizer, whose states count no steps.
+    Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on several devices;
+    gradients of any of these dtypes. Sums and math are float32, for float64 parameters float64.
+    `torch.amp.GradScaler` and CUDA graphs as with `FusedAdam`.
+
+    Args:
+        params: Parameters, (name, parameter) pairs, or parameter groups.
+        lr: Learning rate, a float or a tensor of one element [1e-2].
+        eps: Added to the denominator, not negative [1e-10].
+        weight_decay: Decay factor, not negative [0].
+        set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [True].
+        adagrad_w_mode: Decay the weights themselves instead of adding L2 to the gradient [False].
+        max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
+        unscale_grads: As of `FusedAdam` [None].
+
+    Raises:
+        TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
+            hyperparameter is no number.
+        ValueError: A hyperparameter is out of range.
+    """
+
+    _public_name = "FusedAdagrad"
+    _rule = "adagrad"
+    _state_layout = StateLayout("an Adagrad", tensors=("sum",))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
+        unscale_grads: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adagrad_w_mode": adagrad_w_mode,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, unscale_grads)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        _options.check_lr("FusedAdagrad", group["lr"])
+        for name in ("eps", "weight_decay", "max_grad_norm"):
+            _options.check_number("FusedAdagrad", name, group[name], at_least=0.0)
+
+    def _adapt_group(
+        self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
+    ) -> None:
+        """Read what torch.optim.Adagrad has saved: its states count steps, for `lr_decay` alone."""
+        for name in ("lr_decay", "maximize"):
+            if group.get(name):
+                raise ValueError(
+                    f"FusedAdagrad.load_state_dict: param_groups[{number}] has {name}="
+                    f"{group[name]}, which FusedAdagrad does not have"
+                )
+        for index in group["params"]:
+            if states.get(index):
+                states[index] = {k: v for k, v in states[index].items() if k != "step"}

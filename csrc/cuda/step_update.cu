@@ -1,0 +1,109 @@
+// Pass 2 of the fused step: unscales, clips, steps and copies out, or does nothing if pass 1 has
+// found inf or NaN.
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/loops.h"
+#include "cuda/step_passes.h"
+#include "math/step_scalars.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+constexpr Cache kStateCache = APEX_MP_STREAM_STATE ? Cache::kStreamed : Cache::kKept;
+
+// By one thread. What the rule has prepared comes from rows, the rest from groups.
+template <typename Rule>
+__device__ auto factors_of(const StepMemory& memory, const StepChunk& chunk) {
+  const int32_t group = memory.rows[chunk.row].group;
+  const step::Group& options = memory.groups[group];
+  const math::GroupOutcome& outcome = memory.group_outcomes[group];
+  return Rule::factors(options.options, value_of(options.lr), memory.prepared[chunk.row].numbers,
+                       chunk.facts.scaled ? outcome.scaled_factor : outcome.plain_factor);
+}
+
+// By one thread of the row's first block. Pass 2 does not read them anywhere else.
+template <typename Rule>
+__device__ void advance_numbers(const StepRow& row, const StepPrepared& prepared) {
+  float before[math::kMaxNumbers] = {};
+#pragma unroll
+  for (int i = 0; i < Rule::kNumbers; ++i) {
+    if (row.numbers[i] != nullptr) before[i] = *global(row.numbers[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < Rule::kNumbers; ++i) {
+    if (row.numbers[i] == nullptr) continue;
+    *global(row.numbers[i]) = Rule::advance(i, before, prepared.numbers);
+  }
+}
+
+__device__ Array at_chunk(const void* data, uint32_t dtype_bits, int64_t first) {
+  const auto dtype = static_cast<DType>(dtype_bits);
+  char* begin = static_cast<char*>(const_cast<void*>(data));
+  return {begin == nullptr ? nullptr : begin + first * size_of(dtype), dtype};
+}
+
+template <typename Rule>
+__device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const StepChunk& chunk,
+                                int32_t chunk_size) {
+  const int64_t first = int64_t{chunk.index} * chunk_size;
+  const StepFacts& facts = chunk.facts;
+  PartOf<Rule> part;
+  part.arrays[0] = at_chunk(row.param, facts.param, first);
+  part.arrays[1] = at_chunk(grad, facts.grad, first);
+  part.arrays[2] = at_chunk(row.copy, facts.copy, first);
+#pragma unroll
+  for (int i = 0; i < Rule::kTensors; ++i) {
+    part.arrays[3 + i] = at_chunk(row.tensors[i], facts.tensors >> 2 * i & 3u, first);
+  }
+  part.count = chunk.count;
+  part.double_math = facts.double_math;
+  part.head = head_of(part);
+  return part;
+}
+
+// Backwards: the gradients that pass 1 has read last are still in the second-level cache.
+template <typename Rule>
+__global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
+    step_kernel(const __grid_constant__ StepUpdate update) {
+  const StepMemory& memory = update.memory;
+  if (memory.outcome->found_inf != 0.0f) return;
+  const StepChunk chunk = memory.chunks[update.end_chunk - 1 - static_cast<int32_t>(blockIdx.x)];
+  const void* grad = memory.grads[chunk.row];
+  if (grad == nullptr) return;
+  const StepRow row = memory.rows[chunk.row];
+  __shared__ typename Rule::template Factors<double> factors;
+  __shared__ double inv_scale;
+  if (threadIdx.x == 0) {
+    factors = factors_of<Rule>(memory, chunk);
+    inv_scale = 1.0 / memory.outcome->scale;
+    if (chunk.index == 0) advance_numbers<Rule>(row, memory.prepared[chunk.row]);
+  }
+  __syncthreads();
+  PartOf<Rule> part = part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);
+  const Array unscaled =
+      chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
+  if (part.double_math) {
+    step_numbers<Rule, kStateCache, double>(part, factors,
+                                            unscaled_grad<double>(unscaled, inv_scale));
+  } else {
+    // The state is in floats here: saying so spares a branch for every vector.
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = DType::kFloat;
+    step_numbers<Rule, kStateCache, float>(part, math::factors_as<float>(factors),
+                                           unscaled_grad<float>(unscaled, inv_scale));
+  }
+}
+
+}  // namespace
+
+void launch_step_update(const StepMemory& memory, cudaStream_t stream) {
+  math::AllRules::with(memory.counts.rule, [&](auto rule) {
+    for (int64_t end = memory.counts.chunks; end > 0; end -= kMaxBlocks) {
+      launch(step_kernel<decltype(rule)>, std::min(end, kMaxBlocks), stream,
+             StepUpdate{memory, static_cast<int32_t>(end)});
+    }
+  });
+}
+
+}  // namespace apex_mp::cuda

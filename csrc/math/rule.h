@@ -1,0 +1,43 @@
+// What the engine (csrc/step, cpu/step.cpp, cuda/step*) asks of an optimizer. A rule is a struct of
+// static members, as Adam in math/adam.h; math/rules.h lists them all.
+//
+//   Factors<opmath_t>   what the update of a number needs; the same for a whole tensor
+//   kName               by which Python asks for the rule
+//   kSparseAdvice       how the sentence ends that refuses sparse gradients
+//   kOptions            of a parameter group, in the order of `options` below
+//   kTensors, tensors() how many tensors of state a parameter has, which are laid out as it is;
+//                       and how many with these options, those that come first
+//   kAllTensors         whether tensors() are always all of them
+//   kNumbers            how many float32 numbers of state it has
+//   kNeedsNumbers       whether they must be there; if not, one that is not there reads as 0
+//   kPrepared           how many numbers prepare() makes, once for a tensor and step
+//   kNorm               which of them needs the norm of the tensor's gradient; -1: none
+//   wants_max()         if kNorm >= 0: whether that is the maximum norm, else it is the l2 norm
+//   prepare()           from options and numbers before the step, what factors() and advance() need
+//   factors()           from those; a gradient is to be multiplied by `grad_factor`
+//   update()            steps one number: parameter, tensors of state
+//   advance()           a number of state after the step
+#pragma once
+
+#include "math/common.h"
+
+namespace apex_mp::math {
+
+enum class Range { kAny, kNotNegative, kBelowOne, kZeroOrTwo, kBool };
+
+// An option of a parameter group: a number, or, with count 2, two numbers in a tuple.
+struct Option {
+  const char* name;
+  Range range;
+  int count = 1;
+};
+
+// How many numbers the options are.
+template <typename Rule>
+constexpr int count_options() {
+  int count = 0;
+  for (const Option& option : Rule::kOptions) count += option.count;
+  return count;
+}
+
+}  // namespace apex_mp::math

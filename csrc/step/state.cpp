@@ -1,0 +1,47 @@
+// Whether a state fits its parameter.
+#include "step/state.h"
+
+#include <algorithm>
+
+namespace apex_mp::step {
+
+State read_state(PyObject* dictionary, const StateNames& names) {
+  State state;
+  if (dictionary == nullptr || !PyDict_Check(dictionary)) return state;
+  const auto look_up = [dictionary](PyObject* name) {
+    PyObject* found = name == nullptr ? nullptr : entry(dictionary, name);
+    return found != nullptr && is_tensor(found) ? found : nullptr;
+  };
+  for (int i = 0; i < math::kMaxTensors; ++i) state.tensors[i] = look_up(names.tensors[i]);
+  for (int i = 0; i < math::kMaxNumbers; ++i) state.numbers[i] = look_up(names.numbers[i]);
+  state.master_param = look_up(names.master_param);
+  return state;
+}
+
+bool lies_otherwise(const State& state, const StateNeeds& needs, const at::Tensor& param) {
+  const auto otherwise = [&](PyObject* object) {
+    return object != nullptr && !lie_alike(tensor_of(object), param);
+  };
+  return std::any_of(state.tensors, state.tensors + needs.tensors, otherwise) ||
+         otherwise(state.master_param);
+}
+
+void check_state(const State& state, const StateNames& names, const StateNeeds& needs,
+                 const at::Tensor& param, const Place& place) {
+  const at::ScalarType wide = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto check = [&](PyObject* name, PyObject* object, at::ScalarType dtype) {
+    if (object == nullptr) return;
+    const Place here = place.in(PyUnicode_AsUTF8(name));
+    check_peer_but_order(tensor_of(object), here, param, place);
+    check_dtype(tensor_of(object), here, dtype);
+  };
+  for (int i = 0; i < needs.tensors; ++i) check(names.tensors[i], state.tensors[i], wide);
+  check(names.master_param, state.master_param, at::kFloat);
+  for (int i = 0; i < math::kMaxNumbers; ++i) {
+    if (state.numbers[i] == nullptr) continue;
+    check_number_of_state(tensor_of(state.numbers[i]), place.in(PyUnicode_AsUTF8(names.numbers[i])),
+                          param.device());
+  }
+}
+
+}  // namespace apex_mp::step

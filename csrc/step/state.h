@@ -1,0 +1,72 @@
+// What an optimizer keeps of a parameter: optimizer.state[param] as it is now.
+#pragma once
+
+#include "math/rules.h"
+#include "step/python_tensors.h"
+#include "step/row_checks.h"
+
+namespace apex_mp::step {
+
+// By which the state has its tensors and numbers, in the order of the rule (math/rule.h).
+struct StateNames {
+  PyObject* tensors[math::kMaxTensors] = {};
+  PyObject* numbers[math::kMaxNumbers] = {};
+  PyObject* master_param = interned("master_param");
+};
+
+// What of it a step needs.
+struct StateNeeds {
+  int tensors;
+  int numbers;
+};
+
+// Borrowed; nullptr: not there, or no tensor.
+struct State {
+  PyObject* tensors[math::kMaxTensors] = {};
+  PyObject* numbers[math::kMaxNumbers] = {};
+  PyObject* master_param = nullptr;
+
+  bool is_complete(const StateNeeds& needs, bool with_master) const {
+    for (int i = 0; i < needs.tensors; ++i) {
+      if (tensors[i] == nullptr) return false;
+    }
+    for (int i = 0; i < needs.numbers; ++i) {
+      if (numbers[i] == nullptr) return false;
+    }
+    return !with_master || master_param != nullptr;
+  }
+};
+
+// Goes through the entries and compares the addresses of their names. Needs nothing of the
+// interpreter but that the dictionary is not written meanwhile.
+inline State read_usual_state(PyObject* dictionary, const StateNames& names) {
+  State state;
+  if (dictionary == nullptr || !PyDict_Check(dictionary)) return state;
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t position = 0; PyDict_Next(dictionary, &position, &key, &value);) {
+    if (!is_tensor(value)) continue;
+    for (int i = 0; i < math::kMaxTensors; ++i) {
+      if (key == names.tensors[i]) state.tensors[i] = value;
+    }
+    for (int i = 0; i < math::kMaxNumbers; ++i) {
+      if (key == names.numbers[i]) state.numbers[i] = value;
+    }
+    if (key == names.master_param) state.master_param = value;
+  }
+  return state;
+}
+
+// Looks up by their names: those of a state that was loaded are other objects.
+State read_state(PyObject* dictionary, const StateNames& names);
+
+// Whether a part of it lies in memory in another order than the parameter, which has become
+// channels_last, say, since its state was made.
+bool lies_otherwise(const State& state, const StateNeeds& needs, const at::Tensor& param);
+
+// Throws a sentence unless what there is of what a step needs fits, but for its order in memory:
+// that the caller can mend.
+void check_state(const State& state, const StateNames& names, const StateNeeds& needs,
+                 const at::Tensor& param, const Place& place);
+
+}  // namespace apex_mp::step

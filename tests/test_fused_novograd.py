@@ -1,0 +1,282 @@
+"""FusedNovoGrad is apex's, in formula and checkpoints; for all else see test_fused_rules.py."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    Unchanged,
+    assert_same_state,
+    copies_of,
+    give_grads,
+    make_params,
+    train,
+)
+from tolerances import assert_near
+from torch.nn import Parameter
+
+from apex_mp.optimizers import FusedNovoGrad
+
+OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def weight_and_grad(device: torch.device) -> Parameter:
+    """A parameter (2, 2) with the gradient (3, -4), whose norms are 5 and 4."""
+    weight = Parameter(torch.full((2,), 2.0, device=device))
+    weight.grad = torch.tensor([3.0, -4.0], device=device)
+    return weight
+
+
+# --- The formula by hand.
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2, 5.0), (0, 4.0)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_first_step_divides_by_the_norm_of_the_gradient(
+    inside: bool, norm_type: int, norm: float, device: torch.device
+) -> None:
+    weight = weight_and_grad(device)
+    optimizer = FusedNovoGrad(
+        [weight],
+        0.5,
+        betas=(0.75, 0.5),
+        eps=1.0,
+        weight_decay=0.25,
+        bias_correction=False,
+        norm_type=norm_type,
+        reg_inside_moment=inside,
+    )
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert (state["step"].item(), state["exp_avg_sq"].item()) == (1.0, norm)
+    if inside:
+        moments = [0.25 * (grad / (norm + 1.0) + 0.25 * 2.0) for grad in (3.0, -4.0)]
+        steps = moments
+    else:
+        moments = [0.25 * grad for grad in (3.0, -4.0)]
+        steps = [moment / (norm + 1.0) + 0.25 * 2.0 for moment in moments]
+    assert state["exp_avg"].tolist() == pytest.approx(moments, rel=1e-6)
+    assert weight.tolist() == pytest.approx([2.0 - 0.5 * step for step in steps], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "init_zero", "norms"),
+    [
+        (2, False, [5.0, math.sqrt(0.5 * 25.0 + 0.5 * 100.0)]),
+        (2, True, [math.sqrt(0.5 * 25.0), math.sqrt(0.5 * 12.5 + 0.5 * 100.0)]),
+        (0, False, [4.0, 0.5 * 4.0 + 0.5 * 8.0]),
+        (0, True, [2.0, 0.5 * 2.0 + 0.5 * 8.0]),
+    ],
+)
+def test_norms_are_averaged_from_the_first_gradient_or_from_zero(
+    norm_type: int, init_zero: bool, norms: list[float], device: torch.device
+) -> None:
+    weight = weight_and_grad(device)
+    options = {"betas": (0.9, 0.5), "norm_type": norm_type, "init_zero": init_zero}
+    optimizer = FusedNovoGrad([weight], **options)
+    for factor, norm in zip((1.0, 2.0), norms, strict=True):
+        weight.grad = torch.tensor([3.0, -4.0], device=device) * factor
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg_sq"].item() == pytest.approx(norm, rel=1e-6)
+
+
+def test_without_decay_a_step_does_not_depend_on_the_size_of_the_gradient(
+    device: torch.device,
+) -> None:
+    ends = []
+    for factor in (1.0, 2.0**10, 2.0**-10):
+        weight = weight_and_grad(device)
+        optimizer = FusedNovoGrad([weight], eps=0.0)
+        for _ in range(3):
+            weight.grad = torch.tensor([3.0, -4.0], device=device) * factor
+            optimizer.step()
+        ends.append(weight.detach())
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+def test_norms_beyond_the_squares_of_float32_are_finite(device: torch.device) -> None:
+    weight = weight_and_grad(device)
+    weight.grad = torch.tensor([3e30, -4e30], device=device)
+    optimizer = FusedNovoGrad([weight])
+    for _ in range(2):
+        optimizer.step()
+    norm = optimizer.state[weight]["exp_avg_sq"].item()
+    assert norm == pytest.approx(5e30, rel=1e-5)
+    assert weight.isfinite().all()
+
+
+def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedNovoGrad(params, **OPTIONS)
+    train(optimizer, params, range(3), missing=lambda step, index: index == 0 and step < 2)
+    late = copies_of(make_params(device))[0]
+    alone = FusedNovoGrad([late], **OPTIONS)
+    train(alone, [late], range(2, 3))
+    assert torch.equal(params[0], late)
+    assert [int(optimizer.state[param]["step"]) for param in params[:2]] == [1, 3]
+
+
+# --- The signature.
+
+
+def test_the_arguments_have_the_order_and_the_defaults_of_apex() -> None:
+    parameters = inspect.signature(FusedNovoGrad).parameters.values()
+    by_position = {one.name: one.default for one in parameters if one.kind != one.KEYWORD_ONLY}
+    assert list(by_position.items())[1:] == [
+        ("lr", 1e-3),
+        ("bias_correction", True),
+        ("betas", (0.9, 0.999)),
+        ("eps", 1e-8),
+        ("weight_decay", 0.0),
+        ("amsgrad", False),
+        ("reg_inside_moment", False),
+        ("grad_averaging", True),
+        ("norm_type", 2),
+        ("init_zero", False),
+        ("set_grad_none", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"amsgrad": True}, r"^FusedNovoGrad does not support the AMSGrad variant\.$"),
+        ({"norm_type": 1}, r"^FusedNovoGrad only support l2/inf norm now\.$"),
+    ],
+    ids=["amsgrad", "norm_type"],
+)
+def test_what_apex_refused_is_refused_in_its_words(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        FusedNovoGrad([Parameter(torch.ones(1))], **options)
+    optimizer = FusedNovoGrad([Parameter(torch.ones(1))])
+    with pytest.raises(RuntimeError, match=sentence):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(1))], **options})
+    assert len(optimizer.param_groups) == 1
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(options)
+    with Unchanged(optimizer), pytest.raises(RuntimeError, match=sentence):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, math.nan)], ids=str)
+def test_betas_out_of_range_are_refused(betas: Any, device: torch.device) -> None:
+    params = make_params(device)
+    with pytest.raises(ValueError, match=r"^FusedNovoGrad: .*betas is"):
+        FusedNovoGrad(params, betas=betas)
+    optimizer = FusedNovoGrad(params)
+    give_grads(params, 0)
+    optimizer.param_groups[0]["betas"] = betas
+    with Unchanged(optimizer), pytest.raises((ValueError, TypeError), match=r"FusedNovoGrad.*beta"):
+        optimizer.step()
+
+
+# --- Checkpoints.
+
+
+def in_apex_layout(optimizer: FusedNovoGrad) -> dict[str, Any]:
+    """Return a state_dict as apex's optimizer saved it: norms and the step count in the group."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        norms: dict[torch.dtype, list[float]] = {F16: [], F32: []}
+        for index, param in zip(saved_group["params"], group["params"], strict=True):
+            if index in saved["state"]:
+                state = saved["state"][index]
+                norms[param.dtype].append(state["exp_avg_sq"].item())
+                saved_group["step"] = int(state["step"])
+                saved["state"][index] = {"exp_avg": state["exp_avg"]}
+        saved_group["exp_avg_sq"] = [torch.tensor(norms[F16]), torch.tensor(norms[F32])]
+        for name in ("reg_inside_moment", "amsgrad", "max_grad_norm"):
+            del saved_group[name]
+    return saved
+
+
+def mixed_params(device: torch.device) -> list[Parameter]:
+    """Return parameters of float16 and float32 in turns."""
+    pairs = zip(make_params(device, F16), make_params(device, F32), strict=True)
+    return [pair[index % 2] for index, pair in enumerate(pairs)]
+
+
+def test_a_state_dict_of_apex_goes_on_where_it_was_saved(device: torch.device) -> None:
+    params = mixed_params(device)
+    groups = [{"params": params[:4], "reg_inside_moment": True}, {"params": params[4:]}]
+    optimizer = FusedNovoGrad(groups, **OPTIONS)
+    # apex has norms of the parameters that had a gradient.
+    train(optimizer, params, range(3), missing=lambda step, index: index == 2)
+    others = copies_of(params)
+    groups = [{"params": others[:4], "reg_inside_moment": True}, {"params": others[4:]}]
+    other = FusedNovoGrad(groups, lr=1.0)
+    saved = in_apex_layout(optimizer)
+    assert [len(each) for each in saved["param_groups"][0]["exp_avg_sq"]] == [1, 2]
+    other.load_state_dict(saved)
+    assert not {"step", "exp_avg_sq"} & {*other.param_groups[0]}
+    assert_same_state(optimizer, other)
+    for each, its in ((optimizer, params), (other, others)):
+        train(each, its, range(3, 6))
+    assert_same_state(optimizer, other)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_norms_of_apex_that_do_not_fit_are_refused(count: int, device: torch.device) -> None:
+    params = mixed_params(device)
+    optimizer = FusedNovoGrad(params, **OPTIONS)
+    train(optimizer, params, range(1))
+    saved = in_apex_layout(optimizer)
+    saved["param_groups"][0]["exp_avg_sq"][1] = torch.ones(count)
+    sentence = (
+        rf"^FusedNovoGrad\.load_state_dict: param_groups\[0\] has {count} norms of parameters of "
+        r"torch\.float32, and states of 3; they must match$"
+    )
+    with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg_sq"])
+def test_a_number_that_is_none_is_refused(name: str) -> None:
+    params = [Parameter(torch.ones(3))]
+    optimizer = FusedNovoGrad(params)
+    train(optimizer, params, range(1))
+    for value in (-1.0, math.nan, "a", torch.ones(3)):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0][name] = value
+        sentence = rf"^FusedNovoGrad\.load_state_dict: state\[0\]\['{name}'\] is "
+        with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
+            optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=NAMES.get)
+def test_moments_that_were_saved_in_the_dtype_of_the_parameter_become_wide(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    optimizer = FusedNovoGrad(params, **OPTIONS)
+    train(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"].to(dtype)
+    others = copies_of(params)
+    other = FusedNovoGrad(others, lr=1.0)
+    other.load_state_dict(saved)
+    for index, param in enumerate(others):
+        loaded = other.state[param]["exp_avg"]
+        assert loaded.dtype == (F64 if dtype == F64 else F32)
+        assert_near(loaded, saved["state"][index]["exp_avg"])
+
+
+def test_another_norm_is_refused_by_the_step(device: torch.device) -> None:
+    weight = weight_and_grad(device)
+    optimizer = FusedNovoGrad([weight])
+    optimizer.param_groups[0]["norm_type"] = 1
+    with pytest.raises(ValueError, match=r"^FusedNovoGrad: norm_type is 1; it must be 0 or 2$"):
+        optimizer.step()
+    assert weight.tolist() == [2.0, 2.0]

@@ -1,0 +1,416 @@
+"""FusedAdagrad and FusedNovoGrad do what their references do, in every way to call a step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import FACES, INF, NAN, parameter, pull
+from fused_adam_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    Unchanged,
+    assert_same_state,
+    copies_of,
+    give_grads,
+    grad_for,
+    train,
+)
+from rule_cases import (
+    SUBJECTS,
+    Subject,
+    assert_stepped,
+    make_params,
+    mode_name,
+    references_after_step,
+)
+from several_devices_cases import side_of, spread
+from test_fused_adam_grad_scaler import OVERFLOWS, make_scaler, scaled_step
+from test_fused_sgd_in_wrappers import Net
+from tolerances import assert_near, assert_same_bits
+from torch import Tensor
+from torch.nn import Parameter
+
+from apex_mp import amp, fp16_utils
+from apex_mp.optimizers import FusedAdagrad, FusedNovoGrad, _device_part
+
+# By step and parameter.
+NO_GRAD = {(0, 1), (1, 1), (1, 0)}
+SMALL = ((5,), (4, 3), (), (7, 9))
+
+each_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=[*SUBJECTS])
+each_mode = pytest.mark.parametrize(
+    ("subject", "mode"),
+    [
+        pytest.param(subject, mode, id=f"{name}-{mode_name(mode)}")
+        for name, subject in SUBJECTS.items()
+        for mode in subject.modes
+    ],
+)
+
+
+def step_and_compare(optimizer: Any, subject: Subject) -> None:
+    """Take a step with each parameter's `.grad`, and compare it with the reference."""
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    expected = references_after_step(optimizer, subject.reference, grads)
+    optimizer.step()
+    assert_stepped(optimizer, expected)
+
+
+# --- The formula.
+
+
+@each_mode
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+@pytest.mark.usefixtures("cpu_level")
+def test_each_step_is_that_of_the_reference(
+    dtype: torch.dtype, subject: Subject, mode: dict[str, Any], device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    options = subject.options | mode
+    optimizer = subject.fused(params, **options)
+    assert {name: optimizer.param_groups[0][name] for name in options} == options
+    for step in range(3):
+        # The second has no gradient before the last step, the first none in the second.
+        give_grads(params, step, missing=lambda step, index: (step, index) in NO_GRAD)
+        step_and_compare(optimizer, subject)
+    assert len(optimizer.state) == len(params)
+
+
+@each_subject
+@pytest.mark.parametrize("grad_dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+def test_gradients_may_be_of_another_dtype_and_a_copy_too(
+    dtype: torch.dtype, grad_dtype: torch.dtype, subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    optimizer = subject.fused(params, **subject.options)
+    copies = [torch.zeros_like(param, dtype=F16) for param in params]
+    for step in range(2):
+        grads = [grad_for(param, step, i, BF16).to(grad_dtype) for i, param in enumerate(params)]
+        expected = references_after_step(optimizer, subject.reference, grads, 4.0)
+        optimizer.step(grads=grads, output_params=copies, scale=4.0)
+        narrow = grad_dtype != F64  # Then its norm, which NovoGrad divides by, is one of float32.
+        assert_stepped(optimizer, expected, in_float32=narrow)
+        for param, copied in zip(params, copies, strict=True):
+            assert_near(copied, expected[param].param)
+
+
+@each_subject
+@pytest.mark.parametrize("dtype", [F16, F32, F64], ids=NAMES.get)
+def test_each_group_is_clipped_by_its_own_norm(
+    dtype: torch.dtype, subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    groups = [
+        {"params": params[:3], "max_grad_norm": 0.5},
+        {"params": params[3:5]},
+        {"params": params[5:], "max_grad_norm": 2.0, "lr": 0.3},
+    ]
+    optimizer = subject.fused(groups, **subject.options)
+    for step in range(3):
+        give_grads(params, step)
+        step_and_compare(optimizer, subject)
+
+
+@each_subject
+def test_options_that_change_count_at_once_and_lr_may_be_a_tensor(
+    subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, shapes=SMALL)
+    lr = torch.tensor(0.5, device=device)
+    optimizer = subject.fused(params[:2], **(subject.options | {"lr": lr}))
+    optimizer.add_param_group({"params": params[2:], "weight_decay": 0.5})
+    changes: list[dict[str, Any]] = [{}, {"eps": 0.25}, {"weight_decay": 0.3}, *subject.modes[:2]]
+    for step, change in enumerate(changes):
+        lr.fill_(0.5 / (1 + step))
+        optimizer.param_groups[1].update(change)
+        give_grads(params, step)
+        step_and_compare(optimizer, subject)
+
+
+@each_subject
+def test_parameters_in_any_order_of_memory_are_stepped_as_they_lie(
+    subject: Subject, device: torch.device
+) -> None:
+    weight = torch.randn(2, 3, 4, 5, device=device).contiguous(memory_format=torch.channels_last)
+    params = [Parameter(weight), Parameter(torch.randn(4, 6, device=device).t())]
+    optimizer = subject.fused(params, **subject.options)
+    for step in range(3):
+        give_grads(params, step)
+        params[0].grad = params[0].grad.contiguous()
+        step_and_compare(optimizer, subject)
+
+
+@each_subject
+def test_a_closure_is_called_with_grad_and_its_loss_returned(
+    subject: Subject, device: torch.device
+) -> None:
+    weight = Parameter(torch.ones(3, device=device))
+    optimizer = subject.fused([weight])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * 2.0).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6.0
+    assert (weight < 1.0).all()
+
+
+# --- Under a loss scale.
+
+
+@each_subject
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_grad_scaler_skips_overflows_and_no_other_step(
+    bad: float, dtype: torch.dtype, subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, dtype, SMALL)
+    optimizer = subject.fused(params, **subject.options)
+    theirs = copies_of(params)
+    expected = subject.fused(theirs, **subject.options)
+    scaler = make_scaler(device)
+    scales = []
+    for step in range(20):
+        overflow = step in OVERFLOWS
+        scales.append(scaled_step(scaler, optimizer, params, step, bad=bad if overflow else None))
+        if not overflow:
+            give_grads(theirs, step, values=BF16)
+            expected.step()
+    assert_same_state(optimizer, expected)
+    assert min(scales) < 2.0**10
+    assert scales[4] > scales[0]
+
+
+@pytest.mark.cpu_only  # Of a GPU the host does not hear.
+@each_subject
+def test_a_first_step_that_is_skipped_leaves_no_state(
+    subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, F32, SMALL)
+    optimizer = subject.fused(params, **subject.options)
+    scaled_step(make_scaler(device), optimizer, params, 0, bad=math.inf)
+    assert not optimizer.state
+
+
+@each_subject
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("face", FACES.values(), ids=FACES)
+def test_fp16_optimizer_loses_nothing_to_an_overflow_or_a_checkpoint(
+    face: Any, dynamic: bool, subject: Subject, device: torch.device
+) -> None:
+    def make() -> Any:
+        params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F32, device)]
+        inner = subject.fused(params, **subject.options)
+        args = {"init_scale": 1024.0, "scale_window": 3}
+        return face(inner, 128.0, dynamic, args, verbose=False), params
+
+    def run(optimizer: Any, params: list[Parameter], values: tuple[float, ...]) -> None:
+        for value in values:
+            optimizer.zero_grad()
+            optimizer.backward(pull(*((param, value) for param in params)))
+            optimizer.step()
+
+    optimizer, params = make()
+    masters = copies_of(params, F32)
+    alone = subject.fused(masters, **subject.options)
+    run(optimizer, params, (INF,) if dynamic else ())
+    assert optimizer.overflow is dynamic
+    assert not optimizer.state
+    values = (0.5, -1.5, NAN, 2.0, 0.25) if dynamic else (0.5, -1.5, 2.0, 0.25)
+    run(optimizer, params, values)
+    other, others = make()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for copied, param in zip(others, params, strict=True):
+        copied.data.copy_(param.detach())
+    for each, its in ((optimizer, params), (other, others)):
+        run(each, its, (1.0, -0.75))
+    for value in (*(value for value in values if value == value), 1.0, -0.75):
+        for master in masters:
+            master.grad = torch.full_like(master, value)
+        alone.step()
+    for each, its in ((optimizer, params), (other, others)):
+        assert_same_state(each.optimizer, alone)
+        for param, master in zip(its, masters, strict=True):
+            assert_same_bits(param.detach(), master.detach().to(param.dtype))
+
+
+@pytest.mark.usefixtures("amp_off")
+@each_subject
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_amp_initialize_trains_as_without_amp_and_loses_nothing_to_an_overflow(
+    level: str, subject: Subject, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model: Any = Net().to(device)
+    masters = copies_of(model.parameters())
+    optimizer: Any = subject.fused(model.parameters(), **subject.options)
+    alone = subject.fused(masters, **subject.options)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    inputs = torch.randn(5, 4, device=device)
+    for step in range(6):
+        optimizer.zero_grad()
+        overflow = step in (0, 3)
+        loss = model(inputs).square().mean() * (INF if overflow else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if not overflow:
+            for master, param in zip(masters, amp.master_params(optimizer), strict=True):
+                master.grad = param.grad.detach().clone()
+            alone.step()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == overflow
+    for master, param in zip(masters, amp.master_params(optimizer), strict=True):
+        torch.testing.assert_close(param.detach(), master.detach(), rtol=1e-6, atol=1e-6)
+
+
+# --- Several devices.
+
+
+@pytest.mark.cpu_only
+@each_subject
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_parameters_on_several_devices_are_stepped_as_on_one(
+    max_grad_norm: float, subject: Subject, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(_device_part, "device_of", side_of)
+    params = make_params(device)
+    groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
+    optimizer = spread(
+        subject.fused(groups, **(subject.options | {"max_grad_norm": max_grad_norm}))
+    )
+    for step in range(3):
+        give_grads(params, step, missing=lambda step, index: step == index == 1)
+        step_and_compare(optimizer, subject)
+    scaler = make_scaler(device)
+    with Unchanged(optimizer):
+        scaled_step(scaler, optimizer, params, 3, bad=math.inf)
+
+
+# --- Copies.
+
+
+@each_subject
+@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy", "pickle"])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+def test_another_optimizer_goes_on_to_the_bit(
+    dtype: torch.dtype, way: str, subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, dtype, SMALL)
+    optimizer = subject.fused(params, **subject.options, unscale_grads=False)
+    train(optimizer, params, range(3), missing=lambda step, index: index == 2)
+    if way == "deepcopy":
+        others, other = copy.deepcopy((params, optimizer))
+    elif way == "pickle":
+        others, other = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        others = copies_of(params)
+        other = subject.fused(others, unscale_grads=False)
+        saved = optimizer.state_dict()
+        if way == "file":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+        other.load_state_dict(saved)
+    assert_same_state(optimizer, other)
+    assert other.unscale_grads is False
+    for each, its in ((optimizer, params), (other, others)):
+        train(each, its, range(3, 6))
+    assert_same_state(optimizer, other)
+
+
+# --- Errors: a sentence, and nothing is written.
+
+
+@each_subject
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "max_grad_norm"])
+def test_an_option_out_of_range_is_refused(name: str, subject: Subject) -> None:
+    who = subject.fused.__name__
+    params = [Parameter(torch.ones(3))]
+    for value in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=rf"^{who}: {name} is {value}; it must be 0 or more"):
+            subject.fused(params, **{name: value})
+    with pytest.raises(TypeError, match=rf"^{who}: {name} is '1e-3'; it must be a number"):
+        subject.fused(params, **{name: "1e-3"})
+    optimizer = subject.fused(params)
+    train(optimizer, params, range(1))
+    if name != "lr":  # Schedules go past their end.
+        optimizer.param_groups[0][name] = -1.0
+        with Unchanged(optimizer), pytest.raises(ValueError, match=f"^{who}: {name} is -1"):
+            optimizer.step()
+
+
+@each_subject
+def test_what_does_not_fit_is_named_before_any_group_is_stepped(
+    subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, shapes=SMALL)
+    optimizer = subject.fused([{"params": params[:2]}, {"params": params[2:]}], **subject.options)
+    train(optimizer, params, range(1))
+    who, name = subject.fused.__name__, subject.fused._state_layout.tensors[0]
+    good = optimizer.state[params[3]][name]
+    optimizer.state[params[3]][name] = torch.ones(2, device=device)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError, match=rf"{name}\[1\]\[1\] has 2 elements, params\[1\]\[1\]"):
+        optimizer.step()
+    optimizer.state[params[3]][name] = good
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)
+    params[3].grad = params[3].grad.to_sparse()
+    with pytest.raises(RuntimeError, match=rf"^{who} does not support sparse gradients"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"\.step: grads has lists of \[1\]"):
+        optimizer.step(grads=[before[0]])
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)
+
+
+@each_subject
+def test_the_state_of_another_optimizer_is_refused(subject: Subject) -> None:
+    params = [Parameter(torch.ones(3))]
+    optimizer, other = subject.fused(params), torch.optim.SGD(params, 0.1, momentum=0.9)
+    train(other, params, range(1))
+    who = rf"^{subject.fused.__name__}\.load_state_dict: state\[0\]"
+    with Unchanged(optimizer), pytest.raises(ValueError, match=who + " has .*lacks .*state of a"):
+        optimizer.load_state_dict(other.state_dict())
+    train(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    name = subject.fused._state_layout.tensors[0]
+    saved["state"][0][name] = torch.ones(2)
+    with Unchanged(optimizer), pytest.raises(ValueError, match=who + rf"\['{name}'\] has shape"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [(FusedAdagrad, "sum"), (FusedNovoGrad, "exp_avg"), (torch.optim.Adagrad, "sum")],
+    ids=["FusedAdagrad", "FusedNovoGrad", "torch's Adagrad"],
+)
+def test_fp16_optimizer_names_the_state_of_another_shape(inner: Any, name: str) -> None:
+    param = parameter([1.0] * 3, F16)
+    optimizer = fp16_utils.FP16_Optimizer(inner([param]), verbose=False)
+    optimizer.backward(pull((param, 1.0)))
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["optimizer_state_dict"]["state"][0][name] = torch.ones(2)
+    sentence = rf"{name} of parameter 0 in group 0 has shape \[2\], its parameter \[3\]"
+    with pytest.raises(ValueError, match=sentence):
+        optimizer.load_state_dict(saved)
