@@ -19,7 +19,8 @@ OVERFLOWS = f"{DECISIONS}::test_inf_and_nan_change_nothing_but_the_loss_scale"
 LOSS_SCALES = f"{DECISIONS}::test_the_loss_scale_is_that_of_the_host_to_the_bit"
 
 WRONG_NUMBER = r"AssertionError: \S+ is not \S+"
-READ_BEHIND = r"AddressSanitizer: (heap-buffer-overflow|SEGV)"
+# Far behind may lie what another array was.
+READ_BEHIND = r"AddressSanitizer: (heap-buffer-overflow|heap-use-after-free|SEGV)"
 
 PLANTED_STEP_BUGS = {
     # --- blocks that come to an end
