@@ -20,7 +20,8 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
-    tests = [*PLAN[:2], "tests/test_fused_adam_grad_scaler.py"]
+    rules = ("adam_grad_scaler", "adagrad", "novograd")
+    tests = [*PLAN[:2], *(f"tests/test_fused_{name}.py" for name in rules)]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):
         status, output = run(library, net, ["-q"])
