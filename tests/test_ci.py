@@ -75,7 +75,7 @@ def test_without_a_nightly_result_all_but_what_is_nightly_runs(
     passed, ran = run(ci, monkeypatch)
     names = {target.name for target in ci.ON_BOTH_CORES + ci.ON_ONE_CORE}
     assert passed
-    assert ran == names - {"cuda-tests", "mutants"}
+    assert ran == names - {"cuda-tests", "mutants", "coverage"}
 
 
 def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(
@@ -83,7 +83,7 @@ def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(
 ) -> None:
     assert run(ci, monkeypatch, "--nightly")[0]
     commit()
-    with_paths = {"clients", "coverage", "cuda-on-cpu"}
+    with_paths = {"clients", "cuda-on-cpu"}
     assert not run(ci, monkeypatch)[1] & with_paths
     Path("tests/cuda_on_cpu/file").write_text("changed")
     commit()
