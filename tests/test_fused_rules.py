@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import amp, fp16_utils
-from apex_mp.optimizers import FusedAdagrad, FusedNovoGrad, _device_part
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD, _device_part
 
 # By step and parameter.
 NO_GRAD = {(0, 1), (1, 1), (1, 0)}
@@ -165,6 +165,34 @@ def test_a_closure_is_called_with_grad_and_its_loss_returned(
 
     assert optimizer.step(closure).item() == 6.0
     assert (weight < 1.0).all()
+
+
+@pytest.mark.cpu_only  # On CUDA the order of a norm's sum, and so its last bits, go by the dtype.
+@pytest.mark.parametrize(
+    ("fused", "options"),
+    [
+        (FusedAdam, {"lr": 0.1}),
+        (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+        *((subject.fused, subject.options) for subject in SUBJECTS.values()),
+    ],
+)
+@pytest.mark.parametrize("output", [F16, BF16], ids=NAMES.get)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
+@pytest.mark.usefixtures("cpu_level")
+def test_half_gradients_and_outputs_are_those_of_floats_rounded_once(
+    dtype: torch.dtype, output: torch.dtype, fused: Any, options: Any, device: torch.device
+) -> None:
+    params = make_params(device, F32)
+    theirs = copies_of(params)
+    outputs = [torch.zeros_like(param, dtype=output) for param in params]
+    optimizer, expected = fused(params, **options), fused(theirs, **options)
+    for step in range(2):
+        grads = [grad_for(param, step, i).to(dtype) for i, param in enumerate(params)]
+        optimizer.step(grads=[grads], output_params=[outputs])
+        expected.step(grads=[[grad.float() for grad in grads]])
+    for param, wanted, copied in zip(params, theirs, outputs, strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+        assert_same_bits(copied, wanted.detach().to(output))
 
 
 # --- Under a loss scale.
