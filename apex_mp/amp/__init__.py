@@ -11,6 +11,7 @@ from apex_mp.amp.frontend import (
     scale_loss,
     state_dict,
 )
+from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.registry import (
@@ -25,6 +26,7 @@ from apex_mp.amp.step_guard import step_was_skipped
 
 __all__ = [
     "AmpHandle",
+    "GradScaler",
     "NoOpHandle",
     "OptimWrapper",
     "_amp_state",

@@ -30,15 +30,15 @@ _Place: TypeAlias = tuple[Parameter, Mapping[str, Any], tuple[int, int]]
 
 
 class ParamNames:
-    """Names for messages of the parameters of an FP16_Optimizer.
+    """Names for messages of the parameters of an optimizer.
 
     Args:
-        held: The masters and their model parameters.
+        held: The masters and their model parameters; None: parameters have no masters.
         model: The module whose names come first; then come `param_names` of the groups, and last
             group and index [None].
     """
 
-    def __init__(self, held: MasterGrads, model: torch.nn.Module | None) -> None:
+    def __init__(self, held: MasterGrads | None, model: torch.nn.Module | None) -> None:
         self._held = held
         named = () if model is None else model.named_parameters()
         self._of_model = {id(param): name for name, param in named}
@@ -52,12 +52,17 @@ class ParamNames:
         places = self._places(param_groups)
         return next((self._name(*each) for each in places if each[0] is master), "parameter")
 
+    def params(self, param_groups: list[dict[str, Any]]) -> Iterator[tuple[str, Parameter]]:
+        """Yield every parameter in the groups with its name."""
+        for each in self._places(param_groups):
+            yield self._name(*each), each[0]
+
     def grads(self, param_groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         """Yield every gradient that there is, with the name of its parameter."""
-        for each in self._places(param_groups):
-            grad = self._held.grad_of(each[0])
+        for name, param in self.params(param_groups):
+            grad = param.grad if self._held is None else self._held.grad_of(param)
             if grad is not None:
-                yield self._name(*each), grad
+                yield name, grad
 
     def rows(
         self,
@@ -83,7 +88,8 @@ class ParamNames:
                 yield param, group, (number, index)
 
     def _name(self, param: Parameter, group: Mapping[str, Any], place: tuple[int, int]) -> str:
-        name = self._of_model.get(id(self._held.model_of.get(param, param)))
+        own = param if self._held is None else self._held.model_of.get(param, param)
+        name = self._of_model.get(id(own))
         if name is not None:
             return name
         number, index = place

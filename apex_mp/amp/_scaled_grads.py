@@ -1,0 +1,115 @@
+"""The scaled gradients of one optimizer: collected by device, measured, unscaled in place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from apex_mp import _C, _ops, tensors
+from apex_mp.device_scale import bring
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledGrads:
+    """The parameters of an optimizer that have a gradient, in the order of its groups.
+
+    Attributes:
+        plain: By device, those whose gradient the operators of this package read.
+        others: Those whose gradient is sparse, a DTensor, or on a device without kernels: torch's
+            operator unscales them.
+    """
+
+    plain: dict[torch.device, list[Tensor]]
+    others: list[Tensor]
+
+    def params(self) -> list[Tensor]:
+        """Return the parameters with a plain gradient, device by device."""
+        return [param for params in self.plain.values() for param in params]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one pass over plain gradients found; it only reads them.
+
+    Attributes:
+        grads: The gradients that were read.
+        found_inf: By device, 0-dim float32: not 0 if a gradient there holds inf or NaN.
+        sum_sq: By device, float64: the sum of squares of each gradient, in the order of `grads`.
+    """
+
+    grads: ScaledGrads
+    found_inf: dict[torch.device, Tensor]
+    sum_sq: dict[torch.device, Tensor]
+
+    def norm(self, device: torch.device) -> Tensor:
+        """Return the l2 norm of all gradients, as they lie: 0-dim float64 on a device."""
+        sums = [bring(each.sum(), device) for each in self.sum_sq.values()]
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(sums).sum().sqrt()
+
+
+def collect(optimizer: torch.optim.Optimizer) -> ScaledGrads:
+    """Return the parameters of an optimizer that have a gradient."""
+    plain: dict[torch.device, list[Tensor]] = {}
+    others: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if _has_kernels(grad.device) and _is_plain(grad):
+                plain.setdefault(grad.device, []).append(param)
+            else:
+                others.append(param)
+    return ScaledGrads(plain, others)
+
+
+def measure(grads: ScaledGrads) -> Measured:
+    """Test the plain gradients for inf and NaN and sum their squares; the host does not wait."""
+    found_inf, sum_sq = {}, {}
+    for device, params in grads.plain.items():
+        found = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+        sums = sum_sq[device] = torch.zeros(len(params), dtype=torch.float64, device=device)
+        _ops.check_([_grad_of(param) for param in params], range(len(params)), found, sums)
+    return Measured(grads, found_inf, sum_sq)
+
+
+@torch.no_grad()
+def unscale(
+    grads: ScaledGrads, inv_scale: Tensor, found_inf: dict[torch.device, Tensor]
+) -> dict[torch.device, Tensor]:
+    """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
+
+    Args:
+        grads: The gradients.
+        inv_scale: One float32 element on any device.
+        found_inf: By device, what was found in other gradients; a device that is missing is added.
+
+    Returns:
+        `found_inf`, where a device's number is not 0 if a gradient there held inf or NaN.
+    """
+    for device, params in grads.plain.items():
+        found = found_inf.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
+        # Parameters may share a gradient, which is to be unscaled once.
+        distinct = [*{id(grad): grad for grad in map(_grad_of, params)}.values()]
+        _ops.unscale_(distinct, distinct, bring(inv_scale, device), found)
+    return found_inf
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and _C.with_cuda)
+
+
+def _is_plain(grad: Tensor) -> bool:
+    if tensors.is_usual(grad):
+        return True
+    return tensors.not_readable(grad) is None and tensors.is_dense(grad)
+
+
+def _grad_of(param: Tensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None  # `collect` has seen it.
+    return grad

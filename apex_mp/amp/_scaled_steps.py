@@ -1,0 +1,248 @@
+"""What became of an optimizer's steps under a GradScaler: skipped or not, and why."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import _C, device_scale, tensors
+from apex_mp.amp._scaled_grads import Measured
+from apex_mp.fp16_utils._skips import (
+    SKIPS_BEFORE_WARNING,
+    ParamNames,
+    mark_step_called,
+    warn,
+    warn_of_endless_skips,
+)
+from apex_mp.grads import NonFinite, locate_nonfinite
+from apex_mp.master import LOW_PRECISION
+from apex_mp.optimizers._state import has_master
+
+_NAMED = 3
+_ELEMENTS_LOOKED_AT = 1 << 20
+
+
+class ScaledSteps:
+    """The outcomes of one optimizer's steps.
+
+    Args:
+        optimizer: The optimizer; known weakly.
+        model: Returns the module whose names come first, or None.
+        current_scale: Returns the loss scale, for a warning.
+
+    Attributes:
+        skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: Callable[[], torch.nn.Module | None] | None,
+        current_scale: Callable[[], float],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._model = model
+        self._current_scale = current_scale
+        self._found_inf: bool | Tensor = False  # of the last step
+        self._report: list[NonFinite] = []
+        self._marks = _C.GradMarks()  # the gradients of the last step
+        self._has_looked_at_updates = False
+        self.skips_in_a_row = 0
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step was skipped; the host waits until it knows."""
+        device_scale.settle(wait=True)
+        return bool(self._found_inf)
+
+    @property
+    def report(self) -> list[NonFinite]:
+        """Which gradients held inf or NaN in the last skipped step; the host waits."""
+        device_scale.settle(wait=True)
+        return self._report
+
+    # The end of a step.
+
+    def end_step(self, skipped: bool) -> None:
+        """Take note of a step that the host has waited for."""
+        self._found_inf = skipped
+        self._take_note(skipped, self._locate)
+
+    def end_fused_step(self, found_inf: Sequence[Tensor], measured: Measured | None) -> None:
+        """Take note of a step that was given `found_inf`; a GPU is not waited for.
+
+        Args:
+            found_inf: Not 0 on a device whose gradients held inf or NaN.
+            measured: What is known of each gradient.
+        """
+        devices = [found.device for found in found_inf]
+        remote = [device for device in devices if device.type in device_scale.DEVICE_TYPES]
+        if not remote:
+            self.end_step(any(found.item() for found in found_inf))
+            return
+        home = remote[0]
+        # A copy: GradScaler.update() writes to one of them.
+        found = torch.stack([device_scale.bring(each, home) for each in found_inf]).sum()
+        self._found_inf = found
+        if device_scale.is_capturing():
+            return
+        params = [] if measured is None else measured.grads.params()
+        sums = [] if measured is None else [*measured.sum_sq.values()]
+        self._marks.take(self._params())
+        numbers = torch.cat([found.double().view(1), *(device_scale.bring(s, home) for s in sums)])
+        device_scale.send_tensor(numbers, functools.partial(self._told, params))
+
+    def _told(self, params: list[Tensor], numbers: Tensor) -> None:
+        """Take note of a step that completed asynchronously.
+
+        Args:
+            params: The parameters whose gradients were measured.
+            numbers: Whether it was skipped, and the sum of squares of each gradient.
+        """
+        found, *sums = numbers.tolist()
+
+        def locate() -> list[NonFinite]:
+            if not self._marks.differ(self._params()):
+                return self._locate()
+            rows = {
+                id(p) for p, total in zip(params, sums, strict=False) if not math.isfinite(total)
+            }
+            return [
+                NonFinite(name, tuple(param.shape))
+                for name, param in self._named_params()
+                if id(param) in rows
+            ]
+
+        self._take_note(found != 0.0, locate)
+
+    def _take_note(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
+        if not skipped:
+            self.skips_in_a_row = 0
+            return
+        self.skips_in_a_row += 1
+        self._report = locate()
+        mark_step_called(self._optimizer())
+        if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
+            who = f"GradScaler: {type(self._optimizer()).__name__}"
+            warn_of_endless_skips(self._report, self._current_scale(), who=who)
+
+    # Names.
+
+    def _params(self) -> list[Tensor]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [param for group in groups for param in group["params"]]
+
+    def _named_params(self) -> Iterator[tuple[str, Tensor]]:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        model = None if self._model is None else self._model()
+        yield from ParamNames(None, model).params(optimizer.param_groups)
+
+    def _locate(self) -> list[NonFinite]:
+        """Look at the gradients that are there."""
+        return locate_nonfinite(
+            (name, _numbers_of(param.grad))
+            for name, param in self._named_params()
+            if param.grad is not None
+        )
+
+    # Parameters without masters.
+
+    def watch_updates(self) -> LostUpdates | None:
+        """Return what watches the step that is about to be taken, if there is reason to."""
+        optimizer = self._optimizer()
+        if self._has_looked_at_updates or optimizer is None:
+            return None
+        without_master = {
+            id(param)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.dtype in LOW_PRECISION and param.requires_grad and not has_master(param, group)
+        }
+        named = [(name, p) for name, p in self._named_params() if id(p) in without_master]
+        self._has_looked_at_updates = not named
+        return LostUpdates(type(optimizer).__name__, named) if named else None
+
+    def check_updates(self, lost: LostUpdates | None) -> None:
+        """Warn once that parameters have no masters, after the first step that was taken."""
+        if lost is None or device_scale.is_capturing():
+            return
+        counts = lost.counts()
+        if not isinstance(self._found_inf, Tensor):
+            self._warn_of_lost(lost, [float(self._found_inf), *counts.tolist()])
+            return
+        found = self._found_inf.double().view(1)
+        device_scale.send_tensor(
+            torch.cat([found, device_scale.bring(counts, found.device)]),
+            lambda numbers: self._warn_of_lost(lost, numbers.tolist()),
+        )
+
+    def _warn_of_lost(self, lost: LostUpdates, numbers: Sequence[float]) -> None:
+        found_inf, unchanged, total = numbers
+        if found_inf or self._has_looked_at_updates:
+            return
+        self._has_looked_at_updates = True
+        warn(lost.message(int(unchanged), int(total)))
+
+
+class LostUpdates:
+    """Counts the weights that a step leaves as they are although their gradient is not zero.
+
+    Args:
+        owner: Name of the optimizer.
+        named: Its 16-bit parameters without masters, and their names. Of these as many are looked
+            at as have about a million elements together.
+    """
+
+    def __init__(self, owner: str, named: list[tuple[str, Tensor]]) -> None:
+        self._owner = owner
+        self._names = [name for name, _ in named]
+        self._dtypes = sorted({f"{param.dtype}".removeprefix("torch.") for _, param in named})
+        self._before: list[tuple[Tensor, Tensor]] = []
+        elements = 0
+        for _, param in named:
+            if elements < _ELEMENTS_LOOKED_AT and param.grad is not None:
+                self._before.append((param, param.detach().clone()))
+                elements += param.numel()
+
+    @torch.no_grad()
+    def counts(self) -> Tensor:
+        """Return how many weights did not change, and of how many: gradients that are not zero."""
+        unchanged = [torch.zeros(2, dtype=torch.float64)]
+        for param, before in self._before:
+            grad = param.grad
+            if grad is None or tensors.not_readable(grad) is not None:
+                continue
+            moves = grad != 0
+            pair = torch.stack([(moves & (param == before)).sum(), moves.sum()])
+            unchanged.append(pair.double())
+        home = unchanged[-1].device
+        self._before.clear()
+        return torch.stack([device_scale.bring(each, home) for each in unchanged]).sum(0)
+
+    def message(self, unchanged: int, total: int) -> str:
+        names = ", ".join(self._names[:_NAMED]) + (", ..." if len(self._names) > _NAMED else "")
+        dtypes = " and ".join(self._dtypes)
+        return (
+            f"GradScaler: {self._owner} steps {len(self._names)} parameters of {dtypes} that have "
+            f"no float32 masters: {names}. An update of less than half the distance between two "
+            f"such numbers is lost: here are {unchanged:,} of {total:,} of the first step. "
+            "FusedAdam(..., master_weights=True) keeps masters; for other optimizers make them "
+            "with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
+        )
+
+
+def _numbers_of(grad: Tensor) -> Tensor:
+    """Return a gradient as a tensor that can be searched for inf and NaN."""
+    if grad.is_sparse:
+        return grad._values()
+    local: Any = getattr(grad, "to_local", None)  # of a DTensor
+    return grad if local is None else local()
