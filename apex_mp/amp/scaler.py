@@ -117,6 +117,13 @@ class LossScaler:
         """The factor on the loss."""
         return self.value.scale
 
+    def at_minimum(self, scale: float) -> bool:
+        """Whether a scale that this one has come to cannot back off any more."""
+        held = self._value  # The bounds, on the host; the scale may be on a device.
+        return (
+            isinstance(held, DynamicLossScale) and dataclasses.replace(held, scale=scale).at_minimum
+        )
+
     @property
     def _loss_scale(self) -> float:
         return self.value.scale

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from apex_mp import _step_notes
 from apex_mp.amp._overflow import FiniteClosure
 from apex_mp.amp._routes import routes_of
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.device_scale import send, settle
+from apex_mp.device_scale import bring, send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
 from apex_mp.fp16_utils._skips import (
@@ -23,6 +24,8 @@ from apex_mp.fp16_utils._skips import (
     mark_step_called,
     warn_of_endless_skips,
 )
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class StepGuard:
@@ -39,6 +42,8 @@ class StepGuard:
         scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
         scalers: The loss scales of losses that gave those, by their id().
         in_block: Whether a block of `scale_loss` is open.
+        scaler: The loss scale of the last loss, once its block has ended.
+        scales: What it was in that block, and what it was after it: numbers, or on a device.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -46,6 +51,8 @@ class StepGuard:
         self.scaled_by: float | None = None
         self.scalers: dict[int, LossScaler] = {}
         self.in_block = False
+        self.scaler: LossScaler | None = None
+        self.scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
         # Of the gradients that are there: what the host knows, and what it does not know yet.
         self._overflow: Overflow | None = None
         self._found_inf: Tensor | None = None
@@ -122,6 +129,8 @@ class StepGuard:
         self._refuse_scaled_gradients(optimizer)
         if self._is_leaving:
             self._take_off()
+        if _step_notes.listeners:
+            _step_notes.before(optimizer, self.scaler, scale=self.scales[0], unscaled=_FLOATING)
         if self._found_inf is not None and self._overflow is None and not (args or kwargs):
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()
@@ -130,7 +139,7 @@ class StepGuard:
             for route in routes_of(optimizer):
                 if route.has_master:  # The user may clear only the model's gradients.
                     route.target.grad = None
-            self._end_step(overflow)
+            self._end_step_on_host(overflow)
             return None
         if args and callable(args[0]):
             return self._step_with_closure(
@@ -142,7 +151,7 @@ class StepGuard:
                 lambda closure: self._step(optimizer, *args, **{**kwargs, "closure": closure}),
             )
         value = self._step(optimizer, *args, **kwargs)
-        self._end_step(None)
+        self._end_step_on_host(None)
         return value
 
     def _refuse_scaled_gradients(self, optimizer: Any) -> None:
@@ -177,11 +186,30 @@ class StepGuard:
             raise
         finally:
             del optimizer.found_inf
-        send([found_inf], lambda found: self._end_step(self.last_overflow if found[0] else None))
+        scaler, numbers = self.scaler, [found_inf]
+        if _step_notes.heard(optimizer, scaler):
+            numbers += [_on(found_inf.device, scale) for scale in self.scales]
+
+        def tell(found: list[float]) -> None:
+            self._end_step(self.last_overflow if found[0] else None, scaler, found[1:])
+
+        send(numbers, tell)
         settle(wait=False)
         return value
 
-    def _end_step(self, overflow: Overflow | None) -> None:
+    def _end_step(
+        self,
+        overflow: Overflow | None,
+        scaler: LossScaler | None = None,
+        scales: Sequence[float] = (),
+    ) -> None:
+        """Take note of a step.
+
+        Args:
+            overflow: Why it was skipped; None: it was taken.
+            scaler: The loss scale of its last loss.
+            scales: What that was, and is next; empty if the host does not know.
+        """
         self._step_was_skipped = overflow is not None
         self._skips_in_a_row = self._skips_in_a_row + 1 if overflow is not None else 0
         if overflow is not None and self._skips_in_a_row == SKIPS_BEFORE_WARNING:
@@ -190,6 +218,13 @@ class StepGuard:
                 overflow.scale_after,
                 who=f"amp: {type(self._optimizer()).__name__}",
             )
+        if scales and _step_notes.listeners:
+            note = _note(overflow, scaler, *scales)
+            _step_notes.after(self._optimizer(), scaler, note=note)
+
+    def _end_step_on_host(self, overflow: Overflow | None) -> None:
+        scales = self.scales if _step_notes.heard(self._optimizer(), self.scaler) else ()
+        self._end_step(overflow, self.scaler, [*map(float, scales)])
 
     def _step_with_closure(self, closure: Any, step: Callable[[Callable[[], Any]], Any]) -> Any:
         optimizer = self._optimizer()
@@ -201,7 +236,7 @@ class StepGuard:
         except StepAbandonedError:
             before.restore(state)
             value = None
-        self._end_step(finite.overflow)
+        self._end_step_on_host(finite.overflow)
         return value
 
 
@@ -283,6 +318,27 @@ def _function_of(optimizer: Any) -> Callable[..., Any]:
         return step(*args, **kwargs)
 
     return ignoring_self
+
+
+def _on(device: torch.device, scale: float | Tensor) -> Tensor:
+    return (
+        bring(scale, device) if isinstance(scale, Tensor) else torch.full((), scale, device=device)
+    )
+
+
+def _note(
+    overflow: Overflow | None, scaler: LossScaler | None, scale: float, next_scale: float
+) -> _step_notes.StepNote:
+    """Return what became of a step, by the loss that overflowed, or else by the last one."""
+    if overflow is None:
+        return _step_notes.StepNote(scale, next_scale, False)
+    return _step_notes.StepNote(
+        overflow.scale_before,
+        overflow.scale_after,
+        True,
+        at_minimum=scaler is not None and scaler.at_minimum(overflow.scale_after),
+        overflow=overflow.report,
+    )
 
 
 def _written_by(optimizer: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from apex_mp import device_scale, grads, tensors
+from apex_mp import _step_notes, device_scale, grads, tensors
 from apex_mp._log import logger
 from apex_mp._state_checks import as_dict
 from apex_mp._step_request import Outcome, StepRequest, StepResult
@@ -39,7 +39,7 @@ from apex_mp.fp16_utils._skips import (
 )
 from apex_mp.fp16_utils._weights import WeightWatch
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.loss_scale import LossScale, is_of_grad_scaler
+from apex_mp.loss_scale import DynamicLossScale, LossScale, is_of_grad_scaler
 from apex_mp.master import LOW_PRECISION, MasterGroup
 from apex_mp.master_grads import MasterGrads, Stage
 from apex_mp.parallel import followers
@@ -172,6 +172,7 @@ class FP16_Optimizer(OldNames, Delegates):
         self._overflow: bool | None = False  # None: unknown since the last backward
         self._awaited: StepResult | None = None  # the last step, until its outcome is known
         self._skips_in_a_row = 0
+        self._group_norms: list[float] = []  # of the last step's unscaled gradients, if measured
         self._iteration = 0
         followers.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -318,6 +319,9 @@ class FP16_Optimizer(OldNames, Delegates):
         params = [param for group in self.param_groups for param in group["params"]]
         norm = self.clip_grad_norm(params, max_norm, norm_type)
         self._grads.accept_edits()
+        if norm_type == 2 and _step_notes.heard(self):
+            factor = _step_notes.clip_factor(float(norm), max_norm)
+            _step_notes.measured(self, grad_norm=float(norm), clip=factor)
         return norm
 
     @_eager
@@ -350,7 +354,10 @@ class FP16_Optimizer(OldNames, Delegates):
             if captured is not None:
                 return captured  # Until the next replay.
         if self._overflow is None:
-            self._overflow = _check(self._grads.collect(self.param_groups)[0]).found_inf
+            lists, scale = self._grads.collect(self.param_groups)
+            checked = _check(lists)
+            self._overflow = checked.found_inf
+            self._group_norms = _unscaled(checked, scale)
         return self._overflow
 
     @overflow.setter
@@ -408,6 +415,12 @@ class FP16_Optimizer(OldNames, Delegates):
         else:
             self._misuse.check_clip()
             self._unscale_what_came_in()
+            if _step_notes.listeners:
+                _step_notes.before(
+                    self,
+                    scale=self._grads.scale_of_grads(),
+                    unscaled=(torch.float32, torch.float64),
+                )
             skipped, value = self._step_without_closure()
         self._end_step(skipped=skipped)
         self._weights.begin()
@@ -450,6 +463,7 @@ class FP16_Optimizer(OldNames, Delegates):
             # The user may have written to masters that have no gradient.
             self._grads.copy_to_model_of(result.without_grad)
         if outcome.is_known:
+            self._group_norms = outcome.norms
             return outcome.found_inf
         self._awaited = result
         return None
@@ -485,6 +499,7 @@ class FP16_Optimizer(OldNames, Delegates):
             checked = _check(lists)
             if checked.found_inf:
                 return True, None
+        self._group_norms = _unscaled(checked, scale)
         norms = checked.norms
         if self.clip == "global":
             norms = (checked.global_norm,) * len(norms)
@@ -525,7 +540,8 @@ class FP16_Optimizer(OldNames, Delegates):
             self._steps.send(self._awaited)  # From here on _told may be called.
             return
         self._awaited = None
-        self._take_note(skipped, self._loss_scaler.update_scale, self._locate)
+        norms, self._group_norms = self._group_norms, []
+        self._take_note(skipped, self._loss_scaler.update_scale, self._locate, norms)
 
     def _told(self, outcome: Outcome, result: StepResult) -> None:
         """Handle the result of a step that completed asynchronously."""
@@ -545,6 +561,7 @@ class FP16_Optimizer(OldNames, Delegates):
             outcome.found_inf,
             lambda skipped: self._steps.update(self._loss_scaler, skipped=skipped),
             locate,
+            outcome.norms,
         )
 
     def _take_note(
@@ -552,6 +569,7 @@ class FP16_Optimizer(OldNames, Delegates):
         skipped: bool,
         update_scale: Callable[[bool], None],
         locate: Callable[[], list[grads.NonFinite]],
+        norms: list[float],
     ) -> None:
         """Bring scaler and counts up to date, and say what was skipped."""
         scaler = self._loss_scaler
@@ -563,6 +581,26 @@ class FP16_Optimizer(OldNames, Delegates):
             self._report_skip(iteration, scale, locate())
         else:
             self._skips_in_a_row = 0
+        if _step_notes.heard(self):
+            _step_notes.after(self, note=self._note(skipped, scale, norms))
+
+    def _note(self, skipped: bool, scale: float, norms: list[float]) -> _step_notes.StepNote:
+        value = self._loss_scaler.loss_scale_value
+        is_clipped = "grad_norms" in self._legacy_arguments
+        norm, clip = _step_notes.norm_and_clip(
+            norms,
+            self.param_groups if is_clipped else [{}] * len(norms),
+            by_global_norm=self.clip == "global",
+        )
+        return _step_notes.StepNote(
+            scale,
+            value.scale,
+            skipped,
+            at_minimum=skipped and isinstance(value, DynamicLossScale) and value.at_minimum,
+            grad_norm=norm,
+            clip=clip,
+            overflow=self._overflow_report if skipped else (),
+        )
 
     def _locate(self) -> list[grads.NonFinite]:
         return grads.locate_nonfinite(self._names.grads(self.param_groups))
@@ -707,3 +745,8 @@ class FP16_Optimizer(OldNames, Delegates):
 
 def _check(lists: list[list[Tensor | None]]) -> grads.Checked:
     return grads.check([[grad for grad in one if grad is not None] for one in lists])
+
+
+def _unscaled(checked: grads.Checked, scale: float | Tensor) -> list[float]:
+    """Return the norms of unscaled gradients; the host has just waited for their device."""
+    return [norm / float(scale) for norm in checked.norms]

@@ -1,0 +1,140 @@
+"""What becomes of steps, for those who listen: apex_mp.monitor. Without a listener it is one test.
+
+A holder of a loss scale calls `before` when the gradients of a step are complete, and `after` when
+it knows what became of the step, in the order of the steps. On a device that the host does not wait
+for that is later. Listeners are kept beside their owner, not on it: a copy or a pickle of an
+optimizer has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from apex_mp.grads import NonFinite
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNote:
+    """What became of one step.
+
+    Attributes:
+        scale: The loss scale of its gradients.
+        next_scale: That of the next step.
+        skipped: Whether gradients held inf or NaN, so that nothing was stepped.
+        at_minimum: Whether it was skipped though the scale cannot back off any more.
+        grad_norm: l2 norm of all unscaled gradients before clipping; None if none was measured.
+        clip: What the gradients were multiplied by to clip them, the smallest factor if groups have
+            their own; None if nothing was measured.
+        overflow: Which gradients held inf or NaN.
+    """
+
+    scale: float
+    next_scale: float
+    skipped: bool
+    at_minimum: bool = False
+    grad_norm: float | None = None
+    clip: float | None = None
+    overflow: Sequence[NonFinite] = ()
+
+
+class Listener(Protocol):
+    """Hears of the steps of one owner."""
+
+    def before_step(self, scale: float | Tensor, unscaled: Collection[torch.dtype]) -> None:
+        """The gradients of a step are complete; see `before`."""
+
+    def note(self, *, grad_norm: float | Tensor | None, clip: float | Tensor | None) -> None:
+        """Something was measured for the next step."""
+
+    def after_step(self, note: StepNote) -> None:
+        """A step has ended, or was skipped."""
+
+
+# By the optimizer or scaler that they listen to, which they do not keep alive.
+listeners: weakref.WeakKeyDictionary[Any, list[Listener]] = weakref.WeakKeyDictionary()
+
+
+def listen(owner: Any, listener: Listener) -> None:
+    """Have a listener hear of an owner's steps, as long as there is the owner."""
+    listeners.setdefault(owner, []).append(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """Take a listener away from all owners."""
+    for owner, each in [*listeners.items()]:
+        rest = [other for other in each if other is not listener]
+        if rest:
+            listeners[owner] = rest
+        else:
+            del listeners[owner]
+
+
+def heard(*owners: Any) -> list[Listener]:
+    """Return who listens to one of the owners; None stands for no owner."""
+    if not listeners:
+        return []
+    found = [each for owner in owners if owner is not None for each in listeners.get(owner, ())]
+    return [*{id(each): each for each in found}.values()]
+
+
+def before(*owners: Any, scale: float | Tensor, unscaled: Collection[torch.dtype] = ()) -> None:
+    """Say that the gradients of a step are complete.
+
+    Args:
+        owners: Whose step it is.
+        scale: Their loss scale: a number, or one on a device.
+        unscaled: Dtypes of gradients that it was taken out of already.
+    """
+    for listener in heard(*owners):
+        listener.before_step(scale, unscaled)
+
+
+def measured(
+    *owners: Any,
+    grad_norm: float | Tensor | None = None,
+    clip: float | Tensor | None = None,
+) -> None:
+    """Say what was measured for the next step, before `before`."""
+    for listener in heard(*owners):
+        listener.note(grad_norm=grad_norm, clip=clip)
+
+
+def after(*owners: Any, note: StepNote) -> None:
+    """Say what became of a step. A listener may raise: be done with the step before."""
+    for listener in heard(*owners):
+        listener.after_step(note)
+
+
+def norm_and_clip(
+    norms: Sequence[float], groups: Sequence[Mapping[str, Any]], *, by_global_norm: bool
+) -> tuple[float | None, float | None]:
+    """Return the norm of all gradients, and the smallest factor that clipping multiplies by.
+
+    Args:
+        norms: l2 norm of each group's unscaled gradients; empty if none was measured.
+        groups: The groups; those with a `max_grad_norm` above 0 are clipped.
+        by_global_norm: Each is clipped by the norm of all.
+    """
+    if not norms:
+        return None, None
+    total = math.hypot(*norms)
+    if not math.isfinite(total):
+        return None, None
+    factors = [
+        clip_factor(total if by_global_norm else norm, group["max_grad_norm"])
+        for norm, group in zip(norms, groups, strict=True)
+        if group.get("max_grad_norm", 0.0) > 0.0
+    ]
+    return total, min(factors, default=None)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what gradients are multiplied by: 1 / `clip_divisor` of csrc/math/clip.h."""
+    return min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,152 @@
+"""A run as a picture: loss scale with skips, gradient norm, and which parameters overflowed."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from apex_mp.monitor.history import History
+
+# Of Okabe and Ito, which people with any colour vision tell apart.
+_SCALE, _NORM, _SKIPPED, _CLIPPED = "#0072b2", "#009e73", "#d55e00", "#e69f00"
+_INK, _FAINT = "#222222", "#777777"
+_LOOK: Any = {
+    "font.size": 10.5,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": "#aaaaaa",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.axisbelow": True,
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+    "grid.color": "#e8e8e8",
+}
+_ROWS_SHOWN = 12
+
+
+def draw(history: History, path: str | os.PathLike[str]) -> None:
+    """Write the picture of a run; the suffix of the path says the format.
+
+    Raises:
+        ValueError: There are no steps.
+    """
+    if not history.steps:
+        raise ValueError("Monitor.plot: there are no steps yet")
+    with matplotlib.rc_context(_LOOK):
+        figure = Figure(figsize=(11.5, 6.2), dpi=150, facecolor="white")
+        grid = figure.add_gridspec(
+            2, 2, width_ratios=(2.15, 1), left=0.07, right=0.975, top=0.81, bottom=0.09,
+            wspace=0.42, hspace=0.38,
+        )  # fmt: skip
+        scale = figure.add_subplot(grid[0, 0])
+        norm = figure.add_subplot(grid[1, 0], sharex=scale)
+        _draw_scale(scale, history)
+        _draw_norm(norm, history)
+        _draw_parameters(figure.add_subplot(grid[:, 1]), history)
+        figure.suptitle(
+            _finding(history), x=0.07, y=0.955, ha="left", fontsize=15.5, fontweight="bold"
+        )
+        figure.text(0.07, 0.89, _subtitle(history), color=_FAINT, va="center")
+        figure.savefig(path)
+
+
+def _finding(history: History) -> str:
+    if not history.skipped:
+        return f"None of {history.total} steps was skipped"
+    share = 100.0 * history.skipped / history.total
+    return f"{history.skipped} of {history.total} steps were skipped ({share:.2g} %)"
+
+
+def _subtitle(history: History) -> str:
+    first, last = history.steps[0], history.steps[-1]
+    return (
+        f"Steps {first.number} to {last.number}; the loss scale is {_power(last.scale)} at the end"
+    )
+
+
+def _power(scale: float) -> str:
+    exponent = math.log2(scale)
+    return f"2$^{{{exponent:.0f}}}$" if exponent == int(exponent) else f"{scale:g}"
+
+
+def _draw_scale(axes: Axes, history: History) -> None:
+    steps = [*history.steps]
+    axes.plot(
+        [step.number for step in steps], [step.scale for step in steps],
+        color=_SCALE, linewidth=1.6, drawstyle="steps-post",
+    )  # fmt: skip
+    skipped = [step for step in steps if step.skipped]
+    if skipped:
+        axes.plot(
+            [step.number for step in skipped], [step.scale for step in skipped], "X",
+            color=_SKIPPED, markersize=8, markeredgecolor="white", zorder=5,
+            label="skipped: a gradient held inf or NaN",
+        )  # fmt: skip
+        axes.legend(frameon=False, loc="best")
+    axes.set(title="Loss scale", yscale="log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_minor_locator(MaxNLocator(1))
+    axes.margins(y=0.15)
+    axes.grid(axis="y")
+
+
+def _draw_norm(axes: Axes, history: History) -> None:
+    axes.set(title="Gradient norm, before clipping", xlabel="step")
+    measured = [step for step in history.steps if step.grad_norm is not None]
+    if not measured:
+        axes.text(0.5, 0.5, "not measured", ha="center", color=_FAINT, transform=axes.transAxes)
+        axes.set_yticks([])
+        return
+    axes.plot(
+        [step.number for step in measured], [step.grad_norm or 0.0 for step in measured],
+        color=_NORM, linewidth=1.2,
+    )  # fmt: skip
+    clipped = [step for step in measured if step.clip is not None and step.clip < 1.0]
+    if clipped:
+        axes.plot(
+            [step.number for step in clipped],
+            [(step.grad_norm or 0.0) * (step.clip or 0.0) for step in clipped],
+            ".", color=_CLIPPED, markersize=3, label="after clipping",
+        )  # fmt: skip
+        axes.legend(frameon=False, loc="best")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(axis="y")
+
+
+def _draw_parameters(axes: Axes, history: History) -> None:
+    counts = [*history.overflows_by_name().items()]
+    axes.set(title="Which gradients held inf or NaN")
+    if not counts:
+        axes.text(0.5, 0.5, "none", ha="center", color=_FAINT, transform=axes.transAxes)
+        axes.set_axis_off()
+        return
+    shown = counts[:_ROWS_SHOWN]
+    bars = axes.barh(range(len(shown)), [count for _, count in shown], color=_SKIPPED, height=0.6)
+    axes.bar_label(bars, padding=4)
+    axes.set_yticks(range(len(shown)), [_short(name) for name, _ in shown], color=_INK, fontsize=9)
+    axes.set_ylim(max(len(shown), 6) - 0.45, -0.55)
+    axes.set(xlabel="skipped steps", xlim=(0, 1.2 * shown[0][1]))
+    if len(counts) > len(shown):
+        axes.annotate(
+            f"and {len(counts) - len(shown)} more", (1, 0), xycoords="axes fraction",
+            xytext=(0, 4), textcoords="offset points", ha="right", color=_FAINT,
+        )  # fmt: skip
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(axis="x")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 26 else "…" + name[-25:]

@@ -1,0 +1,79 @@
+"""A run as a few lines of text."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from apex_mp.monitor.history import History, Step
+
+_PARAMETERS_NAMED = 10
+
+
+def text(history: History) -> str:
+    """Return what is known of a run, a fact a line."""
+    steps = [*history.steps]
+    if not steps:
+        return "no steps yet"
+    lines = [_total(history), _scale(steps), *_norm(steps), *_clip(steps)]
+    return "\n".join([*lines, *_overflows(history), *_origins(history)])
+
+
+def power(scale: float) -> str:
+    """Return a loss scale as a power of two, if it is one."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _total(history: History) -> str:
+    share = 100.0 * history.skipped / history.total
+    line = f"steps           {history.total}, {history.skipped} skipped ({share:.2g} %)"
+    if history.skips_in_a_row:
+        line += f", the last {history.skips_in_a_row} in a row"
+    kept = len(history.steps)
+    if kept < history.total:
+        line += f"; what follows is of the last {kept}"
+    return line
+
+
+def _scale(steps: Sequence[Step]) -> str:
+    scales = [step.scale for step in steps]
+    return (
+        f"loss scale      {power(scales[-1])} at step {steps[-1].number}, "
+        f"from {power(min(scales))} to {power(max(scales))}"
+    )
+
+
+def _norm(steps: Sequence[Step]) -> list[str]:
+    measured = [(step.grad_norm, step.number) for step in steps if step.grad_norm is not None]
+    if not measured:
+        return []
+    largest, number = max(measured)
+    median = statistics.median(norm for norm, _ in measured)
+    return [
+        f"gradient norm   {measured[-1][0]:.3g} at step {measured[-1][1]}, median {median:.3g}, "
+        f"largest {largest:.3g} at step {number}"
+    ]
+
+
+def _clip(steps: Sequence[Step]) -> list[str]:
+    factors = [step.clip for step in steps if step.clip is not None]
+    if not factors:
+        return []
+    share = 100.0 * sum(factor < 1.0 for factor in factors) / len(factors)
+    return [f"clipped         {share:.3g} % of these steps, the most by {min(factors):.3g}"]
+
+
+def _overflows(history: History) -> list[str]:
+    counts = history.overflows_by_name()
+    if not counts:
+        return []
+    rows = [f"  {count:6d}  {name}" for name, count in [*counts.items()][:_PARAMETERS_NAMED]]
+    others = len(counts) - len(rows)
+    rest = [f"          and {others} more"] if others else []
+    return ["skipped steps in which a parameter's gradient held inf or NaN:", *rows, *rest]
+
+
+def _origins(history: History) -> list[str]:
+    return [f"step {number}: {found}" for number, found in history.origins.items()]

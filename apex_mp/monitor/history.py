@@ -1,0 +1,121 @@
+"""What a monitor has seen: the last steps, the last samples of gradients, in memory and as JSON."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apex_mp.grads import NonFinite
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        number: Its number, from 1.
+        scale: The loss scale of its gradients.
+        skipped: Whether gradients held inf or NaN, so that nothing was stepped.
+        grad_norm: l2 norm of all unscaled gradients before clipping; None if none was measured, or
+            the step was skipped.
+        clip: What the gradients were multiplied by to clip them; None if nothing was measured.
+        overflow: Which gradients held inf or NaN, the worst first.
+    """
+
+    number: int
+    scale: float
+    skipped: bool
+    grad_norm: float | None = None
+    clip: float | None = None
+    overflow: tuple[NonFinite, ...] = ()
+
+
+class History:
+    """The last steps of a run.
+
+    Args:
+        length: How many steps are kept.
+
+    Attributes:
+        steps: The last steps, the oldest first.
+        total: How many steps there were.
+        skipped: How many of these were skipped.
+        skips_in_a_row: How many of the last steps were skipped, one after the other.
+        origins: What `find_nonfinite` has found, as text, by the number of the step.
+    """
+
+    def __init__(self, length: int = 10_000) -> None:
+        self.steps: collections.deque[Step] = collections.deque(maxlen=length)
+        self.total = self.skipped = self.skips_in_a_row = 0
+        self.origins: dict[int, str] = {}
+
+    def add(self, step: Step) -> None:
+        """Append a step; the oldest goes when there are too many."""
+        self.steps.append(step)
+        self.total += 1
+        self.skipped += step.skipped
+        self.skips_in_a_row = self.skips_in_a_row + 1 if step.skipped else 0
+
+    def overflows_by_name(self) -> dict[str, int]:
+        """Return in how many of the kept steps each parameter overflowed, the most first."""
+        counts = collections.Counter(
+            name for step in self.steps for name in {found.name for found in step.overflow}
+        )
+        return dict(counts.most_common())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything as JSON."""
+        values = {
+            "apex_mp_monitor": _FORMAT,
+            "length": self.steps.maxlen,
+            "total": self.total,
+            "skipped": self.skipped,
+            "skips_in_a_row": self.skips_in_a_row,
+            "origins": [[number, text] for number, text in self.origins.items()],
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+        }
+        # Through a file of its own: who reads while we write finds a whole file.
+        target = Path(path)
+        new = target.with_name(target.name + ".new")
+        new.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(new, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """Read what `save` has written.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        values = _read(path)
+        history = cls(values["length"])
+        for step in values["steps"]:
+            overflow = tuple(
+                NonFinite(**{**found, "shape": tuple(found["shape"])}) for found in step["overflow"]
+            )
+            history.steps.append(Step(**{**step, "overflow": overflow}))
+        history.total, history.skipped = values["total"], values["skipped"]
+        history.skips_in_a_row = values["skips_in_a_row"]
+        history.origins = dict(values["origins"])
+        return history
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is no JSON file: {error}") from error
+    found = values.get("apex_mp_monitor") if isinstance(values, dict) else None
+    if found != _FORMAT:
+        raise ValueError(
+            f"{os.fspath(path)} is not what Monitor.save writes: apex_mp_monitor is {found!r}; "
+            f"it must be {_FORMAT}"
+        )
+    return values  # type: ignore[no-any-return]

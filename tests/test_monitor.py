@@ -1,0 +1,450 @@
+"""A Monitor keeps what became of the steps of every kind of loop, and shows it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import INF, PROBES, ones, pull, wrap
+
+from apex_mp import _step_notes, amp, device_scale
+from apex_mp.monitor import History, Monitor, Step
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens() -> Any:
+    yield
+    gc.collect()
+    _step_notes.listeners.clear()
+
+
+def seen(monitor: Monitor) -> list[tuple[float, bool]]:
+    return [(step.scale, step.skipped) for step in monitor.history.steps]
+
+
+def two_steps(optimizer: Any, weight: Any) -> None:
+    """One that is skipped, and one whose gradient is (3, 4)."""
+    for grad in ((INF, 1.0), (3.0, 4.0)):
+        optimizer.zero_grad()
+        optimizer.backward(pull((weight, torch.tensor(grad))))
+        optimizer.step()
+
+
+# FP16_Optimizer.
+
+
+@probes
+def test_steps_of_an_fp16_optimizer_are_kept(probe: Any) -> None:
+    weight = ones(2)
+    optimizer = wrap(probe([weight]), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8})
+    monitor = Monitor(optimizer)
+    two_steps(optimizer, weight)
+    skipped, taken = monitor.history.steps
+    assert (skipped.number, skipped.scale, skipped.skipped) == (1, 8.0, True)
+    assert [(found.inf, found.nan) for found in skipped.overflow] == [(1, 0)]
+    assert skipped.grad_norm is None
+    assert taken == Step(2, 4.0, False, grad_norm=5.0)
+
+
+def test_the_clip_of_a_fused_optimizer_is_what_the_step_multiplied_by() -> None:
+    weight = ones(2)
+    adam = FusedAdam([weight], betas=(0.0, 0.999), max_grad_norm=1.0)
+    optimizer = wrap(adam)
+    monitor = Monitor(optimizer)
+    optimizer.backward(pull((weight, torch.tensor([3.0, 4.0]))))
+    optimizer.step()
+    (step,) = monitor.history.steps
+    assert step.grad_norm == 5.0
+    (state,) = adam.state.values()
+    torch.testing.assert_close(state["exp_avg"], torch.tensor([3.0, 4.0]) * step.clip)
+
+
+@pytest.mark.parametrize(("clip", "factor"), [("group", 1 / 8), ("global", 1 / 10)])
+def test_the_smallest_factor_of_all_groups_is_kept(clip: str, factor: float) -> None:
+    weights = ones(1), ones(1), ones(1)
+    groups = [{"params": [each]} for each in weights[:2]]
+    groups.append({"params": [weights[2]], "max_grad_norm": 0.0})
+    optimizer = wrap(FusedAdam(groups, max_grad_norm=1.0), clip=clip)
+    monitor = Monitor(optimizer)
+    optimizer.backward(pull((weights[0], 6.0), (weights[1], 8.0), (weights[2], 0.0)))
+    optimizer.step()
+    (step,) = monitor.history.steps
+    assert step.grad_norm == 10.0
+    assert step.clip == pytest.approx(factor, rel=1e-5)
+
+
+@probes
+def test_clip_master_grads_is_kept_with_the_norm_from_before_it(probe: Any) -> None:
+    weight = ones(2)
+    optimizer = wrap(probe([weight]))
+    monitor = Monitor(optimizer)
+    optimizer.backward(pull((weight, torch.tensor([3.0, 4.0]))))
+    optimizer.clip_master_grads(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(pull((weight, torch.tensor([3.0, 4.0]))))
+    optimizer.step()
+    first, second = monitor.history.steps
+    assert first.grad_norm == 5.0
+    assert first.clip == pytest.approx(0.2, rel=1e-5)
+    assert (second.grad_norm, second.clip) == (5.0, None)
+
+
+@probes
+def test_what_a_device_tells_later_comes_in_order(
+    probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+    weight = ones(2)
+    optimizer = wrap(
+        probe([weight]), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0}
+    )
+    monitor = Monitor(optimizer)
+    monitor.note(grad_norm=torch.tensor(7.0))  # Of the step that is skipped.
+    two_steps(optimizer, weight)
+    monitor.note(grad_norm=torch.tensor(9.0))
+    optimizer.backward(pull((weight, torch.tensor([3.0, 4.0]))))
+    optimizer.step()
+    steps = [*monitor.history.steps]
+    assert [(step.scale, step.skipped) for step in steps] == [(8, True), (4, False), (4, False)]
+    assert [step.grad_norm for step in steps] == [None, 5.0, 9.0]
+    assert [found.name for found in steps[0].overflow] == ["group 0, parameter 0"]
+
+
+def test_a_closure_is_one_step() -> None:
+    weight = ones(2)
+    optimizer = wrap(torch.optim.LBFGS([weight], max_iter=3))
+    monitor = Monitor(optimizer)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    assert seen(monitor) == [(128.0, False)]
+
+
+def test_what_a_step_at_the_smallest_scale_says() -> None:
+    weight = ones(2)
+    optimizer = wrap(
+        PROBES["fused"]([weight]), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0}
+    )
+    notes: list[_step_notes.StepNote] = []
+
+    class Keeps(Monitor):
+        def after_step(self, note: _step_notes.StepNote) -> None:
+            notes.append(note)
+
+    Keeps(optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(pull((weight, INF)))
+        optimizer.step()
+    assert [(note.scale, note.next_scale) for note in notes] == [(2.0, 1.0), (1.0, 1.0)]
+    # After the first the scale has come to 1, below which it does not go.
+    assert [note.at_minimum for note in notes] == [True, True]
+
+
+# amp.
+
+
+def amp_steps(optimizer: Any, model: Any, block: Any, factors: Any = (1.0, INF, 1.0)) -> None:
+    for factor in factors:
+        optimizer.zero_grad()
+        with block(model(torch.ones(1, 1)).sum() * factor) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+EXPECTED = [(8.0, False), (8.0, True), (4.0, False)]
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("made", [torch.optim.SGD, FusedAdam])
+@pytest.mark.parametrize("listens_to", ["optimizer", "handle"])
+def test_steps_of_amp_are_kept(
+    made: Any, listens_to: str, device_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device_path:
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+    model = torch.nn.Linear(1, 1)
+    optimizer = made(model.parameters(), lr=0.1)
+    handle = amp.init(device_type="cpu")
+    handle._default_scaler._loss_scale = 8.0  # type: ignore[union-attr]
+    monitor = Monitor(optimizer if listens_to == "optimizer" else handle)
+    amp_steps(optimizer, model, lambda loss: handle.scale_loss(loss, optimizer))
+    assert seen(monitor) == EXPECTED
+    assert {found.name for found in monitor.history.steps[1].overflow} == {"weight", "bias"}
+
+
+def test_steps_of_amp_initialize_are_kept() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    monitor = Monitor(optimizer)
+    amp_steps(optimizer, model, lambda loss: amp.scale_loss(loss, optimizer))
+    assert seen(monitor) == EXPECTED
+
+
+def test_steps_of_a_wrapped_optimizer_are_kept() -> None:
+    model = torch.nn.Linear(1, 1)
+    handle = amp.init(device_type="cpu", loss_scale=8.0)
+    wrapper = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor = Monitor(wrapper)
+    amp_steps(wrapper, model, wrapper.scale_loss, (1.0, INF))
+    assert seen(monitor) == [(8.0, False), (8.0, True)]
+    with pytest.raises(ValueError, match="give the Monitor what that returned"):
+        Monitor(handle)
+
+
+def test_two_optimizers_of_one_handle_are_heard_apart_or_together() -> None:
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    handle = amp.init(device_type="cpu", loss_scale=8.0)
+    first, both = Monitor(optimizers[0]), Monitor(handle)
+    for model, optimizer, factor in zip(models, optimizers, (1.0, INF), strict=True):
+        amp_steps(optimizer, model, lambda loss, o=optimizer: handle.scale_loss(loss, o), [factor])
+    assert seen(first) == [(8.0, False)]
+    assert seen(both) == [(8.0, False), (8.0, True)]
+
+
+# Plain loops.
+
+
+def test_a_plain_loop_records_its_steps() -> None:
+    monitor = Monitor()
+    monitor.record(grad_norm=2.0, clip=0.5)
+    monitor.note(grad_norm=torch.tensor(3.0))
+    monitor.record(scale=16.0)
+    monitor.record(scale=16.0, skipped=True)
+    assert [*monitor.history.steps] == [
+        Step(1, 1.0, False, grad_norm=2.0, clip=0.5),
+        Step(2, 16.0, False, grad_norm=3.0),
+        Step(3, 16.0, True),
+    ]
+
+
+# What a Monitor leaves alone.
+
+
+def test_without_a_listener_an_optimizer_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("nobody listens")
+
+    monkeypatch.setattr(_step_notes, "StepNote", fail)
+    monkeypatch.setattr(_step_notes, "before", fail)
+    weight = ones(2)
+    two_steps(wrap(PROBES["fused"]([weight])), weight)
+    two_steps(wrap(PROBES["plain"]([weight])), weight)
+
+
+def test_a_monitor_that_is_closed_hears_nothing_more() -> None:
+    weight = ones(2)
+    optimizer = wrap(PROBES["fused"]([weight]))
+    monitor, other = Monitor(optimizer), Monitor(optimizer)
+    monitor.close()
+    two_steps(optimizer, weight)
+    assert seen(monitor) == []
+    assert len(seen(other)) == 2
+
+
+def test_a_monitor_keeps_no_optimizer_and_no_gradient_alive() -> None:
+    weight = ones(2)
+    optimizer = wrap(PROBES["plain"]([weight]))
+    monitor = Monitor(optimizer)
+    two_steps(optimizer, weight)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert len(seen(monitor)) == 2
+
+
+def test_a_copy_of_an_optimizer_has_no_monitor() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(optimizer)
+    assert _step_notes.heard(optimizer) == [monitor]
+    assert _step_notes.heard(copy.deepcopy(optimizer)) == []
+
+
+@probes
+def test_a_monitor_changes_no_bit_of_a_training(probe: Any) -> None:
+    ends = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).half()
+        optimizer = wrap(probe(model.parameters()), dynamic_loss_scale=True)
+        monitor = Monitor(optimizer) if is_watched else None
+        for _ in range(30):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.randn(8, 4).half()).float().square().sum())
+            optimizer.step()
+        if monitor is not None:
+            assert monitor.history.skipped > 0
+        ends.append(
+            [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
+        )
+    for plain, watched in zip(*ends, strict=True):
+        assert torch.equal(plain, watched)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.0, True])
+def test_a_length_that_keeps_nothing_is_refused(length: Any) -> None:
+    with pytest.raises(ValueError, match="it must be an int of at least 1"):
+        Monitor(length=length)
+
+
+@pytest.mark.parametrize("source", [torch.nn.Linear(1, 1), 3, "optimizer"])
+def test_what_takes_no_steps_is_refused(source: Any) -> None:
+    with pytest.raises(TypeError, match="it must be an FP16_Optimizer, a GradScaler"):
+        Monitor(source)
+
+
+# Where it goes.
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars.append((tag, scalar_value, global_step))
+
+
+def test_a_callback_and_a_writer_get_each_step() -> None:
+    writer, steps = Writer(), []
+    monitor = Monitor(callback=steps.append, writer=writer, tag="g")
+    monitor.record(scale=4.0, grad_norm=2.0)
+    monitor.record(scale=4.0, skipped=True)
+    assert steps == [*monitor.history.steps]
+    assert writer.scalars == [
+        ("g/loss_scale", 4.0, 1),
+        ("g/skipped", 0.0, 1),
+        ("g/grad_norm", 2.0, 1),
+        ("g/loss_scale", 4.0, 2),
+        ("g/skipped", 1.0, 2),
+    ]
+
+
+def test_a_progress_bar_gets_scale_and_skips() -> None:
+    monitor = Monitor()
+    assert monitor.postfix() == {"scale": "?", "skips": "0"}
+    monitor.record(scale=2.0**16, skipped=True)
+    assert monitor.postfix() == {"scale": "2^16", "skips": "1"}
+    monitor.record(scale=100.0)
+    assert monitor.postfix() == {"scale": "100", "skips": "1"}
+
+
+def watched_run() -> Monitor:
+    weight = ones(2)
+    optimizer = wrap(
+        PROBES["fused"]([weight], max_grad_norm=1.0),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2**12},
+    )
+    monitor = Monitor(optimizer)
+    for _ in range(20):
+        two_steps(optimizer, weight)
+    return monitor
+
+
+def test_a_ring_keeps_the_last_steps_and_counts_all() -> None:
+    monitor = Monitor(length=3)
+    for number in range(5):
+        monitor.record(skipped=number in (0, 3, 4))
+    history = monitor.history
+    assert [step.number for step in history.steps] == [3, 4, 5]
+    assert (history.total, history.skipped, history.skips_in_a_row) == (5, 3, 2)
+    assert "5, 3 skipped (60 %), the last 2 in a row; what follows is of the last 3" in (
+        monitor.report()
+    )
+
+
+def test_the_report_says_what_happened() -> None:
+    assert Monitor().report() == "no steps yet"
+    assert watched_run().report().splitlines() == [
+        "steps           40, 20 skipped (50 %)",
+        "loss scale      2^0 at step 40, from 2^0 to 2^12",
+        "gradient norm   5 at step 40, median 5, largest 5 at step 40",
+        "clipped         100 % of these steps, the most by 0.2",
+        "skipped steps in which a parameter's gradient held inf or NaN:",
+        "      20  group 0, parameter 0",
+    ]
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    monitor = watched_run()
+    monitor.history.origins[3] = "a layer"
+    monitor.save(tmp_path / "run.json")
+    json.loads((tmp_path / "run.json").read_text(), parse_constant=pytest.fail)
+    loaded = History.load(tmp_path / "run.json")
+    assert loaded.steps == monitor.history.steps
+    assert {**vars(loaded), "steps": None} == {**vars(monitor.history), "steps": None}
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"apex_mp_monitor": 99}', "no json"])
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json is (no JSON|not what Monitor\.save writes)"):
+        History.load(tmp_path / "run.json")
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    watched_run().plot(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
+    monitor = Monitor()
+    with pytest.raises(ValueError, match="no steps yet"):
+        monitor.plot(tmp_path / "none.png")
+    monitor.record()  # Nothing measured, nothing skipped.
+    monitor.plot(tmp_path / "plain.svg")
+    assert "not measured" in (tmp_path / "plain.svg").read_text()
+
+
+def run_report(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "apex_mp", "report", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_the_report_and_draws_the_picture(tmp_path: Path) -> None:
+    monitor = watched_run()
+    monitor.save(tmp_path / "run.json")
+    done = run_report(tmp_path / "run.json", "--plot", tmp_path / "run.png")
+    assert (done.stdout, done.returncode) == (f"{monitor.report()}\n", 0)
+    assert (tmp_path / "run.png").exists()
+    done = run_report(tmp_path / "none.json")
+    assert done.returncode == 1
+    assert done.stderr.startswith("python -m apex_mp report: ")
+    assert "none.json" in done.stderr
+
+
+def test_the_package_does_not_import_the_monitor() -> None:
+    code = (
+        "import sys, apex_mp; print('apex_mp.monitor' in sys.modules, 'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
+def test_factors_are_those_of_the_kernels() -> None:
+    assert _step_notes.clip_factor(0.5, 1.0) == 1.0
+    assert _step_notes.clip_factor(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
+    assert _step_notes.norm_and_clip([], [], by_global_norm=False) == (None, None)
+    assert _step_notes.norm_and_clip([math.inf], [{}], by_global_norm=True) == (None, None)
