@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -55,3 +56,25 @@ def check_betas(who: str, betas: Any) -> None:
         check_number(who, "one of betas", beta)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"{who}: betas is {betas}; it must be two numbers in [0, 1)")
+
+
+def check_group(who: str, group: Mapping[str, Any]) -> None:
+    """Check what the options of optimizers have in common.
+
+    Args:
+        who: The optimizer's name.
+        group: A parameter group with all options.
+
+    Raises:
+        RuntimeError: `amsgrad` is asked for.
+        TypeError: One is no number.
+        ValueError: One is out of range.
+    """
+    if group.get("amsgrad"):
+        raise RuntimeError(f"{who} does not support the AMSGrad variant.")
+    check_lr(who, group["lr"])
+    for name in ("momentum", "eps", "weight_decay", "max_grad_norm"):
+        if name in group:
+            check_number(who, name, group[name], at_least=0.0)
+    if "betas" in group:
+        check_betas(who, group["betas"])

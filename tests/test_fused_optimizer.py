@@ -56,6 +56,18 @@ def test_messages_have_the_published_name_in_a_subclass_too(fused: Any) -> None:
 
 
 @each_fused
+def test_amsgrad_that_comes_later_is_refused_by_the_step(fused: Any) -> None:
+    param = parameter()
+    optimizer = fused([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(RuntimeError, match=rf"^{fused.__name__} does not support the AMSGrad var"):
+        optimizer.step()
+    assert param.tolist() == [1.0, 1.0, 1.0]
+    assert not optimizer.state
+
+
+@each_fused
 def test_a_step_returns_a_result_for_a_request_and_else_the_loss(fused: Any) -> None:
     param = parameter()
     optimizer = fused([param], lr=0.1)

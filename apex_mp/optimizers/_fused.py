@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _C, tensors
+from apex_mp import _C, _options, tensors
 from apex_mp._state_checks import as_dict, check_optimizer_state
 from apex_mp._step_request import Lists, Outcome, StepRequest, StepResult
 from apex_mp.optimizers import _legacy_call, _state
@@ -57,7 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             group: A parameter group with all options, or the defaults.
         """
-        raise NotImplementedError
+        _options.check_group(self._public_name, group)
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check the options of a group that is added; those of a loaded one may be others."""
@@ -68,11 +68,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Give what another optimizer has saved the names that it has here, in place.
 
+        That of every optimizer: apex had one step count for a group, and none in states.
+
         Args:
             number: Of the group.
             group: A saved group, a copy.
             states: The saved states by the items of `group["params"]`; to be replaced, not written.
         """
+        if "step" in self._state_layout.numbers and group.get("step") is not None:
+            step = group.pop("step")
+            for index in group["params"]:
+                if states.get(index):
+                    states[index] = {"step": step, **states[index]}
 
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         """Return a parameter's saved state as it is here; see `StateLayout.loaded`."""

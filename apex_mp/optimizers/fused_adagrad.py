@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from apex_mp import _options
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import StateLayout
 
@@ -61,11 +59,6 @@ class FusedAdagrad(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults, unscale_grads)
-
-    def _check_options(self, group: Mapping[str, Any]) -> None:
-        _options.check_lr("FusedAdagrad", group["lr"])
-        for name in ("eps", "weight_decay", "max_grad_norm"):
-            _options.check_number("FusedAdagrad", name, group[name], at_least=0.0)
 
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]

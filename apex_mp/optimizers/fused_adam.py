@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from apex_mp import _options
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import StateLayout
 
@@ -105,30 +104,15 @@ class FusedAdam(FusedOptimizer):
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
     ) -> None:
-        """Read names of torch.optim.Adam, and of the apex versions whose groups held the step."""
-        _check_amsgrad(group)
-        step = group.pop("step", None)
-        if step is not None:
-            for index in group["params"]:
-                if states.get(index):
-                    states[index] = {"step": step, **states[index]}
+        """Read names of torch.optim.Adam too."""
+        super()._adapt_group(number, group, states)
         if "decoupled_weight_decay" in group:
             group["adam_w_mode"] = group.pop("decoupled_weight_decay")
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
-        _check_amsgrad(group)
         if isinstance(group["bias_correction"], (tuple, list)):
             raise TypeError(
                 f"FusedAdam: bias_correction is {group['bias_correction']}; it must be True or "
                 "False. Betas are given as betas="
             )
-        _options.check_lr("FusedAdam", group["lr"])
-        for name in ("eps", "weight_decay", "max_grad_norm"):
-            _options.check_number("FusedAdam", name, group[name], at_least=0.0)
-        _options.check_betas("FusedAdam", group["betas"])
-
-
-def _check_amsgrad(group: Mapping[str, Any]) -> None:
-    """Raise the old sentence if a parameter group asks for AMSGrad."""
-    if group.get("amsgrad"):
-        raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        super()._check_options(group)

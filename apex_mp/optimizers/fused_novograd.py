@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _options
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import StateLayout
 
@@ -84,22 +83,18 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, unscale_grads)
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
-        if group.get("amsgrad"):
-            raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant.")
         if group["norm_type"] not in (0, 2):
             raise RuntimeError("FusedNovoGrad only support l2/inf norm now.")
-        _options.check_lr("FusedNovoGrad", group["lr"])
-        for name in ("eps", "weight_decay", "max_grad_norm"):
-            _options.check_number("FusedNovoGrad", name, group[name], at_least=0.0)
-        _options.check_betas("FusedNovoGrad", group["betas"])
+        super()._check_options(group)
 
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
     ) -> None:
-        """Read apex's groups, which hold the step count, and the norms by dtype and in order."""
-        step, norms = group.pop("step", None), group.pop("exp_avg_sq", None)
+        """Read apex's groups, which hold the norms too, by dtype and in order."""
+        super()._adapt_group(number, group, states)
+        norms = group.pop("exp_avg_sq", None)
         params = self.param_groups[number]["params"] if number < len(self.param_groups) else []
-        if step is None or norms is None or len(params) != len(group["params"]):
+        if norms is None or len(params) != len(group["params"]):
             return
         pairs = [*zip(group["params"], params, strict=True)]
         for dtype, saved in zip((torch.float16, torch.float32), norms, strict=True):
@@ -110,4 +105,4 @@ class FusedNovoGrad(FusedOptimizer):
                     f"of parameters of {dtype}, and states of {len(stepped)}; they must match"
                 )
             for index, norm in zip(stepped, saved, strict=True):
-                states[index] = {"step": step, "exp_avg_sq": norm, **states[index]}
+                states[index] = {"exp_avg_sq": norm, **states[index]}

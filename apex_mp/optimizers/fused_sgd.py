@@ -94,9 +94,7 @@ class FusedSGD(FusedOptimizer):
     def _check_options(self, group: Mapping[str, Any]) -> None:
         if group["lr"] is required:  # torch refuses a group that has none either
             group = {**group, "lr": 0.0}
-        _options.check_lr("FusedSGD", group["lr"])
-        for name in ("momentum", "weight_decay", "max_grad_norm"):
-            _options.check_number("FusedSGD", name, group[name], at_least=0.0)
+        super()._check_options(group)
         _options.check_number("FusedSGD", "dampening", group["dampening"])
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:

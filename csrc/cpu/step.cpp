@@ -130,15 +130,19 @@ void prepare(const Task& task, Workspace& work) {
       const math::GroupOutcome& grads = work.groups[row.group];
       const double factor = row.scaled ? grads.scaled_factor : grads.plain_factor;
       const double norm = Rule::kNorm < 0 ? 0.0 : work.norms[i] * std::abs(factor);
-      for (int which = 0; which < Rule::kPrepared; ++which) {
-        prepared[which] = Rule::prepare(which, group.options, numbers.values, norm);
+      if constexpr (Rule::kPrepared > 0) {
+        for (int which = 0; which < Rule::kPrepared; ++which) {
+          prepared[which] = Rule::prepare(which, group.options, numbers.values, norm);
+        }
       }
       factors.push_back(Rule::factors(group.options, group.lr.value, prepared, factor));
     }
     work.factors_of_row.push_back(static_cast<int32_t>(factors.size()) - 1);
-    for (int which = 0; which < Rule::kNumbers; ++which) {
-      if (row.numbers[which] == nullptr) continue;
-      *row.numbers[which] = Rule::advance(which, numbers.values, prepared);
+    if constexpr (Rule::kNumbers > 0) {
+      for (int which = 0; which < Rule::kNumbers; ++which) {
+        if (row.numbers[which] == nullptr) continue;
+        *row.numbers[which] = Rule::advance(which, numbers.values, prepared);
+      }
     }
     last = &row;
     last_numbers = numbers;

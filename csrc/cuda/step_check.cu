@@ -26,7 +26,9 @@ __device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
   math::AllRules::with(check.memory.counts.rule, [&](auto rule) {
     using Rule = decltype(rule);
     static_assert(Rule::kPrepared - (Rule::kNorm >= 0) <= kThreadsForRow);
-    if (which < Rule::kPrepared && which != Rule::kNorm) prepare<Rule>(check, row, which, 0.0);
+    if constexpr (Rule::kPrepared > 0) {
+      if (which < Rule::kPrepared && which != Rule::kNorm) prepare<Rule>(check, row, which, 0.0);
+    }
   });
 }
 

@@ -33,7 +33,9 @@ __device__ void advance_numbers(const StepRow& row, const StepPrepared& prepared
 #pragma unroll
   for (int i = 0; i < Rule::kNumbers; ++i) {
     if (row.numbers[i] == nullptr) continue;
-    *global(row.numbers[i]) = Rule::advance(i, before, prepared.numbers);
+    if constexpr (Rule::kNumbers > 0) {
+      *global(row.numbers[i]) = Rule::advance(i, before, prepared.numbers);
+    }
   }
 }
 

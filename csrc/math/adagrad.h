@@ -17,33 +17,16 @@ struct AdagradFactors {
   opmath_t keep;  // 1 - lr * weight_decay, or 1 for L2 regularisation
 };
 
-template <typename to_t, typename from_t>
-APEX_MP_MATH AdagradFactors<to_t> factors_as(const AdagradFactors<from_t>& factors) {
-  return {static_cast<to_t>(factors.inv_scale), static_cast<to_t>(factors.l2),
-          static_cast<to_t>(factors.eps), static_cast<to_t>(factors.lr),
-          static_cast<to_t>(factors.keep)};
-}
-
 // What the engine asks of Adagrad, see rule.h.
-struct Adagrad {
+struct Adagrad : RuleBase {
   template <typename opmath_t>
   using Factors = AdagradFactors<opmath_t>;
 
   static constexpr const char* kName = "adagrad";
-  static constexpr const char* kSparseAdvice = "";
   static constexpr Option kOptions[] = {{"eps", Range::kNotNegative},
                                         {"weight_decay", Range::kNotNegative},
                                         {"adagrad_w_mode", Range::kBool}};
   static constexpr int kTensors = 1;  // sum
-  static constexpr bool kAllTensors = true;
-  static constexpr int kNumbers = 0;
-  static constexpr bool kNeedsNumbers = true;
-  static constexpr int kPrepared = 0;
-  static constexpr int kNorm = -1;
-
-  APEX_MP_MATH int tensors(const double*) { return kTensors; }
-  APEX_MP_MATH double prepare(int, const double*, const float*, double) { return 0.0; }
-  APEX_MP_MATH float advance(int, const float*, const double*) { return 0.0f; }
 
   APEX_MP_MATH AdagradFactors<double> factors(const double* options, double lr, const double*,
                                               double grad_factor) {

@@ -62,20 +62,6 @@ APEX_MP_MATH AdamFactors<double> adam_factors(const AdamOptions& options, double
                       bias_correction(options.bias_correction, options.beta2, step), inv_scale);
 }
 
-template <typename to_t, typename from_t>
-APEX_MP_MATH AdamFactors<to_t> factors_as(const AdamFactors<from_t>& factors) {
-  return {static_cast<to_t>(factors.one_minus_beta1),
-          static_cast<to_t>(factors.beta2),
-          static_cast<to_t>(factors.one_minus_beta2),
-          static_cast<to_t>(factors.inv_sqrt_bias_correction2),
-          static_cast<to_t>(factors.eps_inside),
-          static_cast<to_t>(factors.eps_outside),
-          static_cast<to_t>(factors.step_size),
-          static_cast<to_t>(factors.keep),
-          static_cast<to_t>(factors.l2),
-          static_cast<to_t>(factors.inv_scale)};
-}
-
 // opmath_t is float, double, or a register of numbers that brings operators and sqrt with it.
 template <typename opmath_t>
 APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
@@ -91,7 +77,7 @@ APEX_MP_MATH void adam(opmath_t& param, opmath_t& exp_avg, opmath_t& exp_avg_sq,
 }
 
 // What the engine asks of Adam, see rule.h.
-struct Adam {
+struct Adam : RuleBase {
   template <typename opmath_t>
   using Factors = AdamFactors<opmath_t>;
 
@@ -101,19 +87,14 @@ struct Adam {
       {"betas", Range::kBelowOne, 2},        {"eps", Range::kNotNegative},
       {"weight_decay", Range::kNotNegative}, {"adam_w_mode", Range::kBool},
       {"bias_correction", Range::kBool},     {"eps_inside_sqrt", Range::kBool}};
-  static constexpr int kTensors = 2;  // exp_avg, exp_avg_sq
-  static constexpr bool kAllTensors = true;
-  static constexpr int kNumbers = 1;  // step
-  static constexpr bool kNeedsNumbers = true;
+  static constexpr int kTensors = 2;   // exp_avg, exp_avg_sq
+  static constexpr int kNumbers = 1;   // step
   static constexpr int kPrepared = 2;  // the bias corrections
-  static constexpr int kNorm = -1;
 
   APEX_MP_MATH AdamOptions options_of(const double* options) {
     return {options[0],        options[1],        options[2],       options[3],
             options[4] != 0.0, options[5] != 0.0, options[6] != 0.0};
   }
-
-  APEX_MP_MATH int tensors(const double*) { return kTensors; }
 
   APEX_MP_MATH double prepare(int which, const double* options, const float* numbers, double) {
     return bias_correction(options[5] != 0.0, options[which], numbers[0] + 1.0f);

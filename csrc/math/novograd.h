@@ -20,15 +20,8 @@ struct NovogradFactors {
   opmath_t keep;       // 1 - lr * weight_decay outside of the moment, or 1
 };
 
-template <typename to_t, typename from_t>
-APEX_MP_MATH NovogradFactors<to_t> factors_as(const NovogradFactors<from_t>& factors) {
-  return {static_cast<to_t>(factors.inv_scale), static_cast<to_t>(factors.l2),
-          static_cast<to_t>(factors.beta1),     static_cast<to_t>(factors.of_grad),
-          static_cast<to_t>(factors.step_size), static_cast<to_t>(factors.keep)};
-}
-
 // What the engine asks of NovoGrad, see rule.h.
-struct Novograd {
+struct Novograd : RuleBase {
   template <typename opmath_t>
   using Factors = NovogradFactors<opmath_t>;
 
@@ -50,14 +43,10 @@ struct Novograd {
     kNormType,
     kInitZero
   };
-  static constexpr int kTensors = 1;  // exp_avg
-  static constexpr bool kAllTensors = true;
-  static constexpr int kNumbers = 2;  // step; exp_avg_sq, which is the norm
-  static constexpr bool kNeedsNumbers = true;
+  static constexpr int kTensors = 1;   // exp_avg
+  static constexpr int kNumbers = 2;   // step; exp_avg_sq, which is the norm
   static constexpr int kPrepared = 3;  // the bias corrections, as of Adam; the new norm
   static constexpr int kNorm = 2;
-
-  APEX_MP_MATH int tensors(const double*) { return kTensors; }
 
   APEX_MP_MATH bool wants_max(const double* options) { return options[kNormType] == 0.0; }
 

@@ -1,13 +1,14 @@
 // What the engine (csrc/step, cpu/step.cpp, cuda/step*) asks of an optimizer. A rule is a struct of
-// static members, as Adam in math/adam.h; math/rules.h lists them all.
+// static members, as Adam in math/adam.h; math/rules.h lists them all. What RuleBase has may be
+// left out.
 //
 //   Factors<opmath_t>   what the update of a number needs; the same for a whole tensor
 //   kName               by which Python asks for the rule
 //   kSparseAdvice       how the sentence ends that refuses sparse gradients
 //   kOptions            of a parameter group, in the order of `options` below
-//   kTensors, tensors() how many tensors of state a parameter has, which are laid out as it is;
-//                       and how many with these options, those that come first
-//   kAllTensors         whether tensors() are always all of them
+//   kTensors            how many tensors of state a parameter has, which are laid out as it is
+//   kAllTensors         whether it always has all of them
+//   tensors()           if not kAllTensors: how many with these options, those that come first
 //   kNumbers            how many float32 numbers of state it has
 //   kNeedsNumbers       whether they must be there; if not, one that is not there reads as 0
 //   kPrepared           how many numbers prepare() makes, once for a tensor and step
@@ -31,6 +32,31 @@ struct Option {
   Range range;
   int count = 1;
 };
+
+// What is so for most rules.
+struct RuleBase {
+  static constexpr const char* kSparseAdvice = "";
+  static constexpr bool kAllTensors = true;
+  static constexpr int kNumbers = 0;
+  static constexpr bool kNeedsNumbers = true;
+  static constexpr int kPrepared = 0;
+  static constexpr int kNorm = -1;
+};
+
+// The same factors as numbers of another type, if they are numbers of one type and nothing else.
+template <typename to_t, template <typename> class Factors, typename from_t>
+APEX_MP_MATH Factors<to_t> factors_as(const Factors<from_t>& factors) {
+  constexpr int kCount = sizeof(factors) / sizeof(from_t);
+  static_assert(sizeof(Factors<to_t>) == kCount * sizeof(to_t));
+  Factors<to_t> result;
+  const auto* from = reinterpret_cast<const from_t*>(&factors);
+  auto* to = reinterpret_cast<to_t*>(&result);
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = static_cast<to_t>(from[i]);
+  return result;
+}
 
 // How many numbers the options are.
 template <typename Rule>

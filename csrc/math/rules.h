@@ -71,7 +71,8 @@ struct RuleList {
 
   template <typename Rule>
   static int tensors_with(const double* options) {
-    return Rule::tensors(options);
+    if constexpr (!Rule::kAllTensors) return Rule::tensors(options);
+    return Rule::kTensors;
   }
 
   // Calls body(rule) for rule number `wanted`.

@@ -44,6 +44,7 @@ APEX_MP_MATH SgdFactors<double> sgd_factors(const SgdOptions& options, double lr
   return factors;
 }
 
+// Three of them are no numbers.
 template <typename to_t, typename from_t>
 APEX_MP_MATH SgdFactors<to_t> factors_as(const SgdFactors<from_t>& factors) {
   return {static_cast<to_t>(factors.inv_scale),
@@ -74,7 +75,7 @@ APEX_MP_MATH void sgd(opmath_t& param, opmath_t& buffer, opmath_t scaled_grad,
 }
 
 // What the engine asks of SGD, see rule.h.
-struct Sgd {
+struct Sgd : RuleBase {
   template <typename opmath_t>
   using Factors = SgdFactors<opmath_t>;
 
@@ -90,7 +91,6 @@ struct Sgd {
   static constexpr int kNumbers = 1;  // not 0: the buffer holds nothing yet; not there: it does
   static constexpr bool kNeedsNumbers = false;
   static constexpr int kPrepared = 1;  // the same
-  static constexpr int kNorm = -1;
 
   APEX_MP_MATH SgdOptions options_of(const double* options) {
     return {options[0], options[1], options[2], options[3] != 0.0, options[4] != 0.0};

@@ -11,14 +11,15 @@ namespace py = pybind11;
 using math::Option;
 using math::Range;
 
-// Options that all rules have; a group may lack the last two.
 constexpr Option kMaxGradNorm = {"max_grad_norm", Range::kNotNegative};
 
+// Of options that all rules have; a group may lack the last three.
 struct Names {
   PyObject* lr = interned("lr");
   PyObject* max_grad_norm = interned("max_grad_norm");
   PyObject* maximize = interned("maximize");
   PyObject* master_weights = interned("master_weights");
+  PyObject* amsgrad = interned("amsgrad");
 };
 
 PyObject* option_of(PyObject* group, PyObject* name) {
@@ -135,6 +136,7 @@ GroupOptions OptionReader::read(PyObject* param_group, const NumberReader& numbe
   options.group.max_norm = read_number(kMaxGradNorm, option_of(param_group, names.max_grad_norm));
   options.group.maximize = has(param_group, names.maximize);
   options.master_weights = has(param_group, names.master_weights);
+  TORCH_CHECK(!has(param_group, names.amsgrad), caller_, " does not support the AMSGrad variant.");
   return options;
 }
 

@@ -350,7 +350,7 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "the step count of a group is lost": Mutant(
-        "optimizers/fused_adam.py",
+        "optimizers/_fused.py",
         '{"step": step, **states[index]}',
         '{"step": 0, **states[index]}',
         "fused_adam_state",
@@ -434,9 +434,9 @@ OPTIMIZERS = {
         "fused_adagrad",
     ),
     "a negative eps is taken": Mutant(
-        "optimizers/fused_adagrad.py",
-        '("eps", "weight_decay", "max_grad_norm")',
-        '("weight_decay", "max_grad_norm")',
+        "_options.py",
+        '("momentum", "eps", "weight_decay", "max_grad_norm")',
+        '("momentum", "weight_decay", "max_grad_norm")',
         "fused_rules",
     ),
     "FusedNovoGrad gives norms of float16 parameters to those of float32": Mutant(
