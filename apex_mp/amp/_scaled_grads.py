@@ -60,7 +60,10 @@ def collect(optimizer: torch.optim.Optimizer) -> ScaledGrads:
             grad = param.grad
             if grad is None:
                 continue
-            if _has_kernels(grad.device) and _is_plain(grad):
+            params = plain.get(grad.device)  # if there is one, the device has kernels
+            if params is not None and tensors.is_usual(grad):
+                params.append(param)
+            elif _has_kernels(grad.device) and _is_plain(grad):
                 plain.setdefault(grad.device, []).append(param)
             else:
                 others.append(param)
@@ -104,8 +107,6 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _is_plain(grad: Tensor) -> bool:
-    if tensors.is_usual(grad):
-        return True
     return tensors.not_readable(grad) is None and tensors.is_dense(grad)
 
 

@@ -67,6 +67,14 @@ class ScaledSteps:
         device_scale.settle(wait=True)
         return self._report
 
+    @property
+    def wants_rows(self) -> bool:
+        """Whether to look which gradients overflow, before the user clears them.
+
+        Only a GPU makes that a pass of its own; so it is done if the last step was skipped.
+        """
+        return self.skips_in_a_row > 0 and isinstance(self._found_inf, Tensor)
+
     # The end of a step.
 
     def end_step(self, skipped: bool) -> None:
@@ -108,11 +116,10 @@ class ScaledSteps:
         found, *sums = numbers.tolist()
 
         def locate() -> list[NonFinite]:
-            if not self._marks.differ(self._params()):
+            if all(p.grad is not None for p in params) and not self._marks.differ(self._params()):
                 return self._locate()
-            rows = {
-                id(p) for p, total in zip(params, sums, strict=False) if not math.isfinite(total)
-            }
+            measured = zip(params, sums, strict=True)
+            rows = {id(param) for param, sum_sq in measured if not math.isfinite(sum_sq)}
             return [
                 NonFinite(name, tuple(param.shape))
                 for name, param in self._named_params()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import types
 import weakref
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp import _ops, device_scale
+from apex_mp import device_scale
 from apex_mp.amp import _scaled_grads
+from apex_mp.amp._scale_bounds import ScaleBounds
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.grads import NonFinite
-from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 _MEASURED = "apex_mp_measured"  # what a pass that only reads has found
@@ -73,13 +72,11 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
-        self._init_overflows = 0
-        self._overflows: Tensor | None = None  # on the device of the scale, when it is known
+        self._bounds = ScaleBounds(min_scale, max_scale, hysteresis)
         self._model = None if model is None else weakref.ref(model)
         self._steps: weakref.WeakKeyDictionary[Any, ScaledSteps] = weakref.WeakKeyDictionary()
-        if self._enabled and self._has_bounds():
-            self._check_bounds()
+        if self._enabled and self._bounds:
+            self._bounds.check(init_scale, self._factors())
 
     # Gradients.
 
@@ -128,27 +125,30 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: `norm_type` is not 2 and `unscale_` was not called, or `max_norm` is
                 negative.
         """
-        if self._enabled and self._stage_of(optimizer) is not OptState.UNSCALED:
+        if self._enabled:
             _refuse_own_scaling(optimizer)
-            norm = self._clip_scaled(optimizer, max_norm, norm_type)
-            if norm is not None:
-                if error_if_nonfinite and not norm.isfinite():
-                    raise RuntimeError(
-                        f"GradScaler.clip_grad_norm_: the norm of the gradients is {norm.item()}, "
-                        "so they cannot be clipped; with error_if_nonfinite=False the step is "
-                        "skipped"
+            stage = self._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is not OptState.UNSCALED:
+                grads = _scaled_grads.collect(optimizer)
+                if not grads.others:
+                    return self._clip_scaled(
+                        optimizer, grads, max_norm, norm_type, error_if_nonfinite
                     )
-                return norm
-            self.unscale_(optimizer)
+                self.unscale_(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return torch.nn.utils.clip_grad_norm_(
             params, max_norm, norm_type, error_if_nonfinite, foreach
         )
 
     def _clip_scaled(
-        self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float
-    ) -> Tensor | None:
-        """Clip gradients that are scaled; return None if the operators cannot read them."""
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: _scaled_grads.ScaledGrads,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """Clip gradients that are scaled; arguments and result are those of `clip_grad_norm_`."""
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -167,11 +167,12 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(
                 f"GradScaler.clip_grad_norm_: max_norm is {max_norm}; it must be 0 or more"
             )
-        grads = _scaled_grads.collect(optimizer)
-        if grads.others:
-            return None
-        measured = self._measure(optimizer, grads)
-        norm = measured.norm(scale.device) / scale
+        norm = self._measure(optimizer, grads).norm(scale.device) / scale
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"GradScaler.clip_grad_norm_: the norm of the gradients is {norm.item()}, so they "
+                "cannot be clipped; with error_if_nonfinite=False the step is skipped"
+            )
         wide = any(param.grad.dtype == torch.float64 for param in grads.params())  # type: ignore[union-attr]
         # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
         clip = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
@@ -200,8 +201,7 @@ class GradScaler(torch.amp.GradScaler):
         grads = _scaled_grads.collect(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         steps = self._steps.get(optimizer)
-        if steps is not None and steps.skips_in_a_row and _MEASURED not in state:
-            # Skipped steps may go on: know which gradients overflow, whatever becomes of them.
+        if steps is not None and steps.wants_rows and _MEASURED not in state:
             state[_MEASURED] = _scaled_grads.measure(grads)
         clip = state.get(_CLIP)
         if clip is not None:
@@ -361,13 +361,18 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: No optimizer with gradients was stepped since the last update.
         """
-        if self._enabled and self._has_bounds() and new_scale is None:
-            self._update_within_bounds()
-            return
         try:
-            super().update(new_scale)
+            if self._enabled and self._bounds and new_scale is None:
+                self._update_within_bounds()
+            else:
+                super().update(new_scale)
         except AssertionError as error:
-            raise _with_advice(error, _NO_CHECKS, _STEP_FIRST) from None
+            raise _with_advice(
+                error,
+                _NO_CHECKS,
+                " No optimizer whose parameters have gradients was given to scaler.step(optimizer) "
+                "or scaler.unscale_(optimizer) since the last scaler.update().",
+            ) from None
 
     def _update_within_bounds(self) -> None:
         scale, good_steps = self._check_scale_growth_tracker("update")
@@ -377,37 +382,16 @@ class GradScaler(torch.amp.GradScaler):
             for found in state["found_inf_per_device"].values()
         ]
         if not found_infs:
-            raise AssertionError(_NO_CHECKS + _STEP_FIRST)
-        if self._overflows is None:
-            self._overflows = torch.full_like(good_steps, self._init_overflows)
-        _ops.update_scale_(
-            scale,
-            good_steps,
-            self._overflows,
-            torch.stack(found_infs).sum(),
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            min_scale=self._min_scale or FLOAT32_SMALLEST_NORMAL,
-            max_scale=self._max_scale or math.inf,
-            hysteresis=self._hysteresis,
-        )
+            raise AssertionError(_NO_CHECKS)
+        self._bounds.update(scale, good_steps, torch.stack(found_infs).sum(), self._factors())
         self._per_optimizer_states.clear()
 
-    def _has_bounds(self) -> bool:
-        return (self._min_scale, self._max_scale, self._hysteresis) != (None, None, 1)
-
-    def _check_bounds(self) -> None:
-        optional = {"min_scale": self._min_scale, "max_scale": self._max_scale}
-        given: dict[str, Any] = {k: value for k, value in optional.items() if value is not None}
-        DynamicLossScale(
-            self._init_scale,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            hysteresis=self._hysteresis,
-            **given,
-        )
+    def _factors(self) -> dict[str, Any]:
+        return {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
 
     # Checkpoints and pickles.
 
@@ -418,41 +402,28 @@ class GradScaler(torch.amp.GradScaler):
         the scale last changed.
         """
         state = super().state_dict()
-        if state and self._has_bounds():
-            state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
-            state["hysteresis"], state["overflows"] = self._hysteresis, self._count_overflows()
-        return state
+        return {**state, **self._bounds.state()} if state and self._bounds else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a scaler, this one or torch's; bounds stay if it has none."""
         super().load_state_dict(state_dict)
-        if not self._enabled:
-            return
-        for name in ("min_scale", "max_scale", "hysteresis"):
-            setattr(self, f"_{name}", state_dict.get(name, getattr(self, f"_{name}")))
-        self._init_overflows, self._overflows = state_dict.get("overflows", 0), None
-
-    def _count_overflows(self) -> int:
-        return self._init_overflows if self._overflows is None else int(self._overflows.item())
+        self._bounds = self._bounds.loaded(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps and the model belong to objects that are not copied with the scaler.
-        state = {**super().__getstate__(), "_model": None, "_steps": None}
-        return {**state, "_init_overflows": self._count_overflows(), "_overflows": None}
+        return {
+            **super().__getstate__(),
+            "_bounds": ScaleBounds(**self._bounds.state()),
+            "_model": None,
+            "_steps": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps = weakref.WeakKeyDictionary()
 
-    def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
-        return self._per_optimizer_states[id(optimizer)]["stage"]  # type: ignore[no-any-return]
-
 
 _NO_CHECKS = "No inf checks were recorded prior to update."
-_STEP_FIRST = (
-    " No optimizer whose parameters have gradients was given to scaler.step(optimizer) or "
-    "scaler.unscale_(optimizer) since the last scaler.update()."
-)
 
 
 def _with_advice(error: AssertionError, message: str, advice: str) -> AssertionError:

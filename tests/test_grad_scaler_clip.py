@@ -1,0 +1,294 @@
+"""GradScaler.clip_grad_norm_: torch's numbers, without a pass of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    Unchanged,
+    give_grads,
+    make_params,
+)
+from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
+from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+
+from apex_mp.amp import GradScaler
+from apex_mp.optimizers import FusedAdam
+
+each_optimizer = pytest.mark.parametrize(
+    "make", [*OURS.values(), *OF_TORCH.values()], ids=[*OURS, *OF_TORCH]
+)
+
+
+def assert_close(ours: Tensor, wanted: Tensor) -> None:
+    """Three roundings to float32 more than torch's: scale, clip factor and their product."""
+    torch.testing.assert_close(ours, wanted, rtol=5e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, math.inf, 0.0])
+@each_optimizer
+def test_norms_and_gradients_are_those_of_unscale_and_torch_clip(
+    make: Any, max_norm: float, device: torch.device
+) -> None:
+    lists = [make_params(device), make_params(device)]
+    optimizers = [make(params) for params in lists]
+    folding, plain = new_scaler(device), new_scaler(device, torch.amp.GradScaler)
+    for step in range(10):
+        bad = math.inf if step in (3, 4) else None
+        for scaler, params in zip((folding, plain), lists, strict=True):
+            give_scaled(scaler, params, step, bad)
+        norm = folding.clip_grad_norm_(optimizers[0], max_norm)
+        plain.unscale_(optimizers[1])
+        wanted = clip_grad_norm_(lists[1], max_norm)
+        assert norm.dtype == wanted.dtype == F32
+        assert_close(norm, wanted)
+        for scaler, optimizer in zip((folding, plain), optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        assert folding.state_dict() == plain.state_dict()
+        assert folding.step_was_skipped(optimizers[0]) == (bad is not None)
+        for ours, theirs in zip(*lists, strict=True):
+            assert_near(ours.detach(), theirs.detach(), TRAJECTORY_TOLERANCES[F32])
+            if bad is None:
+                assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=NAMES.get)
+@pytest.mark.parametrize("make", OURS.values(), ids=[*OURS])
+@pytest.mark.filterwarnings("ignore:GradScaler.*no float32 masters:RuntimeWarning")
+def test_a_fused_step_clips_gradients_of_any_dtype(
+    make: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    theirs = [Parameter(p.detach().to(F64 if dtype == F64 else F32)) for p in params]
+    optimizer, expected = make(params), make(theirs)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0, values=BF16)
+    before = [param.grad.clone() for param in params]
+    norm = scaler.clip_grad_norm_(optimizer, 0.5)
+    assert norm.dtype == (F64 if dtype == F64 else F32)
+    for param, grad in zip(params, before, strict=True):
+        assert_same_bits(param.grad, grad)  # It has only been read.
+    give_grads(theirs, 0, values=BF16)
+    assert_close(norm, clip_grad_norm_(theirs, 0.5))
+    scaler.step(optimizer)
+    expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        state, wanted_state = optimizer.state[param], expected.state[wanted]
+        for key, value in wanted_state.items():
+            torch.testing.assert_close(state[key], value, rtol=2e-6, atol=1e-30)
+        assert_near(param.detach(), wanted.detach().to(dtype))
+
+
+def test_after_unscale_it_is_torch_clip(device: torch.device) -> None:
+    shapes = [(5,), (4, 3), ()]
+    params, theirs = make_params(device, F16, shapes), make_params(device, F16, shapes)
+    optimizer = FusedAdam(params, master_weights=True)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    give_scaled(scaler, theirs, 0)
+    scaler.unscale_(optimizer)
+    new_scaler(device).unscale_(torch.optim.SGD(theirs))
+    for norm_type, max_norm in ((math.inf, 1.5), (1.0, 20.0), (2.0, 0.5)):
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
+        assert_same_bits(norm, clip_grad_norm_(theirs, max_norm, norm_type))
+        for param, wanted in zip(params, theirs, strict=True):
+            assert_same_bits(param.grad, wanted.grad)
+
+
+def test_unscale_after_it_unscales_and_clips(device: torch.device) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    give_grads(theirs, 0)
+    norm = scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.unscale_(optimizer)
+    assert_close(norm, clip_grad_norm_(theirs, 0.5))
+    for param, wanted in zip(params, theirs, strict=True):
+        assert_close(param.grad, wanted.grad)
+    grads = [param.grad.clone() for param in params]
+    scaler.step(optimizer)
+    for param, grad in zip(params, grads, strict=True):
+        assert_same_bits(param.grad, grad)  # They are not unscaled again.
+
+
+def test_max_grad_norm_clips_what_was_clipped(device: torch.device) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = (FusedAdam(p, max_grad_norm=0.3, eps=0.1) for p in (params, theirs))
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    give_grads(theirs, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    clip_grad_norm_(theirs, 0.5)
+    expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        assert_near(param.detach(), wanted.detach(), TRAJECTORY_TOLERANCES[F32])
+
+
+def test_only_the_gradients_of_the_optimizer_are_clipped(device: torch.device) -> None:
+    params, others = make_params(device), make_params(device)
+    optimizer, other = FusedAdam(params), FusedAdam(others)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    give_scaled(scaler, others, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    for each in (optimizer, other):
+        scaler.step(each)
+    scaler.update()
+    unclipped = make_params(device)
+    give_grads(unclipped, 0)
+    for param, wanted in zip(others, unclipped, strict=True):
+        assert_same_bits(param.grad, wanted.grad)
+    assert abs(clip_grad_norm_(params, math.inf).item() - 0.5) < 1e-6
+    # The next step is not clipped.
+    give_scaled(scaler, params, 0)
+    scaler.step(optimizer)
+    for param, wanted in zip(params, unclipped, strict=True):
+        assert_same_bits(param.grad, wanted.grad)
+
+
+def test_gradients_on_several_devices_have_one_norm(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [Parameter(torch.ones(3, device=device)), Parameter(torch.ones(4))]
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device, init_scale=2.0)
+    params[0].grad = torch.full((3,), 4.0, device=device)
+    params[1].grad = torch.full((4,), 2.0)
+    assert scaler.clip_grad_norm_(optimizer, 2.0).item() == 4.0
+    scaler.step(optimizer)
+    assert_close(params[0].grad, torch.ones(3, device=device))
+    assert_close(params[1].grad, torch.full((4,), 0.5))
+
+
+# --- What float16 loses.
+
+
+def test_unscale_loses_what_float16_cannot_hold_and_clipping_does_not(
+    device: torch.device,
+) -> None:
+    # True gradients of 2**-10 to 2**-40; scaled by 2**16 all are numbers of float16.
+    exponents = torch.arange(-10, -41, -1, device=device)
+    true = torch.pow(2.0, exponents.double())
+    kept = {}
+    for way in ("unscale_", "clip_grad_norm_", "step alone"):
+        param = Parameter(torch.zeros(len(true), dtype=F16, device=device))
+        optimizer = FusedAdam([param], betas=(0.0, 0.999), master_weights=True)
+        scaler = new_scaler(device, init_scale=2.0**16)
+        param.grad = (true * 2.0**16).half()
+        assert torch.equal(param.grad.double(), true * 2.0**16)
+        if way == "unscale_":
+            scaler.unscale_(optimizer)
+        elif way == "clip_grad_norm_":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        used = optimizer.state[param]["exp_avg"].double()  # beta1 is 0: the gradient
+        kept[way] = int((used == true).sum())
+        assert int((used != 0).sum()) == kept[way]
+    # 2**-24 is the least number of float16: 2**-10 to 2**-24 are 15 of the 31.
+    assert kept == {"unscale_": 15, "clip_grad_norm_": 31, "step alone": 31}
+
+
+# --- Mistakes.
+
+
+def test_another_norm_of_scaled_gradients_is_a_sentence(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    with (
+        Unchanged(optimizer, [param.grad for param in params]),
+        pytest.raises(ValueError, match=r"norm_type is inf; only the l2 norm.*unscale_\(optimiz"),
+    ):
+        scaler.clip_grad_norm_(optimizer, 1.0, math.inf)
+    with pytest.raises(ValueError, match=r"max_norm is -1\.0; it must be 0 or more"):
+        scaler.clip_grad_norm_(optimizer, -1.0)
+    scaler.clip_grad_norm_(optimizer, 1.0)  # A refused call is not counted.
+
+
+def test_clipping_twice_and_after_the_step_are_refused_as_unscale_is(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) has already been called on this"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) is being called after step\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.update()
+    give_scaled(scaler, params, 1)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+@each_optimizer
+def test_a_norm_that_is_not_finite_is_an_error_if_asked_for(
+    make: Any, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0, math.inf)
+    with pytest.raises(RuntimeError, match="the norm of the gradients is inf, so they cannot be"):
+        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).isinf()
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer)
+
+
+def test_without_a_scale_it_is_a_sentence(device: torch.device) -> None:
+    with pytest.raises(AssertionError, match=r"Attempted clip_grad_norm_ but _scale is None"):
+        GradScaler(device.type).clip_grad_norm_(FusedAdam(make_params(device)), 1.0)
+
+
+def test_a_disabled_scaler_clips_by_torch_function(device: torch.device) -> None:
+    params, theirs = make_params(device), make_params(device)
+    give_grads(params, 0)
+    give_grads(theirs, 0)
+    optimizer = FusedAdam(params)
+    scaler = GradScaler(device.type, enabled=False)
+    assert_same_bits(scaler.clip_grad_norm_(optimizer, 0.5), clip_grad_norm_(theirs, 0.5))
+    scaler.step(optimizer)
+    for param, wanted in zip(params, theirs, strict=True):
+        assert_same_bits(param.grad, wanted.grad)
+    assert not scaler.step_was_skipped(optimizer)
+    assert scaler.overflow_report(optimizer) == []
+
+
+def test_an_optimizer_without_gradients_has_the_norm_zero(device: torch.device) -> None:
+    optimizer = FusedAdam(make_params(device))
+    scaler = new_scaler(device)
+    with Unchanged(optimizer):
+        assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+        scaler.step(optimizer)
+
+
+def test_sparse_gradients_are_unscaled_first_and_clipped_by_torch(device: torch.device) -> None:
+    weight, bias = (
+        Parameter(torch.ones(4, 2, device=device)),
+        Parameter(torch.ones(2, device=device)),
+    )
+    values = torch.full((1, 2), 2048.0, device=device)
+    weight.grad = torch.sparse_coo_tensor([[1]], values, (4, 2), device=device)
+    bias.grad = torch.full((2,), 1024.0, device=device)
+    optimizer = torch.optim.SGD([bias], lr=1.0)
+    optimizer.add_param_group({"params": [weight]})
+    scaler = new_scaler(device)
+    with pytest.raises(NotImplementedError, match="SparseC"):  # torch's own
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    assert bias.grad.tolist() == [1.0, 1.0]

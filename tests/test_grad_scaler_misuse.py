@@ -1,0 +1,169 @@
+"""What a GradScaler cannot do gets a sentence, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import F16, Unchanged, assert_same_state, copies_of, give_grads, make_params
+from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
+from torch.nn import Parameter
+
+from apex_mp import amp, fp16_utils, optimizers, parallel
+from apex_mp.amp import GradScaler
+from apex_mp.optimizers import FusedAdam
+
+MAKES = {"FusedAdam": OURS["FusedAdam"], "SGD": OF_TORCH["SGD"]}
+each_optimizer = pytest.mark.parametrize("make", MAKES.values(), ids=[*MAKES])
+
+CALLS: dict[str, Any] = {
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "clip_grad_norm_": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=[*CALLS])
+
+
+@each_call
+@pytest.mark.parametrize("face", [fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer])
+def test_an_fp16_optimizer_scales_by_itself(face: Any, call: Any, device: torch.device) -> None:
+    params = make_params(device, F16)
+    optimizer = face(FusedAdam(params), verbose=False)
+    give_grads(params, 0)
+    before = [param.grad.clone() for param in params]
+    with pytest.raises(RuntimeError, match=r"FP16_Optimizer was given to torch\.amp\.GradScaler, "):
+        call(new_scaler(device), optimizer)
+    for param, grad in zip(params, before, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+@each_call
+@pytest.mark.usefixtures("amp_off")
+def test_an_optim_wrapper_scales_by_itself(call: Any, device: torch.device) -> None:
+    handle = amp.init(device_type=device.type)
+    wrapper = handle.wrap_optimizer(torch.optim.SGD(make_params(device), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"An OptimWrapper was given to torch\.amp\.Grad"):
+        call(new_scaler(device), wrapper)
+
+
+@each_optimizer
+@pytest.mark.parametrize("given", ["by name", "by place"])
+def test_closures_are_refused(given: str, make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+
+    def closure() -> float:
+        raise AssertionError("it was called")
+
+    args, kwargs = ([closure], {}) if given == "by place" else ([], {"closure": closure})
+    with (
+        Unchanged(optimizer, [param.grad for param in params]),
+        pytest.raises(RuntimeError, match="Closure use is not currently supported if GradScaler"),
+    ):
+        scaler.step(optimizer, *args, **kwargs)
+    scaler.step(optimizer, None)  # as accelerate calls it
+
+
+def test_an_optimizer_that_owns_nothing_of_the_loss_is_a_sentence(device: torch.device) -> None:
+    used, unused = make_params(device), make_params(device)
+    optimizer, other = torch.optim.SGD(used, lr=0.1), torch.optim.SGD(unused, lr=0.1)
+    scaler = new_scaler(device)
+    give_scaled(scaler, used, 0)
+    message = (
+        r"No inf checks were recorded for this optimizer\. No parameter of this SGD has a "
+        r"gradient: it must own parameters that the scaled loss depends on, and zero_grad\(\) must"
+    )
+    with Unchanged(other), pytest.raises(AssertionError, match=message):
+        scaler.step(other)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_an_assertion_of_the_users_passes(device: torch.device) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise AssertionError("mine")
+
+    params = make_params(device)
+    optimizer = Failing(params, lr=0.1)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    with pytest.raises(AssertionError, match=r"^mine$"):
+        scaler.step(optimizer)
+
+
+@each_optimizer
+def test_unscaling_and_stepping_twice_are_refused_as_in_torch(
+    make: Any, device: torch.device
+) -> None:
+    messages: list[list[str]] = []
+    for cls in (GradScaler, torch.amp.GradScaler):
+        params = make_params(device)
+        optimizer = make(params)
+        scaler = new_scaler(device, cls)
+        give_scaled(scaler, params, 0)
+        scaler.unscale_(optimizer)
+        messages.append([])
+        for call in (scaler.unscale_, None, scaler.step, scaler.unscale_):
+            if call is None:
+                scaler.step(optimizer)
+                continue
+            with pytest.raises(RuntimeError) as caught:
+                call(optimizer)
+            messages[-1].append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert len(messages[0]) == 3
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(
+    clipped: bool, device: torch.device
+) -> None:
+    params = [Parameter(torch.ones(3, device=device)), Parameter(torch.ones(2, device=device))]
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    params[0].grad = torch.full((3,), 1024.0, device=device)
+    if clipped:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    values = torch.full((1,), 1024.0, device=device)
+    params[1].grad = torch.sparse_coo_tensor([[1]], values, (2,), device=device)
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+    params[1].grad = None
+    params[0].grad = torch.full((3,), math.inf if not clipped else 1024.0, device=device)
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer) == (not clipped)  # It has looked again.
+
+
+def test_an_optimizers_own_grad_scale_is_multiplied_as_in_torch(device: torch.device) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = FusedAdam(params), FusedAdam(theirs)
+    scaler = new_scaler(device)
+    give_grads(params, 0, factor=2.0**13)
+    optimizer.grad_scale = torch.tensor(8.0, device=device)
+    scaler.step(optimizer)
+    give_grads(theirs, 0)
+    expected.step()
+    assert_same_state(optimizer, expected)
+
+
+def test_larc_is_stepped_with_unscaled_gradients(device: torch.device) -> None:
+    params = make_params(device)
+    theirs = copies_of(params)
+    optimizer = parallel.LARC(torch.optim.SGD(params, lr=0.1))
+    expected = parallel.LARC(torch.optim.SGD(theirs, lr=0.1))
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, math.inf)
+    scaler.step(optimizer)
+    give_grads(theirs, 0)
+    expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        assert torch.equal(param, wanted)
+    assert not scaler.step_was_skipped(optimizer)

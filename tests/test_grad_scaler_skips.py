@@ -1,0 +1,383 @@
+"""GradScaler says which steps were skipped and why, and a GPU is not waited for."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import F16, give_grads, make_params
+from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
+from torch import nn
+from torch.nn import Parameter
+from waits import Waits
+
+from apex_mp import device_scale
+from apex_mp.amp import GradScaler
+from apex_mp.device_scale import Transfer
+from apex_mp.optimizers import FusedAdam
+
+FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
+OTHERS = {name: make for name, make in OF_TORCH.items() if name not in FUSED}
+each_optimizer = pytest.mark.parametrize(
+    "make", [*FUSED.values(), *OTHERS.values()], ids=[*FUSED, *OTHERS]
+)
+each_fused = pytest.mark.parametrize("make", FUSED.values(), ids=[*FUSED])
+
+
+@pytest.fixture
+def left_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Treat the device as one that the host does not wait for; nothing arrives before it does."""
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(Transfer, "has_arrived", lambda self: False)
+    yield
+    device_scale._in_flight.clear()
+
+
+def take_step(
+    scaler: Any, optimizer: Any, params: list[Parameter], step: int = 0, bad: float | None = None
+) -> None:
+    give_scaled(scaler, params, step, bad)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# --- Skipped or not.
+
+
+@each_optimizer
+def test_it_says_of_each_step_whether_it_was_skipped(make: Any, device: torch.device) -> None:
+    params, others = make_params(device), make_params(device)
+    optimizer, other = make(params), make(others)
+    scaler = new_scaler(device)
+    for step, bad in enumerate([None, math.inf, math.nan, None, -math.inf]):
+        give_scaled(scaler, params, step, bad)
+        give_scaled(scaler, others, step)
+        for each in (optimizer, other):
+            scaler.step(each)
+        assert scaler.step_was_skipped(optimizer) == (bad is not None)
+        scaler.update()
+        assert scaler.step_was_skipped(optimizer) == (bad is not None)
+        assert not scaler.step_was_skipped(other)
+
+
+@each_fused
+@pytest.mark.usefixtures("left_alone")
+def test_the_host_waits_for_no_fused_step(make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    take_step(scaler, optimizer, params)  # torch's own makes its state now.
+    give_grads(params, 1, factor=2.0**10)
+    skipped = []
+    for way in ("step", "unscale_", "clip_grad_norm_", "overflow", "step"):
+        give_grads(params, 1, factor=math.inf if way == "overflow" else 2.0**10)
+        loss = torch.ones((), device=device)
+        with Waits() as waits:
+            scaler.scale(loss)
+            if way == "unscale_":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(params, 1.0)
+            elif way == "clip_grad_norm_":
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert waits.count == 0
+        with Waits() as waits:
+            skipped.append(scaler.step_was_skipped(optimizer))
+        assert waits.count == 1
+    assert skipped == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=[*OTHERS])
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.usefixtures("left_alone")
+def test_the_host_waits_once_for_another_step(make: Any, way: str, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    take_step(scaler, optimizer, params)
+    counts = []
+    for cls in (type(scaler), torch.amp.GradScaler):
+        scaler = new_scaler(device, cls)
+        give_grads(params, 1, factor=2.0**10)
+        if cls is torch.amp.GradScaler:
+            way = way.replace("clip_grad_norm_", "unscale_")
+        with Waits() as waits:
+            if way == "unscale_":
+                scaler.unscale_(optimizer)
+            elif way == "clip_grad_norm_":
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        counts.append(waits.count)
+    # An optimizer that is not fused may wait in its own step.
+    assert counts[0] == counts[1]
+    assert counts[0] >= 1
+
+
+@pytest.mark.cuda_only
+@each_fused
+def test_cuda_is_never_waited_for(make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    take_step(scaler, optimizer, params)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for way in ("step", "unscale_", "clip_grad_norm_") * 3:
+            scaler.scale(torch.ones((), device=device))
+            if way == "unscale_":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(params, 1.0)
+            elif way == "clip_grad_norm_":
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not scaler.step_was_skipped(optimizer)
+
+
+def test_a_schedule_follows_the_steps_that_were_taken_in_one_line(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = new_scaler(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # scheduler.step() before optimizer.step()
+        for step, bad in enumerate([math.inf, math.inf, None, None, math.nan]):
+            take_step(scaler, optimizer, params, step, bad)
+            if not scaler.step_was_skipped(optimizer):
+                scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def test_torch_does_not_warn_of_a_schedule_after_a_skipped_first_step(
+    device: torch.device,
+) -> None:
+    params = make_params(device)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = new_scaler(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(scaler, optimizer, params, 0, math.inf)
+        scheduler.step()
+
+
+# --- Why.
+
+
+class Net(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2, device=device), nn.Linear(2, 1, device=device)
+
+
+def overflow(scaler: Any, optimizer: Any, model: nn.Module, values: dict[str, list[float]]) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for name, bad in values.items():
+        grad = model.get_parameter(name).grad
+        assert grad is not None
+        grad.view(-1)[: len(bad)] = torch.tensor(bad, device=grad.device)
+    scaler.step(optimizer)
+
+
+@each_optimizer
+def test_the_report_names_parameters_and_counts(make: Any, device: torch.device) -> None:
+    model = Net(device)
+    optimizer = make(model.parameters())
+    scaler = new_scaler(device, model=model)
+    bad = {"first.bias": [math.nan], "second.weight": [math.inf, -math.inf]}
+    overflow(scaler, optimizer, model, bad)
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
+        "second.weight [1, 2]: 2 inf, 0 NaN",
+        "first.bias [2]: 0 inf, 1 NaN",
+    ]
+    scaler.update()
+    overflow(scaler, optimizer, model, {})
+    assert len(scaler.overflow_report(optimizer)) == 2  # of the last skipped one
+    assert not scaler.step_was_skipped(optimizer)
+
+
+def test_names_come_from_the_optimizer_or_are_places(device: torch.device) -> None:
+    model = Net(device)
+    bad = {"second.bias": [math.inf]}
+    scaler = new_scaler(device)
+    optimizer = FusedAdam(model.named_parameters())
+    overflow(scaler, optimizer, model, bad)
+    assert [one.name for one in scaler.overflow_report(optimizer)] == ["second.bias"]
+    optimizer = FusedAdam([{"params": model.first.parameters()}, {"params": model.second.bias}])
+    overflow(scaler, optimizer, model, bad)
+    assert [one.name for one in scaler.overflow_report(optimizer)] == ["group 1, parameter 0"]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+@each_fused
+@pytest.mark.usefixtures("left_alone")
+def test_the_report_comes_later_from_a_device(
+    make: Any, cleared: bool, device: torch.device
+) -> None:
+    model = Net(device)
+    optimizer = make(model.parameters())
+    scaler = new_scaler(device, model=model)
+    overflow(scaler, optimizer, model, {"first.bias": [math.nan], "second.weight": [math.inf]})
+    scaler.update()
+    if cleared:
+        optimizer.zero_grad()
+    what = {True: ("inf or NaN", "inf or NaN"), False: ("0 inf, 1 NaN", "1 inf, 0 NaN")}[cleared]
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
+        f"first.bias [2]: {what[0]}",
+        f"second.weight [1, 2]: {what[1]}",
+    ]
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_after_unscale_on_a_device_the_second_skip_in_a_row_is_named_whatever_is_cleared(
+    device: torch.device,
+) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = new_scaler(device, model=model)
+    names = []
+    for way in ("cleared", "cleared", "kept"):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        model.first.bias.grad[0] = math.inf
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if way == "cleared":
+            optimizer.zero_grad()
+        names.append([str(one) for one in scaler.overflow_report(optimizer)])
+    assert names == [[], ["first.bias [2]: inf or NaN"], ["first.bias [2]: 1 inf, 0 NaN"]]
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@each_optimizer
+def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
+    make: Any, where: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if where == "device":
+        request.getfixturevalue("left_alone")
+    model = Net(device)
+    optimizer = make(model.parameters())
+    scaler = new_scaler(device, init_scale=2.0**60, model=model)
+    bad = {"first.bias": [math.nan], "second.weight": [math.inf, math.inf]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(120):
+            overflow(scaler, optimizer, model, {} if step == 30 else bad)
+            scaler.update()
+            scaler.step_was_skipped(optimizer)
+    (one,) = caught
+    assert issubclass(one.category, RuntimeWarning)
+    assert one.filename == __file__
+    assert str(one.message).startswith(
+        f"GradScaler: {type(optimizer).__name__} has skipped 50 steps in a row; the loss scale is "
+    )
+    assert str(one.message).endswith("The worst: second.weight [1, 2]: 2 inf, 0 NaN.")
+
+
+# --- Whose.
+
+
+def test_an_optimizer_that_was_not_stepped_is_a_sentence(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    for ask in (scaler.step_was_skipped, scaler.overflow_report):
+        with pytest.raises(RuntimeError, match=r"this FusedAdam was not stepped by scaler\.step"):
+            ask(optimizer)
+
+
+def test_neither_optimizer_nor_model_is_kept_alive(device: torch.device) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = GradScaler(device.type, model=model)
+    scaler.scale(torch.ones((), device=device))
+    overflow(scaler, optimizer, model, {"first.bias": [math.inf]})
+    scaler.update()
+    assert scaler.step_was_skipped(optimizer)
+    dead = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+
+
+# --- Masters that are missing.
+
+
+def test_parameters_without_masters_are_told_of_once_with_what_is_lost(
+    device: torch.device,
+) -> None:
+    model = Net(device).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-14)
+    scaler = new_scaler(device, model=model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)  # whose neighbours are 2**-11 and 2**-10 away
+        model.first.weight.zero_()
+
+    def step() -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 1024.0)
+        model.second.weight.grad.zero_()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with pytest.warns(RuntimeWarning) as caught:
+        step()
+    (one,) = caught
+    assert one.filename == __file__
+    # Of first.weight (6), first.bias (2), second.bias (1); second.weight is not to move.
+    assert "SGD steps 4 parameters of float16 that have no float32 masters" in str(one.message)
+    assert "first.weight, first.bias, second.weight, ..." in str(one.message)
+    assert "here are 3 of 9 of the first step" in str(one.message)
+    assert "FusedAdam(..., master_weights=True)" in str(one.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_count_is_that_of_the_first_step_that_is_taken(
+    where: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if where == "device":
+        request.getfixturevalue("left_alone")
+    weight = Parameter(torch.ones(8, dtype=F16, device=device))
+    optimizer = FusedAdam([weight], lr=2.0**-14)
+    scaler = new_scaler(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            take_step(scaler, optimizer, [weight], bad=math.inf)
+            assert scaler.step_was_skipped(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        take_step(scaler, optimizer, [weight])
+        assert not scaler.step_was_skipped(optimizer)
+    (one,) = caught
+    assert "here are 8 of 8 of the first step" in str(one.message)
+
+
+@pytest.mark.parametrize("kind", ["float32", "masters", "frozen"])
+def test_nothing_is_told_of_parameters_that_need_no_masters(
+    kind: str, device: torch.device
+) -> None:
+    params = make_params(device, torch.float32 if kind == "float32" else F16)
+    for param in params:
+        param.requires_grad_(kind != "frozen")
+    optimizer = FusedAdam(params, master_weights=kind == "masters")
+    scaler = new_scaler(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(scaler, optimizer, params)
