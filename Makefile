@@ -30,6 +30,7 @@ VENV := .venv
 OLDEST_VENV := .venv-oldest
 CUDA_VENV := .venv-cuda
 CLIENTS_VENV := .venv-clients
+TRAINERS_VENV := .venv-trainers
 GPU_VENV := .venv-gpu
 BUILD_TOOLS := setuptools wheel ninja "pybind11>=2.13"
 GPU_TESTS := pytest pytest-xdist hypothesis numpy  # to rehearse make gpu
@@ -45,6 +46,7 @@ BUILT := $(VENV)/.done-build
 OLDEST_BUILT := $(OLDEST_VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
+TRAINERS_READY := $(TRAINERS_VENV)/.done-trainers
 COVERAGE := build/coverage
 # A test that hangs fails by name after five minutes; the others go on in a new process.
 PYTEST_OPTIONS := -q --timeout 300 --timeout-method thread
@@ -63,7 +65,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors mutants lint types coverage clients cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
+.PHONY: help build demo test test-slow processors mutants lint types coverage clients trainers cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -76,6 +78,7 @@ help:
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
 	@echo 'make clients    train with OpenNMT-py, ParlAI and fairseq, as PyPI has them, through apex_mp'
+	@echo 'make trainers   train with accelerate, transformers, Lightning, timm and PEFT'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make format     let ruff and clang-format write their changes'
@@ -163,6 +166,9 @@ sdist: $(BUILT)
 clients: $(CLIENTS_READY)
 	$(CLIENTS_VENV)/bin/python -m pytest -q tests/clients $(PYTEST_ARGS)
 
+trainers: $(TRAINERS_READY)
+	$(TRAINERS_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) tests/trainers $(PYTEST_ARGS)
+
 cuda-on-cpu: $(BUILT)
 	$(VENV)/bin/python -m pytest -q tests/cuda_on_cpu $(PYTEST_ARGS)
 
@@ -187,12 +193,22 @@ $(BUILT): $(TORCH_READY) $(RECIPE)
 	touch $@
 
 # fairseq without pip's cache, which does not ask for which torch a wheel was compiled.
-$(CLIENTS_READY): tests/clients/requirements.txt $(TORCH_READY) | $(BUILT)
+$(CLIENTS_READY): tests/clients/requirements.txt tests/make_venv.py $(TORCH_READY) | $(BUILT)
 	@echo 'Setting up $(CLIENTS_VENV): a minute or two the first time'
-	$(VENV)/bin/python tests/clients/make_venv.py $(CLIENTS_VENV)
+	$(VENV)/bin/python tests/make_venv.py $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps -r $<
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps --no-build-isolation --no-cache-dir \
 	  fairseq==0.9.0
+	touch $@
+
+# torchvision in a folder of its own: that of PyPI is compiled for CUDA, and where torch is not, each
+# library that finds it fails. tests/trainers/test_timm.py says how it is imported all the same.
+$(TRAINERS_READY): tests/trainers/requirements.txt tests/make_venv.py $(TORCH_READY) | $(BUILT)
+	@echo 'Setting up $(TRAINERS_VENV): half a minute the first time'
+	$(VENV)/bin/python tests/make_venv.py $(TRAINERS_VENV)
+	$(TRAINERS_VENV)/bin/python -m pip install -qq --no-deps -r $<
+	$(TRAINERS_VENV)/bin/python -m pip install -qq --no-deps \
+	  --target $(TRAINERS_VENV)/torchvision torchvision==0.28.0
 	touch $@
 
 $(CUDA_TORCH_READY):
@@ -260,4 +276,4 @@ gpu-prepare: $(GPU_TORCH_READY)
 	$(GPU_VENV)/bin/python -m benchmarks.gpu_build --prepare
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) $(CUDA_VENV) $(CLIENTS_VENV) $(GPU_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so
+	rm -rf $(VENV) $(OLDEST_VENV) $(CUDA_VENV) $(CLIENTS_VENV) $(TRAINERS_VENV) $(GPU_VENV) build dist *.egg-info apex_mp/_C.json apex_mp/_C.*.so

@@ -33,7 +33,7 @@ ROWS = [
     {"convert", "monitor", "_pickled_scalers"},
     {"checkpoint"},
     {"_as_apex"},
-    {"as_apex", "_run"},
+    {"accelerate", "as_apex", "_run"},
     {"__init__", "__main__"},
 ]
 HEIGHTS = {room: height for height, row in enumerate(ROWS) for room in row}

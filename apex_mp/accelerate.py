@@ -1,0 +1,144 @@
+"""Hugging Face accelerate, and transformers.Trainer above it, with a GradScaler of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.amp.grad_scaler import GradScaler
+from apex_mp.fp16_utils import FP16_Optimizer
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"apex_mp.accelerate needs {error.name}, which is not installed: pip install accelerate",
+        name=error.name,
+    ) from error
+
+
+def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
+    """Have an Accelerator scale losses by `scaler`, and know which steps it skipped.
+
+    Call it before `accelerator.prepare`; with transformers on `trainer.accelerator`, before
+    `trainer.train()`. On a CPU, where accelerate refuses `mixed_precision="fp16"`, the Accelerator
+    has "no": float16 is then that of the model (`model.half()`) or of `torch.autocast` around its
+    forward.
+
+    Gradients in float16 stay scaled when `accelerator.clip_grad_norm_` clips them: the step
+    unscales and clips. All others are unscaled in place, as accelerate does it.
+
+    Args:
+        accelerator: Written in place: its class becomes a subclass of the same name.
+        scaler: Takes the place of the scaler that accelerate has made, if any.
+
+    Raises:
+        RuntimeError: An optimizer has been prepared already.
+        TypeError: One of the two is of another class.
+        ValueError: The Accelerator trains in bf16 or fp8, or by DeepSpeed or Megatron-LM.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            f"attach_scaler: accelerator is a {type(accelerator).__name__}; it must be an "
+            "accelerate.Accelerator (transformers: trainer.accelerator)"
+        )
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"attach_scaler: scaler is a {type(scaler).__module__}.{type(scaler).__name__}; it must be an "
+            "apex_mp.amp.GradScaler, which can tell whether a step was skipped"
+        )
+    if accelerator.mixed_precision not in ("no", "fp16"):
+        raise ValueError(
+            f"attach_scaler: mixed_precision is {accelerator.mixed_precision!r}; gradients are "
+            'scaled for "fp16", or for "no" where the model itself is in float16'
+        )
+    if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(
+            f"attach_scaler: {accelerator.distributed_type.value} scales losses by itself; set its "
+            "scale in its own configuration"
+        )
+    if accelerator._optimizers:
+        raise RuntimeError(
+            "attach_scaler: accelerator.prepare has wrapped an optimizer without this scaler; "
+            "call attach_scaler before it"
+        )
+    accelerator.scaler = scaler
+    if not isinstance(accelerator, _Scaling):
+        kind = type(accelerator)
+        accelerator.__class__ = type(kind.__name__, (_Scaling, kind), {"__module__": __name__})
+
+
+class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An optimizer that asks the scaler whether its last step was skipped.
+
+    accelerate looks whether `scaler.step` called `optimizer.step`. It calls that of a fused
+    optimizer always, which skips by itself.
+    """
+
+    _has_stepped = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self._has_stepped |= self.gradient_state.sync_gradients
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped; on a GPU the host waits for the answer."""
+        return self._has_stepped and self.scaler.step_was_skipped(self.optimizer)
+
+
+class _Scaling(Accelerator):  # type: ignore[misc]
+    """What an Accelerator does otherwise when a scaler is attached."""
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        if isinstance(optimizer, FP16_Optimizer):
+            raise TypeError(
+                "accelerator.prepare: FP16_Optimizer scales losses by itself, and this Accelerator "
+                "by the scaler attached to it; give it an optimizer that does not, such as "
+                "FusedAdam(params, master_weights=True) for parameters in float16"
+            )
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__ = _ScaledOptimizer
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients in place, with mixed_precision="no" too.
+
+        Args:
+            optimizer: An optimizer or a list of them [None: all that were prepared].
+        """
+        if optimizer is None:
+            optimizer = self._optimizers
+        elif not isinstance(optimizer, (tuple, list)):
+            optimizer = [optimizer]
+        for each in optimizer:
+            self.scaler.unscale_(_inner(each))
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip gradients as torch does; leave those in float16 to the step, see `attach_scaler`."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        with_grad = {param for param in params if param.grad is not None}
+        if norm_type == 2 and any(param.grad.dtype == torch.float16 for param in with_grad):
+            for optimizer in map(_inner, self._optimizers):
+                if with_grad == _params_with_grad(optimizer):
+                    return self.scaler.clip_grad_norm_(optimizer, max_norm)
+        return super().clip_grad_norm_(params, max_norm, norm_type)
+
+
+def _inner(optimizer: Any) -> Any:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _params_with_grad(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {param for param in params if param.grad is not None}

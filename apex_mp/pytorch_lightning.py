@@ -1,0 +1,14 @@
+"""A precision plugin for `import pytorch_lightning`, whose classes are not those of `lightning`."""
+
+from apex_mp._lightning_plugin import ScaledPrecision, missing
+
+try:
+    from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision
+except ModuleNotFoundError as error:
+    raise missing(__name__, error) from error
+
+
+class FP16Plugin(ScaledPrecision, MixedPrecision):  # type: ignore[misc]
+    __doc__ = ScaledPrecision.__doc__
+
+    _half_precision = HalfPrecision
