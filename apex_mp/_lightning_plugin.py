@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex_mp._trainers import has_half_grads
 from apex_mp.amp import GradScaler
 
 
@@ -82,7 +83,7 @@ class ScaledPrecision:
         """Run forward and backward, call Lightning's hooks, clip, step and adjust the scale."""
         result = closure()
         without_backward = result is None and model.automatic_optimization
-        if not without_backward and not _has_half_grads(optimizer):
+        if not without_backward and not has_half_grads(optimizer):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if without_backward:
@@ -114,21 +115,3 @@ class ScaledPrecision:
     def _unscale(self, optimizer: Any) -> None:
         if self.scaler._stage_of(optimizer) is OptState.READY:
             self.scaler.unscale_(optimizer)
-
-
-def _has_half_grads(optimizer: Any) -> bool:
-    return any(
-        param.grad is not None and param.grad.dtype == torch.float16
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
-
-
-def missing(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error of importing `module` of this package where its trainer is not installed."""
-    package = module.split(".")[1]
-    return ModuleNotFoundError(
-        f"{module} needs {error.name}, which is not installed: "
-        f"pip install {package.replace('_', '-')}",
-        name=error.name,
-    )

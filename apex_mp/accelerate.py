@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp.grad_scaler import GradScaler
+from apex_mp._trainers import grads_of, has_half_grads, missing_package
+from apex_mp.amp import GradScaler
 from apex_mp.fp16_utils import FP16_Optimizer
 
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"apex_mp.accelerate needs {error.name}, which is not installed: pip install accelerate",
-        name=error.name,
-    ) from error
+    raise missing_package(__name__, error) from error
 
 
 def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
@@ -48,8 +46,8 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
         )
     if not isinstance(scaler, GradScaler):
         raise TypeError(
-            f"attach_scaler: scaler is a {type(scaler).__module__}.{type(scaler).__name__}; it must be an "
-            "apex_mp.amp.GradScaler, which can tell whether a step was skipped"
+            f"attach_scaler: scaler is a {type(scaler).__module__}.{type(scaler).__name__}; it "
+            "must be an apex_mp.amp.GradScaler, which can tell whether a step was skipped"
         )
     if accelerator.mixed_precision not in ("no", "fp16"):
         raise ValueError(
@@ -126,19 +124,14 @@ class _Scaling(Accelerator):  # type: ignore[misc]
         """Clip gradients as torch does; leave those in float16 to the step, see `attach_scaler`."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         with_grad = {param for param in params if param.grad is not None}
-        if norm_type == 2 and any(param.grad.dtype == torch.float16 for param in with_grad):
-            for optimizer in map(_inner, self._optimizers):
-                if with_grad == _params_with_grad(optimizer):
-                    return self.scaler.clip_grad_norm_(optimizer, max_norm)
-        return super().clip_grad_norm_(params, max_norm, norm_type)
+        for optimizer in map(_inner, self._optimizers):
+            owns_all = with_grad == grads_of(optimizer).keys()
+            if norm_type == 2 and owns_all and has_half_grads(optimizer):
+                return self.scaler.clip_grad_norm_(optimizer, max_norm)  # type: ignore[no-any-return]
+        return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
 
 
 def _inner(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _params_with_grad(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return {param for param in params if param.grad is not None}

@@ -1,11 +1,12 @@
 """A precision plugin for `import pytorch_lightning`, whose classes are not those of `lightning`."""
 
-from apex_mp._lightning_plugin import ScaledPrecision, missing
+from apex_mp._lightning_plugin import ScaledPrecision
+from apex_mp._trainers import missing_package
 
 try:
     from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision
 except ModuleNotFoundError as error:
-    raise missing(__name__, error) from error
+    raise missing_package(__name__, error) from error
 
 
 class FP16Plugin(ScaledPrecision, MixedPrecision):  # type: ignore[misc]

@@ -30,10 +30,10 @@ ROWS = [
     {"fp16_utils"},
     {"optimizers"},
     {"amp"},
-    {"convert", "monitor", "_pickled_scalers"},
-    {"checkpoint"},
+    {"convert", "monitor", "_pickled_scalers", "_trainers"},
+    {"checkpoint", "_lightning_plugin"},
     {"_as_apex"},
-    {"accelerate", "as_apex", "_run"},
+    {"accelerate", "as_apex", "lightning", "pytorch_lightning", "_run"},
     {"__init__", "__main__"},
 ]
 HEIGHTS = {room: height for height, row in enumerate(ROWS) for room in row}

@@ -1,4 +1,4 @@
-"""A task that a small model learns in a few dozen steps, and training it in float32 by plain torch."""
+"""A task that a small model learns in a few dozen steps, and plain torch learning it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fp32_losses(accumulation: int = 1) -> list[float]:
 
 
 def torch_amp_weights(optimizer_class: Any, max_norm: float, steps: int = STEPS) -> list[Tensor]:
-    """Return the weights after a loop of plain torch: fp16 autocast, its GradScaler, its clipping."""
+    """Return the weights after a loop with torch's fp16 autocast, GradScaler and clipping."""
     trained = model()
     optimizer = optimizer_class(trained.parameters(), LR)
     scaler = torch.amp.GradScaler("cpu")

@@ -1,0 +1,35 @@
+"""What the modules for trainers share: their error where a trainer is missing, and one decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def missing_package(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Return the error of importing a module of this package whose trainer is not installed.
+
+    Args:
+        module: `apex_mp.` and the name under which the trainer is imported.
+        error: What the import of the trainer raised.
+    """
+    package = module.removeprefix("apex_mp.").replace("_", "-")
+    lacking = str(error.name).partition(".")[0]
+    return ModuleNotFoundError(
+        f"{module} needs {lacking}, which is not installed: pip install {package}", name=lacking
+    )
+
+
+def has_half_grads(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether gradients are better left scaled until the step.
+
+    Unscaled in place, float16 gradients below 2**-25 become 0.
+    """
+    return any(grad.dtype == torch.float16 for grad in grads_of(optimizer).values())
+
+
+def grads_of(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients of an optimizer's parameters, of those that have one."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {param: param.grad for param in params if param.grad is not None}
