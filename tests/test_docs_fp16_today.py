@@ -58,7 +58,7 @@ def test_the_loop_with_folded_clipping_trains_and_is_reported(
     device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = run(FOLDED, device)
-    assert len(FOLDED.split("\n\n")[1].splitlines()) <= 12
+    assert len(FOLDED.split("\n\n")[1].splitlines()) <= 13
     model, scaler, optimizer = there["model"], there["scaler"], there["optimizer"]
     assert there["scheduler"].get_last_lr()[0] == pytest.approx(1e-2 * 0.99**100)
     exec(REPORT, there)
