@@ -1,0 +1,423 @@
+"""Where inf or NaN began: run a batch once more, and look at what each module and node computes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What a tensor holds.
+
+    Attributes:
+        name: Where it stands among the arguments or results, for example "[0]['mask']".
+        shape: Its shape.
+        dtype: Its dtype, for example "float16".
+        smallest: The smallest magnitude that is not zero; None if there is none.
+        largest: The largest magnitude that is finite; None if there is none.
+        inf: How many of its elements are inf or -inf.
+        nan: How many are NaN.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    smallest: float | None
+    largest: float | None
+    inf: int
+    nan: int
+
+    def __str__(self) -> str:
+        words = [f"{self.dtype} {[*self.shape]}"]
+        if self.smallest is not None and self.largest is not None:
+            words.append(f"magnitudes {self.smallest:.3g} to {self.largest:.3g}")
+        elif self.largest is not None:
+            words.append("all zero")
+        if self.inf or self.nan:
+            words.append(f"{self.inf} inf, {self.nan} NaN")
+        return ", ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where inf or NaN began.
+
+    Attributes:
+        phase: "weights", "inputs", "forward", "loss" or "backward".
+        module: Name of the module in the model; "" is the model itself, None code outside of it.
+        kind: Its class, for example "Linear"; "" if there is no module.
+        call: Which call of the module it was, from 1.
+        operation: In backward: the node of autograd, for example "DivBackward0"; else "".
+        results: What was computed there, those tensors alone that hold inf or NaN.
+        inputs: What the module was given in forward.
+        grads: In backward: the gradients that the node was given, all finite.
+    """
+
+    phase: str
+    module: str | None
+    kind: str = ""
+    call: int = 1
+    operation: str = ""
+    results: tuple[Range, ...] = ()
+    inputs: tuple[Range, ...] = ()
+    grads: tuple[Range, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [_SENTENCES[self.phase].format(what=self._what(), operation=self.operation)]
+        for title, ranges in (
+            ("result", self.results),
+            ("gradient given to it", self.grads),
+            ("input in forward" if self.grads else "input", self.inputs),
+        ):
+            lines += [f"  {title} {each.name}: {each}" for each in ranges]
+        return "\n".join(lines)
+
+    def _what(self) -> str:
+        if self.module is None:
+            return "code outside of the model"
+        name = f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
+        return name if self.call == 1 else f"{name}, call {self.call}"
+
+
+_SENTENCES = {
+    "weights": "inf or NaN is in a weight or buffer of {what}",
+    "inputs": "inf or NaN is in the inputs of {what}",
+    "forward": "inf or NaN begins in the forward of {what}",
+    "loss": "inf or NaN begins in the loss, computed of finite outputs",
+    "backward": "inf or NaN begins in the backward of {what}, in {operation}",
+}
+
+
+def find_nonfinite(
+    model: torch.nn.Module, run: Callable[[], Tensor], *, scale: float | Tensor = 1.0
+) -> Origin | None:
+    """Run a batch once more, forward and backward, and find the first inf or NaN.
+
+        origin = find_nonfinite(model, lambda: criterion(model(x), y), scale=optimizer.loss_scale)
+        print(origin)
+
+    Weights and buffers are looked at first, then the results of all modules in the order of
+    forward, then the loss, then each node of autograd in the order of backward. Code that stands in
+    a module's own forward counts as that module's. -inf, which masks consist of, is passed over
+    if it depends on no weight, or if nothing else comes of it.
+
+    Afterwards all is as before, to the bit: gradients, which backward does not touch, buffers, and
+    the random numbers of torch, on the CPU and on the GPUs. Attributes that modules change in
+    Python are not put back. It is slow, and waits for the device after each module.
+
+    Args:
+        model: The model, not a DistributedDataParallel around it.
+        run: Computes the loss of the batch and returns it; does not call backward, nor step.
+        scale: The loss scale to run backward with [1].
+
+    Returns:
+        Where it began; None if all is finite, as may be with other random numbers.
+
+    Raises:
+        TypeError: `run` returns no tensor.
+        ValueError: The loss is no scalar, or does not depend on parameters.
+    """
+    broken = _in_weights(model)
+    if broken is not None:
+        return broken
+    search = _Search(model)
+    with _all_restored(model), torch.enable_grad():
+        with search.watching_forward():
+            loss = run()
+        _check_loss(loss)
+        found = search.found_in_forward(loss)
+        if found is not None:
+            return found
+        factor = scale.to(loss.device) if isinstance(scale, Tensor) else scale
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        return search.found_in_backward(wide * factor)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"find_nonfinite: run returned a {type(loss).__name__}; it must return the loss, and "
+            "leave backward to find_nonfinite"
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            f"find_nonfinite: the loss has the shape {[*loss.shape]} and requires_grad is "
+            f"{loss.requires_grad}; it must be a scalar that depends on the parameters"
+        )
+
+
+def _in_weights(model: torch.nn.Module) -> Origin | None:
+    """Find inf and NaN in what a model holds; -inf in a buffer is a mask."""
+    for name, module in model.named_modules():
+        held = [
+            *module.named_parameters(recurse=False),
+            *(
+                (key, each)
+                for key, each in module.named_buffers(recurse=False)
+                if _is_more_than_minus_inf(each)
+            ),
+        ]
+        results = tuple(_range(key, each) for key, each in held if _holds_nonfinite(each))
+        if results:
+            return Origin("weights", name, type(module).__name__, results=results)
+    return None
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call of a module.
+
+    Attributes:
+        inputs: What it was given.
+        was_given_it: Whether that held inf or NaN already; a mask does not count.
+        results: What it returned that holds inf or NaN, once it has.
+        is_minus_inf: Whether that is all -inf, which attention takes.
+    """
+
+    module: str
+    kind: str
+    number: int
+    inputs: tuple[Range, ...]
+    was_given_it: bool
+    results: tuple[Range, ...] = ()
+    is_minus_inf: bool = False
+
+
+class _Search:
+    """Looks at each module's results, and remembers which module made which node of autograd."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._names = {module: name for name, module in model.named_modules()}
+        self._counts: dict[torch.nn.Module, int] = {}
+        self._open: list[_Call] = []
+        # Calls and code between them whose results are not finite, in the order of forward.
+        self._events: list[_Call] = []
+        self._made_by: dict[Any, _Call | None] = {}
+
+    # Forward.
+
+    @contextlib.contextmanager
+    def watching_forward(self) -> Iterator[None]:
+        """Look at all modules while they are called."""
+        handles = []
+        try:
+            for module in self._names:
+                handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._open.clear()
+
+    def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        given = (args, kwargs) if kwargs else args
+        caller = self._open[-1] if self._open else None
+        self._claim(given, caller)
+        number = self._counts[module] = self._counts.get(module, 0) + 1
+        inputs, was_given_it = tuple(_ranges(given)), any(map(_is_wrong, _present(given)))
+        kind = type(module).__name__
+        self._open.append(_Call(self._names[module], kind, number, inputs, was_given_it))
+        if caller is None:
+            self._judge(self._open[-1], given)
+        elif not caller.was_given_it:
+            self._judge(caller, given)  # Its own code may have made them.
+
+    def _after(self, module: torch.nn.Module, args: Any, kwargs: Any, results: Any) -> None:
+        call = self._open.pop()
+        self._claim(results, call)
+        self._judge(call, results)
+
+    def _judge(self, call: _Call, results: Any) -> None:
+        bad = [(path, each) for path, each in _tensors(results) if _is_wrong(each)]
+        if not bad or any(event is call for event in self._events):
+            return
+        # A module inside it comes first; so does code inside it that called one.
+        self._events.append(call)
+        call.results = tuple(_range(path, each) for path, each in bad)
+        call.is_minus_inf = not any(_is_more_than_minus_inf(each) for _, each in bad)
+
+    def _claim(self, values: Any, call: _Call | None) -> None:
+        """Note who made the nodes that lead to tensors, unless that is known."""
+        todo = [each.grad_fn for _, each in _tensors(values)]
+        while todo:
+            node = todo.pop()
+            if node is None or node in self._made_by:
+                continue
+            self._made_by[node] = call
+            todo += [each for each, _ in node.next_functions]
+
+    def found_in_forward(self, loss: Tensor) -> Origin | None:
+        """Return where the first inf or NaN of forward was made."""
+        self._claim(loss, None)
+        first = next((call for call in self._events if not call.is_minus_inf), None)
+        if first is None and not _holds_nonfinite(loss):
+            return None
+        if first is None or first.was_given_it:  # By -inf that is no mask, then.
+            first = self._events[0] if self._events else None
+        if first is None:
+            return Origin("loss", None, results=(_range("loss", loss.detach()),))
+        phase = "inputs" if first.was_given_it else "forward"
+        results = () if phase == "inputs" else first.results
+        return Origin(
+            phase, first.module, first.kind, first.number, results=results, inputs=first.inputs
+        )
+
+    # Backward.
+
+    def found_in_backward(self, loss: Tensor) -> Origin | None:
+        """Run backward; return where the first inf or NaN was made."""
+        self._claim(loss, None)
+        found: list[Origin] = []
+
+        def look(node: Any, made: Any, given: Any) -> None:
+            if found or not any(map(_holds_nonfinite, _present(made))):
+                return
+            found.append(self._origin(node, made, given))
+
+        def look_before(node: Any, given: Any) -> None:
+            # Finite gradients of several uses may add up to inf, which no node has computed.
+            if not found and any(map(_holds_nonfinite, _present(given))):
+                found.append(self._origin(node, given, (), operation="a sum of gradients"))
+
+        handles = []
+        for node in self._made_by:
+            if node.name() != "torch::autograd::AccumulateGrad":
+                handles.append(node.register_hook(lambda m, g, node=node: look(node, m, g)))
+                handles.append(node.register_prehook(lambda g, node=node: look_before(node, g)))
+        params = [param for param in self._model.parameters() if param.requires_grad]
+        try:
+            # Not backward(): that writes to .grad, and runs the hooks of DistributedDataParallel.
+            grads = torch.autograd.grad(loss, params, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._made_by.clear()
+        if not any(_holds_nonfinite(grad) for grad in grads if grad is not None):
+            return None
+        return found[0] if found else self._found_in_sums(params, grads)
+
+    def _origin(self, node: Any, made: Any, given: Any, operation: str = "") -> Origin:
+        call = self._made_by.get(node)
+        return Origin(
+            "backward",
+            None if call is None else call.module,
+            "" if call is None else call.kind,
+            1 if call is None else call.number,
+            operation or node.name(),
+            results=tuple(each for each in _ranges(made) if each.inf or each.nan),
+            inputs=() if call is None else call.inputs,
+            grads=tuple(_ranges(given)),
+        )
+
+    def _found_in_sums(self, params: Any, grads: Any) -> Origin | None:
+        """Find a parameter of several uses whose gradients are finite, and their sum is not."""
+        wrong = {
+            id(param): grad
+            for param, grad in zip(params, grads, strict=True)
+            if grad is not None and _holds_nonfinite(grad)
+        }
+        for module, name in self._names.items():
+            for key, param in module.named_parameters(recurse=False):
+                if id(param) in wrong:
+                    return Origin(
+                        "backward",
+                        name,
+                        type(module).__name__,
+                        operation="a sum of gradients",
+                        results=(_range(key, wrong[id(param)]),),
+                    )
+        return None
+
+
+@contextlib.contextmanager
+def _all_restored(model: torch.nn.Module) -> Iterator[None]:
+    """Put back gradients, buffers and random numbers: the very tensors, which nothing writes to."""
+    grads = [(param, param.grad) for param in model.parameters()]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    clones = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
+    gpus = {param.device for param in model.parameters() if param.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(device.index for device in gpus)):
+        try:
+            for param, _ in grads:
+                param.grad = None
+            for module, name, buffer in buffers:
+                module._buffers[name] = clones[id(buffer)]
+            yield
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+
+
+# What tensors hold.
+
+
+def _tensors(values: Any) -> Iterable[tuple[str, Tensor]]:
+    """Return all floating tensors in tuples, lists and dicts, and where they stand."""
+    if isinstance(values, Tensor):
+        values = [values]
+    leaves, _ = tree_flatten_with_path(_opened(values))
+    return [
+        (keystr(path), each)
+        for path, each in leaves
+        if isinstance(each, Tensor) and each.is_floating_point()
+    ]
+
+
+def _opened(values: Any) -> Any:
+    """Return dataclasses, in which models return their results, as dicts."""
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        return {each.name: getattr(values, each.name) for each in dataclasses.fields(values)}
+    return values
+
+
+def _present(values: Any) -> list[Tensor]:
+    return [each for _, each in _tensors(values)]
+
+
+def _ranges(values: Any) -> list[Range]:
+    return [_range(path, each) for path, each in _tensors(values)]
+
+
+def _holds_nonfinite(values: Tensor) -> bool:
+    return values.is_floating_point() and not bool(torch.isfinite(values.detach()).all())
+
+
+def _is_more_than_minus_inf(values: Tensor) -> bool:
+    numbers = values.detach()
+    return values.is_floating_point() and bool((numbers.isnan() | numbers.isposinf()).any())
+
+
+def _is_wrong(values: Tensor) -> bool:
+    """Whether a tensor holds inf or NaN and is no mask: one of -inf that depends on no weight."""
+    return _holds_nonfinite(values) and (values.requires_grad or _is_more_than_minus_inf(values))
+
+
+def _range(name: str, values: Tensor) -> Range:
+    numbers = values.detach()
+    sizes = numbers.abs()[numbers.isfinite()].double()
+    present = sizes[sizes > 0]
+    return Range(
+        name,
+        (*numbers.shape,),
+        str(numbers.dtype).removeprefix("torch."),
+        present.min().item() if present.numel() else None,
+        sizes.max().item() if sizes.numel() else None,
+        int(numbers.isinf().sum()),
+        int(numbers.isnan().sum()),
+    )

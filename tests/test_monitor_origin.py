@@ -1,0 +1,457 @@
+"""find_nonfinite names the module in which inf or NaN begins, and leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import PROBES, wrap
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from apex_mp import _C
+from apex_mp.monitor import Origin, find_nonfinite
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Inf(nn.Module):
+    """Its forward makes inf of what is finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e38 * 1e38
+
+
+class BadBackward(nn.Module):
+    """Its forward is finite, and its backward is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * 0.0).sqrt()
+
+
+class Block(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.before, self.middle, self.after = nn.Linear(4, 4), middle, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.middle(self.before(x))
+        while not isinstance(y, Tensor):
+            y = next(iter(y.values())) if isinstance(y, dict) else y[0]
+        return self.after(y) + x  # Two uses of x.
+
+
+class Net(nn.Module):
+    """Three blocks; the second holds what is planted."""
+
+    def __init__(self, planted: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Block(nn.ReLU()), Block(planted), Block(nn.Tanh())])
+        self.drop, self.norm, self.head = nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.drop(x)))
+
+
+def find(model: nn.Module, *, scale: Any = 1.0, **more: Any) -> Origin | None:
+    x = torch.randn(8, 4)
+    return find_nonfinite(model, lambda: model(x, **more).sum(), scale=scale)
+
+
+def place(origin: Origin | None) -> tuple[Any, ...]:
+    assert origin is not None
+    return origin.phase, origin.module, origin.kind
+
+
+def test_a_batch_that_is_finite_has_no_origin() -> None:
+    assert find(Net(nn.ReLU())) is None
+
+
+def test_a_layer_that_emits_inf_in_forward_is_named_with_its_inputs() -> None:
+    origin = find(Net(Inf()))
+    assert place(origin) == ("forward", "layers.1.middle", "Inf")
+    assert origin is not None
+    (given,) = origin.inputs
+    assert (given.name, given.shape, given.dtype) == ("[0]", (8, 4), "float32")
+    assert (given.inf, given.nan) == (0, 0)
+    assert given.smallest is not None
+    assert given.largest is not None
+    assert 0.0 < given.smallest < given.largest < 10.0
+    assert origin.results[0].inf == 32
+    assert str(origin).startswith(
+        "inf or NaN begins in the forward of layers.1.middle (Inf)\n"
+        "  result [0]: float32 [8, 4], 32 inf, 0 NaN\n  input [0]: float32 [8, 4], magnitudes "
+    )
+
+
+def test_a_layer_whose_backward_makes_inf_is_named_with_its_inputs() -> None:
+    origin = find(Net(BadBackward()))
+    assert place(origin) == ("backward", "layers.1.middle", "BadBackward")
+    assert origin is not None
+    assert origin.operation == "SqrtBackward0"
+    assert [each.inf + each.nan for each in origin.grads] == [0]
+    assert [each.shape for each in origin.inputs] == [(8, 4)]
+    assert "in the backward of layers.1.middle (BadBackward), in SqrtBackward0" in str(origin)
+    assert "input in forward [0]: float32 [8, 4]" in str(origin)
+
+
+@pytest.mark.parametrize("planted", [Inf, BadBackward])
+def test_of_layers_that_share_an_input_the_right_one_is_named(planted: Any) -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.left, self.right = nn.Linear(4, 4), nn.Tanh(), planted()
+            self.last = nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            return self.left(x) + self.right(x) + self.last(x)
+
+    origin = find(Fork())
+    assert origin is not None
+    assert origin.module == "right"
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    name: str = "output"
+
+
+@pytest.mark.parametrize("planted", [Inf(), BadBackward()], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "pack",
+    [lambda y: (y, 1), lambda y: {"y": y, "none": None}, lambda y: [{"y": (y,)}]],
+    ids=["tuple", "dict", "nested"],
+)
+def test_modules_whose_outputs_are_containers_are_named(planted: nn.Module, pack: Any) -> None:
+    class Packs(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return pack(planted.forward(x))
+
+    origin = find(Net(Packs()))
+    assert origin is not None
+    assert origin.module == "layers.1.middle"
+
+
+def test_a_dataclass_is_looked_into() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.linear(x) * 3e38 * 10.0)
+
+    model = Model()
+    origin = find_nonfinite(model, lambda: model(torch.randn(2, 4)).hidden.clamp(0, 1).sum())
+    assert place(origin) == ("forward", "", "Model")
+    assert "the model itself (Model)" in str(origin)
+    assert "['hidden']" in str(origin)
+
+
+def test_of_a_shared_module_the_call_is_named() -> None:
+    class Grows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 1e20
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.grow = nn.Linear(4, 4), Grows()
+            self.same = self.grow
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.same(self.grow(self.linear(x)))
+
+    origin = find(Model())
+    assert place(origin) == ("forward", "grow", "Grows")
+    assert "grow (Grows), call 2" in str(origin)
+
+
+def test_code_between_modules_counts_as_that_of_the_module_around_it() -> None:
+    class Middle(nn.Module):
+        def __init__(self, planted: nn.Module) -> None:
+            super().__init__()
+            self.first, self.last, self.planted = nn.Linear(4, 4), nn.Linear(4, 4), [planted]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.planted[0].forward(self.first(x)))
+
+    for planted, phase in ((Inf(), "forward"), (BadBackward(), "backward")):
+        assert place(find(Net(Middle(planted)))) == (phase, "layers.1.middle", "Middle")
+
+
+def test_the_loss_is_named_if_all_outputs_are_finite() -> None:
+    model = Net(nn.ReLU())
+    x = torch.randn(8, 4)
+    origin = find_nonfinite(model, lambda: (model(x) * 0.0 - 1.0).log().sum())
+    assert place(origin) == ("loss", None, "")
+    assert str(origin).startswith("inf or NaN begins in the loss")
+    origin = find_nonfinite(model, lambda: (model(x) * 0.0).sqrt().sum())
+    assert place(origin) == ("backward", None, "")
+    assert origin is not None
+    assert origin.operation == "SqrtBackward0"
+
+
+def test_inputs_that_are_not_finite_are_said_to_be() -> None:
+    model = Net(nn.ReLU())
+    origin = find_nonfinite(model, lambda: model(torch.full((8, 4), NAN)).sum())
+    assert place(origin) == ("inputs", "", "Net")
+    assert "[0]: float32 [8, 4], 0 inf, 32 NaN" in str(origin)
+
+
+def test_a_weight_or_a_buffer_that_is_not_finite_is_named() -> None:
+    model = Net(nn.ReLU())
+    with torch.no_grad():
+        model.layers[2].after.weight[1, 2] = NAN  # type: ignore[union-attr, index]
+    origin = find(model)
+    assert place(origin) == ("weights", "layers.2.after", "Linear")
+    assert "weight: float32 [4, 4], magnitudes" in str(origin)
+    model = Net(nn.ReLU())
+    model.norm.running_mean[0] = INF  # type: ignore[index]
+    assert place(find(model)) == ("weights", "norm", "BatchNorm1d")
+
+
+# -inf, which masks consist of.
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.softmax = nn.Linear(4, 4), nn.Softmax(-1)
+        self.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.query(x)[:4] + self.mask
+        if mask is not None:
+            scores = scores.masked_fill(mask, -INF)
+        return self.softmax(scores)
+
+
+def test_a_mask_is_no_origin() -> None:
+    model = Attention()
+    x = torch.randn(4, 4)
+    assert find_nonfinite(model, lambda: model(x).square().sum()) is None
+
+
+def test_a_row_that_is_masked_throughout_is_found_where_it_is_made() -> None:
+    model = Attention()
+    x = torch.randn(4, 4)
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[2] = True
+    origin = find_nonfinite(model, lambda: model(x, mask).square().sum())
+    assert place(origin) == ("forward", "", "Attention")
+
+
+def test_a_mask_that_is_given_does_not_hide_the_module_that_makes_nan_of_it() -> None:
+    class Softmax(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (x + mask).softmax(-1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.attend = nn.Linear(4, 4), Softmax()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attend(self.linear(x), mask=torch.full((4,), -INF))
+
+    origin = find(Model())
+    assert place(origin) == ("forward", "attend", "Softmax")
+    assert "[1]['mask']: float32 [4], 4 inf, 0 NaN" in str(origin)
+
+
+def test_minus_inf_of_a_logarithm_is_the_origin_of_what_comes_of_it() -> None:
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0.0).abs().log()
+
+    model = nn.Sequential(nn.Linear(4, 4), Log(), nn.Identity(), nn.Softmax(-1))
+    x = torch.randn(2, 4)
+    assert place(find_nonfinite(model, lambda: model(x).sum())) == ("forward", "1", "Log")
+
+
+# Half precision and scales.
+
+
+def test_the_overflow_of_a_scale_is_named_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    x = torch.ones(64, 4).half()
+
+    def run() -> Tensor:
+        return model(x).float().sum()
+
+    assert find_nonfinite(model, run, scale=8.0) is None
+    origin = find_nonfinite(model, run, scale=torch.tensor(8192.0))
+    assert place(origin) == ("backward", "1", "Linear")
+    assert origin is not None
+    assert origin.operation == "AddmmBackward0"
+    assert [each.largest for each in origin.grads] == [8192.0]
+    origin = find_nonfinite(model, run, scale=2.0**17)
+    assert place(origin) == ("backward", None, "")
+
+
+def test_a_sum_of_finite_gradients_that_overflows_is_named() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Identity(), nn.Identity()
+            self.weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.weight * x
+            return self.a(y).float() + self.b(y).float()
+
+    model = Fork()
+    x = torch.ones(1, dtype=torch.float16)
+    origin = find_nonfinite(model, lambda: model(x).sum(), scale=50000.0)
+    assert origin is not None
+    assert (origin.phase, origin.operation) == ("backward", "a sum of gradients")
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.float() + self.weight.float()
+
+    twice = nn.Sequential(Twice())
+    origin = find_nonfinite(twice, lambda: twice(x).sum(), scale=50000.0)
+    assert place(origin) == ("backward", "0", "Twice")
+    assert origin is not None
+    assert origin.operation == "a sum of gradients"
+
+
+def test_functions_written_in_python_are_named() -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad / 0.0
+
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Function.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    origin = find(Net(Custom()))
+    assert place(origin) == ("backward", "layers.1.middle", "Custom")
+    assert origin is not None
+    assert origin.operation == "FunctionBackward"
+
+
+@pytest.mark.parametrize("planted", [Inf, BadBackward])
+def test_a_checkpointed_part_is_named(planted: Any) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = planted()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    origin = find(Net(Checkpointed()))
+    assert origin is not None
+    assert origin.module == "layers.1.middle.inside"
+
+
+# What is left as it was.
+
+
+@pytest.mark.parametrize("planted", [nn.ReLU, Inf, BadBackward])
+def test_gradients_buffers_and_random_numbers_are_as_before(planted: Any) -> None:
+    model = Net(planted())
+    params = [*model.parameters()]
+    for param in params[1:]:
+        param.grad = torch.randn_like(param)
+    marks = _C.GradMarks()
+    marks.take(params)
+    grads = [(param.grad, None if param.grad is None else param.grad.clone()) for param in params]
+    buffers = [(name, each, each._version, each.clone()) for name, each in model.named_buffers()]
+    random = torch.get_rng_state()
+    x = torch.randn(8, 4)
+    torch.set_rng_state(random)
+
+    def run() -> Tensor:
+        model.zero_grad()
+        return model(x).sum()
+
+    find_nonfinite(model, run)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not marks.differ(params)
+    for param, (grad, values) in zip(params, grads, strict=True):
+        assert param.grad is grad
+        assert grad is None or torch.equal(grad, values)
+    for (name, after), (before_name, before, version, values) in zip(
+        model.named_buffers(), buffers, strict=True
+    ):
+        assert name == before_name
+        assert after is before
+        assert after._version == version
+        assert torch.equal(after, values)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_run_that_raises_leaves_all_as_before() -> None:
+    model = Net(nn.ReLU())
+    model.embed.weight.grad = grad = torch.ones(4, 4)
+    mean = model.norm.running_mean
+
+    def run() -> Tensor:
+        model(torch.randn(8, 4))
+        raise KeyError("batch")
+
+    with pytest.raises(KeyError, match="batch"):
+        find_nonfinite(model, run)
+    assert model.embed.weight.grad is grad
+    assert model.norm.running_mean is mean
+    assert not model.embed._forward_hooks
+
+
+@pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
+def test_a_training_goes_on_with_the_same_bits(probe: Any) -> None:
+    ends = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).half()
+        optimizer = wrap(probe(model.parameters()), dynamic_loss_scale=True)
+        for _ in range(30):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4).half()
+
+            def run(x: Tensor = x, model: nn.Module = model) -> Tensor:
+                return model(x).float().square().sum()
+
+            optimizer.backward(run())
+            if looks:
+                find_nonfinite(model, run, scale=optimizer.loss_scale)
+            optimizer.step()
+        ends.append([*model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "wish"),
+    [
+        (lambda model: None, TypeError, "returned a NoneType; it must return the loss"),
+        (lambda model: model(torch.ones(8, 4)), ValueError, "the shape \\[8, 1\\]"),
+        (lambda model: torch.ones(()), ValueError, "requires_grad is False"),
+    ],
+)
+def test_a_run_that_returns_no_loss_is_refused(run: Any, error: Any, wish: str) -> None:
+    model = Net(nn.ReLU())
+    with pytest.raises(error, match=wish):
+        find_nonfinite(model, lambda: run(model))
