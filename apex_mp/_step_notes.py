@@ -25,21 +25,21 @@ class StepNote:
     """What became of one step.
 
     Attributes:
-        scale: The loss scale of its gradients.
-        next_scale: That of the next step.
         skipped: Whether gradients held inf or NaN, so that nothing was stepped.
-        at_minimum: Whether it was skipped though the scale cannot back off any more.
+        scale: The loss scale of its gradients; None: what `before` has said.
+        lowest: The scale below which it does not back off; None if it never does.
         grad_norm: l2 norm of all unscaled gradients before clipping; None if none was measured.
+        scaled_norm: That of scaled ones, if only that is known.
         clip: What the gradients were multiplied by to clip them, the smallest factor if groups have
             their own; None if nothing was measured.
         overflow: Which gradients held inf or NaN.
     """
 
-    scale: float
-    next_scale: float
     skipped: bool
-    at_minimum: bool = False
+    scale: float | None = None
+    lowest: float | None = None
     grad_norm: float | None = None
+    scaled_norm: float | None = None
     clip: float | None = None
     overflow: Sequence[NonFinite] = ()
 

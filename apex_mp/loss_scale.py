@@ -144,11 +144,6 @@ class DynamicLossScale:
         """The factor on the gradients."""
         return 1.0 / self.scale
 
-    @property
-    def at_minimum(self) -> bool:
-        """Whether the scale cannot back off any more."""
-        return self._backed_off() >= self.scale
-
     def update(self, found_inf: bool) -> DynamicLossScale:
         """Return the loss scale of the next step; the rule is in the docstring of the class.
 

@@ -117,12 +117,11 @@ class LossScaler:
         """The factor on the loss."""
         return self.value.scale
 
-    def at_minimum(self, scale: float) -> bool:
-        """Whether a scale that this one has come to cannot back off any more."""
-        held = self._value  # The bounds, on the host; the scale may be on a device.
-        return (
-            isinstance(held, DynamicLossScale) and dataclasses.replace(held, scale=scale).at_minimum
-        )
+    @property
+    def lowest(self) -> float | None:
+        """The scale below which it does not back off; None if it never does."""
+        held = self._value  # The bounds; the scale may be on a device.
+        return held.min_scale if isinstance(held, DynamicLossScale) else None
 
     @property
     def _loss_scale(self) -> float:

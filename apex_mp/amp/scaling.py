@@ -170,7 +170,7 @@ class _Verdict:
                 scaler.update_scale()
         self.scaler.note_overflow(found.found_inf)
         backs_off = update_scale and self.scaler.update_scale()
-        self._note_scales(found.scale, self.scaler.loss_scale())
+        self._note_scale(found.scale)
         if not (found.found_inf or found.found_in_sum or backs_off):
             return
         overflow = self._overflow(found.scale, self.scaler.loss_scale())
@@ -186,12 +186,12 @@ class _Verdict:
         either = torch.maximum(found.found_inf, found.found_in_sum)
         for guard in self.guards:
             guard.may_have_overflowed(either)
-        self._note_scales(found.scale, on_device.scale)
+        self._note_scale(found.scale)
         send([either, found.scale, on_device.scale], self._tell)
 
-    def _note_scales(self, before: float | Tensor, after: float | Tensor) -> None:
+    def _note_scale(self, scale: float | Tensor) -> None:
         for guard in self.guards:
-            guard.scaler, guard.scales = self.scaler, (before, after)
+            guard.scaler, guard.scale = self.scaler, scale
 
     def _tell(self, numbers: list[float]) -> None:
         found, before, after = numbers

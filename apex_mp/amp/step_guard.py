@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from apex_mp import _step_notes
 from apex_mp.amp._overflow import FiniteClosure
 from apex_mp.amp._routes import routes_of
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.device_scale import bring, send, settle
+from apex_mp.device_scale import send, settle
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
 from apex_mp.fp16_utils._skips import (
@@ -43,7 +43,7 @@ class StepGuard:
         scalers: The loss scales of losses that gave those, by their id().
         in_block: Whether a block of `scale_loss` is open.
         scaler: The loss scale of the last loss, once its block has ended.
-        scales: What it was in that block, and what it was after it: numbers, or on a device.
+        scale: What it was in that block: a number, or one on a device.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -52,7 +52,7 @@ class StepGuard:
         self.scalers: dict[int, LossScaler] = {}
         self.in_block = False
         self.scaler: LossScaler | None = None
-        self.scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
+        self.scale: float | Tensor = 1.0
         # Of the gradients that are there: what the host knows, and what it does not know yet.
         self._overflow: Overflow | None = None
         self._found_inf: Tensor | None = None
@@ -129,8 +129,8 @@ class StepGuard:
         self._refuse_scaled_gradients(optimizer)
         if self._is_leaving:
             self._take_off()
-        if _step_notes.listeners:
-            _step_notes.before(optimizer, self.scaler, scale=self.scales[0], unscaled=_FLOATING)
+        if _step_notes.listeners and not (args or kwargs):  # A closure has yet to make gradients.
+            _step_notes.before(optimizer, self.scaler, scale=self.scale, unscaled=_FLOATING)
         if self._found_inf is not None and self._overflow is None and not (args or kwargs):
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()
@@ -186,30 +186,17 @@ class StepGuard:
             raise
         finally:
             del optimizer.found_inf
-        scaler, numbers = self.scaler, [found_inf]
-        if _step_notes.heard(optimizer, scaler):
-            numbers += [_on(found_inf.device, scale) for scale in self.scales]
+        scaler = self.scaler
 
         def tell(found: list[float]) -> None:
-            self._end_step(self.last_overflow if found[0] else None, scaler, found[1:])
+            self._end_step(self.last_overflow if found[0] else None)
+            self._tell(self.last_overflow if found[0] else None, scaler, None)
 
-        send(numbers, tell)
+        send([found_inf], tell)
         settle(wait=False)
         return value
 
-    def _end_step(
-        self,
-        overflow: Overflow | None,
-        scaler: LossScaler | None = None,
-        scales: Sequence[float] = (),
-    ) -> None:
-        """Take note of a step.
-
-        Args:
-            overflow: Why it was skipped; None: it was taken.
-            scaler: The loss scale of its last loss.
-            scales: What that was, and is next; empty if the host does not know.
-        """
+    def _end_step(self, overflow: Overflow | None) -> None:
         self._step_was_skipped = overflow is not None
         self._skips_in_a_row = self._skips_in_a_row + 1 if overflow is not None else 0
         if overflow is not None and self._skips_in_a_row == SKIPS_BEFORE_WARNING:
@@ -218,13 +205,26 @@ class StepGuard:
                 overflow.scale_after,
                 who=f"amp: {type(self._optimizer()).__name__}",
             )
-        if scales and _step_notes.listeners:
-            note = _note(overflow, scaler, *scales)
-            _step_notes.after(self._optimizer(), scaler, note=note)
 
     def _end_step_on_host(self, overflow: Overflow | None) -> None:
-        scales = self.scales if _step_notes.heard(self._optimizer(), self.scaler) else ()
-        self._end_step(overflow, self.scaler, [*map(float, scales)])
+        self._end_step(overflow)
+        self._tell(overflow, self.scaler, self.scale)
+
+    def _tell(
+        self, overflow: Overflow | None, scaler: LossScaler | None, scale: float | Tensor | None
+    ) -> None:
+        """Tell listeners of a step, of the loss that overflowed or else of the last one."""
+        optimizer = self._optimizer()
+        if not _step_notes.heard(optimizer, scaler):
+            return
+        lowest = None if scaler is None else scaler.lowest
+        if overflow is not None:
+            note = _step_notes.StepNote(
+                True, overflow.scale_before, lowest=lowest, overflow=overflow.report
+            )
+        else:
+            note = _step_notes.StepNote(False, None if scale is None else float(scale), lowest)
+        _step_notes.after(optimizer, scaler, note=note)
 
     def _step_with_closure(self, closure: Any, step: Callable[[Callable[[], Any]], Any]) -> Any:
         optimizer = self._optimizer()
@@ -318,27 +318,6 @@ def _function_of(optimizer: Any) -> Callable[..., Any]:
         return step(*args, **kwargs)
 
     return ignoring_self
-
-
-def _on(device: torch.device, scale: float | Tensor) -> Tensor:
-    return (
-        bring(scale, device) if isinstance(scale, Tensor) else torch.full((), scale, device=device)
-    )
-
-
-def _note(
-    overflow: Overflow | None, scaler: LossScaler | None, scale: float, next_scale: float
-) -> _step_notes.StepNote:
-    """Return what became of a step, by the loss that overflowed, or else by the last one."""
-    if overflow is None:
-        return _step_notes.StepNote(scale, next_scale, False)
-    return _step_notes.StepNote(
-        overflow.scale_before,
-        overflow.scale_after,
-        True,
-        at_minimum=scaler is not None and scaler.at_minimum(overflow.scale_after),
-        overflow=overflow.report,
-    )
 
 
 def _written_by(optimizer: Any) -> list[torch.Tensor]:

@@ -593,10 +593,9 @@ class FP16_Optimizer(OldNames, Delegates):
             by_global_norm=self.clip == "global",
         )
         return _step_notes.StepNote(
-            scale,
-            value.scale,
             skipped,
-            at_minimum=skipped and isinstance(value, DynamicLossScale) and value.at_minimum,
+            scale,
+            lowest=value.min_scale if isinstance(value, DynamicLossScale) else None,
             grad_norm=norm,
             clip=clip,
             overflow=self._overflow_report if skipped else (),

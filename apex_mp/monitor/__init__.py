@@ -3,8 +3,16 @@
 `docs/monitor.md` is the guide.
 """
 
-from apex_mp.monitor._monitor import Monitor
+from apex_mp.monitor._monitor import LossScaleExhaustedError, Monitor
 from apex_mp.monitor.history import History, Step
 from apex_mp.monitor.origin import Origin, Range, find_nonfinite
 
-__all__ = ["History", "Monitor", "Origin", "Range", "Step", "find_nonfinite"]
+__all__ = [
+    "History",
+    "LossScaleExhaustedError",
+    "Monitor",
+    "Origin",
+    "Range",
+    "Step",
+    "find_nonfinite",
+]

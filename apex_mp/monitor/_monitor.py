@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -11,11 +12,16 @@ import torch
 from torch import Tensor
 
 from apex_mp import _step_notes, device_scale
+from apex_mp._log import logger
 from apex_mp._step_notes import StepNote
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
+from apex_mp.fp16_utils._skips import warn
 from apex_mp.monitor import _report
 from apex_mp.monitor.history import History, Step
+from apex_mp.monitor.origin import Origin, find_nonfinite
+
+_LOG = logger("apex_mp.monitor")
 
 
 class Writer(Protocol):
@@ -23,6 +29,28 @@ class Writer(Protocol):
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Record a number of a step."""
+
+
+class LossScaleExhaustedError(RuntimeError):
+    """A step was skipped at the smallest loss scale, so that lowering it does not help.
+
+    Attributes:
+        step: The step.
+        origin: Where inf or NaN begins; None if that is not known.
+    """
+
+    def __init__(self, step: Step, origin: Origin | None = None) -> None:
+        self.step = step
+        self.origin = origin
+        worst = "".join(f"\n  {found}" for found in step.overflow[:3])
+        found_at = "" if origin is None else f"\n{origin}"
+        super().__init__(
+            f"step {step.number} was skipped at a loss scale of {step.scale:g}, the smallest one: "
+            f"gradients hold inf or NaN at every scale{worst}{found_at}"
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.step, self.origin)
 
 
 class Monitor:
@@ -44,6 +72,16 @@ class Monitor:
         callback: Is called with each `Step` [None].
         writer: A TensorBoard `SummaryWriter`, or anything else with its `add_scalar` [None].
         tag: What the names of its curves begin with ["amp"].
+        model: The module for `find_nonfinite` [None].
+        after: Run the batch once more after that many skipped steps in a row, by `find_nonfinite`,
+            and log where inf or NaN begins; needs `model`, and `run` in each iteration [None].
+        at_minimum: What to do when a step is skipped at the smallest loss scale: "warn", once until
+            a step is taken again; "raise" a LossScaleExhaustedError; or a function, which is called
+            with that error each time ["warn"].
+
+    Attributes:
+        run: Computes the loss of the present batch, for `find_nonfinite`. Set it in each iteration
+            before the step, for example to `lambda x=x, y=y: criterion(model(x), y)`.
 
     Raises:
         TypeError: `source` is nothing that steps can be heard from.
@@ -58,14 +96,35 @@ class Monitor:
         callback: Callable[[Step], None] | None = None,
         writer: Writer | None = None,
         tag: str = "amp",
+        model: torch.nn.Module | None = None,
+        after: int | None = None,
+        at_minimum: str | Callable[[LossScaleExhaustedError], None] = "warn",
     ) -> None:
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"Monitor: length is {length!r}; it must be an int of at least 1")
+        if at_minimum not in ("warn", "raise") and not callable(at_minimum):
+            raise ValueError(
+                f'Monitor: at_minimum is {at_minimum!r}; it must be "warn", "raise" or a function'
+            )
+        if after is not None and (after < 1 or model is None):
+            raise ValueError(
+                f"Monitor: after is {after!r} and model is {type(model).__name__}; after must be "
+                "at least 1, and the batch is run once more through a model"
+            )
         owner = _owner(source)
         self._history = History(length)
         self._callback = callback
         self._writer = writer
         self._tag = tag
+        self._model = model
+        self._after = after
+        self._at_minimum = at_minimum
+        self.run: Callable[[], Tensor] | None = None
+        self._runs: dict[
+            int, Callable[[], Tensor]
+        ] = {}  # of steps of which the host has yet to hear
+        self._origin: Origin | None = None  # of the skipped steps that go on
+        self._has_looked = self._has_warned = False
         self._begun = 0  # The number of the last step whose gradients were complete.
         # What was measured for steps of which the host has yet to hear.
         self._measured: dict[int, dict[str, float]] = {}
@@ -84,6 +143,9 @@ class Monitor:
     ) -> None:
         """Hear that the gradients of the next step are complete."""
         self._begun += 1
+        self._keep(self._begun, scale=scale)
+        if self.run is not None:
+            self._runs[self._begun] = self.run
 
     def note(
         self, *, grad_norm: float | Tensor | None = None, clip: float | Tensor | None = None
@@ -96,34 +158,40 @@ class Monitor:
             clip: What the gradients were multiplied by to clip them.
         """
         number = max(self._begun, self._history.total) + 1
-        for name, value in (("grad_norm", grad_norm), ("clip", clip)):
+        self._keep(number, grad_norm=grad_norm, clip=clip)
+
+    def _keep(self, number: int, **values: float | Tensor | None) -> None:
+        """Keep what is known of a step, until `after_step`."""
+        for name, value in values.items():
             if isinstance(value, Tensor) and value.device.type in device_scale.DEVICE_TYPES:
-                tell = functools.partial(self._measure_later, number, name)
+                tell = functools.partial(self._keep_told, number, name)
                 device_scale.send([value], tell)
             elif value is not None:
-                self._measure(number, name, float(value))
+                self._measured.setdefault(number, {})[name] = float(value)
 
-    def _measure_later(self, number: int, name: str, values: list[float]) -> None:
-        self._measure(number, name, values[0])
-
-    def _measure(self, number: int, name: str, value: float) -> None:
-        self._measured.setdefault(number, {})[name] = value
+    def _keep_told(self, number: int, name: str, values: list[float]) -> None:
+        self._measured.setdefault(number, {})[name] = values[0]
 
     def after_step(self, note: StepNote) -> None:
         """Hear what became of a step."""
         number = self._history.total + 1
         self._begun = max(self._begun, number)
-        measured = self._measured.pop(number, {})
+        known = self._measured.pop(number, {})
+        scale = known.get("scale", 1.0) if note.scale is None else float(note.scale)
+        norm = note.grad_norm if note.scaled_norm is None else note.scaled_norm / scale
+        norm, clip = known.get("grad_norm", norm), known.get("clip", note.clip)
+        is_finite = norm is not None and math.isfinite(norm)
         step = Step(
             number=number,
-            scale=float(note.scale),
+            scale=scale,
             skipped=bool(note.skipped),
-            grad_norm=None if note.skipped else measured.get("grad_norm", note.grad_norm),
-            clip=None if note.skipped else measured.get("clip", note.clip),
+            grad_norm=norm if is_finite and not note.skipped else None,
+            clip=None if note.skipped else clip,
             overflow=tuple(note.overflow),
         )
         self._history.add(step)
         self._pass_on(step)
+        self._judge(step, note.lowest)
 
     def record(
         self,
@@ -141,9 +209,35 @@ class Monitor:
             grad_norm: l2 norm of the unscaled gradients before clipping [None].
             clip: What the gradients were multiplied by to clip them [None].
         """
-        self.after_step(
-            StepNote(float(scale), float(scale), bool(skipped), grad_norm=grad_norm, clip=clip)
-        )
+        self.after_step(StepNote(skipped, scale, grad_norm=grad_norm, clip=clip))
+
+    def _judge(self, step: Step, lowest: float | None) -> None:
+        """Look for the origin of skips that go on, and say so if the scale cannot help."""
+        run = self._runs.pop(step.number, self.run)
+        if not step.skipped:
+            self._origin, self._has_looked, self._has_warned = None, False, False
+            return
+        is_exhausted = lowest is not None and step.scale <= lowest
+        in_a_row = self._history.skips_in_a_row
+        is_due = is_exhausted or (self._after is not None and in_a_row >= self._after)
+        if is_due and not self._has_looked and self._model is not None and run is not None:
+            self._has_looked = True
+            self._origin = find_nonfinite(self._model, run, scale=step.scale)
+            told = "all is finite when the batch is run once more"
+            self._history.origins[step.number] = str(self._origin or told)
+            if not is_exhausted:
+                _LOG.warning("%d steps in a row were skipped; %s", in_a_row, self._origin or told)
+        if is_exhausted:
+            self._act_at_minimum(LossScaleExhaustedError(step, self._origin))
+
+    def _act_at_minimum(self, error: LossScaleExhaustedError) -> None:
+        if self._at_minimum == "raise":
+            raise error
+        if callable(self._at_minimum):
+            self._at_minimum(error)
+        elif not self._has_warned:
+            self._has_warned = True
+            warn(str(error))
 
     def _pass_on(self, step: Step) -> None:
         if self._writer is not None:

@@ -1,0 +1,219 @@
+"""What a Monitor does when steps are skipped in a row, and when the loss scale cannot go lower."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import INF, PROBES, ones, pull, wrap
+from torch import Tensor, nn
+
+from apex_mp import amp, device_scale
+from apex_mp.monitor import History, LossScaleExhaustedError, Monitor
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+both_paths = pytest.mark.parametrize("device_path", [False, True], ids=["host", "device"])
+
+
+class Sick(nn.Module):
+    """Its backward makes inf of a batch that is not positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * 0.0).clamp(min=0.0).sqrt() if (x < 0).all() else x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        self.sick = Sick()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sick(self.weight * x).sum()
+
+
+def train(optimizer: Any, monitor: Monitor, model: Model, signs: str) -> None:
+    for sign in signs:
+        x = torch.ones(2, dtype=torch.float16) * (1.0 if sign == "+" else -1.0)
+        monitor.run = lambda x=x: model(x)  # type: ignore[misc]
+        optimizer.zero_grad()
+        optimizer.backward(model(x))
+        optimizer.step()
+    device_scale.settle(wait=True)
+
+
+@pytest.fixture
+def paths(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device_path:
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+
+
+def watched(scale: float = 8.0, **more: Any) -> tuple[Any, Monitor, Model]:
+    model = Model()
+    optimizer = wrap(
+        PROBES["fused"](model.parameters()),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": scale},
+    )
+    return optimizer, Monitor(optimizer, model=model, **more), model
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+def test_after_so_many_skips_the_batch_is_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, monitor, model = watched(after=2)
+    with caplog.at_level(logging.WARNING, "apex_mp.monitor"):
+        train(optimizer, monitor, model, "+-+--+")
+    assert [step.skipped for step in monitor.history.steps] == [c == "-" for c in "+-+--+"]
+    assert [*monitor.history.origins] == [5]
+    assert monitor.history.origins[5].startswith(
+        "inf or NaN begins in the backward of sick (Sick), in SqrtBackward0"
+    )
+    assert "step 5: inf or NaN begins in the backward of sick" in monitor.report()
+    assert [each.getMessage().splitlines()[0] for each in caplog.records] == [
+        "2 steps in a row were skipped; inf or NaN begins in the backward of sick (Sick), in "
+        "SqrtBackward0"
+    ]
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+def test_skips_that_go_on_are_looked_into_once() -> None:
+    optimizer, monitor, model = watched(scale=2.0**16, after=1)
+    train(optimizer, monitor, model, "---+--")
+    assert [*monitor.history.origins] == [1, 5]
+
+
+def test_the_origin_is_saved(tmp_path: Any) -> None:
+    optimizer, monitor, model = watched(after=1)
+    train(optimizer, monitor, model, "-")
+    monitor.save(tmp_path / "run.json")
+    assert History.load(tmp_path / "run.json").origins == monitor.history.origins
+
+
+def test_a_batch_that_is_finite_now_is_said_to_be() -> None:
+    optimizer, monitor, model = watched(after=1)
+    monitor.run = lambda: model(torch.ones(2).half())
+    optimizer.backward(pull((model.weight, INF)))
+    optimizer.step()
+    assert monitor.history.origins == {1: "all is finite when the batch is run once more"}
+
+
+# The smallest scale.
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+def test_a_skip_at_the_smallest_scale_raises_with_the_diagnosis() -> None:
+    optimizer, monitor, model = watched(scale=2.0, at_minimum="raise")
+    with pytest.raises(LossScaleExhaustedError) as caught:
+        train(optimizer, monitor, model, "--+")
+    error = caught.value
+    assert isinstance(error, RuntimeError)
+    assert (error.step.number, error.step.scale) == (2, 1.0)  # At 2 it could go lower.
+    assert error.origin is not None
+    assert error.origin.module == "sick"
+    assert str(error).splitlines()[:3] == [
+        "step 2 was skipped at a loss scale of 1, the smallest one: gradients hold inf or NaN at "
+        "every scale",
+        "  group 0, parameter 0 [2]: 0 inf, 2 NaN",
+        "inf or NaN begins in the backward of sick (Sick), in SqrtBackward0",
+    ]
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.step, again.origin) == (str(error), error.step, error.origin)
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+def test_the_optimizer_goes_on_after_the_error() -> None:
+    optimizer, monitor, model = watched(scale=1.0, at_minimum="raise")
+    with pytest.raises(LossScaleExhaustedError):
+        train(optimizer, monitor, model, "-")
+    before = model.weight.clone()
+    train(optimizer, monitor, model, "+")
+    assert not torch.equal(model.weight, before)
+    assert [step.skipped for step in monitor.history.steps] == [True, False]
+
+
+def test_a_warning_comes_once_until_a_step_is_taken() -> None:
+    optimizer, monitor, model = watched(scale=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(optimizer, monitor, model, "---+--")
+    told = [str(each.message).split(":")[0] for each in caught]
+    assert told == [
+        "step 1 was skipped at a loss scale of 1, the smallest one",
+        "step 5 was skipped at a loss scale of 1, the smallest one",
+    ]
+    assert caught[0].filename == __file__
+
+
+def test_a_function_is_called_each_time() -> None:
+    errors: list[LossScaleExhaustedError] = []
+    optimizer, monitor, model = watched(scale=1.0, at_minimum=errors.append)
+    train(optimizer, monitor, model, "--+-")
+    assert [error.step.number for error in errors] == [1, 2, 4]
+    assert all(error.origin is not None for error in errors)
+
+
+def test_without_a_model_the_error_names_the_parameters_alone() -> None:
+    weight = ones(2)
+    optimizer = wrap(
+        PROBES["plain"]([weight]), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1.0}
+    )
+    monitor = Monitor(optimizer, at_minimum="raise")
+    optimizer.backward(pull((weight, INF)))
+    with pytest.raises(LossScaleExhaustedError, match="parameter 0 ") as caught:
+        optimizer.step()
+    assert caught.value.origin is None
+    assert monitor.history.total == 1
+
+
+def test_a_static_scale_is_never_exhausted() -> None:
+    weight = ones(2)
+    optimizer = wrap(PROBES["fused"]([weight]), static_loss_scale=1.0)
+    Monitor(optimizer, at_minimum="raise")
+    optimizer.backward(pull((weight, INF)))
+    optimizer.step()
+    assert optimizer.overflow
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("made", PROBES.values(), ids=PROBES.keys())
+def test_the_smallest_scale_of_amp_raises(made: Any) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = made(model.parameters())
+    handle = amp.init(device_type="cpu", min_loss_scale=2.0**15)
+    Monitor(optimizer, at_minimum="raise")
+
+    def train_amp() -> None:
+        for factor in (INF, INF, 1.0, 1.0):
+            optimizer.zero_grad()
+            with handle.scale_loss(model(torch.ones(1, 1)).sum() * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+    with pytest.raises(
+        LossScaleExhaustedError, match="step 2 was skipped at a loss scale of 32768"
+    ):
+        train_amp()
+
+
+@pytest.mark.parametrize(
+    ("options", "wish"),
+    [
+        ({"at_minimum": "stop"}, 'it must be "warn", "raise" or a function'),
+        ({"at_minimum": None}, 'it must be "warn", "raise" or a function'),
+        ({"after": 2}, "through a model"),
+        ({"after": 0, "model": nn.Linear(1, 1)}, "at least 1"),
+    ],
+)
+def test_a_policy_that_there_is_not_is_refused(options: Any, wish: str) -> None:
+    with pytest.raises(ValueError, match=wish):
+        Monitor(**options)
