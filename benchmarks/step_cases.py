@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp import amp
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import step_device, step_plain
 from benchmarks.step_arena import (
@@ -28,6 +29,7 @@ ADAM_WRITING = Pass("Adam, writes gradients", 16, 16, "step_kernel")
 ADAM_WITH_COPY = Pass("Adam with copy", 14, 14, "step_kernel")
 CHECK_AND_NORM = Pass("check with norm", 2, 0, "chunks_kernel")
 SCALER_CHECK = Pass("GradScaler's check", 4, 4)  # it writes what it multiplied by 1
+CHECK = Pass("check with norm, fp32", 4, 0)
 NORM = Pass("norm", 4, 0)
 UNSCALE = Pass("unscale", 4, 4)
 CLIP = Pass("clip", 4, 4)
@@ -93,10 +95,15 @@ def torch_foreach(arena: Arena) -> Running:
     return fp32(arena, torch.optim.AdamW, foreach=True)[0]
 
 
-def scaled(arena: Arena, kind: Any, **options: Any) -> Running:
+def scaled(
+    arena: Arena,
+    kind: Any,
+    scaler_of: type[torch.amp.GradScaler] = torch.amp.GradScaler,
+    **options: Any,
+) -> Running:
     """GradScaler around an optimizer, which unscales inside its step."""
     running, optimizer = fp32(arena, kind, SCALE, **options)
-    scaler = grad_scaler(arena.device)
+    scaler = grad_scaler(arena.device, scaler_of)
 
     def step() -> None:
         scaler.step(optimizer)
@@ -105,9 +112,9 @@ def scaled(arena: Arena, kind: Any, **options: Any) -> Running:
     return Running(running.prepare, step)
 
 
-def grad_scaler(device: str) -> torch.amp.GradScaler:
+def grad_scaler(device: str, kind: Any = torch.amp.GradScaler) -> Any:
     """A GradScaler whose scale is SCALE and stays it."""
-    scaler = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=2**30)
+    scaler = kind(device, init_scale=SCALE, growth_interval=2**30)
     scaler.scale(torch.zeros((), device=device))  # makes its tensors
     return scaler
 
@@ -147,6 +154,29 @@ def torch_scaled_clip(arena: Arena) -> Running:
     return Running(running.prepare, step)
 
 
+def our_scaler(arena: Arena) -> Running:
+    """FusedAdam in a GradScaler of apex_mp."""
+    return scaled(arena, FusedAdam, amp.GradScaler)
+
+
+def our_scaler_clip(arena: Arena, kind: Any = FusedAdam, **options: Any) -> Running:
+    """The same with clipping by the scaler, which only reads."""
+    running, optimizer = fp32(arena, kind, SCALE, **options)
+    scaler = grad_scaler(arena.device, amp.GradScaler)
+
+    def step() -> None:
+        scaler.clip_grad_norm_(optimizer, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Running(running.prepare, step)
+
+
+def our_scaler_clip_torch(arena: Arena) -> Running:
+    """Fused AdamW of torch in a GradScaler of apex_mp, which clips."""
+    return our_scaler_clip(arena, torch.optim.AdamW, fused=True)
+
+
 def replayed(running: Running, at: Tensor) -> Running:
     """Return a step as a CUDA graph replays it, always with the same gradients."""
     for _ in range(2):
@@ -177,6 +207,11 @@ def torch_fused_replayed(arena: Arena) -> Running:
 FP16, FP16_CLIP, BF16 = "ours fp16", "ours fp16, clip", "ours bf16"
 FP32, SCALED, SCALED_CLIP = "ours fp32", "ours fp32, GradScaler", "ours fp32, GradScaler, clip"
 SCALED_READING = "ours fp32, GradScaler, only reads"
+OUR_SCALER = (
+    "ours fp32, our GradScaler",
+    "ours fp32, our GradScaler, clip",
+    "our GradScaler + clip + torch fused",
+)
 GPU = ("cuda",)
 PLAIN = (COPY_IN, UNSCALE, ADAM, COPY_OUT)
 PLAIN_CLIP = (COPY_IN, UNSCALE, NORM, CLIP, ADAM, COPY_OUT)
@@ -197,6 +232,9 @@ CASES = (
     Case(SCALED_CLIP, SCALED_CLIP, (SCALER_CHECK, NORM, ADAM_WRITING), ours_scaled_clip),
     Case("GradScaler + clip + torch fused", SCALED_CLIP, (UNSCALE, NORM, CLIP, ADAM),
          torch_scaled_clip),
+    Case(OUR_SCALER[0], SCALED, (CHECK, ADAM_WRITING), our_scaler),
+    Case(OUR_SCALER[1], SCALED_CLIP, (CHECK, ADAM_WRITING), our_scaler_clip),
+    Case(OUR_SCALER[2], SCALED_CLIP, (CHECK, ADAM_WRITING), our_scaler_clip_torch),
     Case(FP32, FP32, (ADAM,), ours_fp32),
     Case("torch AdamW, fused", FP32, (ADAM,), torch_fused),
     Case("torch AdamW, foreach", FP32, (ADAM,), torch_foreach),
