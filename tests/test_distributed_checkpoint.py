@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp16_cases import INF
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -99,6 +100,8 @@ RUNS: dict[str, Callable[[], Run]] = {
     "O2": lambda: at_o2(FusedAdam),
     "LARC at O2": lambda: at_o2(lambda params: LARC(sgd(params))),
 }
+# Here torch makes missing state itself, and the step count is 1 afterwards.
+PLAIN = ("FusedAdam", "FusedAdam with masters", "FusedSGD", "LARC")
 every_run = pytest.mark.parametrize("make", RUNS.values(), ids=RUNS.keys())
 
 
@@ -109,7 +112,8 @@ def begin(make: Callable[[], Run], seed: int, steps: int) -> Run:
     return run
 
 
-def train(run: Run, steps: int) -> None:
+def train(run: Run, steps: int, factor: float = 1.0) -> None:
+    """Take steps; with a factor of inf each is skipped."""
     model, optimizer, backward = run
     dtype = next(model.parameters()).dtype
     for step in range(steps):
@@ -117,7 +121,7 @@ def train(run: Run, steps: int) -> None:
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
         h = model[0](x)  # type: ignore[index]
         h = model[1](h.to(model[1].weight.dtype)).to(dtype)  # type: ignore[index]
-        backward(model[2](h).float().square().sum())  # type: ignore[index]
+        backward(model[2](h).float().square().sum() * factor)  # type: ignore[index]
         optimizer.step()
 
 
@@ -156,6 +160,28 @@ def test_a_run_that_was_saved_goes_on_with_the_same_bits(
     )
     train(other, 4)
     assert all(map(torch.equal, everything(run), everything(other)))
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["into a new run", "into a trained run"])
+@pytest.mark.parametrize("skipped", [0, 2], ids=["no step", "steps skipped"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in PLAIN])
+def test_a_run_that_was_saved_before_its_first_step_goes_on_with_the_same_bits(
+    name: str, skipped: int, steps: int, tmp_path: Path
+) -> None:
+    expected, run = begin(RUNS[name], 7, 0), begin(RUNS[name], 7, 0)
+    for each in (expected, run):
+        train(each, skipped, INF)
+    model, optim = get_state_dict(*run[:2])
+    checkpoint.save({"model": model, "optim": optim}, checkpoint_id=tmp_path)
+
+    other = begin(RUNS[name], 8, steps)
+    loaded: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(*other[:2]), strict=True))
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(*other[:2], model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    for each in (expected, run, other):
+        train(each, 4)
+    assert all(map(torch.equal, everything(run), everything(expected)))
+    assert all(map(torch.equal, everything(other), everything(expected)))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "FP16_Optimizer" in name])

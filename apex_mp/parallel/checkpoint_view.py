@@ -7,11 +7,12 @@ group. Masters are no parameters of the model, and loss scales are in neither pa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -88,17 +89,18 @@ class CheckpointView:
         ]
 
     def state(self) -> dict[Parameter, dict[str, Any]]:
-        """Return the state by parameter; missing state is made first."""
-        _make_state(self.optimizer)
-        return {
-            self._model(param): {**self.optimizer.state.get(param, {}), **self._master(param)}
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-        }
+        """Return the state by parameter, zeros before the first step."""
+        with _with_state(self.optimizer):
+            return {
+                self._model(param): {**self.optimizer.state.get(param, {}), **self._master(param)}
+                for group in self.optimizer.param_groups
+                for param in group["params"]
+            }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's, with masters and `extra` in it."""
-        saved = self.optimizer.state_dict()
+        """Return the optimizer's, with masters and `extra` in it; zeros before the first step."""
+        with _with_state(self.optimizer):
+            saved = self.optimizer.state_dict()
         state: dict[int, Any] = {}
         groups = []
         for saved_group, group in zip(
@@ -133,25 +135,36 @@ class CheckpointView:
         return {_EXTRA: copy.deepcopy(self.extra)} if self.extra else {}
 
 
-def _make_state(optimizer: Any) -> None:
-    """Make missing state as torch does: by a step with zero gradients and learning rate."""
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad
-    ]
-    if optimizer.state or any(param.grad is not None for param in params):
+@contextlib.contextmanager
+def _with_state(optimizer: Any) -> Iterator[None]:
+    """Give an optimizer that took no step the state that others have, while the block runs.
+
+    Its state is made as torch makes it, by a step with zero gradients and learning rate, and
+    `step`, which counts steps, is set to 0.
+    """
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"] if param.requires_grad]
+    if optimizer.state or not params:
+        yield
         return
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = [(group, group["lr"]) for group in groups if "lr" in group]
+    grads = [param.grad for param in params]
     for group, rate in rates:
         group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
     for param in params:
         param.grad = torch.zeros_like(param)
     try:
-        optimizer.step()
+        # The method of the class: a guard would skip this step for the gradients set aside.
+        type(optimizer).step(optimizer)
     finally:
         for group, rate in rates:
             group["lr"] = rate
-        for param in params:
-            param.grad = None
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
