@@ -11,6 +11,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from apex_mp import amp
+from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.parallel import (
     LARC,
     DistributedDataParallel,
@@ -19,9 +21,32 @@ from apex_mp.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
     flat_calls,
+    followers,
 )
 
 pytestmark = pytest.mark.cpu_only
+
+
+@pytest.mark.usefixtures("one_process", "amp_off")
+@pytest.mark.parametrize(
+    "set_up",
+    [
+        lambda model, optimizer: amp.init(device_type="cpu"),
+        lambda model, optimizer: amp.initialize(model, optimizer, opt_level="O0", verbosity=0),
+        lambda model, optimizer: FP16_Optimizer(optimizer, verbose=False),
+        lambda model, optimizer: DistributedDataParallel(model),
+    ],
+    ids=["amp.init", "amp.initialize", "FP16_Optimizer", "DistributedDataParallel"],
+)
+def test_what_sets_up_mixed_precision_has_join_end_with_equal_masters(
+    set_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchs = nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(torchs, "join_hook", followers._torchs_join_hook)
+    model = nn.Linear(3, 1)
+    set_up(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hook = torchs(nn.Linear(3, 1)).join_hook()
+    assert isinstance(hook, followers.FollowingJoinHook)
 
 
 @pytest.mark.usefixtures("one_process")

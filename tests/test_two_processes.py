@@ -216,7 +216,7 @@ def test_gradients_are_averaged_however_the_model_is_used(
     assert by_both(probes, use) == [[1.5] * 4] * WORLD
 
 
-@pytest.mark.parametrize("way", [way for way in JOINING if "torch's" not in way])
+@pytest.mark.parametrize("way", JOINING)
 def test_a_join_ends_with_the_masters_and_scales_of_the_process_that_took_most_steps(
     way: str, probes: list[dict[Any, Any]]
 ) -> None:
@@ -227,13 +227,6 @@ def test_a_join_ends_with_the_masters_and_scales_of_the_process_that_took_most_s
         assert all(map(torch.equal, each["after"][0], masters))
         assert all(map(torch.equal, each["model"], more["model"]))
         assert each["after"][1] == scale
-        assert each["warnings"] == []
-
-
-def test_a_join_of_torchs_own_class_is_warned_of(probes: list[dict[Any, Any]]) -> None:
-    (first, _) = by_both(probes, ("joined", "amp handle, torch's DDP"))
-    assert len(first["warnings"]) == 1
-    assert "but not their float32 masters and loss scales" in first["warnings"][0]
 
 
 def test_masters_of_one_process_only_are_refused_in_all(probes: list[dict[Any, Any]]) -> None:

@@ -20,6 +20,7 @@ from apex_mp.amp.registry import (
     register_promote_function,
 )
 from apex_mp.loss_scale import LossScale
+from apex_mp.parallel import followers
 
 __all__ = [
     "float_function",
@@ -121,6 +122,7 @@ def init(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )
+    followers.follow_join()
     handle._activate()
     return handle
 

@@ -26,7 +26,6 @@ from apex_mp.parallel.flat_calls import (
     split_by_type,
     split_half_float_double,
 )
-from apex_mp.parallel.join import FollowingJoinHook
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
@@ -147,6 +146,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._reduce_here()
         self._begin()
         followers.broadcast(module)
+        followers.follow_join()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -191,16 +191,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             super().register_comm_hook(state, hook)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what `join()` calls; at its end masters and loss scales are equal, too.
+        """Return what `join()` calls.
 
         Raises:
             ValueError: `divide_by_initial_world_size` is False, and an argument has buckets
                 reduced by a hook, which divides by the number of all processes.
         """
-        hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         if self._reduces_itself:
             self._check_divisor()
-        return FollowingJoinHook(self, hook)
+        return hook
 
     def _check_divisor(self) -> None:
         if getattr(self, "_divide_by_initial_world_size", True):

@@ -1,7 +1,8 @@
-"""float32 masters follow the model when the parameters of rank 0 become those of all processes."""
+"""float32 masters follow their model when the parameters of one process become those of all."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from apex_mp.parallel.flat_calls import flat_dist_call
 
@@ -27,6 +30,7 @@ _holders: list[weakref.ref[Any]] = []
 
 def add(holder: Holder) -> None:
     """Register a holder of master parameters (weakly)."""
+    follow_join()
     _holders[:] = [each for each in _holders if each() is not None]
     _holders.append(weakref.ref(holder))
 
@@ -99,6 +103,56 @@ def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:
         )
     for scaler, state in zip(scalers, states[0], strict=True):
         scaler.load_state_dict(state)
+
+
+class FollowingJoinHook(JoinHook):
+    """Runs torch's hook, then broadcasts masters and loss scales from the process torch chose.
+
+    Processes with fewer batches took fewer steps. torch makes their weights equal at the end. Their
+    masters would undo that in the next step, and another loss scale would weigh their gradients
+    wrongly in each average.
+
+    Args:
+        model: The parallel model.
+        hook: torch's.
+    """
+
+    def __init__(self, model: DistributedDataParallel, hook: JoinHook) -> None:
+        self._model = model
+        self._hook = hook
+
+    def main_hook(self) -> None:
+        """Take part in the collectives of the other processes."""
+        self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Make weights, masters and loss scales equal."""
+        self._hook.post_hook(is_last_joiner)
+        model = self._model
+        group = model.process_group
+        last = torch.tensor([dist.get_rank() if is_last_joiner else -1], device=model.device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)  # As torch chooses.
+        source = int(last.item())
+        broadcast(model.module, group, source)
+        broadcast_scales(model.module, group, source)
+
+
+_torchs_join_hook = DistributedDataParallel.join_hook
+
+
+@functools.wraps(_torchs_join_hook)
+def _join_hook(self: DistributedDataParallel, **kwargs: Any) -> JoinHook:
+    return FollowingJoinHook(self, _torchs_join_hook(self, **kwargs))  # type: ignore[no-untyped-call]
+
+
+def follow_join() -> None:
+    """Have each `join()` of a DistributedDataParallel make masters and loss scales equal, too.
+
+    To be called where a script sets up mixed precision, which all processes do. torch has no list
+    of hooks for `join()`, and a process without batches calls no forward, so the class is changed.
+    """
+    if DistributedDataParallel.join_hook is _torchs_join_hook:
+        DistributedDataParallel.join_hook = _join_hook  # type: ignore[method-assign]
 
 
 def _masters(module: torch.nn.Module) -> list[Tensor]:

@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from apex_mp import _log
-
 # For each model whether its last forward was in `no_sync`; where backward runs does not count.
 _was_local: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
 # torch's models in each module that was called, which may be one of them itself.
 _inside: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[DistributedDataParallel]]] = (
     weakref.WeakKeyDictionary()
 )
-
-_joining: weakref.WeakSet[DistributedDataParallel] = (
-    weakref.WeakSet()
-)  # A warning was given for these.
-_LOG = _log.logger("apex_mp.parallel")
 
 
 def note_forward(model: DistributedDataParallel, *, is_local: bool) -> None:
@@ -73,13 +66,6 @@ def stay_here(params: Iterable[Tensor]) -> bool:
 
 def _note_torchs(model: DistributedDataParallel) -> None:
     note_forward(model, is_local=not model.require_backward_grad_sync)
-    if model._join_config.enable and model not in _joining:
-        _joining.add(model)
-        _LOG.warning(
-            "torch's DistributedDataParallel is in join(), at whose end it makes weights equal in "
-            "all processes, but not their float32 masters and loss scales; "
-            "apex_mp.parallel.DistributedDataParallel makes these equal, too"
-        )
 
 
 def _is_ours(model: DistributedDataParallel) -> bool:
