@@ -362,6 +362,8 @@ def test_weights_that_the_masters_have_too_are_nothing_to_tell() -> None:
     model.weight.data.zero_()
     model.weight.data.copy_(kept)
     step(optimizer, pull((model.weight, [[0.25]])))
+    (master,) = amp.master_params(optimizer)
+    assert torch.equal(model.weight, master.to(model.weight.dtype))
 
 
 def test_masters_that_change_without_the_model_get_one_warning() -> None:

@@ -906,6 +906,8 @@ def test_a_scheduler_on_an_optimizer_inside_another_is_told_of_skipped_steps(
         warnings.simplefilter("error")
         optimizer.step()
         scheduler.step()
+    assert amp.step_was_skipped(optimizer)
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < scheduler.base_lrs[0]
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

@@ -265,5 +265,7 @@ def test_clear_cache_does_nothing_where_no_casts_are_on() -> None:
     amp.clear_cache()
     amp.init(enabled=False)
     amp.clear_cache()
-    amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
     amp.clear_cache()
+    assert not torch.is_autocast_enabled("cpu")
+    assert model(torch.ones(1, 2)).dtype is torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -10,7 +11,7 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch import nn
 from waits import Waits
 
 from apex_mp import amp, device_scale
+from apex_mp._step_request import StepResult
 from apex_mp.device_scale import DeviceScale, Transfer
+from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 from apex_mp.optimizers import FusedAdam
 
@@ -58,6 +61,16 @@ def weight(device: torch.device) -> nn.Parameter:
 def backward(handle: Any, loss: Any, optimizer: Any) -> None:
     with handle.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+
+
+@dataclasses.dataclass(frozen=True)
+class NotKnown:
+    """The outcome of a step on a device."""
+
+    is_known: bool = False
+    found_inf: bool = False
+    norms: Sequence[float] = ()
+    nonfinite_rows: Sequence[int] = ()
 
 
 # What stays on the device.
@@ -99,6 +112,7 @@ def test_cuda_is_never_waited_for(handle: Any, weight: Any, monkeypatch: Any) ->
             optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.state[weight]["step"] == 6
 
 
 @pytest.mark.parametrize(
@@ -304,6 +318,32 @@ def test_a_device_that_does_not_answer_does_not_keep_the_process(
         "1 results of steps are lost, with their messages of an overflow: the device has not "
         "answered within 0.05 seconds of the end of the process"
     ]
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+@pytest.mark.parametrize("found_inf", [1.0, 0.0], ids=["skipped", "taken"])
+def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
+    found_inf: float, verbose: bool, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone:
+        def told(self, *_: Any) -> None:
+            raise AssertionError("It is gone.")
+
+    gone = Gone()
+    result: Any = StepResult(
+        outcome=NotKnown(),
+        without_grad=[],
+        sent=torch.tensor([found_inf], device=device),
+        read=lambda arrived: NotKnown(found_inf=bool(arrived.item())),
+    )
+    DeviceSteps(gone.told).send(result, verbose=verbose)
+    del gone
+    device_scale.settle(wait=True)
+    expected = [
+        "FP16_Optimizer: a gradient overflowed and its step was skipped, which the device told "
+        "after the optimizer was deleted"
+    ]
+    assert caplog.messages == (expected if verbose and found_inf else [])
 
 
 # Together with the rest.

@@ -1,6 +1,7 @@
 """Steps with a closure: LBFGS and line searches, and closures that overflow."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -251,11 +252,13 @@ def test_an_exception_in_the_closure_comes_out(inner: Any, face: Any, device: to
 
 @faces
 def test_a_closure_runs_with_gradients_on(face: Any, device: torch.device) -> None:
-    params = mixed(device)
-    for inner in (lbfgs(params), FusedAdam(mixed(device))):
-        optimizer = face(inner, 128.0, verbose=False)
+    for make in (lbfgs, FusedAdam):
+        params = mixed(device)
+        before = [param.detach().clone() for param in params]
+        optimizer = face(make(params), 128.0, verbose=False)
         with torch.no_grad():
-            optimizer.step(closure_of(optimizer, lambda: bowl(params)))
+            optimizer.step(closure_of(optimizer, partial(bowl, params)))
+        assert differ(params, before)
 
 
 def test_a_legacy_optimizer_with_a_closure_steps_once(device: torch.device) -> None:

@@ -385,6 +385,7 @@ def test_other_edits_are_not_taken_for_a_clip(edit: str, probe: Any, device: tor
         optimizer.backward(pull(*((param, [1.0, 2.0 + step, 0.3]) for param in params)))
         UNSUSPICIOUS[edit](optimizer, params)
         optimizer.step()
+        assert not optimizer.overflow
 
 
 # Inner optimizers that step other parameters than those in their param_groups.
@@ -558,6 +559,7 @@ def test_weights_that_agree_with_their_masters_get_no_warning(
         optimizer.zero_grad()
         optimizer.backward(pull((weight, 1.0)))
         optimizer.step()
+        assert torch.equal(weight, optimizer.fp32_groups_flat[0].half())
         AGREEING[how](weight, optimizer)
 
 
@@ -617,3 +619,5 @@ def test_a_master_of_a_bfloat16_weight_may_be_large(probe: Any, device: torch.de
     for value in (1.0, NAN):
         optimizer.backward(pull((weight, value)))
         optimizer.step()
+    assert optimizer.overflow
+    assert weight.isfinite().all()

@@ -129,7 +129,9 @@ def test_a_schedule_past_its_end_steps_as_in_torch(lr: float, device: torch.devi
 
 
 def test_bounds_themselves_are_allowed(device: torch.device) -> None:
-    FusedAdam(make_params(device), lr=0, eps=0, weight_decay=0, max_grad_norm=0, betas=(0.0, 0.0))
+    bounds = {"lr": 0, "eps": 0, "weight_decay": 0, "max_grad_norm": 0, "betas": (0.0, 0.0)}
+    (group,) = FusedAdam(make_params(device), **bounds).param_groups
+    assert {name: group[name] for name in bounds} == bounds
 
 
 def test_the_old_positions_and_defaults_of_the_arguments_hold(device: torch.device) -> None:

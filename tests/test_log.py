@@ -181,8 +181,11 @@ def test_other_processes_than_the_first_are_silent_unless_asked(
     assert lines_of_all_faces(capsys) == expected
 
 
-def test_a_message_that_cannot_be_printed_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_printed_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
     overflow_of_initialize(opt_level="O2")
+    assert "Gradient overflow" in caplog.text

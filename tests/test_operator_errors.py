@@ -323,7 +323,11 @@ def test_a_fault_is_named_and_nothing_is_written(fault: Fault, device: torch.dev
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 def test_the_call_that_the_faults_spoil_is_sound(operator: Operator, device: torch.device) -> None:
-    operator(sound_call(operator, device))
+    call = sound_call(operator, device)
+    before = [t._version for name in operator.written for t in tensors_of(call[name])]
+    operator(call)
+    after = [t._version for name in operator.written for t in tensors_of(call[name])]
+    assert all(new > old for new, old in zip(after, before, strict=True))
 
 
 def test_moments_of_a_float64_parameter_must_be_float64(device: torch.device) -> None:

@@ -130,7 +130,11 @@ def test_a_graph_without_the_weights_outlives_the_step(
     loss = (param * 3).float().sum()  # Its backward needs no weight.
     backward(loss, retain_graph=True)
     step()
+    param.grad = None
     backward(loss)
+    assert param.grad is not None
+    assert param.grad.unique().numel() == 1
+    assert param.grad[0] != 0
 
 
 @dtypes

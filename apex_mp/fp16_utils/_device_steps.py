@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from apex_mp import device_scale
+from apex_mp._log import logger
 from apex_mp._step_request import Outcome, StepResult
 from apex_mp.device_scale import DeviceScale
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
+
+_LOG = logger("apex_mp.fp16_utils")
 
 
 class DeviceSteps:
@@ -129,8 +132,11 @@ class DeviceSteps:
 
     # What became of steps.
 
-    def send(self, result: StepResult) -> None:
-        """Have the outcome of a step told by a later `settle`, unless we are gone by then."""
+    def send(self, result: StepResult, *, verbose: bool) -> None:
+        """Have the outcome of a step told by a later `settle`.
+
+        If the optimizer is gone by then, an overflow is logged if `verbose`.
+        """
         sent, read = result.sent, result.read
         assert sent is not None  # Else its outcome is known.
         assert read is not None
@@ -143,6 +149,11 @@ class DeviceSteps:
             method = weak_tell()
             if method is not None:
                 method(read(arrived), result)
+            elif verbose and read(arrived).found_inf:
+                _LOG.warning(
+                    "FP16_Optimizer: a gradient overflowed and its step was skipped, which the "
+                    "device told after the optimizer was deleted"
+                )
 
         device_scale.send_tensor(sent, tell)
 

@@ -537,7 +537,8 @@ class FP16_Optimizer(OldNames, Delegates):
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
-            self._steps.send(self._awaited)  # From here on _told may be called.
+            # From here on _told may be called.
+            self._steps.send(self._awaited, verbose=self.verbose)
             return
         self._awaited = None
         norms, self._group_norms = self._group_norms, []

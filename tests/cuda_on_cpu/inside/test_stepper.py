@@ -437,7 +437,7 @@ def test_steps_on_one_stream_wait_for_those_on_the_other() -> None:
 
 
 def test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream() -> None:
-    optimizer = make()
+    optimizer, plain = make(), make()
     train(optimizer, 0)
     SHIM.cuda_on_cpu_use_stream(1)
     move_state(optimizer)
@@ -447,6 +447,11 @@ def test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream() -> Non
     optimizer.refresh_hyperparameters()
     SHIM.cuda_on_cpu_use_stream(1)
     train(optimizer, 2)
+    SHIM.cuda_on_cpu_wait_for_all()
+    train(plain, 0, 1)
+    set_lr(plain)
+    train(plain, 2)
+    assert_same_state(optimizer, plain)
 
 
 def test_the_host_hears_of_norms_and_of_inf() -> None:
