@@ -435,6 +435,32 @@ def test_zero_grad_clears_model_and_masters(set_to_none: bool) -> None:
     assert [grad if grad is None else grad.item() for grad in grads] == [wanted, wanted]
 
 
+def fail_in_a_block(optimizer: Any) -> None:
+    with pytest.raises(KeyError), amp.scale_loss(torch.ones(()), optimizer):
+        raise KeyError
+
+
+def skip_a_step(optimizer: Any) -> None:
+    models = optimizer._amp_model_of.values()
+    step(optimizer, pull(*((param, [[INF]]) for param in models)))
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    "event", [None, fail_in_a_block, skip_a_step], ids=["", "failed block", "skipped step"]
+)
+def test_a_gradient_that_was_set_to_zero_takes_a_step_of_momentum_as_in_float32(event: Any) -> None:
+    models = linear(0.0), linear(0.0)
+    optimizer = sgd(*models, momentum=0.5)
+    initialize([*models], optimizer, opt_level="O2", loss_scale=128.0)
+    step(optimizer, pull(*((model.weight, [[1.0]]) for model in models)))
+    optimizer.zero_grad(set_to_none=False)
+    if event is not None:
+        event(optimizer)
+    step(optimizer, pull((models[0].weight, [[1.0]])))
+    assert [model.weight.item() for model in models] == [-2.5, -1.5]
+
+
 def test_sparse_gradients_reach_the_masters() -> None:
     model = nn.Embedding(4, 1, sparse=True)
     nn.init.zeros_(model.weight)

@@ -161,6 +161,13 @@ class Training(RuleBasedStateMachine):
         self.overflowed = False
         self.zero_grad(to_none)
 
+    @precondition(lambda self: not self.overflowed)
+    @rule(names=which, grad=grads, to_none=st.booleans())
+    def train(self, names: Any, grad: float, to_none: bool) -> None:
+        """Else few programs take a step with new gradients."""
+        self.backward(names, grad, in_thread=False)
+        self.step(to_none)
+
     def was_skipped(self) -> bool:
         return amp.step_was_skipped(self.optimizer)
 

@@ -149,11 +149,15 @@ class OptimizerMasters:
         """Mark the gradients of the model as known, whether the block raised or not."""
         self._known_grads.take([*self.model_of.values()])
 
-    def zero_model_grads(self, *, to_none: bool) -> None:
-        """Clear the gradients of the model: set them to None, or to zero where they exist."""
-        for model in self.model_of.values():
-            if model.grad is not None:
-                model.grad = None if to_none else model.grad.detach().zero_()
+    def cleared(self, *, to_none: bool) -> None:
+        """Note that the masters' gradients are cleared, and clear the model's: None, or zero."""
+        self._grads_are_stale = False
+        for master, model in self.model_of.items():
+            if model.grad is None:
+                continue
+            model.grad = None if to_none else model.grad.detach().zero_()
+            if model.grad is not None and master.grad is None:  # After a step that was skipped.
+                master.grad = torch.zeros_like(model.grad, dtype=master.dtype)
         self.end_block()
 
     # Steps.
@@ -249,7 +253,7 @@ class OptimizerWithMasters(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
         to_none = next(iter((*args, *kwargs.values())), True)
-        self._amp_masters.zero_model_grads(to_none=to_none)
+        self._amp_masters.cleared(to_none=to_none)
 
     def add_param_group(self, param_group: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         params, names = tensors.listed(param_group)
