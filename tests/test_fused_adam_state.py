@@ -160,6 +160,20 @@ OTHER_STEPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_betas_that_are_tensors_are_saved_and_loaded(kind: Any, device: torch.device) -> None:
+    params = make_params(device)
+    expected_params = copies_of(params)
+    optimizer = FusedAdam(params, betas=kind(map(torch.tensor, (0.5, 0.75))))
+    expected = FusedAdam(expected_params, betas=(0.5, 0.75))
+    for each, theirs in ((optimizer, params), (expected, expected_params)):
+        train(each, theirs, FIRST)
+        each.load_state_dict(each.state_dict())
+        train(each, theirs, REST)
+    for param, wanted in zip(params, expected_params, strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+
+
 @pytest.mark.parametrize("change", OTHER_STEPS.values(), ids=OTHER_STEPS)
 def test_step_counts_of_other_kinds_are_read(
     change: Callable[[Any], Any], device: torch.device

@@ -55,6 +55,12 @@ AMP = {
         "for guard in guards:\n        guard.in_block = False",
         "amp_scale_loss",
     ),
+    "gradients of masters that zero_grad set to zero are dropped": Mutant(
+        "amp/_masters.py",
+        "self._grads_are_stale = False\n        for master, model",
+        "for master, model",
+        "amp_opt_levels",
+    ),
     "masters keep their gradients after a skipped step": Mutant(
         "amp/step_guard.py", "route.target.grad = None", "pass", "amp_opt_levels"
     ),
@@ -558,6 +564,15 @@ CHECKPOINTS = {
     ),
     "saving before the first step leaves a learning rate of zero": Mutant(
         "parallel/checkpoint_view.py", 'group["lr"] = rate\n', "pass\n", "distributed_checkpoint"
+    ),
+    "saving before the first step leaves state": Mutant(
+        "parallel/checkpoint_view.py", "optimizer.state.clear()", "pass", "distributed_checkpoint"
+    ),
+    "join of torch's own class leaves masters unequal": Mutant(
+        "parallel/followers.py",
+        "return FollowingJoinHook(self, _torchs_join_hook(self, **kwargs))",
+        "return _torchs_join_hook(self, **kwargs)",
+        "parallel",
     ),
 }
 
