@@ -81,13 +81,17 @@ class ScaledPrecision:
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run forward and backward, call Lightning's hooks, clip, step and adjust the scale."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "FP16Plugin: LBFGS evaluates the loss several times in a step, and a GradScaler "
+                "judges gradients once before it; train with precision 32-true or bf16-mixed"
+            )
         result = closure()
-        without_backward = result is None and model.automatic_optimization
-        if not without_backward and not has_half_grads(optimizer):
+        if result is None and model.automatic_optimization:
+            return None  # training_step has returned None: there was no backward.
+        if not has_half_grads(optimizer):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        if without_backward:
-            return result
         output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return output
@@ -100,10 +104,12 @@ class ScaledPrecision:
             return
         # In manual optimization it is Lightning's wrapper.
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if gradient_clip_algorithm == "norm":
+        by_norm = gradient_clip_algorithm == "norm"
+        if not (by_norm and has_half_grads(optimizer)):
+            self._unscale(optimizer)
+        if by_norm:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
         else:
-            self._unscale(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -113,5 +119,5 @@ class ScaledPrecision:
             self.scaler.load_state_dict(theirs)
 
     def _unscale(self, optimizer: Any) -> None:
-        if self.scaler._stage_of(optimizer) is OptState.READY:
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.scaler.unscale_(optimizer)

@@ -23,9 +23,8 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
     """Have an Accelerator scale losses by `scaler`, and know which steps it skipped.
 
     Call it before `accelerator.prepare`; with transformers on `trainer.accelerator`, before
-    `trainer.train()`. On a CPU, where accelerate refuses `mixed_precision="fp16"`, the Accelerator
-    has "no": float16 is then that of the model (`model.half()`) or of `torch.autocast` around its
-    forward.
+    `trainer.train()`. On a CPU accelerate ignores `mixed_precision="fp16"`; it must be "no" there.
+    float16 is then that of the model (`model.half()`) or of `torch.autocast` around its forward.
 
     Gradients in float16 stay scaled when `accelerator.clip_grad_norm_` clips them: the step
     unscales and clips. All others are unscaled in place, as accelerate does it.
@@ -37,7 +36,8 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
     Raises:
         RuntimeError: An optimizer has been prepared already.
         TypeError: One of the two is of another class.
-        ValueError: The Accelerator trains in bf16 or fp8, or by DeepSpeed or Megatron-LM.
+        ValueError: The Accelerator trains in bf16 or fp8, or by DeepSpeed or Megatron-LM; or
+            "fp16" would be ignored.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -58,6 +58,12 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
         raise ValueError(
             f"attach_scaler: {accelerator.distributed_type.value} scales losses by itself; set its "
             "scale in its own configuration"
+        )
+    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
+        raise ValueError(
+            f'attach_scaler: accelerate ignores mixed_precision="fp16" on {accelerator.device}, '
+            'and the model would compute in float32; use "no" with model.half(), or with '
+            "torch.autocast around its forward"
         )
     if accelerator._optimizers:
         raise RuntimeError(

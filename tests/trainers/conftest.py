@@ -16,9 +16,14 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What the trainers warn of in their own code; what they warn of in ours stays an error.
+    # What the trainers warn of in their own code, or to advise.
     for package in ("accelerate", "transformers", "lightning", "pytorch_lightning", "peft", "timm"):
         config.addinivalue_line("filterwarnings", f"ignore:::{package}")
+    for package in ("lightning.fabric", "lightning_fabric"):
+        advice = f"{package}.utilities.warnings.PossibleUserWarning"
+        config.addinivalue_line("filterwarnings", f"ignore::{advice}")
+    # pytest.warns gives it once more, from elsewhere.
+    config.addinivalue_line("filterwarnings", "ignore:.isinstance.treespec:FutureWarning")
 
 
 @pytest.fixture

@@ -181,6 +181,12 @@ def test_bf16_needs_no_scaler() -> None:
         attach_scaler(accelerator, GradScaler("cpu"))
 
 
+def test_fp16_that_accelerate_would_ignore_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(ValueError, match='ignores mixed_precision="fp16" on cpu'):
+        attach_scaler(accelerator, GradScaler("cpu"))
+
+
 def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match=r"scaler is a torch\.amp\.grad_scaler\.GradScaler"):
         attach_scaler(Accelerator(cpu=True), torch.amp.GradScaler("cpu"))
