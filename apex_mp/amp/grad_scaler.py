@@ -20,6 +20,8 @@ from apex_mp.grads import NonFinite
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 _MEASURED = "apex_mp_measured"  # what a pass that only reads has found
 _CLIP = "apex_mp_clip"  # what gradients are divided by beside the scale, to clip them
+# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
+_eager = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -80,6 +82,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # Gradients.
 
+    @_eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients in place by the scale, once between two updates.
 
@@ -96,6 +99,7 @@ class GradScaler(torch.amp.GradScaler):
             _refuse_own_scaling(optimizer)
         super().unscale_(optimizer)
 
+    @_eager
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -247,6 +251,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # The step.
 
+    @_eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step an optimizer with unscaled gradients, or skip if one holds inf or NaN.
 
@@ -352,6 +357,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # The scale.
 
+    @_eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale after the steps of an iteration, or set it.
 
