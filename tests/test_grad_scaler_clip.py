@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
+from apex_mp import _ops
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
 
@@ -172,6 +173,34 @@ def test_gradients_on_several_devices_have_one_norm(
     scaler.step(optimizer)
     assert_close(params[0].grad, torch.ones(3, device=device))
     assert_close(params[1].grad, torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("way", "measured", "unscaled"),
+    [("step", 1, 0), ("clip_grad_norm_", 1, 0), ("unscale_", 0, 1), ("both", 1, 1)],
+)
+def test_a_fused_step_needs_one_look_at_gradients_before_it(
+    way: str, measured: int, unscaled: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"check_": 0, "unscale_": 0}
+    for name in counts:
+        operator = getattr(_ops, name)
+
+        def counted(*args: Any, name: str = name, operator: Any = operator) -> None:
+            counts[name] += 1
+            operator(*args)
+
+        monkeypatch.setattr(_ops, name, counted)
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    if way in ("clip_grad_norm_", "both"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    if way in ("unscale_", "both"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert counts == {"check_": measured, "unscale_": unscaled}
 
 
 # --- What float16 loses.

@@ -167,3 +167,36 @@ def test_larc_is_stepped_with_unscaled_gradients(device: torch.device) -> None:
     for param, wanted in zip(params, theirs, strict=True):
         assert torch.equal(param, wanted)
     assert not scaler.step_was_skipped(optimizer)
+
+
+@each_optimizer
+def test_a_step_that_was_replaced_is_called_as_it_is(make: Any, device: torch.device) -> None:
+    # As accelerate and schedulers do; accelerate's takes whatever it is given.
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = make(params), make(theirs)
+    calls = []
+    method = optimizer.step
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return method(*args, **kwargs)
+
+    optimizer.step = patched
+    scaler, plain = new_scaler(device), new_scaler(device, torch.amp.GradScaler)
+    for step, bad in enumerate([None, math.inf, None]):
+        for each, own, its in ((scaler, optimizer, params), (plain, expected, theirs)):
+            give_scaled(each, its, step, bad)
+            each.step(own, None)
+            each.update()
+    assert_same_state(optimizer, expected)
+    assert calls == [((None,), {})] * (3 if make is MAKES["FusedAdam"] else 2)
+
+
+def test_a_scaler_beside_an_fp16_optimizer_is_a_sentence(device: torch.device) -> None:
+    weight = Parameter(torch.ones(3, dtype=F16, device=device))
+    optimizer = optimizers.FP16_Optimizer(FusedAdam([weight]), verbose=False)
+    scaler = new_scaler(device)
+    optimizer.backward(scaler.scale(weight.float().sum()))
+    optimizer.step()
+    with pytest.raises(AssertionError, match="An FP16_Optimizer scales its loss itself: it needs"):
+        scaler.update()

@@ -50,20 +50,27 @@ def take_step(
 # --- Skipped or not.
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
 @each_optimizer
-def test_it_says_of_each_step_whether_it_was_skipped(make: Any, device: torch.device) -> None:
-    params, others = make_params(device), make_params(device)
-    optimizer, other = make(params), make(others)
+def test_it_says_of_each_step_whether_it_was_skipped(
+    make: Any, where: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if where == "device":
+        request.getfixturevalue("left_alone")
+    lists = [make_params(device), make_params(device)]
+    optimizers = [make(params) for params in lists]
     scaler = new_scaler(device)
-    for step, bad in enumerate([None, math.inf, math.nan, None, -math.inf]):
-        give_scaled(scaler, params, step, bad)
-        give_scaled(scaler, others, step)
-        for each in (optimizer, other):
-            scaler.step(each)
-        assert scaler.step_was_skipped(optimizer) == (bad is not None)
+    none = (None, None)
+    for step, bad in enumerate(
+        [none, (math.inf, None), (None, math.nan), none, (-math.inf, math.inf)]
+    ):
+        for params, optimizer, value in zip(lists, optimizers, bad, strict=True):
+            give_scaled(scaler, params, step, value)
+            scaler.step(optimizer)
+            assert scaler.step_was_skipped(optimizer) == (value is not None)
         scaler.update()
-        assert scaler.step_was_skipped(optimizer) == (bad is not None)
-        assert not scaler.step_was_skipped(other)
+        for optimizer, value in zip(optimizers, bad, strict=True):
+            assert scaler.step_was_skipped(optimizer) == (value is not None)
 
 
 @each_fused
@@ -284,6 +291,45 @@ def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
         f"GradScaler: {type(optimizer).__name__} has skipped 50 steps in a row; the loss scale is "
     )
     assert str(one.message).endswith("The worst: second.weight [1, 2]: 2 inf, 0 NaN.")
+
+
+def test_49_skips_and_a_step_are_no_warning(device: torch.device) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = new_scaler(device, init_scale=2.0**100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(99):
+            overflow(scaler, optimizer, model, {} if step == 49 else {"first.bias": [math.inf]})
+            scaler.update()
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_gradients_that_came_since_are_not_taken_for_those_of_the_step(
+    device: torch.device,
+) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = new_scaler(device, model=model)
+    overflow(scaler, optimizer, model, {"first.bias": [math.nan]})
+    for param in model.parameters():
+        param.grad = torch.full_like(param, math.inf)
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == ["first.bias [2]: inf or NaN"]
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=[*OTHERS])
+def test_clipping_leaves_inf_to_be_counted(make: Any, device: torch.device) -> None:
+    model = Net(device)
+    optimizer = make(model.parameters())
+    scaler = new_scaler(device, model=model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    model.second.weight.grad.fill_(math.inf)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
+        "second.weight [1, 2]: 2 inf, 0 NaN"
+    ]
 
 
 # --- Whose.

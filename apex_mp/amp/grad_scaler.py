@@ -377,7 +377,8 @@ class GradScaler(torch.amp.GradScaler):
                 error,
                 _NO_CHECKS,
                 " No optimizer whose parameters have gradients was given to scaler.step(optimizer) "
-                "or scaler.unscale_(optimizer) since the last scaler.update().",
+                "or scaler.unscale_(optimizer) since the last scaler.update(). An FP16_Optimizer "
+                "scales its loss itself: it needs no GradScaler.",
             ) from None
 
     def _update_within_bounds(self) -> None:

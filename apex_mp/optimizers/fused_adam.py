@@ -19,7 +19,7 @@ class FusedAdam(FusedOptimizer):
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these
     dtypes. Moments and math are float32, for float64 parameters float64. Inside
     `torch.amp.GradScaler` the unscaling is part of the same pass, and float16 gradients are
-    allowed unless `scaler.unscale_` is called.
+    allowed unless `scaler.unscale_` is called; `apex_mp.amp.GradScaler` allows them there too.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.

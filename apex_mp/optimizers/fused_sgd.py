@@ -24,7 +24,8 @@ class FusedSGD(FusedOptimizer):
     other way round. Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on
     several devices; gradients of any of these dtypes. Momentum buffers and math are float32, for
     float64 parameters float64. Inside `torch.amp.GradScaler` the unscaling is part of the same
-    pass, and float16 gradients are allowed unless `scaler.unscale_` is called.
+    pass, and float16 gradients are allowed unless `scaler.unscale_` is called;
+    `apex_mp.amp.GradScaler` allows them there too.
     A step can be captured in a CUDA graph, after one outside of the capture (with dampening two,
     for the first one is not dampened), if all parameters are on one device; see
     `refresh_hyperparameters`.

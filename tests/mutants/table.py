@@ -576,4 +576,109 @@ CHECKPOINTS = {
     ),
 }
 
-MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS}
+SCALER = {
+    "a clip is forgotten by the step": Mutant(
+        "amp/grad_scaler.py",
+        'optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)',
+        "pass",
+        "grad_scaler_clip",
+    ),
+    "a clip is forgotten by unscale_": Mutant(
+        "amp/grad_scaler.py", "inv_scale = inv_scale / clip", "pass", "grad_scaler_clip"
+    ),
+    "a clip makes small gradients larger": Mutant(
+        "amp/grad_scaler.py",
+        "torch.clamp((norm + 1e-6) / max_norm, min=1.0)",
+        "((norm + 1e-6) / max_norm)",
+        "grad_scaler_clip",
+    ),
+    "the norm is that of scaled gradients": Mutant(
+        "amp/grad_scaler.py",
+        ".norm(scale.device) / scale\n",
+        ".norm(scale.device)\n",
+        "grad_scaler_clip",
+    ),
+    "an infinite norm makes gradients NaN before they are counted": Mutant(
+        "amp/grad_scaler.py",
+        "torch.where(norm.isfinite(), clip, 1.0)",
+        "clip",
+        "grad_scaler_skips",
+    ),
+    "what clipping has found is looked for again": Mutant(
+        "amp/grad_scaler.py", "if _CLIP not in state:", "if True:", "grad_scaler_clip"
+    ),
+    "a refused step leaves its scale with the optimizer": Mutant(
+        "amp/grad_scaler.py", "delattr(optimizer, name)", "pass", "grad_scaler_misuse"
+    ),
+    "a closure by place is called": Mutant(
+        "amp/grad_scaler.py", "if args and callable(args[0]):", "if False:", "grad_scaler_misuse"
+    ),
+    "bounds are not loaded": Mutant(
+        "amp/grad_scaler.py",
+        "self._bounds = self._bounds.loaded(state_dict)",
+        "pass",
+        "grad_scaler_bounds",
+    ),
+    "a checkpoint has bounds that were not given": Mutant(
+        "amp/grad_scaler.py",
+        "if state and self._bounds else state",
+        "if state else state",
+        "grad_scaler_bounds",
+    ),
+    "states of optimizers outlive a bounded update": Mutant(
+        "amp/grad_scaler.py",
+        "self._per_optimizer_states.clear()",
+        "pass",
+        "grad_scaler_bounds",
+    ),
+    "a shared gradient is unscaled twice": Mutant(
+        "amp/_scaled_grads.py",
+        "[*{id(grad): grad for grad in map(_grad_of, params)}.values()]",
+        "[*map(_grad_of, params)]",
+        "grad_scaler",
+    ),
+    "a device that is found later forgets others": Mutant(
+        "amp/_scaled_grads.py",
+        "found = found_inf.setdefault(device, ",
+        "found = found_inf[device] = (",
+        "grad_scaler",
+    ),
+    "the outcome is a tensor that update writes": Mutant(
+        "amp/_scaled_steps.py",
+        "torch.stack([device_scale.bring(each, home) for each in found_inf]).sum()",
+        "found_inf[0]",
+        "grad_scaler_skips",
+    ),
+    "names of a step are those of gradients that came since": Mutant(
+        "amp/_scaled_steps.py",
+        " and not self._marks.differ(self._params())",
+        "",
+        "grad_scaler_skips",
+    ),
+    "skips in a row are counted over good steps": Mutant(
+        "amp/_scaled_steps.py",
+        "self.skips_in_a_row = 0\n            return",
+        "return",
+        "grad_scaler_skips",
+    ),
+    "a skipped step counts as one that moved nothing": Mutant(
+        "amp/_scaled_steps.py",
+        "if found_inf or self._has_looked_at_updates:",
+        "if self._has_looked_at_updates:",
+        "grad_scaler_skips",
+    ),
+    "masters count as missing": Mutant(
+        "amp/_scaled_steps.py", "and not has_master(param, group)", "", "grad_scaler_skips"
+    ),
+    "the scheduler warns after a skipped first step": Mutant(
+        "amp/_scaled_steps.py", "mark_step_called(self._optimizer())", "pass", "grad_scaler_skips"
+    ),
+    "the model is kept alive": Mutant(
+        "amp/grad_scaler.py",
+        "None if model is None else weakref.ref(model)",
+        "None if model is None else lambda: model",
+        "grad_scaler_skips",
+    ),
+}
+
+MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS, **SCALER}

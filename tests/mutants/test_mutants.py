@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from table import AMP, CHECKPOINTS, FP16_UTILS, MUTANTS, OPTIMIZERS, Mutant
+from table import AMP, CHECKPOINTS, FP16_UTILS, MUTANTS, OPTIMIZERS, SCALER, Mutant
 
 import apex_mp
 
@@ -41,5 +41,6 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
 
 def test_each_part_of_the_package_has_ten_mutants() -> None:
     assert len(MUTANTS) >= 60
-    assert min(map(len, (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS))) >= 10
-    assert len(MUTANTS) == sum(map(len, (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS)))
+    parts = (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS, SCALER)
+    assert min(map(len, parts)) >= 10
+    assert len(MUTANTS) == sum(map(len, parts))
