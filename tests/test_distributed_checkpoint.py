@@ -202,6 +202,7 @@ def test_asking_a_new_optimizer_for_its_state_takes_no_step() -> None:
     assert set(optim["state"]["2.weight"]) == {"exp_avg", "exp_avg_sq", "step", "master_param"}
     assert all(map(torch.equal, everything(run), before))
     assert run[1].cur_iter == 0
+    assert run[1].optimizer.state == {}
     assert run[1].param_groups[0]["lr"] == 1e-3
 
 

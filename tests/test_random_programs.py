@@ -146,27 +146,29 @@ class Training(RuleBasedStateMachine):
             self.scaled_backward(raise_in_backward(self.pull(names, 1.0)))
 
     @precondition(lambda self: not self.overflowed)  # The step that is to be skipped comes first.
-    @rule(to_none=st.booleans())
-    def zero_grad(self, to_none: bool) -> None:
+    @rule(to_none=st.booleans(), in_both=st.booleans())
+    def zero_grad(self, to_none: bool, in_both: bool) -> None:
         self.optimizer.zero_grad(set_to_none=to_none)
+        if in_both:
+            self.model.zero_grad(set_to_none=to_none)
         self.reference_optimizer.zero_grad(set_to_none=to_none)
         self.is_cleared = True
 
-    @rule(to_none=st.booleans())
-    def step(self, to_none: bool) -> None:
+    @rule(to_none=st.booleans(), in_both=st.booleans())
+    def step(self, to_none: bool, in_both: bool) -> None:
         self.optimizer.step()
         assert self.was_skipped() is self.overflowed
         if not self.overflowed:
             self.reference_optimizer.step()
         self.overflowed = False
-        self.zero_grad(to_none)
+        self.zero_grad(to_none, in_both)
 
     @precondition(lambda self: not self.overflowed)
     @rule(names=which, grad=grads, to_none=st.booleans())
     def train(self, names: Any, grad: float, to_none: bool) -> None:
         """Else few programs take a step with new gradients."""
         self.backward(names, grad, in_thread=False)
-        self.step(to_none)
+        self.step(to_none, in_both=False)
 
     def was_skipped(self) -> bool:
         return amp.step_was_skipped(self.optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
 import weakref
@@ -35,6 +36,14 @@ _ADVICE_FOR_WRITES = (
 )
 
 
+class _Grads(enum.Enum):
+    """What happened last to the masters' gradients."""
+
+    NEW = "they got those of a block"
+    USED = "a step has used them"
+    CLEARED = "zero_grad has cleared them"
+
+
 class OptimizerMasters:
     """The masters in an optimizer's groups, which each step copies to the model.
 
@@ -55,7 +64,7 @@ class OptimizerMasters:
         self._masters = model_state.masters
         self._model_state = weakref.ref(model_state)
         self._is_copy = False
-        self._grads_are_stale = False
+        self._grads = _Grads.NEW
         self._known_grads = _C.GradMarks()
         self._has_warned = False
         self._steps = StepWatch("amp", self)
@@ -140,10 +149,10 @@ class OptimizerMasters:
         """
         self.adopt(optimizer, {})
         self.weights.check_masters()
-        if self._grads_are_stale:
-            self._grads_are_stale = False
+        if self._grads is _Grads.USED:
             for master in self.model_of:
                 master.grad = None
+        self._grads = _Grads.NEW
 
     def end_block(self) -> None:
         """Mark the gradients of the model as known, whether the block raised or not."""
@@ -151,7 +160,7 @@ class OptimizerMasters:
 
     def cleared(self, *, to_none: bool) -> None:
         """Note that the masters' gradients are cleared, and clear the model's: None, or zero."""
-        self._grads_are_stale = False
+        self._grads = _Grads.CLEARED
         for master, model in self.model_of.items():
             if model.grad is None:
                 continue
@@ -179,7 +188,7 @@ class OptimizerMasters:
         models = [*self.model_of.values()]
         if not self._known_grads.differ(models):
             return
-        if not self._grads_are_stale and any(master.grad is not None for master in self.model_of):
+        if self._grads is _Grads.NEW and any(master.grad is not None for master in self.model_of):
             self._warn_of_edits()
             return
         grads = [model.grad for model in models if model.grad is not None]
@@ -208,7 +217,7 @@ class OptimizerMasters:
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Write the new weights to the model; a hook after each step."""
-        self._grads_are_stale = True
+        self._grads = _Grads.USED
         self._steps.after_step(optimizer)
         self.weights.begin()
 

@@ -57,8 +57,8 @@ AMP = {
     ),
     "gradients of masters that zero_grad set to zero are dropped": Mutant(
         "amp/_masters.py",
-        "self._grads_are_stale = False\n        for master, model",
-        "for master, model",
+        "self._grads = _Grads.CLEARED",
+        "pass",
         "amp_opt_levels",
     ),
     "masters keep their gradients after a skipped step": Mutant(
@@ -105,8 +105,8 @@ AMP = {
     ),
     "gradients of a step count again": Mutant(
         "amp/_masters.py",
-        "self._grads_are_stale = True",
-        "self._grads_are_stale = False",
+        "self._grads = _Grads.USED",
+        "pass",
         "amp_opt_levels",
     ),
     "a closure computes with old weights": Mutant(
