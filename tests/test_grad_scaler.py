@@ -24,6 +24,8 @@ from fused_adam_cases import (
 )
 from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from tolerances import assert_same_bits
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from apex_mp import fp16_utils
@@ -222,3 +224,24 @@ def test_sparse_and_strided_gradients_are_unscaled_too(bad: bool, device: torch.
         ]
     else:
         assert sparse.tolist() == [[1.0] * 2, [-1.0] * 2, [1.0] * 2, [-1.0] * 2]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("bad", [False, True])
+def test_distributed_gradients_are_unscaled_by_torch_operator(bad: bool) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    weight = Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    grad = torch.full((4, 2), math.inf if bad else 1024.0)
+    weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
+    plain = Parameter(torch.ones(3))
+    plain.grad = torch.full((3,), 1024.0)
+    optimizer = torch.optim.SGD([plain, weight], lr=0.5, foreach=False)
+    scaler = new_scaler(torch.device("cpu"))
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer) == bad
+    assert plain.tolist() == [1.0 if bad else 0.5] * 3
+    assert weight.to_local().tolist() == [[1.0 if bad else 0.5] * 2] * 4
+    if bad:
+        (found,) = scaler.overflow_report(optimizer)
+        assert str(found) == "group 0, parameter 1 [4, 2]: 8 inf, 0 NaN"
