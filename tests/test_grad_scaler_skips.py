@@ -358,6 +358,22 @@ def test_neither_optimizer_nor_model_is_kept_alive(device: torch.device) -> None
     assert [ref() for ref in dead] == [None, None]
 
 
+@pytest.mark.usefixtures("left_alone")
+def test_a_skipped_step_is_told_though_its_optimizer_is_gone(device: torch.device) -> None:
+    model = Net(device)
+    optimizer, other = FusedAdam(model.parameters()), FusedAdam(make_params(device))
+    scaler = new_scaler(device, model=model)
+    overflow(scaler, optimizer, model, {"first.bias": [math.inf]})
+    dead = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert dead() is None
+    scaler.step(other)
+    device_scale.settle(wait=True)
+    assert not scaler.step_was_skipped(other)
+    assert len(device_scale._in_flight) == 0
+
+
 # --- Masters that are missing.
 
 

@@ -1,4 +1,4 @@
-"""Bounds and hysteresis of a GradScaler's scale, which torch's does not have."""
+"""torch's GradScaler with bounds and hysteresis of the scale: how large it is next."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp import _ops, device_scale
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL, DynamicLossScale
+
+# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
+eager = torch._disable_dynamo  # type: ignore[attr-defined]
+_NO_CHECKS = "No inf checks were recorded prior to update."
 
 
 @dataclasses.dataclass
@@ -82,3 +86,95 @@ class ScaleBounds:
         """Return those of a checkpoint; what it does not hold, as torch's, stays as it is here."""
         here = {**self.state(), "overflows": 0}
         return ScaleBounds(**{name: state.get(name, value) for name, value in here.items()})
+
+
+class BoundedGradScaler(torch.amp.GradScaler):
+    """torch's, whose scale follows the rule of `DynamicLossScale` if there are bounds.
+
+    Args:
+        bounds: The bounds.
+        device: As in torch; likewise the others.
+    """
+
+    def __init__(
+        self,
+        bounds: ScaleBounds,
+        *,
+        device: str,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._bounds = bounds
+        if self._enabled and bounds:
+            bounds.check(init_scale, self._factors())
+
+    @eager
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale after the steps of an iteration, or set it.
+
+        Args:
+            new_scale: The scale from now on [None: adjust it].
+
+        Raises:
+            AssertionError: No optimizer with gradients was stepped since the last update.
+        """
+        try:
+            if self._enabled and self._bounds and new_scale is None:
+                self._update_within_bounds()
+            else:
+                super().update(new_scale)
+        except AssertionError as error:
+            raise with_advice(
+                error,
+                _NO_CHECKS,
+                " No optimizer whose parameters have gradients was given to scaler.step(optimizer) "
+                "or scaler.unscale_(optimizer) since the last scaler.update(). An FP16_Optimizer "
+                "scales its loss itself: it needs no GradScaler.",
+            ) from None
+
+    def _update_within_bounds(self) -> None:
+        scale, good_steps = self._check_scale_growth_tracker("update")
+        found_infs = [
+            device_scale.bring(found, scale.device)
+            for state in self._per_optimizer_states.values()
+            for found in state["found_inf_per_device"].values()
+        ]
+        if not found_infs:
+            raise AssertionError(_NO_CHECKS)
+        self._bounds.update(scale, good_steps, torch.stack(found_infs).sum(), self._factors())
+        self._per_optimizer_states.clear()
+
+    def _factors(self) -> dict[str, Any]:
+        return {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: torch's five entries, and bounds if there are any.
+
+        These are `min_scale`, `max_scale`, `hysteresis`, and `overflows`: how many there were since
+        the scale last changed.
+        """
+        state = super().state_dict()
+        return {**state, **self._bounds.state()} if state and self._bounds else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a scaler, this one or torch's; bounds stay if it has none."""
+        super().load_state_dict(state_dict)
+        self._bounds = self._bounds.loaded(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_bounds": ScaleBounds(**self._bounds.state())}
+
+
+def with_advice(error: AssertionError, message: str, advice: str) -> AssertionError:
+    """Return an error of torch's, with more to its message if it is the one that is meant."""
+    return AssertionError(message + advice) if str(error) == message else error

@@ -132,11 +132,14 @@ class ScaledSteps:
         if not skipped:
             self.skips_in_a_row = 0
             return
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return  # It is gone, and nothing can ask for its steps any more.
         self.skips_in_a_row += 1
         self._report = locate()
-        mark_step_called(self._optimizer())
+        mark_step_called(optimizer)
         if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
-            who = f"GradScaler: {type(self._optimizer()).__name__}"
+            who = f"GradScaler: {type(optimizer).__name__}"
             warn_of_endless_skips(self._report, self._current_scale(), who=who)
 
     # Names.

@@ -13,18 +13,16 @@ from torch.amp.grad_scaler import OptState
 
 from apex_mp import device_scale
 from apex_mp.amp import _scaled_grads
-from apex_mp.amp._scale_bounds import ScaleBounds
+from apex_mp.amp._scale_bounds import BoundedGradScaler, ScaleBounds, eager, with_advice
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.grads import NonFinite
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 _MEASURED = "apex_mp_measured"  # what a pass that only reads has found
 _CLIP = "apex_mp_clip"  # what gradients are divided by beside the scale, to clip them
-# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
-_eager = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(BoundedGradScaler):
     """Scale the loss so that small gradients survive float16; skip steps that overflow.
 
     It takes the place of `torch.amp.GradScaler` in any loop: with float32 parameters it has the
@@ -72,17 +70,20 @@ class GradScaler(torch.amp.GradScaler):
         model: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            ScaleBounds(min_scale, max_scale, hysteresis),
+            device=device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
         )
-        self._bounds = ScaleBounds(min_scale, max_scale, hysteresis)
         self._model = None if model is None else weakref.ref(model)
         self._steps: weakref.WeakKeyDictionary[Any, ScaledSteps] = weakref.WeakKeyDictionary()
-        if self._enabled and self._bounds:
-            self._bounds.check(init_scale, self._factors())
 
     # Gradients.
 
-    @_eager
+    @eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients in place by the scale, once between two updates.
 
@@ -99,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
             _refuse_own_scaling(optimizer)
         super().unscale_(optimizer)
 
-    @_eager
+    @eager
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -251,7 +252,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # The step.
 
-    @_eager
+    @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step an optimizer with unscaled gradients, or skip if one holds inf or NaN.
 
@@ -306,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
         try:
             return super().step(optimizer, *args, **kwargs)
         except AssertionError as error:
-            raise _with_advice(
+            raise with_advice(
                 error,
                 "No inf checks were recorded for this optimizer.",
                 f" No parameter of this {type(optimizer).__name__} has a gradient: it must own "
@@ -355,87 +356,13 @@ class GradScaler(torch.amp.GradScaler):
             )
         return steps
 
-    # The scale.
-
-    @_eager
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjust the scale after the steps of an iteration, or set it.
-
-        Args:
-            new_scale: The scale from now on [None: adjust it].
-
-        Raises:
-            AssertionError: No optimizer with gradients was stepped since the last update.
-        """
-        try:
-            if self._enabled and self._bounds and new_scale is None:
-                self._update_within_bounds()
-            else:
-                super().update(new_scale)
-        except AssertionError as error:
-            raise _with_advice(
-                error,
-                _NO_CHECKS,
-                " No optimizer whose parameters have gradients was given to scaler.step(optimizer) "
-                "or scaler.unscale_(optimizer) since the last scaler.update(). An FP16_Optimizer "
-                "scales its loss itself: it needs no GradScaler.",
-            ) from None
-
-    def _update_within_bounds(self) -> None:
-        scale, good_steps = self._check_scale_growth_tracker("update")
-        found_infs = [
-            device_scale.bring(found, scale.device)
-            for state in self._per_optimizer_states.values()
-            for found in state["found_inf_per_device"].values()
-        ]
-        if not found_infs:
-            raise AssertionError(_NO_CHECKS)
-        self._bounds.update(scale, good_steps, torch.stack(found_infs).sum(), self._factors())
-        self._per_optimizer_states.clear()
-
-    def _factors(self) -> dict[str, Any]:
-        return {
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-        }
-
-    # Checkpoints and pickles.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: torch's five entries, and bounds if there are any.
-
-        These are `min_scale`, `max_scale`, `hysteresis`, and `overflows`: how many there were since
-        the scale last changed.
-        """
-        state = super().state_dict()
-        return {**state, **self._bounds.state()} if state and self._bounds else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a scaler, this one or torch's; bounds stay if it has none."""
-        super().load_state_dict(state_dict)
-        self._bounds = self._bounds.loaded(state_dict)
-
     def __getstate__(self) -> dict[str, Any]:
         # Steps and the model belong to objects that are not copied with the scaler.
-        return {
-            **super().__getstate__(),
-            "_bounds": ScaleBounds(**self._bounds.state()),
-            "_model": None,
-            "_steps": None,
-        }
+        return {**super().__getstate__(), "_model": None, "_steps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps = weakref.WeakKeyDictionary()
-
-
-_NO_CHECKS = "No inf checks were recorded prior to update."
-
-
-def _with_advice(error: AssertionError, message: str, advice: str) -> AssertionError:
-    """Return an error of torch's, with more to its message if it is the one that is meant."""
-    return AssertionError(message + advice) if str(error) == message else error
 
 
 def _is_fused(optimizer: Any) -> bool:

@@ -614,19 +614,19 @@ SCALER = {
         "amp/grad_scaler.py", "if args and callable(args[0]):", "if False:", "grad_scaler_misuse"
     ),
     "bounds are not loaded": Mutant(
-        "amp/grad_scaler.py",
+        "amp/_scale_bounds.py",
         "self._bounds = self._bounds.loaded(state_dict)",
         "pass",
         "grad_scaler_bounds",
     ),
     "a checkpoint has bounds that were not given": Mutant(
-        "amp/grad_scaler.py",
+        "amp/_scale_bounds.py",
         "if state and self._bounds else state",
         "if state else state",
         "grad_scaler_bounds",
     ),
     "states of optimizers outlive a bounded update": Mutant(
-        "amp/grad_scaler.py",
+        "amp/_scale_bounds.py",
         "self._per_optimizer_states.clear()",
         "pass",
         "grad_scaler_bounds",
@@ -671,7 +671,7 @@ SCALER = {
         "amp/_scaled_steps.py", "and not has_master(param, group)", "", "grad_scaler_skips"
     ),
     "the scheduler warns after a skipped first step": Mutant(
-        "amp/_scaled_steps.py", "mark_step_called(self._optimizer())", "pass", "grad_scaler_skips"
+        "amp/_scaled_steps.py", "mark_step_called(optimizer)", "pass", "grad_scaler_skips"
     ),
     "the model is kept alive": Mutant(
         "amp/grad_scaler.py",
