@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# What to use instead of optimizers.
-LAMB = "use torch.optim.AdamW, or apex_mp.optimizers.FusedAdam with parallel.LARC around it"
-
 
 class _Absent(type):
     """Class of the stand-ins, so that `isinstance` and subclassing still work."""

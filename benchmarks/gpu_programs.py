@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from apex_mp import _ops, device_scale
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from benchmarks.gpu_machine import ROOT
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -67,6 +67,7 @@ FUSED: dict[str, Callable[..., Any]] = {
     "Sgd": functools.partial(FusedSGD, lr=1e-3, momentum=0.9, dampening=0.1),
     "Adagrad": FusedAdagrad,
     "Novograd": FusedNovoGrad,
+    "Lamb": FusedLAMB,
 }
 EACH_STEP = tuple(f"step<{rule}>" for rule in FUSED)
 

@@ -20,7 +20,7 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
-    rules = ("adam_grad_scaler", "adagrad", "novograd")
+    rules = ("adam_grad_scaler", "adagrad", "lamb", "novograd")
     tests = [*PLAN[:2], *(f"tests/test_fused_{name}.py" for name in rules)]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):

@@ -206,3 +206,51 @@ class NovoGrad:
         if not reg_inside_moment:
             update = update / denom + weight_decay * self.param
         self.param = self.param - lr * update
+
+
+@dataclasses.dataclass
+class LAMB:
+    """One parameter under LAMB in float64 (You et al. 2020, algorithm 2), with apex's options."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    def __post_init__(self) -> None:
+        self.param = self.param.detach().double()
+        self.exp_avg = self.exp_avg.double()
+        self.exp_avg_sq = self.exp_avg_sq.double()
+
+    def update(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        inv_scale: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool,
+        adam_w_mode: bool,
+        grad_averaging: bool,
+        use_nvlamb: bool,
+    ) -> None:
+        beta1, beta2 = betas
+        self.step = self.step + 1
+        grad = grad.double() * inv_scale
+        if not adam_w_mode:
+            grad = grad + weight_decay * self.param
+        self.exp_avg = beta1 * self.exp_avg + (1 - beta1 if grad_averaging else 1.0) * grad
+        self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * grad**2
+        bias_correction1 = 1 - beta1 ** self.step.item() if bias_correction else 1.0
+        bias_correction2 = 1 - beta2 ** self.step.item() if bias_correction else 1.0
+        moment = self.exp_avg / bias_correction1
+        update = moment / ((self.exp_avg_sq / bias_correction2).sqrt() + eps)
+        if adam_w_mode:
+            update = update + weight_decay * self.param
+        norms = [each.square().sum().sqrt() for each in (self.param, update)]
+        ratio = 1.0
+        if (use_nvlamb or weight_decay != 0) and all(norms):
+            ratio = (norms[0] / norms[1]).item()
+        self.param = self.param - lr * ratio * update

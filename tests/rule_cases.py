@@ -12,7 +12,7 @@ from tolerances import TOLERANCES, assert_near
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.optimizers import FusedAdagrad, FusedNovoGrad
+from apex_mp.optimizers import FusedAdagrad, FusedLAMB, FusedNovoGrad
 
 # Odd sizes; a scalar, none, and more than a chunk: 16,384 numbers.
 SHAPES = ((5,), (4, 3), (), (1,), (0, 3), (16_387,), (3, 11_003))
@@ -65,6 +65,31 @@ SUBJECTS = {
             )
         ),
     ),
+    "LAMB": Subject(
+        FusedLAMB,
+        reference.LAMB,
+        {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0},
+        (
+            {},
+            *(
+                {
+                    "adam_w_mode": decoupled,
+                    "weight_decay": weight_decay,
+                    "use_nvlamb": nvlamb,
+                    "grad_averaging": averaging,
+                    "bias_correction": correction,
+                }
+                for decoupled, weight_decay, nvlamb, averaging, correction in (
+                    (False, 0.1, False, True, True),
+                    (False, 0.1, False, False, False),
+                    (True, 0.0, False, True, True),
+                    (True, 0.0, True, True, False),
+                    (True, 0.1, True, False, True),
+                )
+            ),
+            {"max_grad_norm": 0.5},
+        ),
+    ),
 }
 NOT_OF_THE_FORMULA = {"params", "lr", "max_grad_norm", "amsgrad"}
 
@@ -94,11 +119,13 @@ def references_after_step(
         grads: A gradient for each parameter of all groups, or None.
         scale: The gradients are divided by it.
     """
-    left = iter(grads)
+    all_grads = [*grads]
+    left = iter(all_grads)
     result = {}
     for group in optimizer.param_groups:
         pairs = [(param, next(left)) for param in group["params"]]
-        norm = reference.l2_norm([grad for _, grad in pairs if grad is not None]) / scale
+        clipped = all_grads if optimizer._clips_by_global_norm else [grad for _, grad in pairs]
+        norm = reference.l2_norm([grad for grad in clipped if grad is not None]) / scale
         max_norm = group["max_grad_norm"]
         clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
         options = {name: group[name] for name in group if name not in NOT_OF_THE_FORMULA}

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from apex_mp import fp16_utils
 from apex_mp._step_request import StepRequest, StepResult
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex_mp.optimizers._state import Kept, StateLayout, unpack
 
 pytestmark = pytest.mark.cpu_only
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.cpu_only
 ADAGRAD = StateLayout("an Adagrad", tensors=("sum",))
 NOVOGRAD = StateLayout("a NovoGrad", tensors=("exp_avg",), numbers=("step", "exp_avg_sq"))
 
-each_fused = pytest.mark.parametrize("fused", [FusedAdam, FusedSGD, FusedAdagrad, FusedNovoGrad])
+each_fused = pytest.mark.parametrize(
+    "fused", [FusedAdam, FusedSGD, FusedAdagrad, FusedNovoGrad, FusedLAMB]
+)
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> Parameter:

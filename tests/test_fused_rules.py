@@ -1,4 +1,4 @@
-"""FusedAdagrad and FusedNovoGrad do what their references do, in every way to call a step."""
+"""Optimizers that are a rule of the engine do what their references do, however they are called."""
 
 from __future__ import annotations
 
@@ -40,7 +40,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import amp, fp16_utils
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD, _device_part
+from apex_mp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedNovoGrad,
+    FusedSGD,
+    _device_part,
+)
 
 # By step and parameter.
 NO_GRAD = {(0, 1), (1, 1), (1, 0)}
@@ -106,7 +113,7 @@ def test_gradients_may_be_of_another_dtype_and_a_copy_too(
 
 @each_subject
 @pytest.mark.parametrize("dtype", [F16, F32, F64], ids=NAMES.get)
-def test_each_group_is_clipped_by_its_own_norm(
+def test_each_group_is_clipped_by_the_norm_that_counts(
     dtype: torch.dtype, subject: Subject, device: torch.device
 ) -> None:
     params = make_params(device, dtype)
@@ -428,8 +435,13 @@ def test_the_state_of_another_optimizer_is_refused(subject: Subject) -> None:
 
 @pytest.mark.parametrize(
     ("inner", "name"),
-    [(FusedAdagrad, "sum"), (FusedNovoGrad, "exp_avg"), (torch.optim.Adagrad, "sum")],
-    ids=["FusedAdagrad", "FusedNovoGrad", "torch's Adagrad"],
+    [
+        (FusedAdagrad, "sum"),
+        (FusedNovoGrad, "exp_avg"),
+        (FusedLAMB, "exp_avg_sq"),
+        (torch.optim.Adagrad, "sum"),
+    ],
+    ids=["FusedAdagrad", "FusedNovoGrad", "FusedLAMB", "torch's Adagrad"],
 )
 def test_fp16_optimizer_names_the_state_of_another_shape(inner: Any, name: str) -> None:
     param = parameter([1.0] * 3, F16)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from apex_mp._missing import LAMB
-
 _REGISTRY = (
     "float_function half_function promote_function register_float_function "
     "register_half_function register_promote_function"
@@ -84,12 +82,12 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.amp.wrap": {},
     "apex.contrib": {},
     "apex.contrib.optimizers": {
-        "apex_mp.optimizers": "FP16_Optimizer FusedSGD",
+        "apex_mp.optimizers": "FP16_Optimizer FusedLAMB FusedSGD",
         "apex_mp._as_apex.contrib": "FusedAdam",
     },
     "apex.contrib.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
     "apex.contrib.optimizers.fused_adam": {"apex_mp._as_apex.contrib": "FusedAdam"},
-    "apex.contrib.optimizers.fused_lamb": {},
+    "apex.contrib.optimizers.fused_lamb": {"apex_mp.optimizers": "FusedLAMB"},
     "apex.contrib.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
     "apex.fp16_utils": {
         "apex_mp.fp16_utils": f"DynamicLossScaler FP16_Optimizer LossScaler {_CONVERSIONS}"
@@ -111,12 +109,14 @@ MODULES: dict[str, dict[str, str]] = {
         )
     },
     "apex.optimizers": {
-        "apex_mp.optimizers": "FP16_Optimizer FusedAdagrad FusedAdam FusedNovoGrad FusedSGD"
+        "apex_mp.optimizers": (
+            "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad FusedSGD"
+        )
     },
     "apex.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
     "apex.optimizers.fused_adagrad": {"apex_mp.optimizers": "FusedAdagrad"},
     "apex.optimizers.fused_adam": {"apex_mp.optimizers": "FusedAdam"},
-    "apex.optimizers.fused_lamb": {},
+    "apex.optimizers.fused_lamb": {"apex_mp.optimizers": "FusedLAMB"},
     "apex.optimizers.fused_novograd": {"apex_mp.optimizers": "FusedNovoGrad"},
     "apex.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
     "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel ReduceOp Reducer {_SYNC_BN}"},
@@ -189,14 +189,10 @@ _SYNC_FUNCTION = "use apex_mp.parallel.SyncBatchNorm, which is the module around
 _CASTS = "register the function by amp.register_half_function or amp.register_float_function"
 _RNN_CASTS = "amp casts torch.nn.LSTM, GRU, RNN and their cells as they are; leave it out"
 _INITIALIZE = "call amp.initialize"
-_STAGES = "take the step with torch.optim.AdamW"
+_LAMB = "take the step with apex_mp.optimizers.FusedLAMB"
 
 # module: {a name that scripts import and that is not here: what to use instead}
 MISSING: dict[str, dict[str, str]] = {
-    "apex.optimizers": {"FusedLAMB": LAMB},
-    "apex.optimizers.fused_lamb": {"FusedLAMB": LAMB},
-    "apex.contrib.optimizers": {"FusedLAMB": LAMB},
-    "apex.contrib.optimizers.fused_lamb": {"FusedLAMB": LAMB},
     "apex.amp._initialize": {"_initialize": _INITIALIZE},
     "apex.amp._process_optimizer": {
         "AmpOptimizerState": _INITIALIZE,
@@ -214,9 +210,9 @@ MISSING: dict[str, dict[str, str]] = {
     "apex.parallel.optimized_sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "apex.parallel.sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "amp_C": {
-        "multi_tensor_lamb": LAMB,
-        "multi_tensor_lamb_stage1_cuda": _STAGES,
-        "multi_tensor_lamb_stage2_cuda": _STAGES,
+        "multi_tensor_lamb": _LAMB,
+        "multi_tensor_lamb_stage1_cuda": _LAMB,
+        "multi_tensor_lamb_stage2_cuda": _LAMB,
         "multi_tensor_novograd": "take the step with apex_mp.optimizers.FusedNovoGrad",
     },
 }

@@ -1,13 +1,17 @@
 """Fused optimizers, and FP16_Optimizer with the defaults it had beside them."""
 
-from apex_mp._missing import LAMB, stand_in
 from apex_mp.optimizers.fp16_optimizer import FP16_Optimizer
 from apex_mp.optimizers.fused_adagrad import FusedAdagrad
 from apex_mp.optimizers.fused_adam import FusedAdam
+from apex_mp.optimizers.fused_lamb import FusedLAMB
 from apex_mp.optimizers.fused_novograd import FusedNovoGrad
 from apex_mp.optimizers.fused_sgd import FusedSGD
 
-# Old scripts import it and may not use it.
-FusedLAMB = stand_in(__name__, "FusedLAMB", LAMB)
-
-__all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedNovoGrad", "FusedSGD"]
+__all__ = [
+    "FP16_Optimizer",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedNovoGrad",
+    "FusedSGD",
+]

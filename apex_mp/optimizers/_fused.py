@@ -48,6 +48,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Its arithmetic: `kName` of one of csrc/math/rules.h.
     _rule: str
     _state_layout: _state.StateLayout
+    # Whether groups are clipped by the norm of all, also if nobody asks for that.
+    _clips_by_global_norm = False
     # Attributes that pickles have beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads",)
 
@@ -185,7 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 plan = self._plan = self._other_plan(plan)
                 self._read(plan, request, scale, before)
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
-            outcome = _run(plan, request, found_inf)
+            outcome = self._run(plan, request, found_inf)
         except BaseException:
             self._take_back(before)
             raise
@@ -197,6 +199,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+
+    def _run(self, plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
+        wishes: dict[str, Any] = {
+            # Those of groups are of no use to clip by the norm of all.
+            "norms": None if self._clips_by_global_norm else request.norms,
+            "found_inf": found_inf,
+            "check": request.check,
+            "clip_by_global_norm": request.clip_by_global_norm or self._clips_by_global_norm,
+            "wait": request.check and request.wait,
+        }
+        scale = request.loss_scale
+        if isinstance(plan, SeveralDevices):
+            return plan.run(loss_scale=scale, **wishes)
+        return plan.run(loss_scale=None if scale is None else scale.for_step(), **wishes)
 
     @classmethod
     def _new_plan(cls) -> _C.StepPlan:
@@ -334,17 +350,3 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _state.unpack(state["state"])})
-
-
-def _run(plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
-    wishes: dict[str, Any] = {
-        "norms": request.norms,
-        "found_inf": found_inf,
-        "check": request.check,
-        "clip_by_global_norm": request.clip_by_global_norm,
-        "wait": request.check and request.wait,
-    }
-    scale = request.loss_scale
-    if isinstance(plan, SeveralDevices):
-        return plan.run(loss_scale=scale, **wishes)
-    return plan.run(loss_scale=None if scale is None else scale.for_step(), **wishes)

@@ -33,6 +33,7 @@ struct StepChunk {
 
 // `factors` points to Rule::Factors<double>.
 using StepKernel = void (*)(const StepChunk& chunk, const void* factors);
+using MeasureKernel = math::Measured (*)(const StepChunk& chunk, const void* factors);
 
 struct Kernels {
   const char* level;
@@ -42,6 +43,7 @@ struct Kernels {
   int32_t (*unscale)(In src, Out dst, int64_t count, double inv_scale);
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
   StepKernel step[math::AllRules::kCount];
+  MeasureKernel measure[math::AllRules::kCount];  // nullptr where Rule::kRatio < 0
 };
 
 // The table for this processor, or the one asked for (level.h).

@@ -71,5 +71,5 @@ int32_t axpby(In x, In y, Out out, int64_t count, const math::Axpby<double>& fac
 
 template <typename... Rules>
 constexpr Kernels table(const char* level, math::RuleList<Rules...>) {
-  return {level, check, max_abs, unscale, axpby, {step<Rules>...}};
+  return {level, check, max_abs, unscale, axpby, {step<Rules>...}, {measure_of<Rules>()...}};
 }

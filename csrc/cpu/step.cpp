@@ -1,5 +1,6 @@
-// Two passes over all groups, each one parallel region: the gradients alone, if somebody asks for
-// their norm or whether they are finite; then everything.
+// Passes over all groups, each one parallel region: the gradients alone, if somebody asks for their
+// norm or whether they are finite; then everything. Between the two, if the rule asks for the norms
+// of parameters and updates, a pass that reads everything and writes nothing.
 #include "cpu/step.h"
 
 #include <ATen/record_function.h>
@@ -61,7 +62,6 @@ bool check_grads(const Task& task, Workspace& work) {
 // The norm of each row's gradient as it lies, from the results of check_grads().
 template <typename Rule>
 void find_norms(const Task& task, Workspace& work) {
-  work.norms.assign(task.rows.size(), 0.0);
   const Kernels& level = kernels();
   const auto options_of = [&](const Chunk& chunk) {
     return task.groups[task.rows[chunk.tensor].group].options;
@@ -74,7 +74,7 @@ void find_norms(const Task& task, Workspace& work) {
   });
   for (size_t i = 0; i < work.chunks.size(); ++i) {
     const double result = work.results[i].sum_sq;
-    double& norm = work.norms[work.chunks[i].tensor];
+    double& norm = work.norms[work.chunks[i].tensor].grad;
     norm = math::wants_max<Rule>(options_of(work.chunks[i])) ? std::max(norm, result)
                                                              : std::hypot(norm, std::sqrt(result));
   }
@@ -111,9 +111,14 @@ struct Numbers {
   }
 };
 
-// Brings the numbers of every row's state up to date, and finds its factors: those of the row
-// before if it is in the same group and has the same numbers, because powers are expensive.
+// Whether a row has norms of its own, which its factors depend on.
 template <typename Rule>
+constexpr bool kHasNorms = Rule::kNorm >= 0 || Rule::kRatio >= 0;
+
+// Brings the numbers of every row's state up to date, if that is all, and finds its factors: those
+// of the row before if it is in the same group and has the same numbers, because powers are
+// expensive.
+template <typename Rule, bool advances = true>
 void prepare(const Task& task, Workspace& work) {
   auto& factors = std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);
   factors.clear();
@@ -124,21 +129,23 @@ void prepare(const Task& task, Workspace& work) {
   for (size_t i = 0; i < task.rows.size(); ++i) {
     const Row& row = task.rows[i];
     const Numbers numbers(row);
-    if (Rule::kNorm >= 0 || last == nullptr || last->group != row.group ||
+    if (kHasNorms<Rule> || last == nullptr || last->group != row.group ||
         last->scaled != row.scaled || !(numbers == last_numbers)) {
       const step::Group& group = task.groups[row.group];
       const math::GroupOutcome& grads = work.groups[row.group];
       const double factor = row.scaled ? grads.scaled_factor : grads.plain_factor;
-      const double norm = Rule::kNorm < 0 ? 0.0 : work.norms[i] * std::abs(factor);
+      math::Norms norms = {0.0, 0.0, 0.0};
+      if constexpr (kHasNorms<Rule>) norms = work.norms[i];
+      norms.grad *= std::abs(factor);
       if constexpr (Rule::kPrepared > 0) {
         for (int which = 0; which < Rule::kPrepared; ++which) {
-          prepared[which] = Rule::prepare(which, group.options, numbers.values, norm);
+          prepared[which] = Rule::prepare(which, group.options, numbers.values, norms);
         }
       }
       factors.push_back(Rule::factors(group.options, group.lr.value, prepared, factor));
     }
     work.factors_of_row.push_back(static_cast<int32_t>(factors.size()) - 1);
-    if constexpr (Rule::kNumbers > 0) {
+    if constexpr (advances && Rule::kNumbers > 0) {
       for (int which = 0; which < Rule::kNumbers; ++which) {
         if (row.numbers[which] == nullptr) continue;
         *row.numbers[which] = Rule::advance(which, numbers.values, prepared);
@@ -146,6 +153,39 @@ void prepare(const Task& task, Workspace& work) {
     }
     last = &row;
     last_numbers = numbers;
+  }
+}
+
+StepChunk part_of(const Row& row, const Chunk& chunk) {
+  StepChunk part_of_row = {part_to_write(row.param, chunk.begin),
+                           part(row.grad, chunk.begin),
+                           part_to_write(row.copy, chunk.begin),
+                           {},
+                           chunk.count};
+  for (int i = 0; i < math::kMaxTensors; ++i) {
+    part_of_row.tensors[i] = part_to_write(row.tensors[i], chunk.begin);
+  }
+  return part_of_row;
+}
+
+// The norms of each row's parameter and update.
+template <typename Rule>
+void measure(const Task& task, Workspace& work) {
+  RECORD_FUNCTION("apex_mp::measure_pass", {});
+  const auto& factors =
+      std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);
+  const MeasureKernel kernel = kernels().measure[math::AllRules::number<Rule>()];
+  work.measured.resize(work.chunks.size());
+  for_each_chunk(work.chunks, [&](int64_t index) {
+    const Chunk& chunk = work.chunks[index];
+    work.measured[index] = kernel(part_of(task.rows[chunk.tensor], chunk),
+                                  &factors[work.factors_of_row[chunk.tensor]]);
+  });
+  // In the order of the chunks, see check_grads().
+  for (size_t i = 0; i < work.chunks.size(); ++i) {
+    math::Norms& norms = work.norms[work.chunks[i].tensor];
+    norms.param = std::hypot(norms.param, std::sqrt(work.measured[i].param));
+    norms.update = std::hypot(norms.update, std::sqrt(work.measured[i].update));
   }
 }
 
@@ -160,15 +200,7 @@ void update(const Task& task, const Workspace& work) {
   for_each_chunk(work.chunks, [&](int64_t index) {
     const Chunk& chunk = work.chunks[index];
     const Row& row = task.rows[chunk.tensor];
-    StepChunk part_of_row = {part_to_write(row.param, chunk.begin),
-                             part(row.grad, chunk.begin),
-                             part_to_write(row.copy, chunk.begin),
-                             {},
-                             chunk.count};
-    for (int i = 0; i < math::kMaxTensors; ++i) {
-      part_of_row.tensors[i] = part_to_write(row.tensors[i], chunk.begin);
-    }
-    step(part_of_row, &factors[work.factors_of_row[chunk.tensor]]);
+    step(part_of(row, chunk), &factors[work.factors_of_row[chunk.tensor]]);
     if (!row.writes_grad) return;
     // The chunk is still in the cache.
     level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,
@@ -192,7 +224,12 @@ step::Outcome run(const Task& task, Workspace& work) {
   if (outcome.found_inf) return outcome;
   math::AllRules::with(task.rule, [&](auto rule) {
     using Rule = decltype(rule);
+    if constexpr (kHasNorms<Rule>) work.norms.assign(task.rows.size(), {0.0, 0.0, 0.0});
     if constexpr (Rule::kNorm >= 0) find_norms<Rule>(task, work);
+    if constexpr (Rule::kRatio >= 0) {
+      prepare<Rule, false>(task, work);
+      measure<Rule>(task, work);
+    }
     prepare<Rule>(task, work);
     update<Rule>(task, work);
   });

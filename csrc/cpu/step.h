@@ -14,9 +14,10 @@ namespace apex_mp::cpu {
 // small model more than its step.
 struct Workspace {
   std::vector<Chunk> chunks;
-  std::vector<CheckResult> results;  // of each chunk
-  std::vector<math::SumSq> sums;     // of each group
-  std::vector<double> norms;         // of each row's gradient as it lies, if the rule needs it
+  std::vector<CheckResult> results;      // of each chunk
+  std::vector<math::SumSq> sums;         // of each group
+  std::vector<math::Measured> measured;  // of each chunk, if the rule needs it
+  std::vector<math::Norms> norms;  // of each row, what the rule needs; the gradient's as it lies
   std::vector<math::GroupOutcome> groups;
   math::AllRules::FactorsOfEach factors;  // rows that have the same share them
   std::vector<int32_t> factors_of_row;

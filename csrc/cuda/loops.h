@@ -132,6 +132,56 @@ __device__ void write_unscaled(const opmath_t (&grad)[width],
 template <typename Rule>
 using PartOf = Part<3 + Rule::kTensors>;
 
+// Numbers are squared in double only if they have no finite squares in float: see wide_sum_sq().
+template <typename opmath_t, int width>
+__device__ double sum_sq_of(const opmath_t (&numbers)[width]) {
+  opmath_t sum_sq = 0;
+#pragma unroll
+  for (const opmath_t number : numbers) sum_sq += number * number;
+  if (!math::not_finite(sum_sq)) return static_cast<double>(sum_sq);
+  double wide = 0.0;
+#pragma unroll
+  for (const double number : numbers) wide += number * number;
+  return wide;
+}
+
+// This thread's share; nothing is written. What is read here is soon read again.
+template <typename Rule, typename opmath_t>
+__device__ math::Measured measure_numbers(
+    const PartOf<Rule>& part, const typename Rule::template Factors<opmath_t>& factors) {
+  static_assert(Rule::kAllTensors);
+  const Array& param = part.arrays[0];
+  const Array& grad = part.arrays[1];
+  const Array* state = part.arrays + 3;
+  math::Measured total = {0.0, 0.0};
+  walk<opmath_t>(part, [&](int index, auto span) {
+    const auto raw_param = load<opmath_t>(param, index, span);
+    const auto raw_grad = load<opmath_t>(grad, index, span);
+    Raw<opmath_t, span> raw_state[Rule::kTensors];
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) {
+      raw_state[i] = load<opmath_t>(state[i], index, span);
+    }
+    opmath_t p[span];
+    opmath_t g[span];
+    opmath_t tensors[Rule::kTensors][span];
+    widen(raw_param, param.dtype, p);
+    widen(raw_grad, grad.dtype, g);
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) widen(raw_state[i], state[i].dtype, tensors[i]);
+#pragma unroll
+    for (int n = 0; n < span; ++n) {
+      opmath_t numbers[Rule::kTensors];
+#pragma unroll
+      for (int i = 0; i < Rule::kTensors; ++i) numbers[i] = tensors[i][n];
+      g[n] = Rule::direction(p[n], numbers, g[n], factors);
+    }
+    total.param += sum_sq_of(p);
+    total.update += sum_sq_of(g);
+  });
+  return total;
+}
+
 // `cache` is that of parameter and state: the gradient was read shortly before, and the copy is
 // what the next forward pass reads.
 template <typename Rule, Cache cache, typename opmath_t>

@@ -1,6 +1,6 @@
 // The fused optimizer step on CUDA, on raw memory and a stream: a pass that checks gradients, then
-// one that steps. It waits for nothing, allocates nothing on the device, and can be captured in a
-// graph.
+// one that steps; between them, if the rule asks for norms of parameters, one that measures. It
+// waits for nothing, allocates nothing on the device, and can be captured in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>

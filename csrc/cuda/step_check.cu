@@ -14,21 +14,30 @@ static_assert(sizeof(FullCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
 
 constexpr int kThreadsForRow = 2;  // one for each number prepared: powers are expensive in double
 
+// How many numbers are prepared from norms, which are not known yet.
+template <typename Rule>
+constexpr int kPreparedLater = (Rule::kNorm >= 0) + (Rule::kRatio >= 0);
+
 __device__ const void* grad_of(const StepCheck& check, int32_t row) {
   return check.carried_grads()[row - check.first_row];
 }
 
-// What needs the norm of the gradient comes later, see prepare_by_norms().
+// What needs norms comes later, see prepare_by_norms() and ratio_kernel(); but until then there is
+// a ratio of 1.
 __device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
   const void* grad = grad_of(check, row);
   if (which == 0) check.memory.grads[row] = grad;
   if (grad == nullptr) return;
   math::AllRules::with(check.memory.counts.rule, [&](auto rule) {
     using Rule = decltype(rule);
-    static_assert(Rule::kPrepared - (Rule::kNorm >= 0) <= kThreadsForRow);
+    static_assert(Rule::kPrepared - kPreparedLater<Rule> <= kThreadsForRow);
     if constexpr (Rule::kPrepared > 0) {
-      if (which < Rule::kPrepared && which != Rule::kNorm) prepare<Rule>(check, row, which, 0.0);
+      if (which < Rule::kPrepared && which != Rule::kNorm && which != Rule::kRatio) {
+        const step::Group& group = group_of(check, check.memory.rows[row].group);
+        prepare<Rule>(check.memory, group, row, which, {0.0, 0.0, 0.0});
+      }
     }
+    if constexpr (Rule::kRatio >= 0) check.memory.prepared[row].numbers[Rule::kRatio] = 1.0;
   });
 }
 

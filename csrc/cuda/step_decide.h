@@ -53,17 +53,22 @@ __device__ inline const step::Group& group_of(const StepCheck& check, int32_t gr
   return check.carried_groups()[carried];
 }
 
+// Behind the row's last chunk.
+__device__ inline int32_t end_of_row(const StepMemory& memory, int64_t row) {
+  return row + 1 < memory.counts.rows ? memory.rows[row + 1].first_chunk : memory.counts.chunks;
+}
+
 // From the numbers of the row's state as they are before the step.
 template <typename Rule>
-__device__ void prepare(const StepCheck& check, int32_t row, int which, double norm) {
-  const StepRow& facts = check.memory.rows[row];
+__device__ void prepare(const StepMemory& memory, const step::Group& group, int32_t row, int which,
+                        const math::Norms& norms) {
+  const StepRow& facts = memory.rows[row];
   float numbers[math::kMaxNumbers] = {};
 #pragma unroll
   for (int i = 0; i < Rule::kNumbers; ++i) {
     if (facts.numbers[i] != nullptr) numbers[i] = *global(facts.numbers[i]);
   }
-  check.memory.prepared[row].numbers[which] =
-      Rule::prepare(which, group_of(check, facts.group).options, numbers, norm);
+  memory.prepared[row].numbers[which] = Rule::prepare(which, group.options, numbers, norms);
 }
 
 __device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group) {
@@ -117,14 +122,13 @@ __device__ void prepare_by_norms(const StepCheck& check) {
   for (int64_t row = threadIdx.x / kWarpSize; row < memory.counts.rows;
        row += kBlockSize / kWarpSize) {
     const StepRow& facts = memory.rows[row];
-    const int32_t end =
-        row + 1 < memory.counts.rows ? memory.rows[row + 1].first_chunk : memory.counts.chunks;
-    const double norm = norm_of_chunks<Rule>(check, facts, end, lane);
+    const double norm = norm_of_chunks<Rule>(check, facts, end_of_row(memory, row), lane);
     if (lane != 0) continue;
     const math::GroupOutcome& grads = memory.group_outcomes[facts.group];
     const bool scaled = memory.chunks[facts.first_chunk].facts.scaled;
     const double factor = scaled ? grads.scaled_factor : grads.plain_factor;
-    prepare<Rule>(check, static_cast<int32_t>(row), Rule::kNorm, norm * fabs(factor));
+    prepare<Rule>(memory, group_of(check, facts.group), static_cast<int32_t>(row), Rule::kNorm,
+                  {norm * fabs(factor), 0.0, 0.0});
   }
 }
 

@@ -73,7 +73,8 @@ struct StepMemory {
   const void** grads;      // of each row; nullptr: not stepped
   StepPrepared* prepared;  // of each row that is stepped
   math::SumSq* chunk_sums;
-  double* chunk_maxima;  // of absolute values; only if the rule may ask for them
+  double* chunk_maxima;      // of absolute values; only if the rule may ask for them
+  math::Measured* measured;  // of each chunk; likewise
   math::SumSq* group_sums;
   StepOutcome* outcome;
   math::GroupOutcome* group_outcomes;
@@ -107,8 +108,9 @@ inline StepMemory step_memory(uintptr_t begin, const StepCounts& counts) {
   memory.grads = sections.take<const void*>(counts.rows);
   memory.prepared = sections.take<StepPrepared>(counts.rows);
   memory.chunk_sums = sections.take<math::SumSq>(counts.chunks);
-  const bool has_maxima = math::AllRules::facts(counts.rule).takes_norms;
-  memory.chunk_maxima = sections.take<double>(has_maxima ? counts.chunks : 0);
+  const math::RuleFacts& rule = math::AllRules::facts(counts.rule);
+  memory.chunk_maxima = sections.take<double>(rule.takes_norms ? counts.chunks : 0);
+  memory.measured = sections.take<math::Measured>(rule.takes_ratio ? counts.chunks : 0);
   memory.group_sums = sections.take<math::SumSq>(counts.groups);
   memory.outcome = sections.take<StepOutcome>(1);
   memory.group_outcomes = sections.take<math::GroupOutcome>(counts.groups);

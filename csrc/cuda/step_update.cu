@@ -1,9 +1,12 @@
 // Pass 2 of the fused step: unscales, clips, steps and copies out, or does nothing if pass 1 has
-// found inf or NaN.
+// found inf or NaN. Before it, if the rule asks for the norms of parameters and updates, a pass
+// that measures them.
 #include <algorithm>
 
 #include "cuda/launch.h"
 #include "cuda/loops.h"
+#include "cuda/reduce.h"
+#include "cuda/step_decide.h"
 #include "cuda/step_passes.h"
 #include "math/step_scalars.h"
 
@@ -64,6 +67,54 @@ __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const Step
   return part;
 }
 
+// The same update as in step_kernel(), of which nothing is left but the sums of a chunk.
+template <typename Rule>
+__global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
+    measure_kernel(const __grid_constant__ StepUpdate update) {
+  const StepMemory& memory = update.memory;
+  if (memory.outcome->found_inf != 0.0f) return;
+  const int32_t index = update.end_chunk - 1 - static_cast<int32_t>(blockIdx.x);
+  const StepChunk chunk = memory.chunks[index];
+  const void* grad = memory.grads[chunk.row];
+  if (grad == nullptr) return;
+  __shared__ typename Rule::template Factors<double> factors;
+  if (threadIdx.x == 0) factors = factors_of<Rule>(memory, chunk);
+  __syncthreads();
+  PartOf<Rule> part = part_of<Rule>(memory.rows[chunk.row], grad, chunk, memory.counts.chunk_size);
+  math::Measured sums;
+  if (part.double_math) {
+    sums = measure_numbers<Rule, double>(part, factors);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = DType::kFloat;
+    sums = measure_numbers<Rule, float>(part, math::factors_as<float>(factors));
+  }
+  sums.param = block_sum(sums.param);
+  __syncthreads();
+  sums.update = block_sum(sums.update);
+  if (threadIdx.x == 0) memory.measured[index] = sums;
+}
+
+// A block for each row adds up what was measured, in an order that depends on sizes alone.
+template <typename Rule>
+__global__ void __launch_bounds__(kBlockSize)
+    ratio_kernel(const __grid_constant__ StepMemory memory) {
+  const auto row = static_cast<int32_t>(blockIdx.x);
+  if (memory.outcome->found_inf != 0.0f || memory.grads[row] == nullptr) return;
+  math::Measured sums = {0.0, 0.0};
+  for (int64_t i = memory.rows[row].first_chunk + threadIdx.x; i < end_of_row(memory, row);
+       i += kBlockSize) {
+    sums.param += memory.measured[i].param;
+    sums.update += memory.measured[i].update;
+  }
+  sums.param = block_sum(sums.param);
+  __syncthreads();
+  sums.update = block_sum(sums.update);
+  if (threadIdx.x != 0) return;
+  prepare<Rule>(memory, memory.groups[memory.rows[row].group], row, Rule::kRatio,
+                {0.0, sqrt(sums.param), sqrt(sums.update)});
+}
+
 // Backwards: the gradients that pass 1 has read last are still in the second-level cache.
 template <typename Rule>
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
@@ -100,11 +151,19 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
 }  // namespace
 
 void launch_step_update(const StepMemory& memory, cudaStream_t stream) {
-  math::AllRules::with(memory.counts.rule, [&](auto rule) {
+  const auto launch_all = [&](auto kernel) {
     for (int64_t end = memory.counts.chunks; end > 0; end -= kMaxBlocks) {
-      launch(step_kernel<decltype(rule)>, std::min(end, kMaxBlocks), stream,
+      launch(kernel, std::min(end, kMaxBlocks), stream,
              StepUpdate{memory, static_cast<int32_t>(end)});
     }
+  };
+  math::AllRules::with(memory.counts.rule, [&](auto rule) {
+    using Rule = decltype(rule);
+    if constexpr (Rule::kRatio >= 0) {
+      launch_all(measure_kernel<Rule>);
+      launch(ratio_kernel<Rule>, memory.counts.rows, stream, memory);
+    }
+    launch_all(step_kernel<Rule>);
   });
 }
 

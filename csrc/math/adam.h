@@ -96,7 +96,8 @@ struct Adam : RuleBase {
             options[4] != 0.0, options[5] != 0.0, options[6] != 0.0};
   }
 
-  APEX_MP_MATH double prepare(int which, const double* options, const float* numbers, double) {
+  APEX_MP_MATH double prepare(int which, const double* options, const float* numbers,
+                              const Norms&) {
     return bias_correction(options[5] != 0.0, options[which], numbers[0] + 1.0f);
   }
 

@@ -50,7 +50,9 @@ struct Novograd : RuleBase {
 
   APEX_MP_MATH bool wants_max(const double* options) { return options[kNormType] == 0.0; }
 
-  APEX_MP_MATH double prepare(int which, const double* options, const float* numbers, double norm) {
+  APEX_MP_MATH double prepare(int which, const double* options, const float* numbers,
+                              const Norms& norms) {
+    const double norm = norms.grad;
     const double beta2 = options[kBeta2];
     const double last = numbers[1];
     if (which != kNorm) {

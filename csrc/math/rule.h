@@ -14,8 +14,13 @@
 //   kPrepared           how many numbers prepare() makes, once for a tensor and step
 //   kNorm               which of them needs the norm of the tensor's gradient; -1: none
 //   wants_max()         if kNorm >= 0: whether that is the maximum norm, else it is the l2 norm
-//   prepare()           from options and numbers before the step, what factors() and advance() need
+//   kRatio              which of them needs the l2 norms of parameter and update; -1: none. Another
+//                       pass then measures them before the step; it writes nothing
+//   prepare()           from options, numbers before the step and norms, what factors() and
+//                       advance() need
 //   factors()           from those; a gradient is to be multiplied by `grad_factor`
+//   direction()         if kRatio >= 0: the update of a number, whose norm is meant, from factors
+//                       for a ratio that is not known yet; changes `tensors` as update() does
 //   update()            steps one number: parameter, tensors of state
 //   advance()           a number of state after the step
 #pragma once
@@ -33,6 +38,19 @@ struct Option {
   int count = 1;
 };
 
+// Sums of squares, of a part of a tensor.
+struct Measured {
+  double param;
+  double update;
+};
+
+// Of a tensor. 0 where the rule has not asked for one, or it is not known yet.
+struct Norms {
+  double grad;    // unscaled and clipped
+  double param;   // before the step
+  double update;  // what direction() returns
+};
+
 // What is so for most rules.
 struct RuleBase {
   static constexpr const char* kSparseAdvice = "";
@@ -41,6 +59,7 @@ struct RuleBase {
   static constexpr bool kNeedsNumbers = true;
   static constexpr int kPrepared = 0;
   static constexpr int kNorm = -1;
+  static constexpr int kRatio = -1;
 };
 
 // The same factors as numbers of another type, if they are numbers of one type and nothing else.

@@ -8,6 +8,7 @@
 
 #include "math/adagrad.h"
 #include "math/adam.h"
+#include "math/lamb.h"
 #include "math/novograd.h"
 #include "math/sgd.h"
 
@@ -27,7 +28,8 @@ struct RuleFacts {
   int tensors;
   int numbers;
   bool needs_numbers;
-  bool takes_norms;
+  bool takes_norms;  // of gradients
+  bool takes_ratio;
   int (*tensors_with)(const double* options);
 };
 
@@ -65,7 +67,7 @@ struct RuleList {
     static const RuleFacts kFacts[] = {{Rules::kName, Rules::kSparseAdvice, Rules::kOptions,
                                         sizeof(Rules::kOptions) / sizeof(Option), Rules::kTensors,
                                         Rules::kNumbers, Rules::kNeedsNumbers, Rules::kNorm >= 0,
-                                        &tensors_with<Rules>}...};
+                                        Rules::kRatio >= 0, &tensors_with<Rules>}...};
     return kFacts[number];
   }
 
@@ -86,7 +88,7 @@ struct RuleList {
   }
 };
 
-using AllRules = RuleList<Adam, Sgd, Adagrad, Novograd>;
+using AllRules = RuleList<Adam, Sgd, Adagrad, Novograd, Lamb>;
 
 constexpr int kMaxOptions = AllRules::kMaxOptions;
 }  // namespace apex_mp::math

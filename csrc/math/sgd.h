@@ -98,7 +98,7 @@ struct Sgd : RuleBase {
 
   APEX_MP_MATH int tensors(const double* options) { return options[0] != 0.0 ? 1 : 0; }
 
-  APEX_MP_MATH double prepare(int, const double*, const float* numbers, double) {
+  APEX_MP_MATH double prepare(int, const double*, const float* numbers, const Norms&) {
     return numbers[0];
   }
 

@@ -34,7 +34,7 @@ PLAN = (
         for name in ("equivalence", "errors", "grad_scaler", "in_a_loop", "legacy_call", "state")
     ),
     *(f"tests/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
-    *(f"tests/test_fused_{name}.py" for name in ("adagrad", "novograd", "rules")),
+    *(f"tests/test_fused_{name}.py" for name in ("adagrad", "lamb", "novograd", "rules")),
     "tests/test_unscaled_grads.py",
     *(
         f"tests/test_fp16_optimizer_{name}.py"

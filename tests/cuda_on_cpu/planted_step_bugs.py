@@ -280,8 +280,8 @@ PLANTED_STEP_BUGS = {
     ),
     "only the first number is prepared": PlantedBug(
         "cuda/step_check.cu",
-        "if (which < Rule::kPrepared && which != Rule::kNorm) prepare",
-        "if (which < 1 && which != Rule::kNorm) prepare",
+        "if (which < Rule::kPrepared && which",
+        "if (which < 1 && which",
         f"{ONE_STEP} and adam",
         WRONG_BITS,
     ),

@@ -1,5 +1,5 @@
 // The step of any rule of math/rules.h: tiles for any mixture of dtypes, registers for the common
-// ones. Part of kernels_impl.h.
+// ones; and what is measured before it. Part of kernels_impl.h.
 
 template <typename Rule, typename opmath_t>
 void step_in_tiles(const StepChunk& chunk,
@@ -138,19 +138,62 @@ void step_in_registers(const StepChunk& chunk,
 }
 #endif
 
-template <typename Rule>
-void step(const StepChunk& chunk, const void* erased) {
-  const auto& factors = *static_cast<const typename Rule::template Factors<double>*>(erased);
-  // Double gradients of a float parameter may be finite only in double until they are unscaled.
+// Double gradients of a float parameter may be finite only in double until they are unscaled.
+inline bool has_double_math(const StepChunk& chunk) {
   bool wide = chunk.param.dtype == DType::kDouble || chunk.grad.dtype == DType::kDouble;
   for (const Out& tensor : chunk.tensors) {
     wide |= tensor.data != nullptr && tensor.dtype == DType::kDouble;
   }
-  if (wide) return step_in_tiles<Rule, double>(chunk, factors);
+  return wide;
+}
+
+template <typename Rule>
+void step(const StepChunk& chunk, const void* erased) {
+  const auto& factors = *static_cast<const typename Rule::template Factors<double>*>(erased);
+  if (has_double_math(chunk)) return step_in_tiles<Rule, double>(chunk, factors);
 #if APEX_MP_LEVEL > 0
   if (fits_registers<Rule>(chunk)) {
     return step_in_registers<Rule>(chunk, math::factors_as<float>(factors));
   }
 #endif
   step_in_tiles<Rule, float>(chunk, math::factors_as<float>(factors));
+}
+
+template <typename Rule, typename opmath_t>
+math::Measured measure_in_tiles(const StepChunk& chunk,
+                                const typename Rule::template Factors<opmath_t>& factors) {
+  static_assert(Rule::kTensors == math::kMaxTensors && Rule::kAllTensors);
+  opmath_t buffers[2 + math::kMaxTensors][kTile];
+  opmath_t updates[kTile];
+  math::Measured sums = {0.0, 0.0};
+  for (int64_t begin = 0; begin < chunk.count; begin += kTile) {
+    const int64_t n = tile_size(begin, chunk.count);
+    const auto read_out = [&](const Out& array, opmath_t* buffer) {
+      return read(In{array.data, array.dtype}, begin, n, buffer);
+    };
+    const opmath_t* grad = read(chunk.grad, begin, n, buffers[0]);
+    const opmath_t* param = read_out(chunk.param, buffers[1]);
+    const opmath_t* first = read_out(chunk.tensors[0], buffers[2]);
+    const opmath_t* second = read_out(chunk.tensors[1], buffers[3]);
+    for (int64_t i = 0; i < n; ++i) {
+      opmath_t tensors[] = {first[i], second[i]};
+      updates[i] = Rule::direction(param[i], tensors, grad[i], factors);
+    }
+    sums.param += check({param, kMathType<opmath_t>}, n).sum_sq;
+    sums.update += check({updates, kMathType<opmath_t>}, n).sum_sq;
+  }
+  return sums;
+}
+
+template <typename Rule>
+math::Measured measure(const StepChunk& chunk, const void* erased) {
+  const auto& factors = *static_cast<const typename Rule::template Factors<double>*>(erased);
+  if (has_double_math(chunk)) return measure_in_tiles<Rule, double>(chunk, factors);
+  return measure_in_tiles<Rule, float>(chunk, math::factors_as<float>(factors));
+}
+
+template <typename Rule>
+constexpr MeasureKernel measure_of() {
+  if constexpr (Rule::kRatio >= 0) return measure<Rule>;
+  return nullptr;
 }

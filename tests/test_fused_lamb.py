@@ -1,0 +1,245 @@
+"""FusedLAMB is apex's, in formula and checkpoints; for all else see test_fused_rules.py."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from fused_adam_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    NAMES,
+    Unchanged,
+    assert_same_state,
+    copies_of,
+    make_params,
+    train,
+)
+from rule_cases import assert_stepped, references_after_step
+from tolerances import assert_near, assert_same_bits
+from torch.nn import Parameter
+
+from apex_mp._step_request import StepRequest
+from apex_mp.optimizers import FusedLAMB
+
+OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def weight_and_grad(device: torch.device, weight: Any = (3.0, 4.0)) -> Parameter:
+    """A parameter of norm 5 with a gradient."""
+    param = Parameter(torch.tensor(weight, device=device))
+    param.grad = torch.tensor([2.0, -1.0], device=device)
+    return param
+
+
+# --- The formula by hand.
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_first_step_has_the_norm_of_the_parameter_times_lr(
+    decoupled: bool, device: torch.device
+) -> None:
+    weight = weight_and_grad(device)
+    optimizer = FusedLAMB(
+        [weight],
+        0.5,
+        betas=(0.75, 0.5),
+        eps=1.0,
+        weight_decay=0.25,
+        adam_w_mode=decoupled,
+        max_grad_norm=0.0,
+    )
+    optimizer.step()
+    if decoupled:
+        grads = [2.0, -1.0]
+        updates = [2.0 / 3.0 + 0.25 * 3.0, -1.0 / 2.0 + 0.25 * 4.0]
+    else:
+        grads = [2.0 + 0.25 * 3.0, -1.0 + 0.25 * 4.0]
+        updates = [grad / (abs(grad) + 1.0) for grad in grads]
+    state = optimizer.state[weight]
+    assert state["step"].item() == 1.0
+    assert state["exp_avg"].tolist() == pytest.approx([0.25 * grad for grad in grads], rel=1e-6)
+    assert state["exp_avg_sq"].tolist() == pytest.approx([0.5 * g**2 for g in grads], rel=1e-6)
+    ratio = 5.0 / math.hypot(*updates)
+    expected = [one - 0.5 * ratio * u for one, u in zip((3.0, 4.0), updates, strict=True)]
+    assert weight.tolist() == pytest.approx(expected, rel=1e-6)
+    assert math.dist(weight.tolist(), (3.0, 4.0)) == pytest.approx(0.5 * 5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options"),
+    [
+        ((3.0, 4.0), {"weight_decay": 0.0}),
+        ((0.0, 0.0), {"weight_decay": 0.1}),
+        ((0.0, 0.0), {"weight_decay": 0.0, "use_nvlamb": True}),
+    ],
+    ids=["no decay", "a parameter of zeros", "nvlamb and zeros"],
+)
+def test_the_ratio_is_one_without_decay_and_where_a_norm_is_zero(
+    weight: tuple[float, float], options: dict[str, Any], device: torch.device
+) -> None:
+    param = weight_and_grad(device, weight)
+    FusedLAMB([param], 0.5, max_grad_norm=0.0, eps=0.0, **options).step()
+    assert param.tolist() == pytest.approx([weight[0] - 0.5, weight[1] + 0.5], rel=1e-6)
+
+
+def test_nothing_moves_without_a_gradient_and_decay(device: torch.device) -> None:
+    param = weight_and_grad(device)
+    assert param.grad is not None
+    param.grad.zero_()
+    FusedLAMB([param], 0.5, weight_decay=0.0, use_nvlamb=True).step()
+    assert param.tolist() == [3.0, 4.0]
+
+
+def test_nvlamb_takes_the_ratio_without_decay_too(device: torch.device) -> None:
+    param = weight_and_grad(device)
+    FusedLAMB([param], 0.5, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()
+    step = 0.5 * 5.0 / math.sqrt(2.0)
+    assert param.tolist() == pytest.approx([3.0 - step, 4.0 + step], rel=1e-5)
+
+
+def test_each_tensor_has_its_own_ratio(device: torch.device) -> None:
+    """Each of many sizes, of one chunk and of several, moves by lr times its norm."""
+    params = [Parameter(torch.full((n,), 0.5 + n % 7, device=device)) for n in (1, 63, 20_000, 5)]
+    for index, param in enumerate(params):
+        param.grad = torch.full_like(param, 10.0 ** (index - 2))
+    before = [param.detach().clone() for param in params]
+    FusedLAMB(params, 0.25, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()
+    for param, old in zip(params, before, strict=True):
+        moved = torch.linalg.vector_norm((param.detach() - old).double())
+        wanted = 0.25 * torch.linalg.vector_norm(old.double())
+        assert moved.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_parameters_whose_squares_are_beyond_float32_have_a_norm(device: torch.device) -> None:
+    param = weight_and_grad(device, (3e30, 4e30))
+    FusedLAMB([param], 0.5, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()
+    step = 0.5 * 5e30 / math.sqrt(2.0)
+    assert param.tolist() == pytest.approx([3e30 - step, 4e30 + step], rel=1e-5)
+
+
+@pytest.mark.usefixtures("cpu_level", "restore_threads")
+def test_any_number_of_threads_makes_the_same_bits(device: torch.device) -> None:
+    ends = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        params = make_params(device, F32, [(300_000,), (7,), (16_385,)])
+        train(FusedLAMB(params, **OPTIONS), params, range(2))
+        ends.append(params)
+    for one, other in zip(*ends, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+# --- Clipping: by the norm of all groups.
+
+
+@pytest.mark.parametrize("way", ["", "norms are given", "by request"])
+def test_all_groups_are_clipped_by_the_norm_of_all(way: str, device: torch.device) -> None:
+    params = [weight_and_grad(device), weight_and_grad(device)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "max_grad_norm": 0.25}]
+    optimizer = FusedLAMB(groups, **OPTIONS, max_grad_norm=0.5)
+    grads = [param.grad for param in params]
+    expected = references_after_step(optimizer, reference.LAMB, grads)
+    if way == "by request":
+        result = optimizer.step(grads=StepRequest(check=True))
+        assert result.outcome.norms == pytest.approx([math.sqrt(5.0)] * 2)
+    elif way:
+        optimizer.step(grads=grads, grad_norms=[math.sqrt(5.0)] * 2)
+    else:
+        optimizer.step()
+    assert_stepped(optimizer, expected)
+    # As if both were one gradient, of norm sqrt(10).
+    clipped = 2.0 * 0.5 / math.sqrt(10.0)
+    assert optimizer.state[params[0]]["exp_avg"][0].item() == pytest.approx(0.2 * clipped, rel=1e-5)
+
+
+# --- The signature.
+
+
+def test_the_arguments_have_the_order_and_the_defaults_of_apex() -> None:
+    parameters = inspect.signature(FusedLAMB).parameters.values()
+    by_position = {one.name: one.default for one in parameters if one.kind != one.KEYWORD_ONLY}
+    assert list(by_position.items())[1:] == [
+        ("lr", 1e-3),
+        ("bias_correction", True),
+        ("betas", (0.9, 0.999)),
+        ("eps", 1e-6),
+        ("weight_decay", 0.01),
+        ("amsgrad", False),
+        ("adam_w_mode", True),
+        ("grad_averaging", True),
+        ("set_grad_none", True),
+        ("max_grad_norm", 1.0),
+        ("use_nvlamb", False),
+    ]
+
+
+def test_amsgrad_is_refused_in_the_words_of_apex() -> None:
+    with pytest.raises(RuntimeError, match=r"^FusedLAMB does not support the AMSGrad variant\.$"):
+        FusedLAMB([Parameter(torch.ones(1))], amsgrad=True)
+
+
+# --- Checkpoints.
+
+
+def in_apex_layout(optimizer: FusedLAMB) -> dict[str, Any]:
+    """Return a state_dict as apex's optimizer saved it: the step count in the group."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        for index in group["params"]:
+            if index in saved["state"]:
+                group["step"] = int(saved["state"][index].pop("step"))
+        del group["amsgrad"], group["adam_w_mode"], group["use_nvlamb"]
+    return saved
+
+
+def test_a_state_dict_of_apex_goes_on_where_it_was_saved(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedLAMB(params, **OPTIONS)
+    train(optimizer, params, range(3), missing=lambda step, index: index == 2)
+    others = copies_of(params)
+    other = FusedLAMB(others, lr=1.0)
+    other.load_state_dict(in_apex_layout(optimizer))
+    assert "step" not in other.param_groups[0]
+    assert_same_state(optimizer, other)
+    for each, its in ((optimizer, params), (other, others)):
+        train(each, its, range(3, 6))
+    assert_same_state(optimizer, other)
+
+
+@pytest.mark.parametrize("step", [-1, math.nan, "a"])
+def test_a_step_count_of_a_group_that_is_none_is_refused(step: Any) -> None:
+    params = [Parameter(torch.ones(3))]
+    optimizer = FusedLAMB(params)
+    train(optimizer, params, range(1))
+    saved = in_apex_layout(optimizer)
+    saved["param_groups"][0]["step"] = step
+    sentence = r"^FusedLAMB\.load_state_dict: state\[0\]\['step'\] is .*a number of steps"
+    with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=NAMES.get)
+def test_moments_that_were_saved_in_the_dtype_of_the_parameter_become_wide(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    optimizer = FusedLAMB(params, **OPTIONS)
+    train(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+    others = copies_of(params)
+    other = FusedLAMB(others, lr=1.0)
+    other.load_state_dict(saved)
+    for index, param in enumerate(others):
+        loaded = other.state[param]["exp_avg_sq"]
+        assert loaded.dtype == (F64 if dtype == F64 else F32)
+        assert_near(loaded, saved["state"][index]["exp_avg_sq"])
