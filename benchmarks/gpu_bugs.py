@@ -69,8 +69,8 @@ BUGS = {
     ),
     "threads-do-not-wait-for-the-factors": Bug(
         "csrc/cuda/step_update.cu",
-        "  __syncthreads();\n  PartOf<Rule> part",
-        "  PartOf<Rule> part",
+        "  __syncthreads();\n  PartOf<Rule> part = part_of<Rule>(row,",
+        "  PartOf<Rule> part = part_of<Rule>(row,",
         "tests/test_fused_adam_equivalence.py -k 300_steps_equal_those_of_torch_in_float64",
         r"Tensor-likes are not close",
     ),

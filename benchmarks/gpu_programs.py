@@ -69,7 +69,7 @@ FUSED: dict[str, Callable[..., Any]] = {
     "Novograd": FusedNovoGrad,
     "Lamb": FusedLAMB,
 }
-EACH_STEP = tuple(f"step<{rule}>" for rule in FUSED)
+EACH_STEP = (*(f"step<{rule}>" for rule in FUSED), "measure<Lamb>", "ratio<Lamb>")
 
 
 def take_steps(params: list[Any], **options: Any) -> None:

@@ -107,7 +107,8 @@ def test_nvlamb_takes_the_ratio_without_decay_too(device: torch.device) -> None:
 
 def test_each_tensor_has_its_own_ratio(device: torch.device) -> None:
     """Each of many sizes, of one chunk and of several, moves by lr times its norm."""
-    params = [Parameter(torch.full((n,), 0.5 + n % 7, device=device)) for n in (1, 63, 20_000, 5)]
+    sizes = (1, 63, 20_000, 5)
+    params = [Parameter(torch.linspace(0.5, 1.0 + n % 7, n, device=device)) for n in sizes]
     for index, param in enumerate(params):
         param.grad = torch.full_like(param, 10.0 ** (index - 2))
     before = [param.detach().clone() for param in params]

@@ -135,10 +135,10 @@ using PartOf = Part<3 + Rule::kTensors>;
 // Numbers are squared in double only if they have no finite squares in float: see wide_sum_sq().
 template <typename opmath_t, int width>
 __device__ double sum_sq_of(const opmath_t (&numbers)[width]) {
-  opmath_t sum_sq = 0;
+  opmath_t sum = 0;
 #pragma unroll
-  for (const opmath_t number : numbers) sum_sq += number * number;
-  if (!math::not_finite(sum_sq)) return static_cast<double>(sum_sq);
+  for (const opmath_t number : numbers) sum += number * number;
+  if (!math::not_finite(sum)) return static_cast<double>(sum);
   double wide = 0.0;
 #pragma unroll
   for (const double number : numbers) wide += number * number;

@@ -72,11 +72,10 @@ template <typename Rule>
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     measure_kernel(const __grid_constant__ StepUpdate update) {
   const StepMemory& memory = update.memory;
-  if (memory.outcome->found_inf != 0.0f) return;
   const int32_t index = update.end_chunk - 1 - static_cast<int32_t>(blockIdx.x);
   const StepChunk chunk = memory.chunks[index];
   const void* grad = memory.grads[chunk.row];
-  if (grad == nullptr) return;
+  if (grad == nullptr || memory.outcome->found_inf != 0.0f) return;
   __shared__ typename Rule::template Factors<double> factors;
   if (threadIdx.x == 0) factors = factors_of<Rule>(memory, chunk);
   __syncthreads();
@@ -100,7 +99,7 @@ template <typename Rule>
 __global__ void __launch_bounds__(kBlockSize)
     ratio_kernel(const __grid_constant__ StepMemory memory) {
   const auto row = static_cast<int32_t>(blockIdx.x);
-  if (memory.outcome->found_inf != 0.0f || memory.grads[row] == nullptr) return;
+  if (memory.grads[row] == nullptr || memory.outcome->found_inf != 0.0f) return;
   math::Measured sums = {0.0, 0.0};
   for (int64_t i = memory.rows[row].first_chunk + threadIdx.x; i < end_of_row(memory, row);
        i += kBlockSize) {

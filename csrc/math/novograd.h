@@ -52,15 +52,14 @@ struct Novograd : RuleBase {
 
   APEX_MP_MATH double prepare(int which, const double* options, const float* numbers,
                               const Norms& norms) {
-    const double norm = norms.grad;
     const double beta2 = options[kBeta2];
     const double last = numbers[1];
     if (which != kNorm) {
       return bias_correction(options[kBiasCorrection] != 0.0, options[which], numbers[0] + 1.0f);
     }
-    if (numbers[0] == 0.0f && options[kInitZero] == 0.0) return norm;
-    if (wants_max(options)) return beta2 * last + (1.0 - beta2) * norm;
-    return std::sqrt(beta2 * last * last + (1.0 - beta2) * norm * norm);
+    if (numbers[0] == 0.0f && options[kInitZero] == 0.0) return norms.grad;
+    if (wants_max(options)) return beta2 * last + (1.0 - beta2) * norms.grad;
+    return std::sqrt(beta2 * last * last + (1.0 - beta2) * norms.grad * norms.grad);
   }
 
   APEX_MP_MATH float advance(int which, const float* numbers, const double* prepared) {

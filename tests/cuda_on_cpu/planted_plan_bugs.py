@@ -8,7 +8,10 @@ from planted_bugs import WRONG_BITS, PlantedBug
 STEPPER = f"{INSIDE}/test_stepper.py"
 UNSCALED = "tests/test_unscaled_grads.py"
 UNWAITED = f"{INSIDE}/test_unwaited_steps.py"
+LAMB = "tests/test_fused_lamb.py"
+RATIOS = f"{LAMB}::test_each_tensor_has_its_own_ratio"
 NET = "plan, forward"
+NOT_NEAR = r"assert \S+ == \S+ ± "
 NOT_REFUSED = "Failed: DID NOT RAISE"
 FREED = r"AddressSanitizer: heap-use-after-free"
 
@@ -154,6 +157,47 @@ PLANTED_PLAN_BUGS = {
         "if (grad.data == nullptr) grad.data = &somewhere;",
         "",
         f"{STEPPER}::test_steps_of_an_empty_parameter_are_counted",
+        r"AssertionError|assert ",
+        net=NET,
+    ),
+    # --- norms of parameters and updates
+    "the sums of a chunk are taken for those of another": PlantedBug(
+        "cuda/step_update.cu",
+        "memory.measured[index] = sums;",
+        "memory.measured[blockIdx.x] = sums;",
+        RATIOS,
+        NOT_NEAR,
+        net=NET,
+    ),
+    "the ratio of a row is that of its first chunk": PlantedBug(
+        "cuda/step_update.cu",
+        "i < end_of_row(memory, row);",
+        "i < memory.rows[row].first_chunk + 1;",
+        RATIOS,
+        NOT_NEAR,
+        net=NET,
+    ),
+    "all rows have the ratio of the first": PlantedBug(
+        "cuda/step_update.cu",
+        "memory.groups[memory.rows[row].group], row, Rule::kRatio,",
+        "memory.groups[memory.rows[row].group], 0, Rule::kRatio,",
+        RATIOS,
+        NOT_NEAR,
+        net=NET,
+    ),
+    "gradients are measured instead of updates": PlantedBug(
+        "cuda/loops.h",
+        "      g[n] = Rule::direction(p[n], numbers, g[n], factors);",
+        "      Rule::direction(p[n], numbers, g[n], factors);",
+        RATIOS,
+        NOT_NEAR,
+        net=NET,
+    ),
+    "squares beyond float32 are infinite": PlantedBug(
+        "cuda/loops.h",
+        "  if (!math::not_finite(sum)) return static_cast<double>(sum);\n  double wide = 0.0;",
+        "  return static_cast<double>(sum);\n  double wide = 0.0;",
+        f"{LAMB}::test_parameters_whose_squares_are_beyond_float32_have_a_norm",
         r"AssertionError|assert ",
         net=NET,
     ),

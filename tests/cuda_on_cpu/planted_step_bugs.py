@@ -112,15 +112,15 @@ PLANTED_STEP_BUGS = {
     # --- which numbers a block takes
     "pass 2 begins one chunk too late": PlantedBug(
         "cuda/step_update.cu",
-        "update.end_chunk - 1 - static_cast",
-        "update.end_chunk - static_cast",
+        "memory.chunks[update.end_chunk - 1 - static_cast",
+        "memory.chunks[update.end_chunk - static_cast",
         ONE_STEP,
         READ_BEHIND,
     ),
     "pass 2 leaves the first chunk out": PlantedBug(
         "cuda/step_update.cu",
-        "launch(step_kernel<decltype(rule)>, std::min(end, kMaxBlocks), stream,",
-        "launch(step_kernel<decltype(rule)>, std::min(end, kMaxBlocks) - 1, stream,",
+        "launch(kernel, std::min(end, kMaxBlocks), stream,",
+        "launch(kernel, std::min(end, kMaxBlocks) - 1, stream,",
         ONE_STEP,
         WRONG_BITS,
     ),

@@ -466,6 +466,30 @@ OPTIMIZERS = {
         'numbers=("exp_avg_sq", "step")',
         "fused_rules",
     ),
+    "FusedLAMB clips each group by its own norm": Mutant(
+        "optimizers/fused_lamb.py",
+        "_clips_by_global_norm = True",
+        "_clips_by_global_norm = False",
+        "fused_lamb",
+    ),
+    "norms of groups that are given count in FusedLAMB": Mutant(
+        "optimizers/_fused.py",
+        "None if self._clips_by_global_norm else request.norms",
+        "request.norms",
+        "fused_lamb",
+    ),
+    "FusedLAMB always decays the weights": Mutant(
+        "optimizers/fused_lamb.py",
+        '"adam_w_mode": adam_w_mode',
+        '"adam_w_mode": True',
+        "fused_rules",
+    ),
+    "FusedLAMB has no nvlamb": Mutant(
+        "optimizers/fused_lamb.py",
+        '"use_nvlamb": use_nvlamb',
+        '"use_nvlamb": False',
+        "fused_lamb",
+    ),
     "the norm of NovoGrad must have the shape of its parameter": Mutant(
         "fp16_utils/_inner_state.py",
         'return _LIKE_PARAM if layout is None else (*layout.tensors, "master_param")',
