@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,10 +85,13 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """
 
     _has_stepped = False
+    # Whether gradients have been unscaled or clipped since the last step.
+    is_unscaled = False
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
-        self._has_stepped |= self.gradient_state.sync_gradients
+        if self.gradient_state.sync_gradients:
+            self._has_stepped, self.is_unscaled = True, False
 
     @property
     def step_was_skipped(self) -> bool:
@@ -111,16 +115,23 @@ class _Scaling(Accelerator):  # type: ignore[misc]
         prepared.__class__ = _ScaledOptimizer
         return prepared
 
+    # Those whose parameters are being clipped; None: all.
+    _clipped: list[AcceleratedOptimizer] | None = None
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients in place, with mixed_precision="no" too.
 
         Args:
             optimizer: An optimizer or a list of them [None: all that were prepared].
+
+        Raises:
+            RuntimeError: Gradients of a second optimizer are to be unscaled before a step.
         """
         if optimizer is None:
-            optimizer = self._optimizers
+            optimizer = self._optimizers if self._clipped is None else self._clipped
         elif not isinstance(optimizer, (tuple, list)):
             optimizer = [optimizer]
+        self._note_unscaled(optimizer)
         for each in optimizer:
             self.scaler.unscale_(_inner(each))
 
@@ -128,13 +139,49 @@ class _Scaling(Accelerator):  # type: ignore[misc]
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """Clip gradients as torch does; leave those in float16 to the step, see `attach_scaler`."""
+        with self._clipping(parameters) as params:
+            with_grad = {param for param in params if param.grad is not None}
+            for prepared in self._optimizers:
+                optimizer = _inner(prepared)
+                owns_all = with_grad == grads_of(optimizer).keys()
+                if norm_type == 2 and owns_all and has_half_grads(optimizer):
+                    self._note_unscaled([prepared])
+                    return self.scaler.clip_grad_norm_(optimizer, max_norm)  # type: ignore[no-any-return]
+            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        with self._clipping(parameters) as params:
+            super().clip_grad_value_(params, clip_value)
+
+    @contextlib.contextmanager
+    def _clipping(self, parameters: Tensor | Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Have `unscale_gradients()` mean the optimizers that own these parameters."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         with_grad = {param for param in params if param.grad is not None}
-        for optimizer in map(_inner, self._optimizers):
-            owns_all = with_grad == grads_of(optimizer).keys()
-            if norm_type == 2 and owns_all and has_half_grads(optimizer):
-                return self.scaler.clip_grad_norm_(optimizer, max_norm)  # type: ignore[no-any-return]
-        return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        self._clipped = [
+            prepared
+            for prepared in self._optimizers
+            if not with_grad.isdisjoint(grads_of(_inner(prepared)))
+        ]
+        if with_grad and not self._clipped:
+            self._clipped = None
+        try:
+            yield params
+        finally:
+            self._clipped = None
+
+    def _note_unscaled(self, optimizers: list[Any]) -> None:
+        inner = {id(_inner(each)) for each in optimizers}
+        unscaled = [each for each in self._optimizers if id(_inner(each)) in inner]
+        waiting = [each for each in self._optimizers if each.is_unscaled and each not in unscaled]
+        if len(unscaled + waiting) > 1:
+            raise RuntimeError(
+                "accelerator: gradients of a second optimizer are unscaled or clipped before the "
+                "first has stepped. accelerate updates the scale after each optimizer.step(), and "
+                "they would be unscaled twice; clip and step one optimizer after the other"
+            )
+        for each in unscaled:
+            each.is_unscaled = True
 
 
 def _inner(optimizer: Any) -> Any:

@@ -145,6 +145,46 @@ def test_the_scale_is_saved_and_loaded_with_the_rest(tmp_path: Path) -> None:
     assert other.scaler.state_dict() == saved
 
 
+def two_optimizers() -> tuple[Any, ...]:
+    """One for each layer; the inner ones take the whole gradient as their step."""
+    trained = tasks.model()
+    layers = [[*layer.parameters()] for layer in trained if isinstance(layer, nn.Linear)]
+    accelerator = Accelerator(cpu=True)
+    attach_scaler(accelerator, GradScaler("cpu", 16.0))
+    optimizers = accelerator.prepare(*(torch.optim.SGD(each, lr=1.0) for each in layers))
+    return accelerator, trained, layers, optimizers
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_two_optimizers_that_clip_and_step_in_turn_take_the_steps_of_fp32(clip: str) -> None:
+    accelerator, trained, layers, optimizers = two_optimizers()
+    before = [param.detach().clone() for param in trained.parameters()]
+    for params, optimizer in zip(layers, optimizers, strict=True):
+        accelerator.backward(tasks.loss_of(trained, tasks.batches(1)[0]))
+        getattr(accelerator, clip)(params, 100.0)
+        optimizer.step()
+        trained.zero_grad()
+    steps = [old - new for old, new in zip(before, trained.parameters(), strict=True)]
+    reference = tasks.model()
+    for place in (slice(0, 2), slice(2, 4)):
+        params = [*reference.parameters()]
+        grads = torch.autograd.grad(tasks.loss_of(reference, tasks.batches(1)[0]), params)
+        torch.testing.assert_close(steps[place], [*grads[place]], rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            for param, grad in zip(params[place], grads[place], strict=True):
+                param -= grad
+
+
+def test_two_optimizers_that_are_clipped_before_the_first_steps_are_refused() -> None:
+    accelerator, trained, layers, _ = two_optimizers()
+    accelerator.backward(tasks.loss_of(trained, tasks.batches(1)[0]))
+    with pytest.raises(RuntimeError, match="they would be unscaled twice"):
+        accelerator.clip_grad_norm_(trained.parameters(), 1.0)
+    accelerator.clip_grad_norm_(layers[0], 1.0)
+    with pytest.raises(RuntimeError, match="they would be unscaled twice"):
+        accelerator.clip_grad_norm_(layers[1], 1.0)
+
+
 # What is refused
 
 

@@ -354,12 +354,11 @@ def test_lbfgs_is_refused(pl: Any) -> None:
         fit(pl, module, pl.FP16Plugin(device="cpu"), steps=1)
 
 
-def test_a_plugin_for_the_other_package_is_refused_by_lightning() -> None:
-    import lightning
-    import pytorch_lightning
-
-    from apex_mp.lightning import FP16Plugin
-
-    with pytest.raises(Exception, match="Found invalid type for plugin"):
-        trainer(pytorch_lightning, FP16Plugin(device="cpu"))
-    assert trainer(lightning, FP16Plugin(device="cpu")).precision_plugin
+@pytest.mark.parametrize("other", ["lightning", "pytorch_lightning"])
+def test_a_plugin_for_the_other_package_is_refused_by_lightning(pl: Any, other: str) -> None:
+    plugin = importlib.import_module(f"apex_mp.{other}").FP16Plugin(device="cpu")
+    if pl.__name__ == other:
+        assert trainer(pl, plugin).precision_plugin is plugin
+    else:
+        with pytest.raises(Exception, match="Found invalid type for plugin"):
+            trainer(pl, plugin)

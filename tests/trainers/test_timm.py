@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,10 +30,16 @@ for name in ("nms", "qnms"):
 DECLARE = "" if torch.version.cuda else DECLARE
 
 
+@functools.cache
+def declare() -> None:
+    """Declare the operators, which can be done once in a process."""
+    exec(DECLARE, {})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def apex() -> Iterator[None]:
     """Let timm be imported, and find apex."""
-    exec(DECLARE, {})
+    declare()
     sys.path.append(str(TORCHVISION))
     apex_mp.install_as_apex(era="2020")
     yield
