@@ -12,7 +12,7 @@ from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from torch.nn import Parameter
 
 from apex_mp import amp, fp16_utils, optimizers, parallel
-from apex_mp.amp import GradScaler
+from apex_mp.amp import GradScaler, _scaled_grads
 from apex_mp.optimizers import FusedAdam
 
 MAKES = {"FusedAdam": OURS["FusedAdam"], "SGD": OF_TORCH["SGD"]}
@@ -200,3 +200,33 @@ def test_a_scaler_beside_an_fp16_optimizer_is_a_sentence(device: torch.device) -
     optimizer.step()
     with pytest.raises(AssertionError, match="An FP16_Optimizer scales its loss itself: it needs"):
         scaler.update()
+
+
+@pytest.mark.parametrize("bad", [None, "plain", "with gaps", "both"])
+def test_a_fused_step_of_torch_checks_gradients_of_any_layout(
+    bad: str | None, device: torch.device
+) -> None:
+    params = [Parameter(torch.ones(2, 3, device=device)) for _ in range(2)]
+    for param, kind in zip(params, ("plain", "with gaps"), strict=True):
+        grad = torch.full((2, 6), 1024.0, device=device)
+        if bad in (kind, "both"):
+            grad[0, 0] = math.inf
+        param.grad = grad[:, ::2] if kind == "with gaps" else grad[:, :3].contiguous()
+    optimizer = torch.optim.SGD(params, lr=0.5, fused=True)
+    scaler = new_scaler(device)
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer) == (bad is not None)
+    expected = 1.0 if bad else 0.5
+    assert [param.tolist() for param in params] == [[[expected] * 3] * 2] * 2
+    scaler.update()
+    assert scaler.get_scale() == (512.0 if bad else 1024.0)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("flags", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 1.0)])
+def test_overflows_on_several_devices_are_one_overflow(flags: tuple[float, ...]) -> None:
+    devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")]
+    found = {each: torch.tensor(flag) for each, flag in zip(devices, flags, strict=True)}
+    joined = _scaled_grads.join_flags(found)
+    assert joined is found
+    assert sum(flag.item() for flag in joined.values()) == max(flags)

@@ -102,6 +102,21 @@ def unscale(
     return found_inf
 
 
+def join_flags(found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    """Leave one number that is 1 if any is not 0: torch's fused steps skip at a sum of 1, not of 2.
+
+    Args:
+        found_inf: By device, not 0 if a gradient there holds inf or NaN; written.
+    """
+    if len(found_inf) > 1:
+        # GPUs come first: the CPU would have to wait for their numbers.
+        flags = sorted(found_inf.values(), key=lambda flag: flag.is_cpu)
+        for other in flags[1:]:
+            flags[0].copy_(torch.maximum(flags[0], bring(other, flags[0].device)))
+            other.zero_()
+    return found_inf
+
+
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and _C.with_cuda)
 

@@ -212,7 +212,7 @@ class GradScaler(BoundedGradScaler):
         if clip is not None:
             inv_scale = inv_scale / clip
         found = self._unscale_others(grads.others, inv_scale, found_inf)
-        return _scaled_grads.unscale(grads, inv_scale, found)
+        return _scaled_grads.join_flags(_scaled_grads.unscale(grads, inv_scale, found))
 
     def _unscale_others(
         self, params: list[Tensor], inv_scale: Tensor, found_inf: Tensor
@@ -228,13 +228,12 @@ class GradScaler(BoundedGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if _CLIP not in state:
             grads = _scaled_grads.collect(optimizer)
-            others = self._unscale_others(
-                grads.others, torch.ones_like(scale), torch.zeros_like(scale)
-            )
-            measured = self._measure(optimizer, grads)
-            for device, found in others.items():
-                before = measured.found_inf.get(device)
-                measured.found_inf[device] = found if before is None else found + before
+            found_inf = self._measure(optimizer, grads).found_inf
+            if grads.others:
+                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+                for device, found in self._unscale_others(grads.others, one, zero).items():
+                    found_inf[device] = torch.maximum(found_inf.get(device, found), found)
+            _scaled_grads.join_flags(found_inf)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     def _maybe_opt_step(

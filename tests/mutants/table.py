@@ -667,6 +667,9 @@ SCALER = {
         "found = found_inf[device] = (",
         "grad_scaler",
     ),
+    "overflows on two devices add up to no overflow of torch": Mutant(
+        "amp/_scaled_grads.py", "other.zero_()", "pass", "grad_scaler_misuse"
+    ),
     "the outcome is a tensor that update writes": Mutant(
         "amp/_scaled_steps.py",
         "torch.stack([device_scale.bring(each, home) for each in found_inf]).sum()",
