@@ -205,7 +205,12 @@ def test_kernels_do_not_spill_and_access_vectors_as_published(file: str) -> None
 
 PLANTS = {
     "generic": ("step_update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
-    "spill": ("step_update.cu", "step_update.cu", r"(?<=\(kBlockSize, )\w+(?=\))", "8"),
+    "spill": (
+        "step_update.cu",
+        "step_update.cu",
+        r"(?<=\(kBlockSize, )\w+(?=\)\s+step_kernel)",
+        "8",
+    ),
     "scalar": (
         "unscale.cu",
         "vectors.h",
