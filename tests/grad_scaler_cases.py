@@ -10,7 +10,7 @@ from fused_adam_cases import give_grads
 from torch.nn import Parameter
 
 from apex_mp import amp
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 Optimizer = torch.optim.Optimizer
 
@@ -19,6 +19,7 @@ OURS: dict[str, Any] = {
     "FusedSGD": functools.partial(FusedSGD, lr=0.01, momentum=0.9),
     "FusedAdagrad": functools.partial(FusedAdagrad, lr=0.01),
     "FusedNovoGrad": functools.partial(FusedNovoGrad, lr=0.01),
+    "FusedLAMB": functools.partial(FusedLAMB, lr=0.01, max_grad_norm=0.0),
 }
 OF_TORCH: dict[str, Any] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
