@@ -115,7 +115,7 @@ class ScaledPrecision:
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the scale of a checkpoint that Lightning's own plugin has written."""
         theirs = checkpoint.get("MixedPrecision")
-        if theirs and type(self).__qualname__ not in checkpoint:
+        if theirs:
             self.scaler.load_state_dict(theirs)
 
     def _unscale(self, optimizer: Any) -> None:

@@ -50,15 +50,15 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
             f"attach_scaler: scaler is a {type(scaler).__module__}.{type(scaler).__name__}; it "
             "must be an apex_mp.amp.GradScaler, which can tell whether a step was skipped"
         )
-    if accelerator.mixed_precision not in ("no", "fp16"):
-        raise ValueError(
-            f"attach_scaler: mixed_precision is {accelerator.mixed_precision!r}; gradients are "
-            'scaled for "fp16", or for "no" where the model itself is in float16'
-        )
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
             f"attach_scaler: {accelerator.distributed_type.value} scales losses by itself; set its "
             "scale in its own configuration"
+        )
+    if accelerator.mixed_precision not in ("no", "fp16"):
+        raise ValueError(
+            f"attach_scaler: mixed_precision is {accelerator.mixed_precision!r}; gradients are "
+            'scaled for "fp16", or for "no" where the model itself is in float16'
         )
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         raise ValueError(
@@ -157,14 +157,11 @@ class _Scaling(Accelerator):  # type: ignore[misc]
     def _clipping(self, parameters: Tensor | Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Have `unscale_gradients()` mean the optimizers that own these parameters."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        with_grad = {param for param in params if param.grad is not None}
         self._clipped = [
             prepared
             for prepared in self._optimizers
-            if not with_grad.isdisjoint(grads_of(_inner(prepared)))
+            if not grads_of(_inner(prepared)).keys().isdisjoint(params)
         ]
-        if with_grad and not self._clipped:
-            self._clipped = None
         try:
             yield params
         finally:

@@ -10,6 +10,7 @@ import pytest
 import tasks
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -82,6 +83,29 @@ def test_clipping_does_not_lose_fp16_gradients_that_are_too_small_unscaled() -> 
     torch.testing.assert_close(clipped, expected, rtol=1e-6, atol=0)
 
 
+def test_a_part_of_the_fp16_gradients_is_clipped_alone() -> None:
+    half = tasks.model().half()
+    accelerator, half, *_ = prepared(FusedAdam(half.parameters()), half)
+    accelerator.backward(tasks.loss_of(half, tasks.batches(1)[0]))
+    first, *others = ([param.grad.clone() for param in layer.parameters()] for layer in half[::2])
+    scale = accelerator.scaler.get_scale()
+    norm = accelerator.clip_grad_norm_(half[0].parameters(), 1e-3)
+    expected = torch.cat([grad.flatten() for grad in first]).double().norm() / scale
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-3, atol=0)
+    for param, grad in zip(half[2].parameters(), *others, strict=True):
+        torch.testing.assert_close(param.grad, grad / scale, rtol=0, atol=0)
+
+
+def test_fp16_gradients_are_clipped_by_another_norm() -> None:
+    half = tasks.model().half()
+    accelerator, half, *_ = prepared(FusedAdam(half.parameters()), half)
+    accelerator.backward(tasks.loss_of(half, tasks.batches(1)[0]))
+    scaled = max(grad.abs().max().item() for grad in tasks.grads_of(half))
+    norm = accelerator.clip_grad_norm_(half.parameters(), 1e-3, norm_type=math.inf)
+    assert norm.item() == scaled / accelerator.scaler.get_scale()
+    assert max(grad.abs().max().item() for grad in tasks.grads_of(half)) <= 1.001e-3
+
+
 @pytest.mark.parametrize(
     ("optimizer_class", "half"),
     [(FusedAdam, True), (FusedAdam, False), (FusedSGD, False), (torch.optim.AdamW, False)],
@@ -119,7 +143,7 @@ def test_gradients_that_accumulate_are_one_step() -> None:
     accelerator, trained, optimizer, scheduler = prepared(
         FusedAdam(trained.parameters()), trained, gradient_accumulation_steps=2
     )
-    rates = []
+    rates, skipped = [], []
     for batch, factor in zip(tasks.batches(6), (1, 1, math.inf, 1, 1, 1), strict=True):
         with accelerator.accumulate(trained):
             accelerator.backward(tasks.loss_of(trained, batch) * factor)
@@ -127,6 +151,8 @@ def test_gradients_that_accumulate_are_one_step() -> None:
             scheduler.step()
             optimizer.zero_grad()
         rates.append(scheduler.get_last_lr()[0])
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    assert skipped == [False, False, False, True, True, False]
     assert rates == [1e-3, 5e-4, 5e-4, 5e-4, 5e-4, 2.5e-4]
 
 
@@ -218,6 +244,14 @@ def test_a_scaler_comes_before_prepare() -> None:
 def test_bf16_needs_no_scaler() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.raises(ValueError, match="mixed_precision is 'bf16'"):
+        attach_scaler(accelerator, GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
+def test_what_scales_by_itself_needs_no_scaler(kind: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType(kind)
+    with pytest.raises(ValueError, match=f"{kind} scales losses by itself"):
         attach_scaler(accelerator, GradScaler("cpu"))
 
 
