@@ -15,7 +15,7 @@ import torch
 
 import apex_mp
 from apex_mp.amp import GradScaler
-from apex_mp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 pytestmark = pytest.mark.cpu_only
 TORCHVISION = Path(sys.prefix) / "torchvision"
@@ -62,6 +62,7 @@ def create(model: torch.nn.Module, name: str, **options: Any) -> Any:
         ("fusedadam", FusedAdam, {"adam_w_mode": False}),
         ("fusedadamw", FusedAdam, {"adam_w_mode": True}),
         ("fusedsgd", FusedSGD, {"momentum": 0.9, "nesterov": True}),
+        ("fusedlamb", FusedLAMB, {"betas": (0.9, 0.999), "max_grad_norm": 1.0}),
         ("fusednovograd", FusedNovoGrad, {"betas": (0.95, 0.98)}),
     ],
 )
