@@ -58,7 +58,8 @@ PROCESSOR_TESTS := $(patsubst %,tests/test_%.py,amp_casts amp_fp16_compute amp_p
 # Tests of what leans on private names of torch, or on what its documentation does not promise.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patching amp_registry amp_scopes \
   amp_threads distributed_checkpoint fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
-  fused_adam_grad_scaler grad_marks multiproc operator_autograd operators packaging parallel \
+  fused_adam_grad_scaler grad_marks grad_scaler_in_torch grad_scaler_torch_cases multiproc \
+  operator_autograd operators packaging parallel \
   parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
   run_modernize sync_batchnorm torch_optimizer_database two_processes)
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
