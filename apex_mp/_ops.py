@@ -20,8 +20,19 @@ from torch import Tensor
 
 from apex_mp._traced_ops import copy_written_arguments
 
-for _name in ("check_", "unscale_", "axpby_", "l2_norm_", "update_scale_", "adam_", "sgd_"):
+for _name in (
+    "check_",
+    "unscale_",
+    "axpby_",
+    "l2_norm_",
+    "exponents_",
+    "update_scale_",
+    "adam_",
+    "sgd_",
+):
     copy_written_arguments(getattr(torch.ops.apex_mp, _name).default)
+
+EXPONENT_BINS = 256  # kExponentBins of csrc/math/exponent.h
 
 
 def check_(
@@ -91,6 +102,19 @@ def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     norms = torch.zeros(len(tensors), dtype=dtype, device=device)
     torch.ops.apex_mp.l2_norm_(tensors, norm, norms)
     return norm, norms
+
+
+def exponents_(tensors: Sequence[Tensor], counts: Tensor) -> None:
+    """Count the numbers of each tensor by the power of two in which they lie.
+
+    Args:
+        tensors: n tensors of any floating dtypes, only read.
+        counts: int64, [n, 256]; `counts[i, bin]` grows by how many numbers of `tensors[i]` have
+            `2**(bin - 127) <= abs(number) < 2**(bin - 126)`. Zeros are counted in bin 0, inf and
+            NaN in bin 255; smaller numbers than 2**-126 in bin 1, float64 numbers of 2**128 and
+            more in bin 254.
+    """
+    torch.ops.apex_mp.exponents_(tensors, counts)
 
 
 def update_scale_(

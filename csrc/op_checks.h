@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "math/adam.h"
+#include "math/exponent.h"
 #include "math/sgd.h"
 #include "math/update_scale.h"
 
@@ -90,6 +91,20 @@ inline void check_l2_norm(at::TensorList tensors, const at::Tensor& norm,
   for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
     check_element({op, "tensors", i}, tensors[i], device);
   }
+}
+
+inline void check_exponents(at::TensorList tensors, const at::Tensor& counts) {
+  const char* op = "exponents_";
+  const at::Device device = counts.device();
+  check_dtype({op, "counts"}, counts, {at::kLong});
+  check_dense({op, "counts"}, counts);
+  const auto rows = static_cast<int64_t>(tensors.size());
+  TORCH_CHECK(counts.dim() == 2 && counts.size(0) == rows &&
+                  counts.size(1) == math::kExponentBins && counts.is_contiguous(),
+              op, ": counts has sizes ", counts.sizes(), " and strides ", counts.strides(),
+              "; it must be contiguous, of ", rows, " rows, one for each tensor, and ",
+              math::kExponentBins, " columns");
+  for (int64_t i = 0; i < rows; ++i) check_element({op, "tensors", i}, tensors[i], device);
 }
 
 inline void check_update_scale(const at::Tensor& scale, const at::Tensor& good_steps,

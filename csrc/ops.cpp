@@ -21,6 +21,10 @@ TORCH_LIBRARY(apex_mp, m) {
   // norm = l2 norm of all tensors as one vector; norms[i] = that of tensors[i].
   m.def("l2_norm_(Tensor[] tensors, Tensor(a!) norm, Tensor(b!)? norms) -> ()");
 
+  // counts[i][bin] += how many numbers of tensors[i] lie in a power of two; math/exponent.h has the
+  // bins.
+  m.def("exponents_(Tensor[] tensors, Tensor(a!) counts) -> ()");
+
   // One step of the dynamic loss scale; the rule is apex_mp.loss_scale.DynamicLossScale's.
   m.def(
       "update_scale_(Tensor(a!) scale, Tensor(b!) good_steps, Tensor(c!) overflows, "
@@ -78,8 +82,8 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
 }
 
 void refuse_all(torch::Library& m) {
-  for (const char* name :
-       {"check_", "unscale_", "axpby_", "l2_norm_", "update_scale_", "adam_", "sgd_"}) {
+  for (const char* name : {"check_", "unscale_", "axpby_", "l2_norm_", "exponents_",
+                           "update_scale_", "adam_", "sgd_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }

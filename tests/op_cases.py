@@ -162,6 +162,7 @@ MIXED = FLOATS
 DTYPES: dict[str, list[Sequence[Dtypes]]] = {
     "check_": [*EACH, (MIXED,)],
     "l2_norm_": [*EACH, (MIXED,)],
+    "exponents_": [*EACH, (MIXED,)],
     # src, dst
     "unscale_": [
         *[((src,), (dst,)) for src in FLOATS for dst in FLOATS],
@@ -275,6 +276,14 @@ def sample_l2_norm(case: ListCase, dtypes: Sequence[Dtypes], device: torch.devic
     }
 
 
+def sample_exponents(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
+    tensors = make_list(case, dtypes[0], device)
+    return {
+        "tensors": tensors,
+        "counts": torch.zeros(len(tensors), 256, dtype=torch.int64, device=device),
+    }
+
+
 def sample_update_scale(
     case: ListCase, dtypes: Sequence[Dtypes], device: torch.device
 ) -> Arguments:
@@ -370,6 +379,7 @@ OPERATORS = [
     Operator("unscale_", sample_unscale, ("src", "dst"), ("dst", "found_inf")),
     Operator("axpby_", sample_axpby, ("x", "y", "out"), ("out", "found_inf")),
     Operator("l2_norm_", sample_l2_norm, ("tensors",), ("norm", "norms")),
+    Operator("exponents_", sample_exponents, ("tensors",), ("counts",)),
     Operator("update_scale_", sample_update_scale, (), ("scale", "good_steps", "overflows")),
     Operator(
         "adam_",

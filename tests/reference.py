@@ -30,6 +30,19 @@ def l2_norm(tensors: Sequence[Tensor]) -> float:
     return float(sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5)
 
 
+def exponents(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the counts of `_ops.exponents_`, found by frexp in float64."""
+    counts = torch.zeros(len(tensors), 256, dtype=torch.int64)
+    for row, tensor in zip(counts, tensors, strict=True):
+        numbers = tensor.detach().cpu().double().flatten()
+        finite = numbers[numbers.isfinite() & (numbers != 0)]
+        bins = (torch.frexp(finite).exponent + 126).clamp(1, 254)
+        row += torch.bincount(bins, minlength=256)
+        row[0] = (numbers == 0).sum()
+        row[255] = (~numbers.isfinite()).sum()
+    return counts
+
+
 def unscaled(src: Tensor, inv_scale: float, like: Tensor) -> Tensor:
     """Return the exact result: one product in the math dtype, rounded once to that of `like`."""
     dtype = math_dtype(src, like)

@@ -210,7 +210,7 @@ def test_the_smallest_scale_of_amp_raises(made: Any) -> None:
     [
         ({"at_minimum": "stop"}, 'it must be "warn", "raise" or a function'),
         ({"at_minimum": None}, 'it must be "warn", "raise" or a function'),
-        ({"after": 2}, "through a model"),
+        ({"after": 2}, "and needs a model"),
         ({"after": 0, "model": nn.Linear(1, 1)}, "at least 1"),
     ],
 )

@@ -37,6 +37,7 @@ DTYPES_OF_SOUND_CALL = {
     "unscale_": [(F16,), (F32,)],
     "axpby_": [(F16,), (F32,), (F32,)],
     "l2_norm_": [(F16,)],
+    "exponents_": [(F16,)],
     "update_scale_": [],
     "adam_": [(F32,), (F16,), (F16,)],
     "sgd_": [(F32,), (F16,), (F32,), (F16,)],
@@ -232,6 +233,19 @@ FAULTS = [
         one_element_less,
         "has 2 elements, tensors has 3 tensors; they must match",
     ),
+    *faults_of_list("exponents_", "tensors", paired_with=None),
+    Fault("exponents_", "counts", "int32", cast(torch.int32), "is of dtype Int; it must be Long"),
+    Fault("exponents_", "counts", "with gaps", with_gaps, DENSE),
+    Fault("exponents_", "counts", "expanded", expanded, DENSE),
+    *[
+        Fault("exponents_", "counts", what, spoil, "has sizes .*; it must be contiguous, of 3 rows")
+        for what, spoil in {
+            "too short": lambda counts: counts[:-1],
+            "too narrow": lambda counts: counts[:, :128].contiguous(),
+            "flat": Tensor.flatten,
+            "transposed": lambda counts: counts.t().contiguous().t(),
+        }.items()
+    ],
     *faults_of_one_element("update_scale_", "scale", "Float"),
     *faults_of_one_element("update_scale_", "good_steps", "Int"),
     *faults_of_one_element("update_scale_", "overflows", "Int"),
@@ -417,6 +431,7 @@ TENSORS = {
     "unscale_": ("inv_scale", "found_inf"),
     "axpby_": ("a", "b", "found_inf"),
     "l2_norm_": ("norm", "norms"),
+    "exponents_": ("counts",),
     "update_scale_": ("scale", "good_steps", "overflows", "found_inf"),
     "adam_": ("lr", "inv_scale", "found_inf"),
     "sgd_": ("lr", "inv_scale", "found_inf"),

@@ -140,6 +140,51 @@ def test_check_does_not_take_an_overflowing_sum_for_an_overflowing_gradient(
     assert found_inf.item() == 0
 
 
+# --- exponents_
+
+
+@each_list_and_dtype("exponents_")
+@each_cpu_level
+def test_exponents_counts_every_number_exactly_once(
+    case: ListCase, dtypes: list[Dtypes], device: torch.device
+) -> None:
+    call = OPERATOR["exponents_"].sample(case, dtypes, device)
+    before = copy_of(call)
+    for _ in range(2):  # The second adds to the first.
+        _ops.exponents_(**call)
+    assert_same_bits(call["counts"].cpu(), 2 * reference.exponents(call["tensors"]))
+    assert_only_wrote("exponents_", case, before, call)
+
+
+@each_dtype
+@each_cpu_level
+def test_exponents_counts_every_number_of_a_dtype_in_its_bin(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype in (F16, BF16):
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    else:
+        powers = torch.arange(-1080.0, 1030.0, dtype=F64)
+        edges = torch.cat([torch.exp2(powers), torch.tensor([0.0, 1e-310], dtype=F64)])
+        around = [edges, edges.nextafter(edges * 2), edges.nextafter(edges * 0), -edges]
+        special = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=F64)
+        numbers = torch.cat([*around, special]).to(dtype)
+    counts = torch.zeros(1, 256, dtype=torch.int64, device=device)
+    _ops.exponents_([numbers.to(device)], counts)
+    assert_same_bits(counts.cpu(), reference.exponents([numbers]))
+    assert counts.sum().item() == numbers.numel()
+
+
+def test_exponents_has_zeros_and_numbers_that_are_not_finite_in_bins_of_their_own(
+    device: torch.device,
+) -> None:
+    numbers = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0, 2.0**-24, torch.inf, torch.nan])
+    counts = torch.zeros(1, 256, dtype=torch.int64, device=device)
+    _ops.exponents_([numbers.half().to(device)], counts)
+    bins = {bin_: count for bin_, count in enumerate(counts[0].tolist()) if count}
+    assert bins == {0: 2, 103: 1, 127: 2, 128: 1, 255: 2}
+
+
 # --- inf and NaN, wherever they are
 
 

@@ -24,8 +24,9 @@ from apex_mp.fp16_utils._skips import (
     mark_step_called,
     warn_of_endless_skips,
 )
+from apex_mp.master import LOW_PRECISION
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIDE = (torch.float32, torch.float64)
 
 
 class StepGuard:
@@ -130,7 +131,10 @@ class StepGuard:
         if self._is_leaving:
             self._take_off()
         if _step_notes.listeners and not (args or kwargs):  # A closure has yet to make gradients.
-            _step_notes.before(optimizer, self.scaler, scale=self.scale, unscaled=_FLOATING)
+            # Gradients of parameters that have masters stay scaled.
+            has_masters = getattr(optimizer, "_amp_masters", None) is not None
+            unscaled = _WIDE if has_masters else (*_WIDE, *LOW_PRECISION)
+            _step_notes.before(optimizer, self.scaler, scale=self.scale, unscaled=unscaled)
         if self._found_inf is not None and self._overflow is None and not (args or kwargs):
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()

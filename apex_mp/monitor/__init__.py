@@ -1,18 +1,24 @@
-"""See what mixed precision does: loss scale, skipped steps, gradient norms, where inf begins.
+"""See what mixed precision does: loss scale, skips, norms and exponents, where inf begins.
 
 `docs/monitor.md` is the guide.
 """
 
 from apex_mp.monitor._monitor import LossScaleExhaustedError, Monitor
+from apex_mp.monitor.exponents import Exponents, Sample
 from apex_mp.monitor.history import History, Step
 from apex_mp.monitor.origin import Origin, Range, find_nonfinite
+from apex_mp.monitor.updates import LostUpdates, lost_updates
 
 __all__ = [
+    "Exponents",
     "History",
     "LossScaleExhaustedError",
+    "LostUpdates",
     "Monitor",
     "Origin",
     "Range",
+    "Sample",
     "Step",
     "find_nonfinite",
+    "lost_updates",
 ]

@@ -18,6 +18,7 @@ from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.fp16_utils._skips import warn
 from apex_mp.monitor import _report
+from apex_mp.monitor.exponents import Sampler
 from apex_mp.monitor.history import History, Step
 from apex_mp.monitor.origin import Origin, find_nonfinite
 
@@ -73,6 +74,8 @@ class Monitor:
         writer: A TensorBoard `SummaryWriter`, or anything else with its `add_scalar` [None].
         tag: What the names of its curves begin with ["amp"].
         model: The module for `find_nonfinite` [None].
+        every: Count the exponents of the gradients at each step whose number is divisible by
+            it; needs `model` [None].
         after: Run the batch once more after that many skipped steps in a row, by `find_nonfinite`,
             and log where inf or NaN begins; needs `model`, and `run` in each iteration [None].
         at_minimum: What to do when a step is skipped at the smallest loss scale: "warn", once until
@@ -97,6 +100,7 @@ class Monitor:
         writer: Writer | None = None,
         tag: str = "amp",
         model: torch.nn.Module | None = None,
+        every: int | None = None,
         after: int | None = None,
         at_minimum: str | Callable[[LossScaleExhaustedError], None] = "warn",
     ) -> None:
@@ -106,20 +110,23 @@ class Monitor:
             raise ValueError(
                 f'Monitor: at_minimum is {at_minimum!r}; it must be "warn", "raise" or a function'
             )
-        if after is not None and (after < 1 or model is None):
-            raise ValueError(
-                f"Monitor: after is {after!r} and model is {type(model).__name__}; after must be "
-                "at least 1, and the batch is run once more through a model"
-            )
+        for name, value in (("every", every), ("after", after)):
+            if value is not None and (value < 1 or model is None):
+                raise ValueError(
+                    f"Monitor: {name} is {value!r} and model is a {type(model).__name__}; {name} "
+                    "must be at least 1, and needs a model"
+                )
         owner = _owner(source)
         self._history = History(length)
         self._callback = callback
         self._writer = writer
         self._tag = tag
         self._model = model
+        self._every = every
         self._after = after
         self._at_minimum = at_minimum
         self.run: Callable[[], Tensor] | None = None
+        self._samplers: dict[int, Sampler] = {}  # of the same steps
         self._runs: dict[
             int, Callable[[], Tensor]
         ] = {}  # of steps of which the host has yet to hear
@@ -141,11 +148,23 @@ class Monitor:
     def before_step(
         self, scale: float | Tensor = 1.0, unscaled: Collection[torch.dtype] = ()
     ) -> None:
-        """Hear that the gradients of the next step are complete."""
+        """Hear that the gradients of the next step are complete.
+
+        A plain loop calls it before its step if gradients are to be sampled, and `record` after it.
+
+        Args:
+            scale: Their loss scale: a number, or one on a device [1].
+            unscaled: Dtypes of gradients that it was taken out of already [none].
+        """
         self._begun += 1
         self._keep(self._begun, scale=scale)
         if self.run is not None:
             self._runs[self._begun] = self.run
+        if self._every is not None and self._begun % self._every == 0 and self._model is not None:
+            named = self._model.named_parameters()
+            grads = ((name, param.grad) for name, param in named if param.grad is not None)
+            self._samplers[self._begun] = sampler = Sampler(grads, unscaled)
+            sampler.run()
 
     def note(
         self, *, grad_norm: float | Tensor | None = None, clip: float | Tensor | None = None
@@ -190,6 +209,9 @@ class Monitor:
             overflow=tuple(note.overflow),
         )
         self._history.add(step)
+        sampler = self._samplers.pop(number, None)
+        if sampler is not None:
+            self._history.samples.append(sampler.sample(number, scale))
         self._pass_on(step)
         self._judge(step, note.lowest)
 

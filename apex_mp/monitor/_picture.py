@@ -1,4 +1,4 @@
-"""A run as a picture: loss scale with skips, gradient norm, and which parameters overflowed."""
+"""A run as a picture: loss scale with skips, gradient norm, and a table of the parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from apex_mp.monitor.exponents import LARGEST, SMALLEST, SMALLEST_NORMAL
 from apex_mp.monitor.history import History
 
 # Of Okabe and Ito, which people with any colour vision tell apart.
@@ -52,7 +53,11 @@ def draw(history: History, path: str | os.PathLike[str]) -> None:
         norm = figure.add_subplot(grid[1, 0], sharex=scale)
         _draw_scale(scale, history)
         _draw_norm(norm, history)
-        _draw_parameters(figure.add_subplot(grid[:, 1]), history)
+        last = figure.add_subplot(grid[:, 1])
+        if history.samples:
+            _draw_exponents(last, history)
+        else:
+            _draw_overflows(last, history)
         figure.suptitle(
             _finding(history), x=0.07, y=0.955, ha="left", fontsize=15.5, fontweight="bold"
         )
@@ -124,7 +129,44 @@ def _draw_norm(axes: Axes, history: History) -> None:
     axes.grid(axis="y")
 
 
-def _draw_parameters(axes: Axes, history: History) -> None:
+def _draw_exponents(axes: Axes, history: History) -> None:
+    """Draw how many elements of each gradient lie in each power of two."""
+    sample = history.samples[-1]
+    by_name = history.overflows_by_name()
+    grads = [grad for grad in sample.grads if grad.total]
+    # All that overflowed, then those that underflow most, in the order of the model.
+    worst = sorted(
+        grads, key=lambda g: (by_name.get(g.name, 0), g.underflows / g.total), reverse=True
+    )
+    shown = [grad for grad in grads if any(grad is each for each in worst[:_ROWS_SHOWN])]
+    first, last = SMALLEST - 2, LARGEST + 1
+    for row, grad in enumerate(shown):
+        for exponent, count in grad.counts.items():
+            place = min(max(exponent, first), last)
+            share = math.sqrt(count / max(grad.counts.values()))
+            axes.barh(row, 1, left=place, height=0.72, color=_SCALE, alpha=0.08 + 0.92 * share)
+        skips = by_name.get(grad.name)
+        if skips:
+            axes.annotate(
+                f"{skips} skips", (1, row), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                textcoords="offset points", va="center", color=_SKIPPED, fontsize=9,
+            )  # fmt: skip
+    for edge in (SMALLEST, SMALLEST_NORMAL, LARGEST + 1):
+        axes.axvline(edge, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.set_yticks(range(len(shown)), [_short(g.name) for g in shown], color=_INK, fontsize=9)
+    axes.set_ylim(max(len(shown), 6) - 0.45, -0.55)
+    axes.set_xlim(first, last + 1)
+    axes.set_xticks([SMALLEST, SMALLEST_NORMAL, 0, LARGEST + 1])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"2$^{{{value:.0f}}}$"))
+    axes.set(
+        title=f"Scaled gradients of step {sample.step}",
+        xlabel="fp16: fewer digits below 2$^{-14}$, inf from 2$^{16}$",
+    )
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_overflows(axes: Axes, history: History) -> None:
     counts = [*history.overflows_by_name().items()]
     axes.set(title="Which gradients held inf or NaN")
     if not counts:

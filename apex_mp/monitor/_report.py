@@ -17,7 +17,7 @@ def text(history: History) -> str:
     if not steps:
         return "no steps yet"
     lines = [_total(history), _scale(steps), *_norm(steps), *_clip(steps)]
-    return "\n".join([*lines, *_overflows(history), *_origins(history)])
+    return "\n".join([*lines, *_overflows(history), *_sample(history), *_origins(history)])
 
 
 def power(scale: float) -> str:
@@ -73,6 +73,41 @@ def _overflows(history: History) -> list[str]:
     others = len(counts) - len(rows)
     rest = [f"          and {others} more"] if others else []
     return ["skipped steps in which a parameter's gradient held inf or NaN:", *rows, *rest]
+
+
+def _sample(history: History) -> list[str]:
+    """Return the table of the last sample, the parameters that underflow most first."""
+    if not history.samples:
+        return []
+    sample = history.samples[-1]
+    lines = [
+        f"gradients of step {sample.step}, as backward left them at a loss scale of "
+        f"{power(sample.scale)}:",
+        f"  {_percent(sample.zeros, sample.total)} zero, "
+        f"{_percent(sample.underflows, sample.total)} below 2^-14, where float16 loses digits",
+    ]
+    largest = sample.largest_scale
+    if largest is not None and largest > sample.scale and sample.underflows:
+        lines.append(
+            f"  a loss scale of {power(largest)} would save {100.0 * sample.saved(largest):.1f} % "
+            "of those; at more the largest becomes inf"
+        )
+    grads = sorted(sample.grads, key=lambda grad: grad.underflows / grad.total if grad.total else 0)
+    rows = [*reversed(grads)][:_PARAMETERS_NAMED]
+    width = max([len(grad.name) for grad in rows] + [9])
+    lines.append(f"  {'parameter':{width}}  smallest  largest     zero  below 2^-14")
+    for grad in rows:
+        ends = ["-" if e is None else f"2^{e}" for e in (grad.smallest, grad.largest)]
+        shares = [_percent(count, grad.total) for count in (grad.zeros, grad.underflows)]
+        lines.append(
+            f"  {grad.name:{width}}  {ends[0]:>8}  {ends[1]:>7}  {shares[0]:>7}  {shares[1]:>11}"
+        )
+    others = len(grads) - len(rows)
+    return [*lines, f"  and {others} more"] if others else lines
+
+
+def _percent(count: int, total: int) -> str:
+    return f"{100.0 * count / total:.1f} %" if total else "-"
 
 
 def _origins(history: History) -> list[str]:

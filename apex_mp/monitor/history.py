@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from apex_mp.grads import NonFinite
+from apex_mp.monitor.exponents import Exponents, Sample
 
 _FORMAT = 1
+_SAMPLES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +50,14 @@ class History:
         total: How many steps there were.
         skipped: How many of these were skipped.
         skips_in_a_row: How many of the last steps were skipped, one after the other.
+        samples: The last samples of gradient exponents, the oldest first.
         origins: What `find_nonfinite` has found, as text, by the number of the step.
     """
 
     def __init__(self, length: int = 10_000) -> None:
         self.steps: collections.deque[Step] = collections.deque(maxlen=length)
         self.total = self.skipped = self.skips_in_a_row = 0
+        self.samples: collections.deque[Sample] = collections.deque(maxlen=_SAMPLES)
         self.origins: dict[int, str] = {}
 
     def add(self, step: Step) -> None:
@@ -79,6 +83,7 @@ class History:
             "skipped": self.skipped,
             "skips_in_a_row": self.skips_in_a_row,
             "origins": [[number, text] for number, text in self.origins.items()],
+            "samples": [dataclasses.asdict(sample) for sample in self.samples],
             "steps": [dataclasses.asdict(step) for step in self.steps],
         }
         # Through a file of its own: who reads while we write finds a whole file.
@@ -101,10 +106,25 @@ class History:
                 NonFinite(**{**found, "shape": tuple(found["shape"])}) for found in step["overflow"]
             )
             history.steps.append(Step(**{**step, "overflow": overflow}))
+        history.samples.extend(_sample_of(sample) for sample in values["samples"])
         history.total, history.skipped = values["total"], values["skipped"]
         history.skips_in_a_row = values["skips_in_a_row"]
         history.origins = dict(values["origins"])
         return history
+
+
+def _sample_of(values: dict[str, Any]) -> Sample:
+    grads = [
+        Exponents(
+            **{
+                **grad,
+                "shape": tuple(grad["shape"]),
+                "counts": {int(e): count for e, count in grad["counts"].items()},
+            }
+        )
+        for grad in values["grads"]
+    ]
+    return Sample(values["step"], values["scale"], tuple(grads))
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:

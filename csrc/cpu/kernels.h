@@ -38,7 +38,8 @@ using MeasureKernel = math::Measured (*)(const StepChunk& chunk, const void* fac
 struct Kernels {
   const char* level;
   CheckResult (*check)(In grad, int64_t count);
-  double (*max_abs)(In grad, int64_t count);  // NaN counts as 0
+  double (*max_abs)(In grad, int64_t count);                    // NaN counts as 0
+  void (*exponents)(In array, int64_t count, int32_t* counts);  // adds to math::kExponentBins
   // These two return 1 if something they tested was not finite, else 0.
   int32_t (*unscale)(In src, Out dst, int64_t count, double inv_scale);
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);

@@ -26,6 +26,7 @@
 #include "cpu/kernels.h"
 #include "math/axpby.h"
 #include "math/check.h"
+#include "math/exponent.h"
 #include "math/rules.h"
 #include "math/unscale.h"
 

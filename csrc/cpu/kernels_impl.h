@@ -13,6 +13,7 @@
 #endif
 #include "cpu/kernels/tiles.h"
 #include "cpu/kernels/check.h"
+#include "cpu/kernels/exponents.h"
 #include "cpu/kernels/step.h"
 // clang-format on
 
@@ -71,5 +72,6 @@ int32_t axpby(In x, In y, Out out, int64_t count, const math::Axpby<double>& fac
 
 template <typename... Rules>
 constexpr Kernels table(const char* level, math::RuleList<Rules...>) {
-  return {level, check, max_abs, unscale, axpby, {step<Rules>...}, {measure_of<Rules>()...}};
+  return {level,   check, max_abs,          exponents,
+          unscale, axpby, {step<Rules>...}, {measure_of<Rules>()...}};
 }

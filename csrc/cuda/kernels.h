@@ -54,6 +54,9 @@ struct L2Norm {
 };
 void l2_norm(const std::vector<Row<1>>& tensors, const L2Norm& task, cudaStream_t stream);
 
+// counts: math::kExponentBins for each tensor, added to.
+void exponents(const std::vector<Row<1>>& tensors, int64_t* counts, cudaStream_t stream);
+
 struct Unscale {
   Number inv_scale;
   float* found_inf;

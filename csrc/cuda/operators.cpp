@@ -74,6 +74,13 @@ void l2_norm_(at::TensorList tensors, const at::Tensor& norm,
   if (norms.has_value()) bump_version(*norms);
 }
 
+void exponents_(at::TensorList tensors, const at::Tensor& counts) {
+  check_exponents(tensors, counts);
+  const c10::cuda::CUDAGuard guard(counts.device());
+  exponents(rows_of(tensors), counts.mutable_data_ptr<int64_t>(), stream());
+  bump_version(counts);
+}
+
 void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
               const at::Tensor& found_inf) {
   check_unscale(src, dst, inv_scale, found_inf);
@@ -203,6 +210,7 @@ TORCH_LIBRARY_IMPL(apex_mp, CUDA, m) {
   m.impl("unscale_", &unscale_);
   m.impl("axpby_", &axpby_);
   m.impl("l2_norm_", &l2_norm_);
+  m.impl("exponents_", &exponents_);
   m.impl("update_scale_", &update_scale_);
   m.impl("adam_", &adam_);
   m.impl("sgd_", &sgd_);

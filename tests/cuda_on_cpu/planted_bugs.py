@@ -25,6 +25,8 @@ MANY_SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k 2000"
 ONE_STEP = f"{TESTS}::test_adam_takes_one_step -k fp32-fp32"
 LARGE_UNSCALE = f"{LARGE}::test_unscale_finds_the_last_numbers_of_a_large_tensor"
 
+EXPONENTS = f"{TESTS}::test_exponents_counts_every_number_exactly_once -k chunk"
+
 # Reports of the sanitizers, of the shim, and of the tests.
 OVERFLOW = r"AddressSanitizer: heap-buffer-overflow"
 UNDEFINED = r"runtime error: "
@@ -225,6 +227,43 @@ PLANTED_BUGS = {
         "size += count_chunks(tensor.size, kLargestChunk);",
         "size += count_chunks(tensor.size, 2 * kLargestChunk);",
         SUMS,
+        WRONG_BITS,
+    ),
+    # --- counts over blocks
+    "the counts of a block are not cleared": PlantedBug(
+        "cuda/exponents.cu",
+        "of_warps[warp][threadIdx.x] = 0;",
+        "of_warps[warp][threadIdx.x] += 0;",
+        EXPONENTS,
+        WRONG_BITS + "|" + UNDEFINED,
+    ),
+    "a block counts before all its counts are cleared": PlantedBug(
+        "cuda/exponents.cu",
+        "  __syncthreads();\n  const Part<1> part",
+        "  const Part<1> part",
+        EXPONENTS,
+        WRONG_BITS + "|" + UNDEFINED,
+    ),
+    "a block adds up before all its threads have counted": PlantedBug(
+        "cuda/exponents.cu",
+        "  __syncthreads();\n  int count = 0;",
+        "  int count = 0;",
+        EXPONENTS,
+        WRONG_BITS,
+    ),
+    "a block forgets what other blocks have counted": PlantedBug(
+        "cuda/exponents.cu",
+        "  atomicAdd(reinterpret_cast<unsigned long long*>(of_tensor + threadIdx.x),\n"
+        "            static_cast<unsigned long long>(count));",
+        "  of_tensor[threadIdx.x] = count;",
+        EXPONENTS,
+        WRONG_BITS,
+    ),
+    "each launch counts for the first tensors": PlantedBug(
+        "cuda/exponents.cu",
+        "(table.launch.first_tensor + part.slot)",
+        "part.slot",
+        f"{TESTS}::test_exponents_counts_every_number_exactly_once -k 5000",
         WRONG_BITS,
     ),
     "scratch memory is too small": PlantedBug(

@@ -92,6 +92,8 @@ def assert_computes_what_the_reference_says(operator: str, call: Arguments) -> N
         each = [reference.l2_norm([tensor]) for tensor in call["tensors"]]
         assert_same_bits(call["norms"], torch.tensor(each, dtype=torch.float64))
         assert call["norm"].item() == reference.l2_norm(call["tensors"])
+    elif operator == "exponents_":
+        assert_same_bits(call["counts"], reference.exponents(call["tensors"]))
     elif operator == "unscale_":
         for src, dst in zip(call["src"], call["dst"], strict=True):
             assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))

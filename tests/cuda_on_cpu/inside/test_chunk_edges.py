@@ -46,6 +46,7 @@ each_row = pytest.mark.parametrize(
 HALF_TO_FLOAT = {
     "check_": [(F16,)],
     "l2_norm_": [(F16,)],
+    "exponents_": [(F16,)],
     "unscale_": [(F16,), (F32,)],
     "axpby_": [(F16,), (F16,), (F32,)],
     "adam_": [(F32,), (F16,), (F16,)],

@@ -63,6 +63,12 @@ inline int atomicAdd(int* address, int value) {
   return old;
 }
 
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  const unsigned long long before = *address;
+  *address += value;
+  return before;
+}
+
 inline int atomicMin(int* address, int value) {
   const int old = *address;
   if (value < old) *address = value;

@@ -1,0 +1,175 @@
+"""In which powers of two gradients lie, against the range of float16."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp import _ops, device_scale, tensors
+
+# float16 has all its digits from 2**-14 on, fewer below it, and none below 2**-25.
+SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15
+_BIAS = 127  # of the bins of exponents_
+_ZEROS, _NOT_FINITE = 0, 255
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponents:
+    """How many elements of a gradient lie in each power of two, as backward has left it.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Its shape.
+        dtype: Dtype of the gradient, for example "float16".
+        counts: By exponent e, how many elements are in [2**e, 2**(e + 1)), of either sign; those
+            that are none are left out. It is the scaled gradient, also where the scale was taken
+            out before it was sampled.
+        zeros: How many are zero.
+        nonfinite: How many are inf or NaN.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    counts: dict[int, int]
+    zeros: int
+    nonfinite: int
+
+    @property
+    def total(self) -> int:
+        """How many elements there are."""
+        return sum(self.counts.values()) + self.zeros + self.nonfinite
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest exponent; None if there is none."""
+        return min(self.counts, default=None)
+
+    @property
+    def largest(self) -> int | None:
+        """The largest exponent; None if there is none."""
+        return max(self.counts, default=None)
+
+    @property
+    def underflows(self) -> int:
+        """How many elements that are not zero lie below 2**-14, where float16 loses digits."""
+        return self.below(SMALLEST_NORMAL)
+
+    def below(self, exponent: int) -> int:
+        """Return how many elements that are not zero lie below a power of two."""
+        return sum(count for e, count in self.counts.items() if e < exponent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The exponents of all gradients of one step.
+
+    Attributes:
+        step: Number of the step.
+        scale: Its loss scale.
+        grads: The gradients, in the order of the model.
+    """
+
+    step: int
+    scale: float
+    grads: tuple[Exponents, ...]
+
+    @property
+    def total(self) -> int:
+        """How many elements all gradients have."""
+        return sum(grad.total for grad in self.grads)
+
+    @property
+    def zeros(self) -> int:
+        """How many of them are zero."""
+        return sum(grad.zeros for grad in self.grads)
+
+    @property
+    def underflows(self) -> int:
+        """How many that are not zero lie below 2**-14, where float16 loses digits."""
+        return sum(grad.underflows for grad in self.grads)
+
+    def saved(self, scale: float) -> float:
+        """Return which share of those that underflow now would not with another loss scale.
+
+        That is known exactly, but for what rounding to float16 has moved across a power of two.
+        Zeros are not counted: which of them are gradients that underflowed to nothing is not known.
+
+        Args:
+            scale: The other loss scale; it should be this one times a power of two.
+        """
+        shift = round(math.log2(scale / self.scale))
+        still = sum(
+            grad.below(min(SMALLEST_NORMAL, SMALLEST_NORMAL - shift)) for grad in self.grads
+        )
+        return 1.0 - still / self.underflows if self.underflows else 0.0
+
+    @property
+    def largest_scale(self) -> float | None:
+        """The largest loss scale, this one times a power of two, at which none would be inf.
+
+        None if all are zero. It is about these gradients: others of the run may be larger.
+        """
+        exponents = [grad.largest for grad in self.grads if grad.largest is not None]
+        return self.scale * 2.0 ** (LARGEST - max(exponents)) if exponents else None
+
+
+class Sampler:
+    """Counts the exponents of gradients; on a GPU the host hears of them later.
+
+    Args:
+        named: Names and gradients.
+        unscaled: Dtypes of gradients that the loss scale was taken out of already.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], unscaled: Collection[torch.dtype]
+    ) -> None:
+        self._facts: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
+        for index, (name, grad) in enumerate(named):
+            if tensors.not_readable(grad) is None and grad.is_floating_point():
+                dense = grad if tensors.is_dense(grad) else grad.contiguous()
+                self._facts.setdefault(grad.device, []).append((index, name, dense))
+        self._unscaled = unscaled
+        self._told: dict[int, tuple[str, tuple[int, ...], torch.dtype, list[int]]] = {}
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Read the gradients once."""
+        for device, facts in self._facts.items():
+            counts = torch.zeros(len(facts), _ops.EXPONENT_BINS, dtype=torch.int64, device=device)
+            _ops.exponents_([grad for _, _, grad in facts], counts)
+            kept = [(i, name, tuple(grad.shape), grad.dtype) for i, name, grad in facts]
+            if device.type in device_scale.DEVICE_TYPES:
+                device_scale.send_tensor(counts, self._teller(kept))
+            else:
+                self._teller(kept)(counts)
+        self._facts.clear()  # No gradient is kept.
+
+    def _teller(
+        self, kept: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]
+    ) -> Callable[[Tensor], None]:
+        def tell(counts: Tensor) -> None:
+            for (index, name, shape, dtype), row in zip(kept, counts.tolist(), strict=True):
+                self._told[index] = name, shape, dtype, row
+
+        return tell
+
+    def sample(self, step: int, scale: float) -> Sample:
+        """Return what was counted, of a step whose loss scale is known by now."""
+        shift = round(math.log2(scale))
+        grads = []
+        for _, (name, shape, dtype, row) in sorted(self._told.items()):
+            moved = shift if dtype in self._unscaled else 0
+            counts = {
+                bin_ - _BIAS + moved: count
+                for bin_, count in enumerate(row)
+                if count and bin_ not in (_ZEROS, _NOT_FINITE)
+            }
+            dtype_name = str(dtype).removeprefix("torch.")
+            grads.append(Exponents(name, shape, dtype_name, counts, row[_ZEROS], row[_NOT_FINITE]))
+        return Sample(step, scale, tuple(grads))

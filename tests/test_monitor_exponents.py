@@ -1,0 +1,339 @@
+"""Samples of gradient exponents: what they count, what they predict, and what steps lose."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import BF16, F16, F32, PROBES, parameter, pull, wrap
+from torch import Tensor, nn
+
+from apex_mp import _ops, amp, device_scale
+from apex_mp.monitor import Exponents, History, Monitor, Sample, lost_updates
+from apex_mp.optimizers import FusedAdam, FusedSGD
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+both_paths = pytest.mark.parametrize("device_path", [False, True], ids=["host", "device"])
+
+
+@pytest.fixture
+def paths(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device_path:
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+
+
+def exponents(counts: dict[int, int], zeros: int = 0) -> Exponents:
+    total = sum(counts.values()) + zeros
+    return Exponents("weight", (total,), "float16", counts, zeros, 0)
+
+
+# What a sample says.
+
+
+def test_a_sample_says_what_float16_makes_of_the_gradients() -> None:
+    grad = exponents({-20: 3, -15: 1, -14: 2, 3: 4}, zeros=5)
+    assert (grad.smallest, grad.largest, grad.total) == (-20, 3, 15)
+    assert (grad.underflows, grad.below(-19)) == (4, 3)
+    sample = Sample(7, 2.0**10, (grad, exponents({-16: 4})))
+    assert (sample.total, sample.zeros, sample.underflows) == (19, 5, 8)
+    assert sample.saved(2.0**10) == 0.0
+    assert sample.saved(2.0**11) == 1 / 8
+    assert sample.saved(2.0**12) == 5 / 8
+    assert sample.saved(2.0**16) == 1.0
+    assert sample.saved(2.0**8) == 0.0
+    assert sample.largest_scale == 2.0**22
+
+
+def test_a_sample_of_zeros_predicts_nothing() -> None:
+    sample = Sample(1, 8.0, (exponents({}, zeros=4),))
+    assert sample.largest_scale is None
+    assert sample.saved(16.0) == 0.0
+    assert (sample.grads[0].smallest, sample.grads[0].largest) == (None, None)
+
+
+# Sampling.
+
+
+class Holder(nn.Module):
+    def __init__(self, **params: Tensor) -> None:
+        super().__init__()
+        for name, param in params.items():
+            self.register_parameter(name, param)  # type: ignore[arg-type]
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
+def test_gradients_of_an_fp16_optimizer_are_counted_scaled(probe: Any) -> None:
+    half, full = parameter([1.0] * 4), parameter([1.0] * 2, F32)
+    model = Holder(half=half, full=full)
+    optimizer = wrap(
+        probe([half, full]), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0}
+    )
+    monitor = Monitor(optimizer, model=model, every=2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        grads = torch.tensor([2.0, 2.0**-20, 0.0, -3.0])
+        optimizer.backward(pull((half, grads), (full, torch.tensor([2.0**-30, 1.0]))))
+        optimizer.step()
+    history = monitor.history
+    assert [(sample.step, sample.scale) for sample in history.samples] == [(2, 8.0), (4, 8.0)]
+    # What backward has made, whether or not it has been unscaled since.
+    assert history.samples[0].grads == (
+        Exponents("half", (4,), "float16", {-17: 1, 4: 2}, 1, 0),
+        Exponents("full", (2,), "float32", {-27: 1, 3: 1}, 0, 0),
+    )
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_gradients_of_amp_are_counted_scaled(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer: Any = FusedAdam(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, level, loss_scale=2.0**10, verbosity=0)
+    monitor = Monitor(optimizer, model=model, every=1)
+    x = torch.randn(4, 3)
+    seen: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.clone()))
+    with amp.scale_loss(model(x).float().square().sum() * 1e-6, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    (sample,) = monitor.history.samples
+    assert [grad.name for grad in sample.grads] == ["weight", "bias"]
+    for grad in sample.grads:
+        counts = torch.zeros(1, 256, dtype=torch.int64)
+        _ops.exponents_([seen[grad.name]], counts)
+        expected = {b - 127: n for b, n in enumerate(counts[0].tolist()) if n and 0 < b < 255}
+        assert grad.counts == expected
+
+
+def test_inf_and_nan_are_counted_apart() -> None:
+    weight = parameter([1.0] * 3)
+    model = Holder(weight=weight)
+    optimizer = wrap(PROBES["fused"]([weight]))
+    monitor = Monitor(optimizer, model=model, every=1)
+    optimizer.backward(pull((weight, torch.tensor([torch.inf, torch.nan, 1.0]))))
+    optimizer.step()
+    (sample,) = monitor.history.samples
+    assert sample.grads[0].nonfinite == 2
+    assert sample.grads[0].counts == {7: 1}
+    assert monitor.history.steps[0].skipped
+
+
+def test_a_plain_loop_can_sample() -> None:
+    weight = parameter([1.0, 1.0], BF16)
+    weight.grad = torch.tensor([0.5, 0.25], dtype=BF16).expand(2)
+    monitor = Monitor(model=Holder(weight=weight), every=1)
+    monitor.before_step(scale=4.0, unscaled=[BF16])
+    monitor.record(scale=4.0)
+    (sample,) = monitor.history.samples
+    assert sample.grads == (Exponents("weight", (2,), "bfloat16", {0: 1, 1: 1}, 0, 0),)
+
+
+def test_gradients_that_no_operator_reads_are_left_out() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    linear = nn.Linear(2, 2)
+    linear(torch.ones(1, 2)).sum().backward()
+    linear.weight.grad = torch.ones(2, 1).expand(2, 2)
+    monitor = Monitor(model=nn.ModuleDict({"table": table, "linear": linear}), every=1)
+    monitor.before_step()
+    monitor.record()
+    assert [grad.name for grad in monitor.history.samples[0].grads] == [
+        "linear.weight",
+        "linear.bias",
+    ]
+    assert monitor.history.samples[0].grads[0].counts == {0: 4}
+
+
+def test_without_every_no_gradient_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "exponents_", None)
+    weight = parameter([1.0])
+    optimizer = wrap(PROBES["fused"]([weight]))
+    monitor = Monitor(optimizer, model=Holder(weight=weight))
+    optimizer.backward(pull((weight, 1.0)))
+    optimizer.step()
+    assert not monitor.history.samples
+
+
+def watched_run() -> Monitor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).half()
+    optimizer = wrap(FusedAdam(model.parameters()), static_loss_scale=2.0**-6)
+    monitor = Monitor(optimizer, model=model, every=2)
+    x = torch.randn(16, 8).half()
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.backward(model(x).float().square().mean())
+        optimizer.step()
+    return monitor
+
+
+def test_samples_are_saved_and_loaded(tmp_path: Path) -> None:
+    monitor = watched_run()
+    monitor.save(tmp_path / "run.json")
+    assert History.load(tmp_path / "run.json").samples == monitor.history.samples
+
+
+def test_the_report_has_a_table_of_the_last_sample() -> None:
+    monitor = watched_run()
+    lines = monitor.report().splitlines()
+    start = lines.index("gradients of step 4, as backward left them at a loss scale of 2^-6:")
+    sample = monitor.history.samples[-1]
+    assert lines[start + 1] == (
+        f"  {100 * sample.zeros / sample.total:.1f} % zero, "
+        f"{100 * sample.underflows / sample.total:.1f} % below 2^-14, where float16 loses digits"
+    )
+    assert lines[start + 2].startswith("  a loss scale of 2^")
+    assert "would save 100.0 % of those; at more the largest becomes inf" in lines[start + 2]
+    assert lines[start + 3].split() == [
+        "parameter",
+        "smallest",
+        "largest",
+        "zero",
+        "below",
+        "2^-14",
+    ]
+    assert {line.split()[0] for line in lines[start + 4 :]} == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    }
+
+
+def test_the_picture_has_a_row_for_each_parameter(tmp_path: Path) -> None:
+    watched_run().plot(tmp_path / "run.svg")
+    text = (tmp_path / "run.svg").read_text()
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        assert f"<!-- {name} -->" in text
+
+
+# The prediction, against a run at the other scale.
+
+
+def gradients(scale: float, dtype: torch.dtype) -> tuple[Monitor, list[Tensor]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()).to(dtype)
+    x = torch.randn(128, 64).to(dtype)
+    optimizer = wrap(FusedAdam(model.parameters()), static_loss_scale=scale)
+    monitor = Monitor(optimizer, model=model, every=1)
+    optimizer.backward(model(x).float().square().mean() * 2e-3)
+    found = [param.grad.clone() * (1.0 if dtype is F16 else scale) for param in model.parameters()]  # type: ignore[union-attr]
+    optimizer.step()
+    return monitor, found
+
+
+@pytest.mark.parametrize("power", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("dtype", [F16, F32], ids=["fp16", "fp32"])
+def test_a_larger_scale_saves_what_was_predicted(power: int, dtype: torch.dtype) -> None:
+    scale = 2.0**6
+    monitor, now = gradients(scale, dtype)
+    (sample,) = monitor.history.samples
+    _, then = gradients(scale * 2.0**power, dtype)
+    counted = underflowing = saved = 0
+    for one, other in zip(now, then, strict=True):
+        underflows = (one != 0) & (one.double().abs() < 2.0**-14)
+        counted += one.numel()
+        underflowing += int(underflows.sum())
+        saved += int((underflows & (other.double().abs() >= 2.0**-14)).sum())
+    assert sample.underflows == underflowing > counted / 10
+    assert 100 * sample.saved(scale * 2.0**power) == pytest.approx(
+        100 * saved / underflowing, abs=1.0
+    )
+
+
+def test_the_largest_scale_is_the_one_that_overflows_when_doubled() -> None:
+    monitor, _ = gradients(2.0**6, F16)
+    largest = monitor.history.samples[0].largest_scale
+    assert largest is not None
+    at_most, _ = gradients(largest, F16)
+    beyond, _ = gradients(2.0 * largest, F16)
+    assert at_most.history.skipped == 0
+    assert beyond.history.skipped == 1
+
+
+# Updates that are lost.
+
+
+def expected(optimizer: Any, params: list[Tensor], scale: float) -> list[tuple[int, int]]:
+    """Count with an optimizer of torch, or ours, made anew in float64."""
+    wide = [nn.Parameter(param.detach().double()) for param in params]
+    for one, param in zip(wide, params, strict=True):
+        one.grad = param.grad.double() / scale  # type: ignore[union-attr]
+    before = [param.detach().clone() for param in wide]
+    optimizer(wide).step()
+    counts = []
+    for old, new, param in zip(before, wide, params, strict=True):
+        moves = new != old
+        counts.append((int((moves & (new.to(param.dtype) == param)).sum()), int(moves.sum())))
+    return counts
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda params: torch.optim.SGD(params, lr=1e-3),
+        lambda params: torch.optim.AdamW(params, lr=1e-4),
+        lambda params: FusedAdam(params, lr=1e-4),
+        lambda params: FusedSGD(params, lr=1e-3, momentum=0.9),
+    ],
+    ids=["SGD", "AdamW", "FusedAdam", "FusedSGD"],
+)
+def test_lost_updates_are_those_of_a_count_in_float64(
+    made: Any, scale: float, dtype: torch.dtype
+) -> None:
+    params = [nn.Parameter(torch.randn(32, 16).to(dtype)), nn.Parameter(torch.randn(7).to(dtype))]
+    for param in params:
+        param.grad = (torch.randn(param.shape) * scale).to(dtype)
+        param.grad.flatten()[0] = 0.0
+    optimizer = made(params)
+    saved = copy.deepcopy((params, optimizer.state_dict()))
+    found = lost_updates(optimizer, scale=scale)
+    assert [(each.lost, each.updates) for each in found] == expected(made, params, scale)
+    assert [each.total for each in found] == [32 * 16, 7]
+    assert [each.name for each in found] == ["group 0, parameter 0", "group 0, parameter 1"]
+    assert 0 < found[0].lost < found[0].updates
+    for param, before in zip(params, saved[0], strict=True):
+        assert torch.equal(param, before)
+    assert optimizer.state_dict()["state"] == saved[1]["state"]
+
+
+def test_lost_updates_go_on_from_the_state_of_the_optimizer() -> None:
+    params = [nn.Parameter(torch.randn(64).half())]
+    optimizer = FusedAdam(params, lr=1e-4)
+    for _ in range(3):
+        params[0].grad = torch.randn(64).half()
+        optimizer.step()
+    params[0].grad = torch.randn(64).half()
+    (found,) = lost_updates(optimizer)
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert found.lost == int((params[0] == before).sum()) - (64 - found.updates)
+
+
+def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
+    model = nn.ModuleDict({"half": nn.Linear(2, 2).half(), "full": nn.Linear(2, 2)})
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert lost_updates(FusedAdam(model.parameters(), master_weights=True)) == []
+    names = [each.name for each in lost_updates(FusedAdam(model.parameters()), model=model)]
+    assert names == ["half.weight", "half.bias"]
+    assert lost_updates(wrap(FusedAdam(model.parameters()))) == []
+
+
+@pytest.mark.parametrize("options", [{"every": 3}, {"every": 0, "model": nn.Linear(1, 1)}])
+def test_an_interval_that_there_is_not_is_refused(options: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"every is .*; every must be at least 1, and needs a model"
+    ):
+        Monitor(**options)
