@@ -204,6 +204,75 @@ def test_two_optimizers_of_one_handle_are_heard_apart_or_together() -> None:
     assert seen(both) == [(8.0, False), (8.0, True)]
 
 
+# GradScaler.
+
+
+GRAD_SCALER_OPTIMIZERS = {
+    "fused": lambda params: FusedAdam(params),
+    "torch's fused": lambda params: torch.optim.Adam(params, fused=True),
+    "plain": lambda params: torch.optim.Adam(params),
+}
+
+
+def scaled_steps(
+    scaler: amp.GradScaler, optimizer: Any, weight: Any, clip: str | None = None
+) -> None:
+    """One that is skipped, and one whose gradient is (3, 4)."""
+    for grad in ((INF, 1.0), (3.0, 4.0)):
+        optimizer.zero_grad()
+        scaler.scale(pull((weight, torch.tensor(grad)))).backward()
+        if clip == "unscaled":
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("made", GRAD_SCALER_OPTIMIZERS.values(), ids=GRAD_SCALER_OPTIMIZERS)
+@pytest.mark.parametrize("listens_to", ["scaler", "optimizer"])
+@pytest.mark.parametrize("clip", [None, "scaled", "unscaled"])
+def test_steps_of_a_grad_scaler_are_kept(
+    made: Any,
+    listens_to: str,
+    clip: str | None,
+    device_path: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device_path:
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+    weight = ones(2, dtype=torch.float32)
+    scaler, optimizer = amp.GradScaler("cpu", init_scale=8.0), made([weight])
+    monitor = Monitor(scaler if listens_to == "scaler" else optimizer)
+    scaled_steps(scaler, optimizer, weight, clip)
+    skipped, taken = monitor.history.steps
+    assert (skipped.scale, skipped.skipped, skipped.grad_norm) == (8.0, True, None)
+    # What GradScaler.overflow_report says of gradients that were unscaled and then cleared.
+    is_plain = made is GRAD_SCALER_OPTIMIZERS["plain"]
+    are_gone = device_path and clip == "unscaled" and not is_plain
+    names = [found.name for found in skipped.overflow]
+    assert names == ([] if are_gone else ["group 0, parameter 0"])
+    assert (taken.scale, taken.skipped) == (4.0, False)
+    # A plain optimizer under torch's rule measures no norm unless it is asked to clip.
+    is_measured = clip is not None or not is_plain
+    assert taken.grad_norm == (pytest.approx(5.0, rel=1e-6) if is_measured else None)
+    assert taken.clip == (None if clip is None else pytest.approx(0.2, rel=1e-5))
+
+
+def test_two_optimizers_of_one_grad_scaler_are_heard_apart_or_together() -> None:
+    weights = ones(2), ones(2)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = [FusedAdam([weight], master_weights=True) for weight in weights]
+    first, both = Monitor(optimizers[0]), Monitor(scaler)
+    scaler.scale(pull((weights[0], 1.0), (weights[1], INF))).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert seen(first) == [(8.0, False)]
+    assert seen(both) == [(8.0, False), (8.0, True)]
+
+
 # Plain loops.
 
 

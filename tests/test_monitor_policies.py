@@ -205,6 +205,26 @@ def test_the_smallest_scale_of_amp_raises(made: Any) -> None:
         train_amp()
 
 
+@both_paths
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("made", PROBES.values(), ids=PROBES.keys())
+def test_the_smallest_scale_of_a_grad_scaler_raises(made: Any) -> None:
+    weight = ones(2, dtype=torch.float32)
+    optimizer, scaler = made([weight]), amp.GradScaler("cpu", init_scale=2.0, min_scale=1.0)
+    monitor = Monitor(scaler, at_minimum="raise")
+
+    def train_scaled() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(pull((weight, INF))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.raises(LossScaleExhaustedError, match="step 2 was skipped at a loss scale of 1,"):
+        train_scaled()
+    assert [step.scale for step in monitor.history.steps] == [2.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("options", "wish"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _C, device_scale, tensors
+from apex_mp import _C, _step_notes, device_scale, tensors
 from apex_mp.amp._scaled_grads import Measured
 from apex_mp.fp16_utils._skips import (
     SKIPS_BEFORE_WARNING,
@@ -34,7 +34,7 @@ class ScaledSteps:
     Args:
         optimizer: The optimizer; known weakly.
         model: Returns the module whose names come first, or None.
-        current_scale: Returns the loss scale, for a warning.
+        scaler: The GradScaler; known weakly.
 
     Attributes:
         skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
@@ -44,11 +44,12 @@ class ScaledSteps:
         self,
         optimizer: torch.optim.Optimizer,
         model: Callable[[], torch.nn.Module | None] | None,
-        current_scale: Callable[[], float],
+        scaler: Any,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._model = model
-        self._current_scale = current_scale
+        self._scaler = weakref.ref(scaler)
+        self._sum_sq: Sequence[float] = ()  # of the last step's scaled gradients, if measured
         self._found_inf: bool | Tensor = False  # of the last step
         self._report: list[NonFinite] = []
         self._marks = _C.GradMarks()  # the gradients of the last step
@@ -92,6 +93,8 @@ class ScaledSteps:
         devices = [found.device for found in found_inf]
         remote = [device for device in devices if device.type in device_scale.DEVICE_TYPES]
         if not remote:
+            if measured is not None and _step_notes.listeners:
+                self._sum_sq = [each.sum().item() for each in measured.sum_sq.values()]
             self.end_step(any(found.item() for found in found_inf))
             return
         home = remote[0]
@@ -126,12 +129,27 @@ class ScaledSteps:
                 if id(param) in rows
             ]
 
+        self._sum_sq = sums
         self._take_note(found != 0.0, locate)
 
     def _take_note(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
-        if not skipped:
+        if skipped:
+            self._note_skip(locate)
+        else:
             self.skips_in_a_row = 0
+        sum_sq, self._sum_sq = self._sum_sq, ()
+        scaler, optimizer = self._scaler(), self._optimizer()
+        if scaler is None or not _step_notes.heard(scaler, optimizer):
             return
+        note = _step_notes.StepNote(
+            skipped,
+            lowest=scaler._lowest,
+            scaled_norm=math.sqrt(sum(sum_sq)) if sum_sq else None,
+            overflow=self._report if skipped else (),
+        )
+        _step_notes.after(scaler, optimizer, note=note)
+
+    def _note_skip(self, locate: Callable[[], list[NonFinite]]) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
             return  # It is gone, and nothing can ask for its steps any more.
@@ -140,7 +158,9 @@ class ScaledSteps:
         mark_step_called(optimizer)
         if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
             who = f"GradScaler: {type(optimizer).__name__}"
-            warn_of_endless_skips(self._report, self._current_scale(), who=who)
+            scaler = self._scaler()
+            scale = math.nan if scaler is None else scaler.get_scale()
+            warn_of_endless_skips(self._report, scale, who=who)
 
     # Names.
 

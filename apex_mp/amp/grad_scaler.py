@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp import device_scale
+from apex_mp import _step_notes, device_scale
 from apex_mp.amp import _scaled_grads
 from apex_mp.amp._scale_bounds import BoundedGradScaler, ScaleBounds, eager, with_advice
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.grads import NonFinite
+from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 _MEASURED = "apex_mp_measured"  # what a pass that only reads has found
 _CLIP = "apex_mp_clip"  # what gradients are divided by beside the scale, to clip them
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class GradScaler(BoundedGradScaler):
@@ -141,9 +144,13 @@ class GradScaler(BoundedGradScaler):
                     )
                 self.unscale_(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(
+        norm = torch.nn.utils.clip_grad_norm_(
             params, max_norm, norm_type, error_if_nonfinite, foreach
         )
+        if norm_type == 2.0 and _step_notes.listeners:
+            clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip)
+        return norm
 
     def _clip_scaled(
         self,
@@ -182,6 +189,8 @@ class GradScaler(BoundedGradScaler):
         # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
         clip = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
         state[_CLIP] = torch.where(norm.isfinite(), clip, 1.0)  # The step is skipped then.
+        if _step_notes.listeners:
+            _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip.reciprocal())
         if not _is_fused(optimizer):
             self.unscale_(optimizer)
         return norm if wide else norm.float()
@@ -275,6 +284,10 @@ class GradScaler(BoundedGradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         device_scale.settle(wait=False)
         steps = self._steps_of(optimizer)
+        if _step_notes.listeners and self._scale is not None:
+            is_unscaled = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+            unscaled = _FLOATING if is_unscaled else ()
+            _step_notes.before(self, optimizer, scale=self._scale, unscaled=unscaled)
         lost = steps.watch_updates()
         if _is_fused(optimizer):
             value = self._step_fused(optimizer, steps, *args, **kwargs)
@@ -317,7 +330,7 @@ class GradScaler(BoundedGradScaler):
     def _steps_of(self, optimizer: torch.optim.Optimizer) -> ScaledSteps:
         steps = self._steps.get(optimizer)
         if steps is None:
-            steps = self._steps[optimizer] = ScaledSteps(optimizer, self._model, self.get_scale)
+            steps = self._steps[optimizer] = ScaledSteps(optimizer, self._model, self)
         return steps
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -354,6 +367,11 @@ class GradScaler(BoundedGradScaler):
                 "scaler.step(optimizer); if another optimizer is around it, give the inner one"
             )
         return steps
+
+    @property
+    def _lowest(self) -> float:
+        """The scale below which it does not back off; torch's sinks to 0."""
+        return FLOAT32_SMALLEST_NORMAL if self._bounds.min_scale is None else self._bounds.min_scale
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps and the model belong to objects that are not copied with the scaler.

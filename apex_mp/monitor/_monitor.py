@@ -193,6 +193,7 @@ class Monitor:
 
     def after_step(self, note: StepNote) -> None:
         """Hear what became of a step."""
+        device_scale.settle(wait=True)  # The host knows of the step, so it has waited, if need be.
         number = self._history.total + 1
         self._begun = max(self._begun, number)
         known = self._measured.pop(number, {})

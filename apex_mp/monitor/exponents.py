@@ -27,7 +27,7 @@ class Exponents:
         dtype: Dtype of the gradient, for example "float16".
         counts: By exponent e, how many elements are in [2**e, 2**(e + 1)), of either sign; those
             that are none are left out. It is the scaled gradient, also where the scale was taken
-            out before it was sampled.
+            out before it was sampled; what float16 has lost by that is lost here, too.
         zeros: How many are zero.
         nonfinite: How many are inf or NaN.
     """
