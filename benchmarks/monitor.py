@@ -54,6 +54,7 @@ def measure(device: str, *, rounds: int, parameters: int | None = None) -> dict[
     model = Parameters([*bert_base()][:parameters], device)
     inner = FusedAdam(model.parameters(), lr=1e-5, max_grad_norm=1.0)
     optimizer = FP16_Optimizer(inner, static_loss_scale=1024.0, verbose=False)
+    assert optimizer.loss_scale == 1024.0  # What the gradients below are said to have.
     for param in model.parameters():
         # Over the range of float16, as gradients are.
         param.grad = (torch.randn_like(param) * torch.exp2(-16 * torch.rand_like(param))).half()

@@ -24,7 +24,7 @@ def train(steps: int = 600) -> Monitor:
     optimizer = FP16_Optimizer(
         FusedAdam(model.parameters(), lr=1e-3, max_grad_norm=1.0),
         dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 2.0**12, "scale_window": 50},
+        dynamic_loss_args={"init_scale": 2.0**10, "scale_window": 25},
         model=model,
         verbose=False,
     )

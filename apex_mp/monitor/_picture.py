@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from apex_mp.monitor.exponents import LARGEST, SMALLEST, SMALLEST_NORMAL
 from apex_mp.monitor.history import History
@@ -46,8 +46,8 @@ def draw(history: History, path: str | os.PathLike[str]) -> None:
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(11.5, 6.2), dpi=150, facecolor="white")
         grid = figure.add_gridspec(
-            2, 2, width_ratios=(2.15, 1), left=0.07, right=0.975, top=0.81, bottom=0.09,
-            wspace=0.42, hspace=0.38,
+            2, 2, width_ratios=(2.15, 1), left=0.07, right=0.945, top=0.81, bottom=0.09,
+            wspace=0.38, hspace=0.38,
         )  # fmt: skip
         scale = figure.add_subplot(grid[0, 0])
         norm = figure.add_subplot(grid[1, 0], sharex=scale)
@@ -98,9 +98,9 @@ def _draw_scale(axes: Axes, history: History) -> None:
             label="skipped: a gradient held inf or NaN",
         )  # fmt: skip
         axes.legend(frameon=False, loc="best")
-    axes.set(title="Loss scale", yscale="log")
+    axes.set(title="Loss scale")
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_minor_locator(MaxNLocator(1))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.margins(y=0.15)
     axes.grid(axis="y")
 
@@ -160,7 +160,7 @@ def _draw_exponents(axes: Axes, history: History) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"2$^{{{value:.0f}}}$"))
     axes.set(
         title=f"Scaled gradients of step {sample.step}",
-        xlabel="fp16: fewer digits below 2$^{-14}$, inf from 2$^{16}$",
+        xlabel="fewer digits below 2$^{-14}$, inf from 2$^{16}$",
     )
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

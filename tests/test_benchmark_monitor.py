@@ -1,0 +1,36 @@
+"""benchmarks.monitor measures what a monitor costs a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import monitor
+
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
+
+PAGE = Path(monitor.__file__).resolve().parents[1] / "docs" / "monitor.md"
+
+
+def test_the_shares_are_of_a_step_without_a_monitor() -> None:
+    run = {"every": 100, "ms": {"no monitor": 10.0, "monitor": 10.0, "sampled step": 15.0}}
+    assert monitor.shares(run) == (0.5, 0.005)
+
+
+def test_a_small_run_measures_everything_and_writes_it(tmp_path: Path) -> None:
+    results = monitor.main(
+        ["--device=cpu", "--rounds=2", "--parameters=9", f"--results={tmp_path}"]
+    )
+    assert json.loads((tmp_path / "monitor-cpu.json").read_text()) == results
+    assert list(results["run"]["ms"]) == list(monitor.TIMED)
+    assert all(ms > 0 for ms in results["run"]["ms"].values())
+
+
+def test_the_page_shows_the_published_figures() -> None:
+    results = json.loads((monitor.RESULTS / "monitor-cpu.json").read_text())
+    said = monitor.page(results)
+    assert said in PAGE.read_text(), f"docs/monitor.md must hold:\n{said}"
+    _, of_all = monitor.shares(results["run"])
+    assert of_all < 0.02  # What the page says.
