@@ -133,10 +133,7 @@ class ScaledSteps:
         self._take_note(found != 0.0, locate)
 
     def _take_note(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
-        if skipped:
-            self._note_skip(locate)
-        else:
-            self.skips_in_a_row = 0
+        self._count(skipped, locate)
         sum_sq, self._sum_sq = self._sum_sq, ()
         scaler, optimizer = self._scaler(), self._optimizer()
         if scaler is None or not _step_notes.heard(scaler, optimizer):
@@ -149,7 +146,10 @@ class ScaledSteps:
         )
         _step_notes.after(scaler, optimizer, note=note)
 
-    def _note_skip(self, locate: Callable[[], list[NonFinite]]) -> None:
+    def _count(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
+        if not skipped:
+            self.skips_in_a_row = 0
+            return
         optimizer = self._optimizer()
         if optimizer is None:
             return  # It is gone, and nothing can ask for its steps any more.

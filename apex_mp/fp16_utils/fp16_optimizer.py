@@ -318,10 +318,10 @@ class FP16_Optimizer(OldNames, Delegates):
             return -1
         params = [param for group in self.param_groups for param in group["params"]]
         norm = self.clip_grad_norm(params, max_norm, norm_type)
-        self._grads.accept_edits()
         if norm_type == 2 and _step_notes.heard(self):
             factor = _step_notes.clip_factor(float(norm), max_norm)
             _step_notes.measured(self, grad_norm=float(norm), clip=factor)
+        self._grads.accept_edits()
         return norm
 
     @_eager

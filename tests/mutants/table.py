@@ -708,4 +708,98 @@ SCALER = {
     ),
 }
 
-MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS, **SCALER}
+# What apex_mp.monitor keeps, and what it says of it.
+MONITOR = {
+    "a clip takes the largest factor of all groups": Mutant(
+        "_step_notes.py",
+        "return total, min(factors, default=None)",
+        "return total, max(factors, default=None)",
+        "monitor",
+    ),
+    "a listener hears other owners' steps": Mutant(
+        "_step_notes.py",
+        "for each in listeners.get(owner, ())]",
+        "for each in sum(listeners.values(), [])]",
+        "monitor",
+    ),
+    "a skipped step counts as clipped": Mutant(
+        "monitor/_monitor.py", "clip=None if note.skipped else clip,", "clip=clip,", "monitor"
+    ),
+    "results of a device are taken out of order": Mutant(
+        "monitor/_monitor.py",
+        "device_scale.settle(wait=True)  # The host knows",
+        "#",
+        "monitor",
+    ),
+    "skips are not counted in a row": Mutant(
+        "monitor/history.py",
+        "self.skips_in_a_row + 1 if step.skipped else 0",
+        "self.skips_in_a_row + step.skipped",
+        "monitor",
+    ),
+    "skips that go on are looked into each time": Mutant(
+        "monitor/_monitor.py", "            self._has_looked = True\n", "", "monitor_policies"
+    ),
+    "the batch of another step is run again": Mutant(
+        "monitor/_monitor.py",
+        "self._runs.pop(step.number, self.run)",
+        "self.run",
+        "monitor_policies",
+    ),
+    "the smallest scale is never reached": Mutant(
+        "monitor/_monitor.py", "step.scale <= lowest", "step.scale < lowest", "monitor_policies"
+    ),
+    "a sum of gradients counts as the module's": Mutant(
+        "monitor/origin.py",
+        "if not found and any(map(_holds_nonfinite, _present(given))):",
+        "if False:",
+        "monitor_origin",
+    ),
+    "a mask is an origin": Mutant(
+        "monitor/origin.py",
+        "and (values.requires_grad or _is_more_than_minus_inf(values))",
+        "",
+        "monitor_origin",
+    ),
+    "code between modules counts as the next module's": Mutant(
+        "monitor/origin.py", "        self._claim(given, caller)\n", "", "monitor_origin"
+    ),
+    "buffers stay as the second run left them": Mutant(
+        "monitor/origin.py",
+        "                module._buffers[name] = buffer\n",
+        "                pass\n",
+        "monitor_origin",
+    ),
+    "gradients are cleared by the second run": Mutant(
+        "monitor/origin.py",
+        "                param.grad = grad\n",
+        "                pass\n",
+        "monitor_origin",
+    ),
+    "random numbers go on from the second run": Mutant(
+        "monitor/origin.py",
+        "with torch.random.fork_rng(devices=sorted(device.index for device in gpus)):",
+        "with torch.random.fork_rng(enabled=False):",
+        "monitor_origin",
+    ),
+    "unscaled gradients are counted as they lie": Mutant(
+        "monitor/exponents.py",
+        "moved = shift if dtype in self._unscaled else 0",
+        "moved = 0",
+        "monitor_exponents",
+    ),
+    "a sample takes zeros for small numbers": Mutant(
+        "monitor/exponents.py",
+        "if count and bin_ not in (_ZEROS, _NOT_FINITE)",
+        "if count and bin_ != _NOT_FINITE",
+        "monitor_exponents",
+    ),
+    "lost updates are counted in the dtype of the weights": Mutant(
+        "monitor/updates.py",
+        "param.detach().double(), requires",
+        "param.detach().clone(), requires",
+        "monitor_exponents",
+    ),
+}
+
+MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS, **SCALER, **MONITOR}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from table import AMP, CHECKPOINTS, FP16_UTILS, MUTANTS, OPTIMIZERS, SCALER, Mutant
+from table import AMP, CHECKPOINTS, FP16_UTILS, MONITOR, MUTANTS, OPTIMIZERS, SCALER, Mutant
 
 import apex_mp
 
@@ -41,6 +41,6 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
 
 def test_each_part_of_the_package_has_ten_mutants() -> None:
     assert len(MUTANTS) >= 60
-    parts = (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS, SCALER)
+    parts = (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS, SCALER, MONITOR)
     assert min(map(len, parts)) >= 10
     assert len(MUTANTS) == sum(map(len, parts))
