@@ -248,6 +248,7 @@ def test_steps_of_a_grad_scaler_are_kept(
     scaled_steps(scaler, optimizer, weight, clip)
     skipped, taken = monitor.history.steps
     assert (skipped.scale, skipped.skipped, skipped.grad_norm) == (8.0, True, None)
+    assert skipped.clip is None
     # What GradScaler.overflow_report says of gradients that were unscaled and then cleared.
     is_plain = made is GRAD_SCALER_OPTIMIZERS["plain"]
     are_gone = device_path and clip == "unscaled" and not is_plain

@@ -89,6 +89,17 @@ def test_skips_that_go_on_are_looked_into_once() -> None:
     assert [*monitor.history.origins] == [1, 5]
 
 
+@pytest.mark.parametrize("device_path", [True], ids=["device"])
+@pytest.mark.usefixtures("paths")
+def test_the_batch_of_the_skipped_step_is_run_again_and_not_the_present_one() -> None:
+    optimizer, monitor, model = watched(after=1)
+    monitor.run = lambda: model(-torch.ones(2).half())
+    optimizer.backward(model(-torch.ones(2).half()))
+    optimizer.step()  # What became of it is heard later.
+    monitor.run = lambda: model(torch.ones(2).half())
+    assert "sick" in monitor.history.origins[1]
+
+
 def test_the_origin_is_saved(tmp_path: Any) -> None:
     optimizer, monitor, model = watched(after=1)
     train(optimizer, monitor, model, "-")
