@@ -50,7 +50,7 @@ ON_BOTH_CORES = [
 ON_ONE_CORE = [
     Target("cuda-link", 6, EACH_TIME),
     Target("clients", 5, ("csrc", "apex_mp", "tests/clients")),
-    Target("trainers", 2, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
+    Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.
     Target("coverage", 9, NIGHTLY_ONLY),
     Target("types", 0.5, EACH_TIME),

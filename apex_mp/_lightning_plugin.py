@@ -119,5 +119,7 @@ class ScaledPrecision:
             self.scaler.load_state_dict(theirs)
 
     def _unscale(self, optimizer: Any) -> None:
+        if not self.scaler.is_enabled():
+            return
         if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.scaler.unscale_(optimizer)

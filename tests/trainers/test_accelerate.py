@@ -156,6 +156,26 @@ def test_gradients_that_accumulate_are_one_step() -> None:
     assert rates == [1e-3, 5e-4, 5e-4, 5e-4, 5e-4, 2.5e-4]
 
 
+@pytest.mark.parametrize("half", [True, False])
+def test_a_scaler_that_is_not_enabled_leaves_clipping(half: bool) -> None:
+    trained = tasks.model().half() if half else tasks.model()
+    accelerator = Accelerator(cpu=True)
+    attach_scaler(accelerator, GradScaler("cpu", enabled=False))
+    trained, optimizer = accelerator.prepare(
+        trained, FusedAdam(trained.parameters(), tasks.LR, master_weights=half)
+    )
+    losses = []
+    for batch in tasks.batches():
+        loss = tasks.loss_of(trained, batch)
+        losses.append(loss.item())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(trained.parameters(), 10.0)
+        optimizer.step()
+        assert not accelerator.optimizer_step_was_skipped
+        optimizer.zero_grad()
+    tasks.assert_same_course(losses, tasks.fp32_losses())
+
+
 def test_the_scale_is_saved_and_loaded_with_the_rest(tmp_path: Path) -> None:
     trained = tasks.model()
     accelerator, trained, optimizer, _ = prepared(FusedAdam(trained.parameters()), trained)

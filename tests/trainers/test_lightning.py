@@ -207,6 +207,19 @@ def test_an_overflow_is_a_skipped_step_and_a_schedule_can_stand_still(
     assert fitted.global_step == 4
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_a_scaler_that_is_not_enabled_leaves_casts_and_clipping(pl: Any, precision: str) -> None:
+    runs = []
+    for enabled in (True, False):
+        half = precision == "16-true"
+        module = learner(pl, lambda params, half=half: FusedAdam(params, master_weights=half))
+        plugin = pl.FP16Plugin(precision, "cpu", GradScaler("cpu", enabled=enabled))
+        fitted = fit(pl, module, plugin, gradient_clip_val=MAX_NORM, max_epochs=1)
+        runs.append(torch.tensor(module.losses))
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=1e-3)
+    assert not fitted.precision_plugin.scaler.step_was_skipped(fitted.optimizers[0])
+
+
 def test_a_training_step_that_returns_none_is_no_step(pl: Any) -> None:
     def training_step(self: Any, batch: Any, index: int) -> Tensor | None:
         loss = tasks.loss_of(self.net, batch)
