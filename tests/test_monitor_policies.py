@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from apex_mp import amp, device_scale
 from apex_mp.monitor import History, LossScaleExhaustedError, Monitor
+from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -92,10 +93,15 @@ def test_skips_that_go_on_are_looked_into_once() -> None:
 @pytest.mark.parametrize("device_path", [True], ids=["device"])
 @pytest.mark.usefixtures("paths")
 def test_the_batch_of_the_skipped_step_is_run_again_and_not_the_present_one() -> None:
-    optimizer, monitor, model = watched(after=1)
+    model = Model()
+    optimizer, scaler = (
+        FusedAdam(model.parameters(), master_weights=True),
+        amp.GradScaler("cpu", init_scale=8.0),
+    )
+    monitor = Monitor(scaler, model=model, after=1)
     monitor.run = lambda: model(-torch.ones(2).half())
-    optimizer.backward(model(-torch.ones(2).half()))
-    optimizer.step()  # What became of it is heard later.
+    scaler.scale(monitor.run().float()).backward()
+    scaler.step(optimizer)  # What became of it is heard later.
     monitor.run = lambda: model(torch.ones(2).half())
     assert "sick" in monitor.history.origins[1]
 
