@@ -111,6 +111,17 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
+def write_nightly(results: dict[str, Any], start: float) -> None:
+    facts = {
+        "commit": git("rev-parse", "HEAD"),
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}",
+        "processor": processor(),
+        "seconds": round(time.monotonic() - start),
+        "targets": results,
+    }
+    NIGHTLY.write_text(json.dumps(facts, indent=2) + "\n")
+
+
 def main() -> None:
     nightly = sys.argv[1:] == ["--nightly"]
     if nightly and git("status", "--porcelain"):
@@ -125,27 +136,24 @@ def main() -> None:
     for target in ON_BOTH_CORES + ON_ONE_CORE:
         if target.when and target not in due:
             print(f"make {target.name}: passed in {NIGHTLY.name} with the same {target.when}")
-    results = {}
+    results: dict[str, Any] = {}
     for target in ON_BOTH_CORES:
         if target in due:
             results[target.name] = run(target)
             if not results["build"]["passed"]:
                 sys.exit("The rest was not run.")
+            if nightly:  # A run that is cut off has these.
+                write_nightly(results, start)
     with ThreadPoolExecutor(2) as pool:
         others = [target for target in ON_ONE_CORE if target in due]
         results |= zip((t.name for t in others), pool.map(run, others), strict=True)
-    seconds = round(time.monotonic() - start)
     failed = [name for name, result in results.items() if not result["passed"]]
-    print(f"Failed: {', '.join(failed)}" if failed else "Everything passed", f"({seconds} s)")
+    print(
+        f"Failed: {', '.join(failed)}" if failed else "Everything passed",
+        f"({time.monotonic() - start:.0f} s)",
+    )
     if nightly:
-        facts = {
-            "commit": git("rev-parse", "HEAD"),
-            "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}",
-            "processor": processor(),
-            "seconds": seconds,
-            "targets": results,
-        }
-        NIGHTLY.write_text(json.dumps(facts, indent=2) + "\n")
+        write_nightly(results, start)
     sys.exit(bool(failed))
 
 
