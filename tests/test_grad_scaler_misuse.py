@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -123,20 +124,20 @@ def test_unscaling_and_stepping_twice_are_refused_as_in_torch(
 def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(
     clipped: bool, device: torch.device
 ) -> None:
-    params = [Parameter(torch.ones(3, device=device)), Parameter(torch.ones(2, device=device))]
-    optimizer = FusedAdam(params)
+    param = Parameter(torch.ones(3, device=device))
+    optimizer = FusedAdam([param], lr=0.1)
     scaler = new_scaler(device)
-    params[0].grad = torch.full((3,), 1024.0, device=device)
+    param.grad = torch.full((3,), 1024.0, device=device)
     if clipped:
         scaler.clip_grad_norm_(optimizer, 1.0)
-    values = torch.full((1,), 1024.0, device=device)
-    params[1].grad = torch.sparse_coo_tensor([[1]], values, (2,), device=device)
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+    optimizer.param_groups[0]["betas"] = (0.9, 1.0)
+    with pytest.raises(ValueError, match="beta"):
         scaler.step(optimizer)
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
-    params[1].grad = None
-    params[0].grad = torch.full((3,), math.inf if not clipped else 1024.0, device=device)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    if not clipped:
+        param.grad = torch.full((3,), math.inf, device=device)
     scaler.step(optimizer)
     assert scaler.step_was_skipped(optimizer) == (not clipped)  # It has looked again.
 
@@ -230,3 +231,17 @@ def test_overflows_on_several_devices_are_one_overflow(flags: tuple[float, ...])
     joined = _scaled_grads.join_flags(found)
     assert joined is found
     assert sum(flag.item() for flag in joined.values()) == max(flags)
+
+
+@each_call
+@each_optimizer
+def test_calls_before_the_first_loss_leave_nothing(
+    make: Any, call: Any, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    give_grads(params, 0)
+    scaler = GradScaler(device.type)
+    with pytest.raises(AssertionError, match="but _scale is None"):
+        call(scaler, optimizer)
+    pickle.dumps(scaler)  # As with torch's, which refuses it while there is a step under way.

@@ -443,3 +443,24 @@ def test_nothing_is_told_of_parameters_that_need_no_masters(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_step(scaler, optimizer, params)
+
+
+@pytest.mark.parametrize("groups", ["all", "the first"])
+def test_a_learning_rate_of_0_loses_no_updates(groups: str, device: torch.device) -> None:
+    params = [Parameter(torch.ones(4, dtype=F16, device=device)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [param], "lr": 0.0} for param in params])
+    if groups == "the first":
+        optimizer.param_groups[1]["lr"] = 1e-7
+    scaler = new_scaler(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(3):
+            give_scaled(scaler, params, step)
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 0:
+                assert len(told) == (groups == "the first")
+            optimizer.param_groups[1]["lr"] = 1e-7
+    assert "steps 1 parameters" in str(told[0].message)
+    assert "here are 4 of 4 of the first step" in str(told[0].message)
+    assert len(told) == 1

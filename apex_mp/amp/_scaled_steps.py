@@ -191,14 +191,15 @@ class ScaledSteps:
         optimizer = self._optimizer()
         if self._has_looked_at_updates or optimizer is None:
             return None
+        moving = [group for group in optimizer.param_groups if not _stands_still(group)]
         without_master = {
             id(param)
-            for group in optimizer.param_groups
+            for group in moving
             for param in group["params"]
             if param.dtype in LOW_PRECISION and param.requires_grad and not has_master(param, group)
         }
         named = [(name, p) for name, p in self._named_params() if id(p) in without_master]
-        self._has_looked_at_updates = not named
+        self._has_looked_at_updates = not named and len(moving) == len(optimizer.param_groups)
         return LostUpdates(type(optimizer).__name__, named) if named else None
 
     def check_updates(self, lost: LostUpdates | None) -> None:
@@ -268,6 +269,12 @@ class LostUpdates:
             "FusedAdam(..., master_weights=True) keeps masters; for other optimizers make them "
             "with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
         )
+
+
+def _stands_still(group: dict[str, Any]) -> bool:
+    """Whether a group's learning rate is 0, as when a warm-up begins; a GPU is not asked for it."""
+    lr = group.get("lr")
+    return isinstance(lr, (int, float)) and lr == 0.0
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp import _step_notes, device_scale
+from apex_mp import _C, _step_notes, device_scale
 from apex_mp.amp import _scaled_grads
 from apex_mp.amp._scale_bounds import BoundedGradScaler, ScaleBounds, eager, with_advice
 from apex_mp.amp._scaled_steps import ScaledSteps
@@ -21,6 +21,7 @@ from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 _MEASURED = "apex_mp_measured"  # what a pass that only reads has found
 _CLIP = "apex_mp_clip"  # what gradients are divided by beside the scale, to clip them
+_CLIPPED = "apex_mp_clipped"  # the gradients that this was measured for
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -135,6 +136,7 @@ class GradScaler(BoundedGradScaler):
         """
         if self._enabled:
             _refuse_own_scaling(optimizer)
+            self._check_scale_growth_tracker("clip_grad_norm_")
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is not OptState.UNSCALED:
                 grads = _scaled_grads.collect(optimizer)
@@ -143,9 +145,8 @@ class GradScaler(BoundedGradScaler):
                         optimizer, grads, max_norm, norm_type, error_if_nonfinite
                     )
                 self.unscale_(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(
-            params, max_norm, norm_type, error_if_nonfinite, foreach
+            _params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
         )
         if norm_type == 2.0 and _step_notes.listeners:
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -189,6 +190,8 @@ class GradScaler(BoundedGradScaler):
         # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
         clip = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
         state[_CLIP] = torch.where(norm.isfinite(), clip, 1.0)  # The step is skipped then.
+        state[_CLIPPED] = _C.GradMarks()
+        state[_CLIPPED].take(_params_of(optimizer))
         if _step_notes.listeners:
             _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip.reciprocal())
         if not _is_fused(optimizer):
@@ -217,7 +220,7 @@ class GradScaler(BoundedGradScaler):
         steps = self._steps.get(optimizer)
         if steps is not None and steps.wants_rows and _MEASURED not in state:
             state[_MEASURED] = _scaled_grads.measure(grads)
-        clip = state.get(_CLIP)
+        clip = _clip_of(optimizer, state)
         if clip is not None:
             inv_scale = inv_scale / clip
         found = self._unscale_others(grads.others, inv_scale, found_inf)
@@ -274,8 +277,8 @@ class GradScaler(BoundedGradScaler):
 
         Raises:
             AssertionError: No parameter of an optimizer that is not fused has a gradient.
-            RuntimeError: It was called before since the last `update`, a closure was given, or the
-                optimizer scales by itself.
+            RuntimeError: It was called before since the last `update`, a closure was given, the
+                optimizer scales by itself, or gradients came after `clip_grad_norm_`.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -299,9 +302,10 @@ class GradScaler(BoundedGradScaler):
     def _step_fused(
         self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any
     ) -> float | None:
+        self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        clip = state.get(_CLIP)
-        if clip is not None and state["stage"] is OptState.READY:
+        clip = _clip_of(optimizer, state) if state["stage"] is OptState.READY else None
+        if clip is not None:
             optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)
         try:
             value = super().step(optimizer, *args, **kwargs)
@@ -380,6 +384,28 @@ class GradScaler(BoundedGradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps = weakref.WeakKeyDictionary()
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _clip_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Tensor | None:
+    """Return what scaled gradients are divided by to clip them; None if that was not asked for.
+
+    Raises:
+        RuntimeError: They are not the gradients that were measured.
+    """
+    if _CLIP not in state:
+        return None
+    if state[_CLIPPED].differ(_params_of(optimizer)):
+        raise RuntimeError(
+            f"GradScaler: gradients of {type(optimizer).__name__} were written or replaced after "
+            "scaler.clip_grad_norm_(optimizer), which has measured them and left them scaled. Call "
+            "it after the last backward(); to edit gradients, call scaler.unscale_(optimizer) "
+            "before it"
+        )
+    return state[_CLIP]  # type: ignore[no-any-return]
 
 
 def _is_fused(optimizer: Any) -> bool:

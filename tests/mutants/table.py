@@ -631,6 +631,30 @@ SCALER = {
     "what clipping has found is looked for again": Mutant(
         "amp/grad_scaler.py", "if _CLIP not in state:", "if True:", "grad_scaler_clip"
     ),
+    "gradients after a clip are taken for those that were measured": Mutant(
+        "amp/grad_scaler.py",
+        "if state[_CLIPPED].differ(_params_of(optimizer)):",
+        "if False:",
+        "grad_scaler_clip",
+    ),
+    "a learning rate of 0 counts as lost updates": Mutant(
+        "amp/_scaled_steps.py",
+        "return isinstance(lr, (int, float)) and lr == 0.0",
+        "return False",
+        "grad_scaler_skips",
+    ),
+    "after a warm-up nobody looks for lost updates": Mutant(
+        "amp/_scaled_steps.py",
+        "not named and len(moving) == len(optimizer.param_groups)",
+        "not named",
+        "grad_scaler_skips",
+    ),
+    "a step before the first loss is taken note of": Mutant(
+        "amp/grad_scaler.py",
+        'self._check_scale_growth_tracker("step")',
+        "pass",
+        "grad_scaler_misuse",
+    ),
     "a refused step leaves its scale with the optimizer": Mutant(
         "amp/grad_scaler.py", "delattr(optimizer, name)", "pass", "grad_scaler_misuse"
     ),
