@@ -629,7 +629,10 @@ SCALER = {
         "grad_scaler_skips",
     ),
     "what clipping has found is looked for again": Mutant(
-        "amp/grad_scaler.py", "if _CLIP not in state:", "if True:", "grad_scaler_clip"
+        "amp/grad_scaler.py",
+        "if _CLIP not in state:\n            grads",
+        "if True:\n            grads",
+        "grad_scaler_clip",
     ),
     "gradients after a clip are taken for those that were measured": Mutant(
         "amp/grad_scaler.py",
