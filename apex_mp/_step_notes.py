@@ -1,17 +1,17 @@
 """What becomes of steps, for those who listen: apex_mp.monitor. Without a listener it is one test.
 
-A holder of a loss scale calls `before` when the gradients of a step are complete, and `after` when
-it knows what became of the step, in the order of the steps. On a device that the host does not wait
-for that is later. Listeners are kept beside their owner, not on it: a copy or a pickle of an
-optimizer has none.
+A holder of a loss scale takes a step within `announced`, and calls `after` when it knows what
+became of the step, in the order of the steps. On a device that the host does not wait for that is
+later. Listeners are kept beside their owner, not on it: copies and pickles of an optimizer have none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,7 @@ class StepNote:
 
     Attributes:
         skipped: Whether gradients held inf or NaN, so that nothing was stepped.
-        scale: The loss scale of its gradients; None: what `before` has said.
+        scale: The loss scale of its gradients; None: what `announced` has said.
         lowest: The scale below which it does not back off; None if it never does.
         grad_norm: l2 norm of all unscaled gradients before clipping; None if none was measured.
         scaled_norm: That of scaled ones, if only that is known.
@@ -48,13 +48,16 @@ class Listener(Protocol):
     """Hears of the steps of one owner."""
 
     def before_step(self, scale: float | Tensor, unscaled: Collection[torch.dtype]) -> None:
-        """The gradients of a step are complete; see `before`."""
+        """The gradients of a step are complete; see `announced`."""
 
     def note(self, *, grad_norm: float | Tensor | None, clip: float | Tensor | None) -> None:
         """Something was measured for the next step."""
 
     def after_step(self, note: StepNote) -> None:
         """A step has ended, or was skipped."""
+
+    def withdraw_step(self) -> None:
+        """The step that was announced last has raised an error; there may be no `after_step`."""
 
 
 # By the optimizer or scaler that they listen to, which they do not keep alive.
@@ -84,8 +87,11 @@ def heard(*owners: Any) -> list[Listener]:
     return [*{id(each): each for each in found}.values()]
 
 
-def before(*owners: Any, scale: float | Tensor, unscaled: Collection[torch.dtype] = ()) -> None:
-    """Say that the gradients of a step are complete.
+@contextlib.contextmanager
+def announced(
+    *owners: Any, scale: float | Tensor, unscaled: Collection[torch.dtype] = ()
+) -> Iterator[None]:
+    """Say that the gradients of a step are complete, which is taken within; and if it raises.
 
     Args:
         owners: Whose step it is.
@@ -94,6 +100,12 @@ def before(*owners: Any, scale: float | Tensor, unscaled: Collection[torch.dtype
     """
     for listener in heard(*owners):
         listener.before_step(scale, unscaled)
+    try:
+        yield
+    except BaseException:
+        for listener in heard(*owners):
+            listener.withdraw_step()
+        raise
 
 
 def measured(
@@ -101,7 +113,7 @@ def measured(
     grad_norm: float | Tensor | None = None,
     clip: float | Tensor | None = None,
 ) -> None:
-    """Say what was measured for the next step, before `before`."""
+    """Say what was measured for the next step, before `announced`."""
     for listener in heard(*owners):
         listener.note(grad_norm=grad_norm, clip=clip)
 

@@ -274,6 +274,102 @@ def test_two_optimizers_of_one_grad_scaler_are_heard_apart_or_together() -> None
     assert seen(both) == [(8.0, False), (8.0, True)]
 
 
+def test_optimizers_that_are_clipped_before_the_first_steps_keep_their_norms() -> None:
+    weights = ones(1, dtype=torch.float32), ones(1, dtype=torch.float32)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = [FusedAdam([weight]) for weight in weights]
+    monitor = Monitor(scaler)
+    for factor in (1.0, 3.0):
+        scaler.scale(pull((weights[0], 2.0 * factor), (weights[1], 5.0 * factor))).backward()
+        for optimizer in optimizers:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    norms = [step.grad_norm for step in monitor.history.steps]
+    assert norms == pytest.approx([2.0, 5.0, 6.0, 15.0])
+
+
+def test_a_norm_is_not_that_of_an_earlier_step_that_was_not_taken() -> None:
+    weight = ones(1, dtype=torch.float32)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    monitor = Monitor(scaler)
+    scaler.scale(pull((weight, 2.0))).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.update()
+    scaler.step(optimizer)
+    (step,) = monitor.history.steps
+    assert (step.grad_norm, step.clip) == (None, None)
+
+
+# A step that raises.
+
+
+def _of_fp16_optimizer(weight: Any) -> tuple[Any, Any, Any]:
+    sgd = torch.optim.SGD([weight], lr=0.25)
+    optimizer = wrap(sgd, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8})
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(pull((weight, factor)))
+        optimizer.clip_master_grads(1.0)
+        optimizer.step()
+
+    return optimizer, optimizer.optimizer, step
+
+
+def _of_grad_scaler(weight: Any) -> tuple[Any, Any, Any]:
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(pull((weight, factor))).backward()
+        try:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+        finally:
+            scaler.update()
+
+    return scaler, optimizer, step
+
+
+def _of_amp(weight: Any) -> tuple[Any, Any, Any]:
+    handle = amp.init(device_type="cpu", verbose=False)
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        with handle.scale_loss(pull((weight, factor)), optimizer) as loss:
+            loss.backward()
+        monitor.note(grad_norm=factor)
+        optimizer.step()
+
+    monitor = Monitor(optimizer)
+    return monitor, optimizer, step
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler.*no float32 masters:RuntimeWarning")
+@pytest.mark.parametrize("made", [_of_fp16_optimizer, _of_grad_scaler, _of_amp])
+def test_a_step_that_raises_does_not_shift_those_after_it(made: Any) -> None:
+    weight = ones(1, dtype=torch.float32) if made is _of_amp else ones(1)
+    source, inner, step = made(weight)
+    monitor = source if isinstance(source, Monitor) else Monitor(source)
+    monitor.run = lambda: torch.zeros(())
+    step(2.0)
+    inner.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        step(3.0)
+    inner.param_groups[0]["lr"] = 0.25
+    for factor in (4.0, 5.0):
+        step(factor)
+    assert [each.grad_norm for each in monitor.history.steps] == pytest.approx([2.0, 4.0, 5.0])
+    assert not monitor._measured
+    assert not monitor._runs
+
+
 # Plain loops.
 
 
@@ -298,7 +394,7 @@ def test_without_a_listener_an_optimizer_tells_nothing(monkeypatch: pytest.Monke
         raise AssertionError("nobody listens")
 
     monkeypatch.setattr(_step_notes, "StepNote", fail)
-    monkeypatch.setattr(_step_notes, "before", fail)
+    monkeypatch.setattr(_step_notes, "announced", fail)
     weight = ones(2)
     two_steps(wrap(PROBES["fused"]([weight])), weight)
     two_steps(wrap(PROBES["plain"]([weight])), weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
 _MEASURED = "apex_mp_measured"  # what a pass that only reads has found
 _CLIP = "apex_mp_clip"  # what gradients are divided by beside the scale, to clip them
 _CLIPPED = "apex_mp_clipped"  # the gradients that this was measured for
+_NOTED = "apex_mp_noted"  # norm and clip factor, for who listens to the step
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -148,9 +150,9 @@ class GradScaler(BoundedGradScaler):
         norm = torch.nn.utils.clip_grad_norm_(
             _params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
         )
-        if norm_type == 2.0 and _step_notes.listeners:
+        if self._enabled and norm_type == 2.0 and _step_notes.listeners:
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip)
+            self._per_optimizer_states[id(optimizer)][_NOTED] = norm, clip
         return norm
 
     def _clip_scaled(
@@ -193,7 +195,7 @@ class GradScaler(BoundedGradScaler):
         state[_CLIPPED] = _C.GradMarks()
         state[_CLIPPED].take(_params_of(optimizer))
         if _step_notes.listeners:
-            _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip.reciprocal())
+            state[_NOTED] = norm, clip.reciprocal()
         if not _is_fused(optimizer):
             self.unscale_(optimizer)
         return norm if wide else norm.float()
@@ -287,17 +289,25 @@ class GradScaler(BoundedGradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         device_scale.settle(wait=False)
         steps = self._steps_of(optimizer)
-        if _step_notes.listeners and self._scale is not None:
-            is_unscaled = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-            unscaled = _FLOATING if is_unscaled else ()
-            _step_notes.before(self, optimizer, scale=self._scale, unscaled=unscaled)
         lost = steps.watch_updates()
-        if _is_fused(optimizer):
-            value = self._step_fused(optimizer, steps, *args, **kwargs)
-        else:
-            value = self._step_other(optimizer, *args, **kwargs)
+        with self._announced(optimizer):
+            if _is_fused(optimizer):
+                value = self._step_fused(optimizer, steps, *args, **kwargs)
+            else:
+                value = self._step_other(optimizer, *args, **kwargs)
         steps.check_updates(lost)
         return value
+
+    def _announced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Tell who listens that a step is taken within, and what was measured for it."""
+        if not _step_notes.listeners or self._scale is None:
+            return contextlib.nullcontext()
+        state = self._per_optimizer_states[id(optimizer)]
+        if _NOTED in state:
+            norm, clip = state[_NOTED]
+            _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip)
+        unscaled = _FLOATING if state["stage"] is OptState.UNSCALED else ()
+        return _step_notes.announced(self, optimizer, scale=self._scale, unscaled=unscaled)
 
     def _step_fused(
         self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any

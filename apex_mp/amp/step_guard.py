@@ -130,11 +130,15 @@ class StepGuard:
         self._refuse_scaled_gradients(optimizer)
         if self._is_leaving:
             self._take_off()
-        if _step_notes.listeners and not (args or kwargs):  # A closure has yet to make gradients.
-            # Gradients of parameters that have masters stay scaled.
-            has_masters = getattr(optimizer, "_amp_masters", None) is not None
-            unscaled = _WIDE if has_masters else (*_WIDE, *LOW_PRECISION)
-            _step_notes.before(optimizer, self.scaler, scale=self.scale, unscaled=unscaled)
+        if not _step_notes.listeners or args or kwargs:  # A closure has yet to make gradients.
+            return self._step_or_skip(optimizer, args, kwargs)
+        # Gradients of parameters that have masters stay scaled.
+        has_masters = getattr(optimizer, "_amp_masters", None) is not None
+        unscaled = _WIDE if has_masters else (*_WIDE, *LOW_PRECISION)
+        with _step_notes.announced(optimizer, self.scaler, scale=self.scale, unscaled=unscaled):
+            return self._step_or_skip(optimizer, args, kwargs)
+
+    def _step_or_skip(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._found_inf is not None and self._overflow is None and not (args or kwargs):
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()

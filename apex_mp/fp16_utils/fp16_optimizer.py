@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -415,18 +417,19 @@ class FP16_Optimizer(OldNames, Delegates):
         else:
             self._misuse.check_clip()
             self._unscale_what_came_in()
-            if _step_notes.listeners:
-                _step_notes.before(
-                    self,
-                    scale=self._grads.scale_of_grads(),
-                    unscaled=(torch.float32, torch.float64),
-                )
-            skipped, value = self._step_without_closure()
+            with self._announced():
+                skipped, value = self._step_without_closure()
         self._end_step(skipped=skipped)
         self._weights.begin()
         if loss is None or value is not None:
             return value
         return None if self.overflow else loss
+
+    def _announced(self) -> AbstractContextManager[None]:
+        if not _step_notes.listeners:
+            return contextlib.nullcontext()
+        scale = self._grads.scale_of_grads()
+        return _step_notes.announced(self, scale=scale, unscaled=(torch.float32, torch.float64))
 
     def _step_without_closure(self) -> tuple[bool | None, Any]:
         """Step; return whether it was skipped, if that is known, and the inner one's value."""

@@ -216,6 +216,14 @@ class Monitor:
         self._pass_on(step)
         self._judge(step, note.lowest)
 
+    def withdraw_step(self) -> None:
+        """Hear that a step has raised an error after `before_step`."""
+        if self._begun > self._history.total:
+            kept: Any
+            for kept in (self._measured, self._runs, self._samplers):
+                kept.pop(self._begun, None)
+            self._begun -= 1
+
     def record(
         self,
         *,

@@ -737,6 +737,15 @@ SCALER = {
 
 # What apex_mp.monitor keeps, and what it says of it.
 MONITOR = {
+    "a step that raises is waited for": Mutant(
+        "_step_notes.py", "            listener.withdraw_step()\n", "            pass\n", "monitor"
+    ),
+    "a norm outlives the step that it was measured for": Mutant(
+        "amp/grad_scaler.py",
+        "            state[_NOTED] = norm, clip.reciprocal()\n",
+        "            _step_notes.measured(self, optimizer, grad_norm=norm)\n",
+        "monitor",
+    ),
     "a clip takes the largest factor of all groups": Mutant(
         "_step_notes.py",
         "return total, min(factors, default=None)",
