@@ -2,7 +2,7 @@
 
 A holder of a loss scale takes a step within `announced`, and calls `after` when it knows what
 became of the step, in the order of the steps. On a device that the host does not wait for that is
-later. Listeners are kept beside their owner, not on it: copies and pickles of an optimizer have none.
+later. Listeners are kept beside their owner, not on it: a copy of an optimizer has none.
 """
 
 from __future__ import annotations

@@ -406,7 +406,8 @@ def _clip_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Tensor 
     Raises:
         RuntimeError: They are not the gradients that were measured.
     """
-    if _CLIP not in state:
+    clip: Tensor | None = state.get(_CLIP)
+    if clip is None:
         return None
     if state[_CLIPPED].differ(_params_of(optimizer)):
         raise RuntimeError(
@@ -415,7 +416,7 @@ def _clip_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Tensor 
             "it after the last backward(); to edit gradients, call scaler.unscale_(optimizer) "
             "before it"
         )
-    return state[_CLIP]  # type: ignore[no-any-return]
+    return clip
 
 
 def _is_fused(optimizer: Any) -> bool:
