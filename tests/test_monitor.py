@@ -18,7 +18,7 @@ from fp16_cases import INF, PROBES, ones, pull, wrap
 
 from apex_mp import _step_notes, amp, device_scale
 from apex_mp.monitor import History, Monitor, Step
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdam, FusedLAMB
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -73,12 +73,17 @@ def test_the_clip_of_a_fused_optimizer_is_what_the_step_multiplied_by() -> None:
     torch.testing.assert_close(state["exp_avg"], torch.tensor([3.0, 4.0]) * step.clip)
 
 
-@pytest.mark.parametrize(("clip", "factor"), [("group", 1 / 8), ("global", 1 / 10)])
-def test_the_smallest_factor_of_all_groups_is_kept(clip: str, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("fused", "clip", "factor"),
+    [(FusedAdam, "group", 1 / 8), (FusedAdam, "global", 1 / 10), (FusedLAMB, "group", 1 / 10)],
+)
+def test_the_smallest_factor_of_all_groups_is_kept(
+    fused: type[FusedAdam | FusedLAMB], clip: str, factor: float
+) -> None:
     weights = ones(1), ones(1), ones(1)
     groups = [{"params": [each]} for each in weights[:2]]
     groups.append({"params": [weights[2]], "max_grad_norm": 0.0})
-    optimizer = wrap(FusedAdam(groups, max_grad_norm=1.0), clip=clip)
+    optimizer = wrap(fused(groups, max_grad_norm=1.0), clip=clip)
     monitor = Monitor(optimizer)
     optimizer.backward(pull((weights[0], 6.0), (weights[1], 8.0), (weights[2], 0.0)))
     optimizer.step()

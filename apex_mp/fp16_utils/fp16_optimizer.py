@@ -108,7 +108,7 @@ class FP16_Optimizer(OldNames, Delegates):
         model: The module whose names an overflow message uses for its parameters; without it the
             message names group, index and shape [None].
         clip: For an inner optimizer with `max_grad_norm`: "group" clips each group by its own norm,
-            "global" each by the norm over all groups ["group"].
+            "global" each by the norm over all groups, as `FusedLAMB` always does ["group"].
 
     Attributes:
         optimizer: The inner optimizer.
@@ -591,10 +591,11 @@ class FP16_Optimizer(OldNames, Delegates):
     def _note(self, skipped: bool, scale: float, norms: list[float]) -> _step_notes.StepNote:
         value = self._loss_scaler.loss_scale_value
         is_clipped = "grad_norms" in self._legacy_arguments
+        always_global = getattr(self.optimizer, "_clips_by_global_norm", False)  # as FusedLAMB
         norm, clip = _step_notes.norm_and_clip(
             norms,
             self.param_groups if is_clipped else [{}] * len(norms),
-            by_global_norm=self.clip == "global",
+            by_global_norm=always_global or self.clip == "global",
         )
         return _step_notes.StepNote(
             skipped,
