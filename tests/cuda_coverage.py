@@ -21,7 +21,13 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
     rules = ("adam_grad_scaler", "adagrad", "lamb", "novograd")
+    # The first unscales gradients in place, the second steps tensors of many vectors.
+    of_each = (
+        "grad_scaler_skips_overflows_and_no_other_step",
+        "each_group_is_clipped_by_the_norm_that_counts",
+    )
     tests = [*PLAN[:2], *(f"tests/test_fused_{name}.py" for name in rules)]
+    tests += [f"tests/test_fused_rules.py::test_{name}" for name in of_each]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):
         status, output = run(library, net, ["-q"])

@@ -33,9 +33,9 @@ OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight
 
 
 def weight_and_grad(device: torch.device, weight: Any = (3.0, 4.0)) -> Parameter:
-    """A parameter of norm 5 with a gradient."""
+    """A parameter, of norm 5 if nothing else is asked for, with a gradient."""
     param = Parameter(torch.tensor(weight, device=device))
-    param.grad = torch.tensor([2.0, -1.0], device=device)
+    param.grad = torch.tensor([2.0, -1.0], device=device).repeat(len(weight) // 2)
     return param
 
 
@@ -119,11 +119,14 @@ def test_each_tensor_has_its_own_ratio(device: torch.device) -> None:
         assert moved.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_parameters_whose_squares_are_beyond_float32_have_a_norm(device: torch.device) -> None:
-    param = weight_and_grad(device, (3e30, 4e30))
+@pytest.mark.parametrize("pairs", [1, 2501])  # On CUDA a thread then takes two vectors, or one.
+def test_parameters_whose_squares_are_beyond_float32_have_a_norm(
+    pairs: int, device: torch.device
+) -> None:
+    param = weight_and_grad(device, (3e30, 4e30) * pairs)
     FusedLAMB([param], 0.5, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()
     step = 0.5 * 5e30 / math.sqrt(2.0)
-    assert param.tolist() == pytest.approx([3e30 - step, 4e30 + step], rel=1e-5)
+    assert param.tolist() == pytest.approx([3e30 - step, 4e30 + step] * pairs, rel=1e-5)
 
 
 @pytest.mark.usefixtures("cpu_level", "restore_threads")

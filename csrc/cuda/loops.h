@@ -138,11 +138,15 @@ __device__ double sum_sq_of(const opmath_t (&numbers)[width]) {
   opmath_t sum = 0;
 #pragma unroll
   for (const opmath_t number : numbers) sum += number * number;
-  if (!math::not_finite(sum)) return static_cast<double>(sum);
-  double wide = 0.0;
+  if constexpr (sizeof(opmath_t) == sizeof(float)) {
+    if (math::not_finite(sum)) {
+      double wide = 0.0;
 #pragma unroll
-  for (const double number : numbers) wide += number * number;
-  return wide;
+      for (const double number : numbers) wide += number * number;
+      return wide;
+    }
+  }
+  return sum;
 }
 
 // This thread's share; nothing is written. What is read here is soon read again.

@@ -36,9 +36,7 @@ __device__ void advance_numbers(const StepRow& row, const StepPrepared& prepared
 #pragma unroll
   for (int i = 0; i < Rule::kNumbers; ++i) {
     if (row.numbers[i] == nullptr) continue;
-    if constexpr (Rule::kNumbers > 0) {
-      *global(row.numbers[i]) = Rule::advance(i, before, prepared.numbers);
-    }
+    *global(row.numbers[i]) = Rule::advance(i, before, prepared.numbers);
   }
 }
 
@@ -129,7 +127,9 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
   if (threadIdx.x == 0) {
     factors = factors_of<Rule>(memory, chunk);
     inv_scale = 1.0 / memory.outcome->scale;
-    if (chunk.index == 0) advance_numbers<Rule>(row, memory.prepared[chunk.row]);
+    if constexpr (Rule::kNumbers > 0) {
+      if (chunk.index == 0) advance_numbers<Rule>(row, memory.prepared[chunk.row]);
+    }
   }
   __syncthreads();
   PartOf<Rule> part = part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);

@@ -195,8 +195,8 @@ PLANTED_PLAN_BUGS = {
     ),
     "squares beyond float32 are infinite": PlantedBug(
         "cuda/loops.h",
-        "  if (!math::not_finite(sum)) return static_cast<double>(sum);\n  double wide = 0.0;",
-        "  return static_cast<double>(sum);\n  double wide = 0.0;",
+        "if (math::not_finite(sum)) {\n      double wide = 0.0;",
+        "if (false) {\n      double wide = 0.0;",
         f"{LAMB}::test_parameters_whose_squares_are_beyond_float32_have_a_norm",
         r"AssertionError|assert ",
         net=NET,
