@@ -92,6 +92,7 @@ def test_each_step_is_that_of_the_reference(
     assert len(optimizer.state) == len(params)
 
 
+@pytest.mark.usefixtures("cpu_level")
 @each_subject
 @pytest.mark.parametrize("grad_dtype", [F16, BF16, F32, F64], ids=NAMES.get)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
