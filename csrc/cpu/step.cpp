@@ -115,9 +115,9 @@ struct Numbers {
 template <typename Rule>
 constexpr bool kHasNorms = Rule::kNorm >= 0 || Rule::kRatio >= 0;
 
-// Brings the numbers of every row's state up to date, if that is all, and finds its factors: those
-// of the row before if it is in the same group and has the same numbers, because powers are
-// expensive.
+// Finds the factors of every row: those of the row before if it is in the same group and has the
+// same numbers, because powers are expensive. If it `advances`, it brings the numbers of the state
+// up to date too.
 template <typename Rule, bool advances = true>
 void prepare(const Task& task, Workspace& work) {
   auto& factors = std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);

@@ -248,7 +248,7 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
     for (int i = 0; i < width; ++i) words[i] = __float_as_uint(static_cast<float>(numbers[i]));
     store_vectors<4, cache>(words, dst, span);
   } else if constexpr (sizeof(opmath_t) == 8 || cache == Cache::kKept) {
-    // In float math, what is streamed is no double: only adam's copy may be one.
+    // In float math, what is streamed is no double: only a copy may be one.
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const double number = numbers[i];
