@@ -16,6 +16,7 @@ from tolerances import assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp import _C
 from apex_mp._step_request import StepRequest
 from apex_mp.optimizers import FusedAdam
 
@@ -355,3 +356,9 @@ def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
     with pytest.raises(ValueError, match="is not a list with one item for each of its"):
         optimizer.step(grads=StepRequest(grads_of=lists))
     assert not optimizer.state
+
+
+@pytest.mark.cpu_only
+def test_a_rule_that_an_older_build_does_not_have_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="StepPlan: rule is 'later', which the built extension"):
+        _C.StepPlan("later", "Later", tensors=("exp_avg",), numbers=())

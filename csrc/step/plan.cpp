@@ -68,7 +68,9 @@ void update(const LossScale& loss_scale, bool found_inf) {
 
 int32_t rule_named(const std::string& name) {
   int32_t rule = 0;
-  while (math::AllRules::facts(rule).name != name) ++rule;
+  while (rule < math::AllRules::kCount && math::AllRules::facts(rule).name != name) ++rule;
+  TORCH_CHECK(rule < math::AllRules::kCount, "StepPlan: rule is '", name,
+              "', which the built extension does not have; build apex_mp again");
   return rule;
 }
 
