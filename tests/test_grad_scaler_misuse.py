@@ -49,6 +49,21 @@ def test_an_optim_wrapper_scales_by_itself(call: Any, device: torch.device) -> N
         call(new_scaler(device), wrapper)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_clipping_parameters_instead_of_their_optimizer_is_refused(enabled: bool) -> None:
+    scaler = GradScaler("cpu", enabled=enabled)
+    wish = r"optimizer is a list; .*clip_grad_norm_\(optimizer, max_norm\)"
+    with pytest.raises(TypeError, match=wish):
+        scaler.clip_grad_norm_([Parameter(torch.ones(2))], 1.0)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_no_module_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"GradScaler: model is a list; it must be a torch\.nn\.Mod"
+    ):
+        GradScaler("cpu", model=[Parameter(torch.ones(2))])  # type: ignore[arg-type]
+
+
 @each_optimizer
 @pytest.mark.parametrize("given", ["by name", "by place"])
 def test_closures_are_refused(given: str, make: Any, device: torch.device) -> None:

@@ -17,6 +17,7 @@ import torch
 from fp16_cases import INF, PROBES, ones, pull, wrap
 
 from apex_mp import _step_notes, amp, device_scale
+from apex_mp.grads import NonFinite
 from apex_mp.monitor import History, Monitor, Step
 from apex_mp.optimizers import FusedAdam, FusedLAMB
 
@@ -468,6 +469,12 @@ def test_what_takes_no_steps_is_refused(source: Any) -> None:
         Monitor(source)
 
 
+def test_the_scaler_of_torch_is_refused_because_it_tells_no_steps() -> None:
+    wish = r"source is a torch\.amp\.grad_scaler\.GradScaler; .* a GradScaler of apex_mp\.amp"
+    with pytest.raises(TypeError, match=wish):
+        Monitor(torch.amp.GradScaler("cpu"))
+
+
 # Where it goes.
 
 
@@ -530,6 +537,9 @@ def test_a_ring_keeps_the_last_steps_and_counts_all() -> None:
 
 def test_the_report_says_what_happened() -> None:
     assert Monitor().report() == "no steps yet"
+    everything = Monitor()
+    everything.record(skipped=True)
+    assert everything.report().startswith("steps           1, 1 skipped (100 %), the last 1 in")
     assert watched_run().report().splitlines() == [
         "steps           20, 10 skipped (50 %)",
         "loss scale      2^2 at step 20, from 2^2 to 2^12",
@@ -538,6 +548,14 @@ def test_the_report_says_what_happened() -> None:
         "skipped steps in which a parameter's gradient held inf or NaN:",
         "      10  group 0, parameter 0",
     ]
+
+
+def test_parameters_that_overflow_equally_often_are_listed_worst_first() -> None:
+    names = [f"{letter}.weight" for letter in "dbeacf"]
+    overflow = [NonFinite(name, (2,), inf=2, nan=0) for name in names]
+    history = Monitor().history
+    history.add(Step(1, 2.0, skipped=True, overflow=tuple(overflow)))
+    assert [*history.overflows_by_name()] == names
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:

@@ -455,3 +455,14 @@ def test_a_run_that_returns_no_loss_is_refused(run: Any, error: Any, wish: str) 
     model = Net(nn.ReLU())
     with pytest.raises(error, match=wish):
         find_nonfinite(model, lambda: run(model))
+
+
+def test_a_loss_instead_of_a_function_is_refused() -> None:
+    model = Net(nn.ReLU())
+    with pytest.raises(TypeError, match="run is a Tensor; it must be a function that computes"):
+        find_nonfinite(model, model(torch.ones(8, 4)).sum())
+
+
+def test_a_tensor_instead_of_a_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model is a Tensor; it must be a torch\.nn\.Module"):
+        find_nonfinite(torch.ones(1), lambda: torch.ones(()))  # type: ignore[arg-type]

@@ -59,6 +59,7 @@ class GradScaler(BoundedGradScaler):
     Raises:
         AssertionError: A factor is out of range, as torch says it.
         TypeError, ValueError: A bound or `hysteresis` is no number, or out of range.
+        TypeError: `model` is no module.
     """
 
     def __init__(
@@ -84,6 +85,10 @@ class GradScaler(BoundedGradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
         )
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"GradScaler: model is a {type(model).__name__}; it must be a torch.nn.Module"
+            )
         self._model = None if model is None else weakref.ref(model)
         self._steps: weakref.WeakKeyDictionary[Any, ScaledSteps] = weakref.WeakKeyDictionary()
 
@@ -133,9 +138,15 @@ class GradScaler(BoundedGradScaler):
 
         Raises:
             RuntimeError: It was called before, or after `step`; or the norm is not finite.
+            TypeError: `optimizer` is something else, such as the parameters.
             ValueError: `norm_type` is not 2 and `unscale_` was not called, or `max_norm` is
                 negative.
         """
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"GradScaler.clip_grad_norm_: optimizer is a {type(optimizer).__name__}; call "
+                "scaler.clip_grad_norm_(optimizer, max_norm), not with parameters"
+            )
         if self._enabled:
             _refuse_own_scaling(optimizer)
             self._check_scale_growth_tracker("clip_grad_norm_")
@@ -167,7 +178,10 @@ class GradScaler(BoundedGradScaler):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("clip_grad_norm_() is being called after step().")
+            raise RuntimeError(
+                "clip_grad_norm_() is being called after step(). Call it before step(), and "
+                "update() at the end of each iteration."
+            )
         if _CLIP in state:
             raise RuntimeError(
                 "clip_grad_norm_() has already been called on this optimizer since the last "

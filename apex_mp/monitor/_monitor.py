@@ -14,6 +14,7 @@ from torch import Tensor
 from apex_mp import _step_notes, device_scale
 from apex_mp._log import logger
 from apex_mp._step_notes import StepNote
+from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.fp16_utils._skips import warn
@@ -322,7 +323,7 @@ class Monitor:
 
 def _owner(source: Any) -> Any:
     """Return whose steps are heard if a user gives `source`."""
-    if source is None or isinstance(source, torch.optim.Optimizer | torch.amp.GradScaler):
+    if source is None or isinstance(source, torch.optim.Optimizer | GradScaler):
         return source._optimizer if isinstance(source, OptimWrapper) else source
     if isinstance(source, NoOpHandle):
         return None
@@ -333,7 +334,8 @@ def _owner(source: Any) -> Any:
                 "that returned"
             )
         return source._default_scaler
+    kind = type(source)
     raise TypeError(
-        f"Monitor: source is a {type(source).__name__}; it must be an FP16_Optimizer, a GradScaler "
+        f"Monitor: source is a {kind.__module__}.{kind.__qualname__}; it must be an FP16_Optimizer, a GradScaler "
         "of apex_mp.amp, an optimizer, or the handle of amp.init"
     )

@@ -27,8 +27,8 @@ def power(scale: float) -> str:
 
 
 def _total(history: History) -> str:
-    share = 100.0 * history.skipped / history.total
-    line = f"steps           {history.total}, {history.skipped} skipped ({share:.2g} %)"
+    share = float(f"{100.0 * history.skipped / history.total:.2g}")  # 100, not 1e+02
+    line = f"steps           {history.total}, {history.skipped} skipped ({share:g} %)"
     if history.skips_in_a_row:
         line += f", the last {history.skips_in_a_row} in a row"
     kept = len(history.steps)

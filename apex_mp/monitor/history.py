@@ -68,9 +68,14 @@ class History:
         self.skips_in_a_row = self.skips_in_a_row + 1 if step.skipped else 0
 
     def overflows_by_name(self) -> dict[str, int]:
-        """Return in how many of the kept steps each parameter overflowed, the most first."""
+        """Return in how many of the kept steps each parameter overflowed, the most first.
+
+        Of equal ones those that were reported first come first.
+        """
         counts = collections.Counter(
-            name for step in self.steps for name in {found.name for found in step.overflow}
+            name
+            for step in self.steps
+            for name in dict.fromkeys(found.name for found in step.overflow)
         )
         return dict(counts.most_common())
 

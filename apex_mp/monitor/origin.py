@@ -121,9 +121,18 @@ def find_nonfinite(
         Where it began; None if all is finite, as may be with other random numbers.
 
     Raises:
-        TypeError: `run` returns no tensor.
+        TypeError: `model` is no module, `run` is no function, or it returns no tensor.
         ValueError: The loss is no scalar, or does not depend on parameters.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"find_nonfinite: model is a {type(model).__name__}; it must be a torch.nn.Module"
+        )
+    if not callable(run):
+        raise TypeError(
+            f"find_nonfinite: run is a {type(run).__name__}; it must be a function that computes "
+            "the loss, such as lambda: criterion(model(x), y)"
+        )
     broken = _in_weights(model)
     if broken is not None:
         return broken
