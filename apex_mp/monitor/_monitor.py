@@ -336,6 +336,6 @@ def _owner(source: Any) -> Any:
         return source._default_scaler
     kind = type(source)
     raise TypeError(
-        f"Monitor: source is a {kind.__module__}.{kind.__qualname__}; it must be an FP16_Optimizer, a GradScaler "
-        "of apex_mp.amp, an optimizer, or the handle of amp.init"
+        f"Monitor: source is a {kind.__module__}.{kind.__qualname__}; it must be an "
+        "FP16_Optimizer, a GradScaler of apex_mp.amp, an optimizer, or the handle of amp.init"
     )
