@@ -164,7 +164,7 @@ class Program:
 
 
 OPERATOR_KERNELS = """prepare adam check tensor_sums group_sums norms take_fresh sgd unscale axpby
-    update_scale"""
+    exponents update_scale"""
 PROGRAMS = {
     "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
     "clipped": Program(step_clipped, ("few_chunks", *EACH_STEP)),

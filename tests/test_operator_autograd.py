@@ -75,7 +75,7 @@ FLOATS_WRITTEN = [
     (operator, name)
     for operator in OPERATORS
     for name in operator.written
-    if name not in ("good_steps", "overflows")  # Integers, which no graph goes through.
+    if name not in ("good_steps", "overflows", "counts")  # Integers, which no graph goes through.
 ]
 
 

@@ -88,8 +88,10 @@ def test_what_cannot_be_run_is_reported_as_by_python(content: str | None, tmp_pa
 def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     wrong = python(tmp_path, "-m", "apex_mp", "ran")
     assert wrong.returncode == 2
-    assert wrong.stderr.endswith("error: 'ran' is no command; it must be run, or nothing\n")
-    assert "usage: python -m apex_mp [-h] [--version] [run ...]" in wrong.stderr
+    assert wrong.stderr.endswith(
+        "error: 'ran' is no command; it must be run or report, or nothing\n"
+    )
+    assert "usage: python -m apex_mp [-h] [--version] [run ...] [report ...]" in wrong.stderr
     era = python(tmp_path, *RUN, "--era", "2018", "script.py")
     assert era.returncode == 2
     assert "argument --era: invalid choice: '2018'" in era.stderr
