@@ -1,7 +1,8 @@
 """Runs the table below in a clean clone; `make nightly` runs all of it and writes NIGHTLY.
 
 A target with paths runs where git's hash of one of them is not the one with which the target has
-passed in NIGHTLY.
+passed in NIGHTLY. `.ci/run.py --nightly NAME...` runs these targets, and keeps what NIGHTLY says of
+the others.
 """
 
 from __future__ import annotations
@@ -101,7 +102,14 @@ def run(target: Target) -> dict[str, Any]:
     passed = ending == "passed"
     summary = [f"make {target.name}: {ending} in {seconds} s", *lines[-4 if passed else -SHOWN :]]
     print("\n  ".join(summary), flush=True)
-    return {"passed": passed, "seconds": seconds, "trees": trees(target)}
+    return {
+        "passed": passed,
+        "seconds": seconds,
+        "commit": git("rev-parse", "HEAD"),
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}",
+        "processor": processor(),
+        "trees": trees(target),
+    }
 
 
 def processor() -> str:
@@ -111,19 +119,8 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
-def write_nightly(results: dict[str, Any], start: float) -> None:
-    facts = {
-        "commit": git("rev-parse", "HEAD"),
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}",
-        "processor": processor(),
-        "seconds": round(time.monotonic() - start),
-        "targets": results,
-    }
-    NIGHTLY.write_text(json.dumps(facts, indent=2) + "\n")
-
-
 def main() -> None:
-    nightly = sys.argv[1:] == ["--nightly"]
+    nightly, wanted = sys.argv[1:2] == ["--nightly"], sys.argv[2:]
     if nightly and git("status", "--porcelain"):
         sys.exit("make nightly: the result belongs to a commit; commit what has changed first")
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -131,29 +128,31 @@ def main() -> None:
     # Threads that wait leave their core to others.
     os.environ["OMP_WAIT_POLICY"] = "passive"
     start = time.monotonic()
-    last = json.loads(NIGHTLY.read_text())["targets"] if NIGHTLY.exists() else {}
-    due = {t for t in ON_BOTH_CORES + ON_ONE_CORE if nightly or is_due(t, last.get(t.name, {}))}
-    for target in ON_BOTH_CORES + ON_ONE_CORE:
+    last = json.loads(NIGHTLY.read_text()) if NIGHTLY.exists() else {}
+    every = ON_BOTH_CORES + ON_ONE_CORE
+    if not {*wanted} <= {target.name for target in every}:
+        sys.exit(f"{' '.join(wanted)}: the targets are {' '.join(each.name for each in every)}")
+    if nightly:
+        due = {target for target in every if target.name in wanted or not wanted}
+    else:
+        due = {target for target in every if is_due(target, last.get(target.name, {}))}
+    for target in every:
         if target.when and target not in due:
             print(f"make {target.name}: passed in {NIGHTLY.name} with the same {target.when}")
-    results: dict[str, Any] = {}
+    results = {}
     for target in ON_BOTH_CORES:
         if target in due:
             results[target.name] = run(target)
-            if not results["build"]["passed"]:
+            if target.name == "build" and not results["build"]["passed"]:
                 sys.exit("The rest was not run.")
-            if nightly:  # A run that is cut off has these.
-                write_nightly(results, start)
     with ThreadPoolExecutor(2) as pool:
         others = [target for target in ON_ONE_CORE if target in due]
         results |= zip((t.name for t in others), pool.map(run, others), strict=True)
+    seconds = round(time.monotonic() - start)
     failed = [name for name, result in results.items() if not result["passed"]]
-    print(
-        f"Failed: {', '.join(failed)}" if failed else "Everything passed",
-        f"({time.monotonic() - start:.0f} s)",
-    )
+    print(f"Failed: {', '.join(failed)}" if failed else "Everything passed", f"({seconds} s)")
     if nightly:
-        write_nightly(results, start)
+        NIGHTLY.write_text(json.dumps({**last, **results}, indent=2) + "\n")
     sys.exit(bool(failed))
 
 

@@ -111,14 +111,34 @@ def test_the_nightly_result_says_what_was_run_and_for_how_long(
     ci: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(ci, monkeypatch, "--nightly")
-    facts = json.loads(ci.NIGHTLY.read_text())
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
-    assert facts["commit"] == head
-    assert [*facts["targets"]] == [t.name for t in ci.ON_BOTH_CORES + ci.ON_ONE_CORE]
-    assert {*facts["targets"]["test"]} == {"passed", "seconds", "trees"}
+    results = json.loads(ci.NIGHTLY.read_text())
+    assert [*results] == [t.name for t in ci.ON_BOTH_CORES + ci.ON_ONE_CORE]
+    facts = {"passed", "seconds", "commit", "date", "processor", "trees"}
+    assert all({*each} == facts for each in results.values())
+    assert results["test"]["commit"] == ci.git("rev-parse", "HEAD")
     Path("Makefile").write_text("changed")
     monkeypatch.setattr(sys, "argv", ["run", "--nightly"])
     with pytest.raises(SystemExit, match="commit what has changed first"):
+        ci.main()
+
+
+def test_some_targets_alone_leave_the_results_of_others(
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("src/bug").touch()
+    commit()
+    run(ci, monkeypatch, "--nightly")
+    before = json.loads(ci.NIGHTLY.read_text())
+    Path("src/bug").unlink()
+    commit()
+    assert run(ci, monkeypatch, "--nightly", "clients") == (True, {"clients"})
+    after = json.loads(ci.NIGHTLY.read_text())
+    assert after["clients"]["passed"]
+    assert after["clients"]["commit"] != before["clients"]["commit"]
+    assert {**after, "clients": 0} == {**before, "clients": 0}
+    commit()
+    monkeypatch.setattr(sys, "argv", ["run", "--nightly", "client"])
+    with pytest.raises(SystemExit, match="client: the targets are build"):
         ci.main()
 
 
