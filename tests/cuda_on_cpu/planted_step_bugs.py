@@ -245,8 +245,10 @@ PLANTED_STEP_BUGS = {
         "static_cast<int32_t>(blockIdx.x)];\n",
         "  const StepChunk chunk = memory.chunks[update.end_chunk - 1 - "
         "static_cast<int32_t>(blockIdx.x)];\n"
-        "  if (chunk.index == 0 && threadIdx.x == 0 && !Rule::kNeedsNumbers) "
+        "  if constexpr (!Rule::kNeedsNumbers) {\n"
+        "    if (chunk.index == 0 && threadIdx.x == 0) "
         "advance_numbers<Rule>(memory.rows[chunk.row], memory.prepared[chunk.row]);\n"
+        "  }\n"
         "  if (memory.outcome->found_inf != 0.0f) return;\n",
         FIRST_GRADIENT,
         r"assert \[0\.0, .*\] == \[1\.0",
