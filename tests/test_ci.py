@@ -123,7 +123,7 @@ def test_the_nightly_result_says_what_was_run_and_for_how_long(
 
 
 def test_some_targets_alone_leave_the_results_of_others(
-    ci: ModuleType, monkeypatch: pytest.MonkeyPatch
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("src/bug").touch()
     commit()
@@ -132,6 +132,7 @@ def test_some_targets_alone_leave_the_results_of_others(
     Path("src/bug").unlink()
     commit()
     assert run(ci, monkeypatch, "--nightly", "clients") == (True, {"clients"})
+    assert "passed in nightly.json" not in capsys.readouterr().out
     after = json.loads(ci.NIGHTLY.read_text())
     assert after["clients"]["passed"]
     assert after["clients"]["commit"] != before["clients"]["commit"]
