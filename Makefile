@@ -66,7 +66,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors mutants lint types coverage clients trainers cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
+.PHONY: help build demo test test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -80,6 +80,7 @@ help:
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
 	@echo 'make clients    train with OpenNMT-py, ParlAI and fairseq, as PyPI has them, through apex_mp'
 	@echo 'make trainers   train with accelerate, transformers, Lightning, timm and PEFT'
+	@echo 'make recipes    run the recipes of examples/ small, and see that they do what they are for'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make format     let ruff and clang-format write their changes'
@@ -169,6 +170,9 @@ clients: $(CLIENTS_READY)
 
 trainers: $(TRAINERS_READY)
 	$(TRAINERS_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) tests/trainers $(PYTEST_ARGS)
+
+recipes: $(TRAINERS_READY)
+	$(TRAINERS_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) tests/recipes $(PYTEST_ARGS)
 
 cuda-on-cpu: $(BUILT)
 	$(VENV)/bin/python -m pytest -q tests/cuda_on_cpu $(PYTEST_ARGS)

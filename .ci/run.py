@@ -45,6 +45,7 @@ ON_BOTH_CORES = [
     Target("test-slow", 5, EACH_TIME),
     Target("processors", 1, EACH_TIME),
     Target("cuda-on-cpu", 42, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers")),
+    Target("recipes", 10, ("csrc", "apex_mp", "tests/recipes", "examples")),
     Target("cuda-tests", 12, NIGHTLY_ONLY),
     Target("mutants", 15, NIGHTLY_ONLY),
 ]

@@ -21,7 +21,7 @@ else:
         reparameterization,
     )
     from apex_mp._as_apex.install import install_as_apex, uninstall_as_apex
-    from apex_mp.checkpoint import load_checkpoint
+    from apex_mp.checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = [
     "RNN",
@@ -36,5 +36,6 @@ __all__ = [
     "optimizers",
     "parallel",
     "reparameterization",
+    "save_checkpoint",
     "uninstall_as_apex",
 ]

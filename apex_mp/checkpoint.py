@@ -1,4 +1,4 @@
-"""load_checkpoint: files of the apex of 2018 to 2020, without running anything that is in them."""
+"""Checkpoint files: read apex's of 2018 to 2020 without running their code; write atomically."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import tarfile
 import threading
 import zipfile
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -25,6 +26,23 @@ _TRUSTED = (
 
 # torch has one list of safe names for the whole process.
 _one_at_a_time = threading.Lock()
+
+
+def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
+    """Call `torch.save`, so that a process that is killed leaves the old file as it was.
+
+    The file is written as `path` with `.new` appended, and then renamed.
+
+    Args:
+        state: What to save.
+        path: The file's name; an existing file is replaced.
+    """
+    new = Path(f"{os.fspath(path)}.new")
+    try:
+        torch.save(state, new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> Any:

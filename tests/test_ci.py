@@ -19,7 +19,7 @@ MAKEFILE = """
 .PHONY: build test
 build test test-slow processors cuda-tests mutants cuda-link types sdist lint coverage:
 	@echo $@ >> build/order
-clients trainers cuda-on-cpu:
+clients trainers recipes cuda-on-cpu:
 	@echo $@ >> build/order; test ! -e src/bug
 """
 
@@ -83,7 +83,7 @@ def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(
 ) -> None:
     assert run(ci, monkeypatch, "--nightly")[0]
     commit()
-    with_paths = {"clients", "trainers", "cuda-on-cpu"}
+    with_paths = {"clients", "trainers", "recipes", "cuda-on-cpu"}
     assert not run(ci, monkeypatch)[1] & with_paths
     Path("tests/cuda_on_cpu/file").write_text("changed")
     commit()
@@ -99,11 +99,11 @@ def test_a_target_that_failed_in_the_nightly_run_runs_again(
     Path("src/bug").touch()
     commit()
     assert not run(ci, monkeypatch, "--nightly")[0]
-    assert "Failed: cuda-on-cpu, clients, trainers" in capsys.readouterr().out
+    assert "Failed: cuda-on-cpu, recipes, clients, trainers" in capsys.readouterr().out
     commit()
     passed, ran = run(ci, monkeypatch)
     assert not passed
-    again = {"clients", "trainers", "cuda-on-cpu"}
+    again = {"clients", "trainers", "recipes", "cuda-on-cpu"}
     assert ran & {*again, "coverage"} == again
 
 

@@ -489,3 +489,20 @@ def test_a_class_that_one_trusts_is_let_through_as_the_refusal_says() -> None:
     )
     with torch.serialization.safe_globals([argparse.Namespace]):
         assert apex_mp.load_checkpoint(io.BytesIO(content))["args"].lr == 0.1
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    apex_mp.save_checkpoint({"step": 1}, path)
+
+    def killed(state: object, target: Path) -> None:
+        Path(target).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        apex_mp.save_checkpoint({"step": 2}, path)
+    assert apex_mp.load_checkpoint(path) == {"step": 1}
+    assert [*tmp_path.iterdir()] == [path]
