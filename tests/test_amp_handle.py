@@ -135,6 +135,24 @@ def test_another_string_counts_as_true_with_a_warning(caplog: pytest.LogCaptureF
     assert handle.verbose
 
 
+@pytest.mark.parametrize("enable", [False, True])
+def test_enable_is_another_name_of_enabled(enable: bool) -> None:
+    handle: Any = amp.init(enable=enable, device_type="cpu")  # type: ignore[call-arg]
+    assert handle.is_active() is enable
+    assert casts_are_on() is enable
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((True,), {}), ((), {"enabled": True})])
+def test_enable_beside_enabled_is_refused_and_changes_nothing(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    first = amp.init(device_type="cpu")
+    with pytest.raises(TypeError, match="enable is False and enabled is True; they are two names"):
+        amp.init(*args, **kwargs, enable=False)
+    assert _current.handle is first
+    assert first.is_active()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error"),
     [

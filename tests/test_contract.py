@@ -336,6 +336,12 @@ def test_9_init_takes_its_arguments_in_the_order_of_the_era(era: str, names: lis
     assert handle._default_scaler.loss_scale() == (32.0 if "loss_scale" in names else 2.0**16)
 
 
+@pytest.mark.parametrize("enable", [False, True])
+def test_9_init_takes_enable_as_published(era: str, enable: bool) -> None:
+    handle = module("apex.amp").init(enable=enable)
+    assert handle.is_active() is enable
+
+
 # 10
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from apex_mp import amp, optimizers
+from apex_mp.amp.amp import takes_enable
 
 
 class FP16_Optimizer(optimizers.FP16_Optimizer):
@@ -14,6 +15,7 @@ class FP16_Optimizer(optimizers.FP16_Optimizer):
     _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
 
 
+@takes_enable
 def init(
     enabled: bool = True,
     enable_caching: bool = True,
@@ -24,7 +26,7 @@ def init(
     """Call `apex_mp.amp.init` with the arguments in the order of early 2019.
 
     Args:
-        enabled: As there; likewise the others.
+        enabled: As there, `enable` too; likewise the others.
         enable_caching: As there.
         verbose: As there.
         allow_banned: As there.

@@ -38,6 +38,24 @@ _LOG = logger("apex_mp.amp")
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
+def takes_enable(init: F) -> F:
+    """Take `enable=` too, as published calls of `amp.init` have it, for `enabled=`."""
+
+    @functools.wraps(init)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "enable" in kwargs:
+            if args or "enabled" in kwargs:
+                enabled = args[0] if args else kwargs["enabled"]
+                raise TypeError(
+                    f"amp.init: enable is {kwargs['enable']!r} and enabled is {enabled!r}; they are "
+                    "two names of one argument, so give one of them"
+                )
+            kwargs["enabled"] = kwargs.pop("enable")
+        return init(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
 def _knows_the_early_order(init: F) -> F:
     """Take `(enabled, enable_caching, verbose, allow_banned)` too, known by its second argument."""
 
@@ -59,6 +77,7 @@ def _knows_the_early_order(init: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+@takes_enable
 @_knows_the_early_order
 def init(
     enabled: bool = True,
@@ -82,7 +101,8 @@ def init(
     known by a second argument that is True or False.
 
     Args:
-        enabled: With False torch is left as it is, and the handle does nothing [True].
+        enabled: With False torch is left as it is, and the handle does nothing; `enable` is another
+            name of it [True].
         loss_scale: "dynamic", a number, or a loss scale of `apex_mp.loss_scale` ["dynamic"].
         enable_caching: Cast each weight once for a call of the outermost module [True].
         verbose: Print a line for each tensor that a listed function casts [False].
@@ -94,7 +114,7 @@ def init(
         max_loss_scale: A dynamic scale does not grow above it [2**24].
 
     Raises:
-        TypeError: An argument is of a wrong type.
+        TypeError: An argument is of a wrong type, or both `enabled` and `enable` are given.
         ValueError: An argument is out of range.
     """
     check_enabled("amp.init", enabled)
