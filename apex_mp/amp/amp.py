@@ -47,8 +47,8 @@ def takes_enable(init: F) -> F:
             if args or "enabled" in kwargs:
                 enabled = args[0] if args else kwargs["enabled"]
                 raise TypeError(
-                    f"amp.init: enable is {kwargs['enable']!r} and enabled is {enabled!r}; they are "
-                    "two names of one argument, so give one of them"
+                    f"amp.init: enable is {kwargs['enable']!r} and enabled is {enabled!r}; they "
+                    "are two names of one argument, so give one of them"
                 )
             kwargs["enabled"] = kwargs.pop("enable")
         return init(*args, **kwargs)
