@@ -38,7 +38,8 @@ def new_scaler(device: torch.device, cls: Any = amp.GradScaler, **options: Any) 
 def give_scaled(
     scaler: Any, params: list[Parameter], step: int, bad: float | None = None, **how: Any
 ) -> None:
-    """Give parameters the gradients of a step times the scale; `bad` is one number of them."""
+    """Give parameters the gradients of a scaled loss; `bad` is one number of them."""
+    scaler.scale(torch.zeros((), device=params[0].device))
     give_grads(params, step, factor=scaler.get_scale(), **how)
     if bad is not None:
         grad = params[-1].grad

@@ -63,6 +63,7 @@ def test_the_loop_with_folded_clipping_trains_and_is_reported(
     assert there["scheduler"].get_last_lr()[0] == pytest.approx(1e-2 * 0.99**100)
     exec(REPORT, there)
     assert capsys.readouterr().out == ""
+    scaler.scale(torch.zeros((), device=device))
     model[2].weight.grad.view(-1)[:3] = math.inf
     scaler.step(optimizer)
     exec(REPORT, there)
@@ -83,7 +84,11 @@ def test_a_float16_loss_skips_the_first_step(wide: bool, device: torch.device) -
     loss = nn.functional.cross_entropy(logits.float() if wide else logits, labels)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = GradScaler(device.type)
-    scaler.scale(loss).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.scale(loss).backward()
+    told = ["the loss is float16 and the scale is 65536" in str(each.message) for each in caught]
+    assert told == ([] if wide else [True])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # There are no masters.
         scaler.step(optimizer)

@@ -27,6 +27,7 @@ MAKES = {"FusedAdam": OURS["FusedAdam"], "SGD": OF_TORCH["SGD"]}
 
 
 def skip_or_step(scaler: Any, optimizer: Any, weight: Parameter, found_inf: bool) -> None:
+    scaler.scale(torch.zeros((), device=weight.device))
     weight.grad = torch.full_like(weight, math.inf if found_inf else 1.0)
     scaler.step(optimizer)
     scaler.update()
@@ -72,6 +73,7 @@ def test_one_overflow_of_several_optimizers_counts_once(device: torch.device) ->
     ]
     scaler = new_scaler(device, init_scale=64.0, hysteresis=2)
     for _ in range(2):
+        scaler.scale(torch.zeros((), device=device))
         for optimizer, weight in zip(optimizers, weights, strict=True):
             weight.grad = torch.full_like(weight, math.inf)
             scaler.step(optimizer)

@@ -188,6 +188,7 @@ class Net(nn.Module):
 
 
 def overflow(scaler: Any, optimizer: Any, model: nn.Module, values: dict[str, list[float]]) -> None:
+    scaler.scale(torch.zeros((), device=next(model.parameters()).device))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     for name, bad in values.items():
@@ -255,6 +256,7 @@ def test_after_unscale_on_a_device_the_second_skip_in_a_row_is_named_whatever_is
     scaler = new_scaler(device, model=model)
     names = []
     for way in ("cleared", "cleared", "kept"):
+        scaler.scale(torch.zeros((), device=device))
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         model.first.bias.grad[0] = math.inf
@@ -389,6 +391,7 @@ def test_parameters_without_masters_are_told_of_once_with_what_is_lost(
         model.first.weight.zero_()
 
     def step() -> None:
+        scaler.scale(torch.zeros((), device=device))
         for param in model.parameters():
             param.grad = torch.full_like(param, 1024.0)
         model.second.weight.grad.zero_()

@@ -144,6 +144,7 @@ def test_update_grows_after_the_interval_and_backs_off_at_an_overflow(
     scaler = new_scaler(device, init_scale=4.0, backoff_factor=0.25, growth_interval=2)
     seen = []
     for value in (1.0, 1.0, math.inf):
+        scaler.scale(torch.zeros((), device=device))
         weight.grad = torch.full((1,), value, device=device)
         scaler.step(optimizer)
         scaler.update()

@@ -305,6 +305,7 @@ def test_a_norm_is_not_that_of_an_earlier_step_that_was_not_taken() -> None:
     scaler.scale(pull((weight, 2.0))).backward()
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.update()
+    scaler.scale(pull((weight, 2.0))).backward()
     scaler.step(optimizer)
     (step,) = monitor.history.steps
     assert (step.grad_norm, step.clip) == (None, None)

@@ -116,14 +116,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
 
     @eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjust the scale after the steps of an iteration, or set it.
-
-        Args:
-            new_scale: The scale from now on [None: adjust it].
-
-        Raises:
-            AssertionError: No optimizer with gradients was stepped since the last update.
-        """
+        """Adjust the scale, or set it; see `GradScaler.update`."""
         try:
             if self._enabled and self._bounds and new_scale is None:
                 self._update_within_bounds()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class ScaledSteps:
         self._found_inf: bool | Tensor = False  # of the last step
         self._report: list[NonFinite] = []
         self._marks = _C.GradMarks()  # the gradients of the last step
-        self._has_looked_at_updates = False
+        self._has_looked_at_updates = self._has_seen_zeros = False
         self.skips_in_a_row = 0
 
     @property
@@ -78,28 +78,27 @@ class ScaledSteps:
 
     # The end of a step.
 
-    def end_step(self, skipped: bool) -> None:
-        """Take note of a step that the host has waited for."""
-        self._found_inf = skipped
+    def end_step(self, skipped: bool, sum_sq: Sequence[float]) -> None:
+        """Take note of a step that the host has waited for; see `outcome`."""
+        self._found_inf, self._sum_sq = skipped, sum_sq
         self._take_note(skipped, self._locate)
 
-    def end_fused_step(self, found_inf: Sequence[Tensor], measured: Measured | None) -> None:
+    def end_fused_step(
+        self, found_inf: Mapping[torch.device, Tensor], measured: Measured | None
+    ) -> None:
         """Take note of a step that was given `found_inf`; a GPU is not waited for.
 
         Args:
-            found_inf: Not 0 on a device whose gradients held inf or NaN.
+            found_inf: By device, not 0 if gradients there held inf or NaN.
             measured: What is known of each gradient.
         """
-        devices = [found.device for found in found_inf]
-        remote = [device for device in devices if device.type in device_scale.DEVICE_TYPES]
+        remote = [device for device in found_inf if device.type in device_scale.DEVICE_TYPES]
         if not remote:
-            if measured is not None and _step_notes.listeners:
-                self._sum_sq = [each.sum().item() for each in measured.sum_sq.values()]
-            self.end_step(any(found.item() for found in found_inf))
+            self.end_step(*outcome(found_inf, measured))
             return
         home = remote[0]
         # A copy: GradScaler.update() writes to one of them.
-        found = torch.stack([device_scale.bring(each, home) for each in found_inf]).sum()
+        found = torch.stack([device_scale.bring(each, home) for each in found_inf.values()]).sum()
         self._found_inf = found
         if device_scale.is_capturing():
             return
@@ -136,6 +135,16 @@ class ScaledSteps:
         self._count(skipped, locate)
         sum_sq, self._sum_sq = self._sum_sq, ()
         scaler, optimizer = self._scaler(), self._optimizer()
+        if sum_sq and not any(sum_sq) and not self._has_seen_zeros and optimizer is not None:
+            self._has_seen_zeros = True
+            scale = math.nan if scaler is None else scaler.get_scale()
+            warn(
+                f"GradScaler: all gradients of {type(optimizer).__name__} are 0 in this step. "
+                "torch's clip_grad_norm_ makes them 0 if the norm of scaled float16 gradients is "
+                "inf: call scaler.clip_grad_norm_(optimizer, max_norm) instead, or "
+                "scaler.unscale_(optimizer) before it. Or they are too small for their dtype at "
+                f"the scale {scale:g}, or the loss does not depend on the parameters"
+            )
         if scaler is None or not _step_notes.heard(scaler, optimizer):
             return
         note = _step_notes.StepNote(
@@ -222,6 +231,31 @@ class ScaledSteps:
             return
         self._has_looked_at_updates = True
         warn(lost.message(int(unchanged), int(total)))
+
+
+def outcome(
+    found_inf: Mapping[torch.device, Tensor], measured: Measured | None
+) -> tuple[bool, list[float]]:
+    """Wait for what was found, once for each device.
+
+    Args:
+        found_inf: By device, not 0 if gradients there held inf or NaN.
+        measured: What is known of each gradient.
+
+    Returns:
+        Whether any was not 0; and the sums of squares that were measured, a number a device, or NaN
+        if gradients there held inf or NaN.
+    """
+    sums = {} if measured is None else measured.sum_sq
+    skipped, read = False, []
+    for device, found in found_inf.items():
+        if device in sums:
+            # One number, because the host waits for each.
+            read.append(torch.where(found != 0.0, math.nan, sums[device].sum()).item())
+            skipped |= math.isnan(read[-1])
+        else:
+            skipped |= found.item() != 0.0
+    return skipped, read
 
 
 class LostUpdates:

@@ -608,37 +608,58 @@ SCALER = {
         "grad_scaler_clip",
     ),
     "a clip is forgotten by unscale_": Mutant(
-        "amp/grad_scaler.py", "inv_scale = inv_scale / clip", "pass", "grad_scaler_clip"
+        "amp/_unscaling.py", "inv_scale = inv_scale / clip", "pass", "grad_scaler_clip"
     ),
     "a clip makes small gradients larger": Mutant(
-        "amp/grad_scaler.py",
+        "amp/_folded_clip.py",
         "torch.clamp((norm + 1e-6) / max_norm, min=1.0)",
         "((norm + 1e-6) / max_norm)",
         "grad_scaler_clip",
     ),
     "the norm is that of scaled gradients": Mutant(
-        "amp/grad_scaler.py",
+        "amp/_unscaling.py",
         ".norm(scale.device) / scale\n",
         ".norm(scale.device)\n",
         "grad_scaler_clip",
     ),
     "an infinite norm makes gradients NaN before they are counted": Mutant(
-        "amp/grad_scaler.py",
-        "torch.where(norm.isfinite(), clip, 1.0)",
-        "clip",
+        "amp/_folded_clip.py",
+        "torch.where(norm.isfinite(), divisor, 1.0)",
+        "divisor",
         "grad_scaler_skips",
     ),
     "what clipping has found is looked for again": Mutant(
-        "amp/grad_scaler.py",
-        "if _CLIP not in state:\n            grads",
+        "amp/_unscaling.py",
+        "if _CLIPPED not in state:\n            grads",
         "if True:\n            grads",
         "grad_scaler_clip",
     ),
     "gradients after a clip are taken for those that were measured": Mutant(
-        "amp/grad_scaler.py",
-        "if state[_CLIPPED].differ(_params_of(optimizer)):",
+        "amp/_folded_clip.py",
+        "if self._marks.differ(params_of(optimizer)):",
         "if False:",
         "grad_scaler_clip",
+    ),
+    "a plain step takes gradients that clipping left scaled": Mutant(
+        "amp/_folded_clip.py",
+        "optimizer.register_step_pre_hook(self._refuse_plain_step)",
+        "optimizer.register_step_pre_hook(lambda *_: None)",
+        "grad_scaler_order",
+    ),
+    "a clip is lost by an update before the step": Mutant(
+        "amp/_folded_clip.py", "if self.is_late:", "if False:", "grad_scaler_order"
+    ),
+    "an iteration that was given up is remembered": Mutant(
+        "amp/_unscaling.py", "if clip.is_obsolete(optimizer):", "if False:", "grad_scaler_order"
+    ),
+    "a loss that was not scaled is no mistake after the first": Mutant(
+        "amp/grad_scaler.py", "self._losses.forget()", "pass", "grad_scaler_order"
+    ),
+    "a float16 loss is told of at any scale": Mutant(
+        "amp/_scaled_losses.py", "if scale > _LARGEST:", "if True:", "grad_scaler_order"
+    ),
+    "some gradients of 0 are taken for all": Mutant(
+        "amp/_scaled_steps.py", "not any(sum_sq)", "not all(sum_sq)", "grad_scaler_order"
     ),
     "a learning rate of 0 counts as lost updates": Mutant(
         "amp/_scaled_steps.py",

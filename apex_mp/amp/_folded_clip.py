@@ -1,0 +1,88 @@
+"""Clipping that is left to a fused step: gradients stay scaled until the scaler takes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import _C
+
+
+class FoldedClip:
+    """What the next step of an optimizer divides its gradients by, beside the scale, to clip them.
+
+    Until that step the optimizer refuses to be stepped by anything but the scaler.
+
+    Args:
+        optimizer: Owner of the gradients.
+        norm: Norm of the unscaled gradients: 0-dim.
+        max_norm: They are scaled down to this norm if theirs is larger.
+
+    Attributes:
+        divisor: 0-dim float32.
+        is_late: Whether `update` came before the step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
+        # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
+        divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
+        self.divisor = torch.where(norm.isfinite(), divisor, 1.0)  # The step is skipped then.
+        self.is_late = False
+        self._is_stepping = False
+        self._marks = _C.GradMarks()
+        self._marks.take(params_of(optimizer))
+        self._guard = optimizer.register_step_pre_hook(self._refuse_plain_step)
+
+    def close(self) -> None:
+        """Let the optimizer be stepped by anything again."""
+        self._guard.remove()
+
+    def is_obsolete(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step never came, and the gradients are other ones now."""
+        return self.is_late and self._marks.differ(params_of(optimizer))
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise a RuntimeError if the gradients are not those that were measured, or it is late."""
+        owner = type(optimizer).__name__
+        if self.is_late:
+            raise RuntimeError(
+                f"GradScaler: scaler.update() was called between scaler.clip_grad_norm_(optimizer) "
+                f"and the step of {owner}, whose gradients have the scale of before. Call "
+                "clip_grad_norm_, step and update in this order"
+            )
+        if self._marks.differ(params_of(optimizer)):
+            raise RuntimeError(
+                f"GradScaler: gradients of {owner} were written or replaced after "
+                "scaler.clip_grad_norm_(optimizer), which has measured them and left them scaled. "
+                "Call it after the last backward(); to edit gradients, call "
+                "scaler.unscale_(optimizer) before it"
+            )
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within, the scaler takes the step or unscales; afterwards there is nothing to clip."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+        self.close()
+
+    def _refuse_plain_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_stepping or self.is_obsolete(optimizer):
+            return
+        owner = type(optimizer).__name__
+        raise RuntimeError(
+            f"{owner}.step: the gradients are still scaled, because "
+            "scaler.clip_grad_norm_(optimizer) leaves it to the step to unscale and clip them. "
+            "Call scaler.step(optimizer) instead of optimizer.step()"
+        )
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]

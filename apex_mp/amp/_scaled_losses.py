@@ -1,0 +1,66 @@
+"""What went through `GradScaler.scale`, and what is wrong with it if steps do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import device_scale
+from apex_mp.amp._folded_clip import params_of
+from apex_mp.fp16_utils._skips import warn
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
+class ScaledLosses:
+    """Whether a loss was scaled since the last update; warns once of each mistake."""
+
+    def __init__(self) -> None:
+        self._is_scaled = False
+        self._is_in_graph = False  # A replay of a CUDA graph scales without a call.
+        self._has_seen_float16 = self._has_warned = False
+
+    def take(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        """Look at what is being scaled; warn if it is a float16 loss whose gradient is inf."""
+        self._is_scaled = True
+        if device_scale.is_capturing():
+            self._is_in_graph = True
+            return
+        if self._has_seen_float16 or not _holds_float16(outputs):
+            return
+        self._has_seen_float16 = True
+        scale = scaler.get_scale()
+        if scale > _LARGEST:
+            warn(
+                f"GradScaler.scale: the loss is float16 and the scale is {scale:g}, which is inf "
+                f"in float16, and so is the gradient of the loss: steps are skipped until the "
+                "scale is 32768. Compute the loss in float32, of outputs.float() (loss.float() "
+                "comes too late), or take GradScaler(init_scale=2.0**15, max_scale=2.0**15)"
+            )
+
+    def check(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if gradients are divided by a scale that no loss was multiplied by."""
+        if self._is_scaled or self._is_in_graph or self._has_warned:
+            return
+        if scaler._scale is None or device_scale.is_capturing():
+            return  # torch raises an error if there was never a loss.
+        if any(param.grad is not None for param in params_of(optimizer)):
+            self._has_warned = True
+            warn(
+                "GradScaler.step: scaler.scale(loss) was not called since the last "
+                f"scaler.update(), but the gradients of {type(optimizer).__name__} are divided by "
+                f"the scale, {scaler.get_scale():g}. Call scaler.scale(loss).backward() in each "
+                "iteration, and scaler.update() once at its end"
+            )
+
+    def forget(self) -> None:
+        """Begin an iteration."""
+        self._is_scaled = False
+
+
+def _holds_float16(outputs: Any) -> bool:
+    # Another iterable may be one that can be read once.
+    several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return any(isinstance(each, Tensor) and each.dtype == torch.float16 for each in several)

@@ -1,0 +1,243 @@
+"""torch's GradScaler, which also unscales, measures and clips float16 gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from apex_mp import _step_notes
+from apex_mp.amp import _scaled_grads
+from apex_mp.amp._folded_clip import FoldedClip, params_of
+from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
+from apex_mp.amp._scaled_steps import ScaledSteps
+
+# Keys beside torch's in the state of an optimizer, which lasts until update().
+MEASURED = "apex_mp_measured"  # what a pass that only reads has found
+NOTED = "apex_mp_noted"  # norm and clip factor, for who listens to the step
+_CLIPPED = "apex_mp_clipped"  # that `clip_grad_norm_` has measured scaled gradients
+
+
+class UnscalingGradScaler(BoundedGradScaler):
+    """What becomes of gradients between `backward` and the step.
+
+    Args:
+        arguments: Those of `BoundedGradScaler`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # By optimizer; it is not kept alive.
+        self._steps: weakref.WeakKeyDictionary[Any, ScaledSteps] = weakref.WeakKeyDictionary()
+        # Those that no step has applied yet.
+        self._clips: weakref.WeakKeyDictionary[Any, FoldedClip] = weakref.WeakKeyDictionary()
+
+    @eager
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients in place by the scale, once between two updates.
+
+        A float16 gradient below 2**-25 becomes 0 and one below 2**-14 loses digits; `step` without
+        `unscale_`, with a fused optimizer, and `clip_grad_norm_` in its place lose nothing.
+
+        Args:
+            optimizer: Owner of the gradients.
+
+        Raises:
+            RuntimeError: It was called before, or after `step`, or the optimizer scales by itself.
+        """
+        if self._enabled:
+            refuse_own_scaling(optimizer)
+        super().unscale_(optimizer)
+
+    @eager
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of an optimizer by the norm of all of them, unscaled.
+
+        Without `unscale_` before it gradients are only read here. A fused optimizer's are left as
+        they are until `step`, which unscales and clips them in its own pass; those of others are
+        unscaled and clipped in one pass. After `unscale_` it is torch's function.
+
+        Args:
+            optimizer: Owner of the gradients.
+            max_norm: They are scaled down to this norm if theirs is larger.
+            norm_type: Only 2, unless `unscale_` was called [2].
+            error_if_nonfinite: Raise if the norm is inf or NaN, which the host waits for [False].
+            foreach: As in torch, after `unscale_` [None].
+
+        Returns:
+            The norm of the unscaled gradients before clipping: 0-dim, float32 or float64.
+
+        Raises:
+            RuntimeError: It was called before, or after `step`; or the norm is not finite.
+            TypeError: `optimizer` is something else, such as the parameters.
+            ValueError: `norm_type` is not 2 and `unscale_` was not called, or `max_norm` is
+                negative.
+        """
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"GradScaler.clip_grad_norm_: optimizer is a {type(optimizer).__name__}; call "
+                "scaler.clip_grad_norm_(optimizer, max_norm), not with parameters"
+            )
+        if self._enabled:
+            refuse_own_scaling(optimizer)
+            self._check_scale_growth_tracker("clip_grad_norm_")
+            self._clip_of(optimizer)
+            stage = self._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is not OptState.UNSCALED:
+                grads = _scaled_grads.collect(optimizer)
+                if not grads.others:
+                    return self._clip_scaled(
+                        optimizer, grads, max_norm, norm_type, error_if_nonfinite
+                    )
+                self.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(
+            params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        if self._enabled and norm_type == 2.0 and _step_notes.listeners:
+            clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            self._per_optimizer_states[id(optimizer)][NOTED] = norm, clip
+        return norm
+
+    def _clip_scaled(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: _scaled_grads.ScaledGrads,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """Clip gradients that are scaled; arguments and result are those of `clip_grad_norm_`."""
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                "clip_grad_norm_() is being called after step(). Call it before step(), and "
+                "update() at the end of each iteration."
+            )
+        if _CLIPPED in state:
+            raise RuntimeError(
+                "clip_grad_norm_() has already been called on this optimizer since the last "
+                "update()."
+            )
+        if norm_type != 2.0:
+            raise ValueError(
+                f"GradScaler.clip_grad_norm_: norm_type is {norm_type}; only the l2 norm is "
+                "measured while gradients are scaled. Call scaler.unscale_(optimizer) before"
+            )
+        if not max_norm >= 0.0:
+            raise ValueError(
+                f"GradScaler.clip_grad_norm_: max_norm is {max_norm}; it must be 0 or more"
+            )
+        norm = self._measure(optimizer, grads).norm(scale.device) / scale
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"GradScaler.clip_grad_norm_: the norm of the gradients is {norm.item()}, so they "
+                "cannot be clipped; with error_if_nonfinite=False the step is skipped"
+            )
+        wide = any(param.grad.dtype == torch.float64 for param in grads.params())  # type: ignore[union-attr]
+        state[_CLIPPED] = True
+        clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
+        if _step_notes.listeners:
+            state[NOTED] = norm, clip.divisor.reciprocal()
+        if not is_fused(optimizer):
+            self.unscale_(optimizer)
+        return norm if wide else norm.float()
+
+    def _measure(
+        self, optimizer: torch.optim.Optimizer, grads: _scaled_grads.ScaledGrads
+    ) -> _scaled_grads.Measured:
+        measured = _scaled_grads.measure(grads)
+        state = self._per_optimizer_states[id(optimizer)]
+        state[MEASURED], state["found_inf_per_device"] = measured, measured.found_inf
+        return measured
+
+    # What torch calls in `unscale_` and in `step`.
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        grads = _scaled_grads.collect(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        steps = self._steps.get(optimizer)
+        if steps is not None and steps.wants_rows and MEASURED not in state:
+            state[MEASURED] = _scaled_grads.measure(grads)
+        with self._applying_clip(optimizer) as clip:
+            if clip is not None:
+                inv_scale = inv_scale / clip
+            found = self._unscale_others(grads.others, inv_scale, found_inf)
+            return _scaled_grads.join_flags(_scaled_grads.unscale(grads, inv_scale, found))
+
+    @contextlib.contextmanager
+    def _applying_clip(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor | None]:
+        """Yield what gradients are divided by within to clip them; None if that was not asked for.
+
+        Raises:
+            RuntimeError: They are not the gradients that were measured, or `update` came between.
+        """
+        clip = self._clip_of(optimizer)
+        if clip is None:
+            yield None
+            return
+        with clip.stepping():
+            yield clip.divisor
+        del self._clips[optimizer]
+
+    def _clip_of(self, optimizer: torch.optim.Optimizer) -> FoldedClip | None:
+        """Return the clip that an optimizer's step has yet to apply."""
+        clip = self._clips.get(optimizer)
+        if clip is None:
+            return None
+        if clip.is_obsolete(optimizer):
+            self._clips.pop(optimizer).close()
+            return None
+        clip.check(optimizer)
+        return clip
+
+    def _unscale_others(
+        self, params: list[Tensor], inv_scale: Tensor, found_inf: Tensor
+    ) -> dict[torch.device, Tensor]:
+        """Have torch unscale gradients that the operators here do not read."""
+        if not params:
+            return {}
+        owner: Any = types.SimpleNamespace(param_groups=[{"params": params}])
+        return super()._unscale_grads_(owner, inv_scale, found_inf, True)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._per_optimizer_states[id(optimizer)]
+        if _CLIPPED not in state:
+            grads = _scaled_grads.collect(optimizer)
+            found_inf = self._measure(optimizer, grads).found_inf
+            if grads.others:
+                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+                for device, found in self._unscale_others(grads.others, one, zero).items():
+                    found_inf[device] = torch.maximum(found_inf.get(device, found), found)
+            _scaled_grads.join_flags(found_inf)
+        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Whether an optimizer unscales and skips in its own step: ours, torch's with fused=True."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def refuse_own_scaling(optimizer: Any) -> None:
+    """Raise the RuntimeError of an optimizer that scales the loss by itself."""
+    is_fused(optimizer)

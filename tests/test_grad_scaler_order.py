@@ -1,0 +1,331 @@
+"""Loops that torch's GradScaler trains wrongly without a word: refused, or warned of once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from fused_adam_cases import F16, Unchanged, give_grads, make_params
+from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
+from torch import nn
+from torch.nn import Parameter
+
+from apex_mp import device_scale
+from apex_mp.amp import GradScaler
+from apex_mp.optimizers import FusedAdam
+
+FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
+each_fused = pytest.mark.parametrize("make", FUSED.values(), ids=[*FUSED])
+each_optimizer = pytest.mark.parametrize(
+    "make", [OURS["FusedAdam"], *OF_TORCH.values()], ids=["FusedAdam", *OF_TORCH]
+)
+
+
+def warned(call: Any) -> list[str]:
+    """Return what a call warns of, all of it at a line of this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert {each.filename for each in caught} <= {__file__}
+    return [str(each.message) for each in caught]
+
+
+# --- clip_grad_norm_, and a step that is not the scaler's.
+
+
+@each_fused
+def test_a_plain_step_of_gradients_that_clipping_left_scaled_is_refused(
+    make: Any, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    wish = r"\.step: the gradients are still scaled, .* Call scaler\.step\(optimizer\) instead"
+    with Unchanged(optimizer, [param.grad for param in params]):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=type(optimizer).__name__ + wish):
+                optimizer.step()
+    params[0].grad.add_(1.0)  # Nor if they are edited.
+    with Unchanged(optimizer), pytest.raises(RuntimeError, match=wish):
+        optimizer.step()
+
+
+@each_fused
+@pytest.mark.parametrize("end", ["step", "unscale_", "next iteration", "skipped step"])
+def test_afterwards_a_plain_step_is_a_plain_step(make: Any, end: str, device: torch.device) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = make(params), make(theirs)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0, math.inf if end == "skipped step" else None)
+    scaler.clip_grad_norm_(optimizer, math.inf)
+    if end in ("step", "skipped step"):
+        scaler.step(optimizer)
+    elif end == "unscale_":
+        scaler.unscale_(optimizer)
+    if end != "unscale_":
+        scaler.update()
+    if end == "step":
+        give_grads(theirs, 0)
+        expected.step()
+    if end != "unscale_":
+        give_grads(params, 1)
+    optimizer.step()
+    give_grads(theirs, 0 if end == "unscale_" else 1)
+    expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_copy_of_a_clipped_optimizer_and_scaler_can_be_stepped(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    copy.deepcopy(optimizer).step()
+    pickle.loads(pickle.dumps(optimizer)).step()
+    scaler.step(optimizer)
+    scaler.update()
+    for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        give_scaled(copied, params, 1)
+        copied.clip_grad_norm_(optimizer, 0.5)
+        copied.step(optimizer)
+        assert not copied.step_was_skipped(optimizer)
+
+
+def test_a_clip_keeps_neither_optimizer_nor_scaler_alive(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer, scaler = FusedAdam(params), new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    known = weakref.ref(optimizer), weakref.ref(scaler)
+    del scaler
+    gc.collect()
+    assert known[1]() is None
+    with pytest.raises(RuntimeError, match="still scaled"):
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    assert known[0]() is None
+
+
+# --- The order of clip, step and update.
+
+
+@each_fused
+@pytest.mark.parametrize("then", ["step", "unscale_", "clip_grad_norm_"])
+def test_an_update_between_clip_and_step_is_refused(
+    make: Any, then: str, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.update()
+    arguments = (1.0,) if then == "clip_grad_norm_" else ()
+    wish = (
+        r"scaler\.update\(\) was called between scaler\.clip_grad_norm_\(optimizer\) and the step "
+        rf"of {type(optimizer).__name__}, .* clip_grad_norm_, step and update in this order"
+    )
+    with Unchanged(optimizer, [param.grad for param in params]):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=wish):
+                getattr(scaler, then)(optimizer, *arguments)
+        with pytest.raises(RuntimeError, match="still scaled"):
+            optimizer.step()
+
+
+@each_optimizer
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_iteration_that_the_loop_gives_up_after_clipping_is_forgotten(
+    make: Any, set_to_none: bool, device: torch.device
+) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = make(params), make(theirs)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.update()
+    optimizer.zero_grad(set_to_none)
+    scale = scaler.get_scale()
+    scaler.scale(sum((p * g).sum() for p, g in zip(params, ones(params), strict=True))).backward()
+    assert params[0].grad.flatten()[0].item() == scale
+    scaler.step(optimizer)
+    for param, grad in zip(theirs, ones(theirs), strict=True):
+        param.grad = grad
+    expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
+
+
+def ones(params: list[Parameter]) -> list[torch.Tensor]:
+    return [torch.ones_like(param) for param in params]
+
+
+# --- A loss that was not scaled.
+
+
+def unscaled_loops(scaler: Any, optimizer: Any, params: list[Parameter]) -> Any:
+    """Take a step as it should be, and then as many as asked for without `scale`."""
+    give_scaled(scaler, params, 0)
+    scaler.step(optimizer)
+    scaler.update()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            give_grads(params, 1)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return steps
+
+
+@each_optimizer
+def test_steps_without_a_scaled_loss_are_warned_of_once(make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    steps = unscaled_loops(new_scaler(device, init_scale=2.0**9), optimizer, params)
+    (message,) = warned(lambda: steps(3))
+    assert message.startswith(
+        "GradScaler.step: scaler.scale(loss) was not called since the last scaler.update(), but "
+        f"the gradients of {type(optimizer).__name__} are divided by the scale, 512. "
+    )
+    assert "scaler.scale(loss).backward() in each iteration" in message
+
+
+def test_several_losses_and_several_optimizers_are_no_reason_to_warn(device: torch.device) -> None:
+    lists = [make_params(device), make_params(device)]
+    optimizers = [FusedAdam(params) for params in lists]
+    idle = FusedAdam(make_params(device))
+    scaler = new_scaler(device)
+    for _ in range(3):
+        loss = sum(param.sum() for params in lists for param in params)
+        scaled, _ = scaler.scale([loss, loss.detach()])
+        scaled.backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        scaler.step(idle)  # It has no gradients.
+        scaler._per_optimizer_states.clear()
+
+
+def test_a_loss_that_is_scaled_in_a_graph_is_scaled_at_each_replay(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = make_params(device)
+    scaler = new_scaler(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_scale, "is_capturing", lambda: True)
+        scaler.scale(torch.zeros((), device=device))
+    steps = unscaled_loops(scaler, FusedAdam(params), params)
+    assert warned(lambda: steps(3)) == []
+
+
+# --- A float16 loss.
+
+
+def half_loss(device: torch.device, *, wide: bool) -> tuple[torch.Tensor, Any]:
+    model = nn.Linear(4, 3, device=device).half()
+    logits = model(torch.ones(8, 4, dtype=F16, device=device))
+    labels = torch.zeros(8, dtype=torch.long, device=device)
+    loss = nn.functional.cross_entropy(logits.float() if wide else logits, labels)
+    return loss, FusedAdam(model.parameters(), master_weights=True)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_float16_loss_whose_gradient_is_inf_is_warned_of_once(
+    several: bool, device: torch.device
+) -> None:
+    scaler = GradScaler(device.type)
+    loss, _ = half_loss(device, wide=False)
+
+    def scale() -> None:
+        scaler.scale([torch.ones((), device=device), loss] if several else loss)
+
+    (message,) = warned(lambda: (scale(), scale()))
+    assert "the loss is float16 and the scale is 65536, which is inf in float16" in message
+    assert "Compute the loss in float32, of outputs.float()" in message
+
+
+@pytest.mark.parametrize(
+    ("way", "skipped"), [("float16", True), ("loss.float()", True), ("outputs.float()", False)]
+)
+@pytest.mark.filterwarnings("ignore:GradScaler.scale. the loss is float16:RuntimeWarning")
+def test_outputs_in_float32_help_and_a_loss_in_float32_comes_too_late(
+    way: str, skipped: bool, device: torch.device
+) -> None:
+    loss, optimizer = half_loss(device, wide=way == "outputs.float()")
+    scaler = GradScaler(device.type)
+    scaler.scale(loss.float() if way == "loss.float()" else loss).backward()
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer) == skipped
+
+
+def test_the_bounds_that_the_warning_names_help(device: torch.device) -> None:
+    loss, optimizer = half_loss(device, wide=False)
+    scaler = GradScaler(device.type, init_scale=2.0**15, max_scale=2.0**15, growth_interval=1)
+    assert warned(lambda: scaler.scale(loss).backward()) == []
+    scaler.step(optimizer)
+    assert not scaler.step_was_skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_disabled_scaler_says_nothing(device: torch.device) -> None:
+    loss, optimizer = half_loss(device, wide=False)
+    scaler = GradScaler(device.type, enabled=False)
+    assert warned(lambda: (scaler.scale(loss).backward(), scaler.step(optimizer))) == []
+
+
+# --- Gradients that torch's clip_grad_norm_ has made 0.
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@each_fused
+def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(
+    make: Any, where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "device":
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
+    weight = Parameter(torch.ones(1000, dtype=F16, device=device))
+    optimizer = make([weight])
+    scaler = new_scaler(device)
+
+    def steps() -> None:
+        for _ in range(2):
+            scaler.scale(torch.zeros((), device=device))
+            weight.grad = torch.full_like(weight, 4096.0)  # the norm is 129527
+            assert nn.utils.clip_grad_norm_([weight], 1.0).isinf()
+            scaler.step(optimizer)
+            assert not scaler.step_was_skipped(optimizer)
+            scaler.update()
+
+    (message,) = [each for each in warned(steps) if "no float32 masters" not in each]
+    assert f"all gradients of {type(optimizer).__name__} are 0 in this step" in message
+    assert "call scaler.clip_grad_norm_(optimizer, max_norm) instead" in message
+    assert "at the scale 1024" in message
+
+
+@each_optimizer
+def test_some_gradients_of_0_are_no_reason_to_warn(make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    for _ in range(2):
+        give_scaled(scaler, params, 0)
+        params[0].grad.zero_()
+        assert warned(lambda: scaler.step(optimizer)) == []
+        scaler.update()
