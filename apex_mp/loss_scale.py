@@ -62,7 +62,7 @@ class StaticLossScale:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_floats(self, "scale", low=FLOAT32_SMALLEST_NORMAL, high=FLOAT32_MAX)
+        check_floats(self, "scale", low=FLOAT32_SMALLEST_NORMAL, high=FLOAT32_MAX)
 
     @property
     def inv_scale(self) -> float:
@@ -132,12 +132,12 @@ class DynamicLossScale:
     overflows: int = 0
 
     def __post_init__(self) -> None:
-        _check_floats(self, "scale", "min_scale", low=FLOAT32_SMALLEST_NORMAL, high=FLOAT32_MAX)
-        _check_floats(self, "max_scale", low=self.min_scale, high=math.inf)
-        _check_floats(self, "growth_factor", low=1.0, high=FLOAT32_MAX)
-        _check_floats(self, "backoff_factor", low=0.0, high=1.0, excluding_ends=True)
-        _check_ints(self, "growth_interval", "hysteresis", low=1)
-        _check_ints(self, "good_steps", "overflows", low=0)
+        check_floats(self, "scale", "min_scale", low=FLOAT32_SMALLEST_NORMAL, high=FLOAT32_MAX)
+        check_floats(self, "max_scale", low=self.min_scale, high=math.inf)
+        check_floats(self, "growth_factor", low=1.0, high=FLOAT32_MAX)
+        check_floats(self, "backoff_factor", low=0.0, high=1.0, excluding_ends=True)
+        check_ints(self, "growth_interval", "hysteresis", low=1)
+        check_ints(self, "good_steps", "overflows", low=0)
 
     @property
     def inv_scale(self) -> float:
@@ -160,11 +160,11 @@ class DynamicLossScale:
 
     def _backed_off(self) -> float:
         smaller = max(self.scale * self.backoff_factor, self.min_scale)
-        return _round_to_float32(smaller) if smaller < self.scale else self.scale
+        return round_to_float32(smaller) if smaller < self.scale else self.scale
 
     def _grown(self) -> float:
         larger = min(self.scale * self.growth_factor, self.max_scale)
-        return _round_to_float32(larger) if self.scale < larger <= FLOAT32_MAX else self.scale
+        return round_to_float32(larger) if self.scale < larger <= FLOAT32_MAX else self.scale
 
     def _next(self, scale: float, *, good_steps: int, overflows: int) -> DynamicLossScale:
         return dataclasses.replace(self, scale=scale, good_steps=good_steps, overflows=overflows)
@@ -228,15 +228,22 @@ def from_grad_scaler(state: Mapping[str, Any]) -> DynamicLossScale:
     return DynamicLossScale(**{field: state[key] for key, field in _GRAD_SCALER_FIELDS.items()})
 
 
-def _round_to_float32(x: float) -> float:
-    # x is a normal float32 in size, so 24 bits of mantissa remain; round() takes ties to even.
+def round_to_float32(x: float) -> float:
+    """Return a number, which is a normal float32 in size, rounded to float32."""
+    # 24 bits of mantissa remain; round() takes ties to even.
     mantissa, exponent = math.frexp(x)
     return math.ldexp(round(math.ldexp(mantissa, 24)), exponent - 24)
 
 
-def _check_floats(
-    owner: LossScale, *names: str, low: float, high: float, excluding_ends: bool = False
+def check_floats(
+    owner: object, *names: str, low: float, high: float, excluding_ends: bool = False
 ) -> None:
+    """Make attributes of an object floats.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: One is not between `low` and `high`, or is one of them if `excluding_ends`.
+    """
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -248,7 +255,13 @@ def _check_floats(
         object.__setattr__(owner, name, float(value))
 
 
-def _check_ints(owner: LossScale, *names: str, low: int) -> None:
+def check_ints(owner: object, *names: str, low: int) -> None:
+    """Check that attributes of an object are ints.
+
+    Raises:
+        TypeError: One is no int.
+        ValueError: One is less than `low`, or too large for a C int.
+    """
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -257,7 +270,7 @@ def _check_ints(owner: LossScale, *names: str, low: int) -> None:
             raise ValueError(f"{_is(owner, name, value)}; it must lie in [{low}, {INT32_MAX}]")
 
 
-def _is(owner: LossScale, name: str, value: object) -> str:
+def _is(owner: object, name: str, value: object) -> str:
     return f"{type(owner).__name__}: {name} is {value!r}"
 
 

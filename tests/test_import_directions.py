@@ -28,7 +28,7 @@ ROWS = [
     {"_step_notes", "_step_request"},
     {"master_grads"},
     {"fp16_utils"},
-    {"optimizers"},
+    {"loss_scale_manager", "optimizers"},
     {"amp"},
     {"convert", "monitor", "_pickled_scalers", "_trainers"},
     {"checkpoint", "_lightning_plugin"},

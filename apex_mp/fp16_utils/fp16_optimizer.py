@@ -537,6 +537,7 @@ class FP16_Optimizer(OldNames, Delegates):
         if skipped is not None:
             device_scale.settle(wait=True)  # The steps before this one come first.
         self._overflow = skipped
+        found = self._locate() if skipped else []  # While masters still have gradients.
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
@@ -545,7 +546,7 @@ class FP16_Optimizer(OldNames, Delegates):
             return
         self._awaited = None
         norms, self._group_norms = self._group_norms, []
-        self._take_note(skipped, self._loss_scaler.update_scale, self._locate, norms)
+        self._take_note(skipped, self._loss_scaler.update_scale, lambda: found, norms)
 
     def _told(self, outcome: Outcome, result: StepResult) -> None:
         """Handle the result of a step that completed asynchronously."""
