@@ -50,6 +50,8 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
     step += ["cuda"] if device == "cuda" else ["stub", "--quick"]
     variants = sorted(str(path) for path in (PREPARED / "variants").glob("*"))
     compare = [*step, "--seconds=75", "--extensions", ".", *variants]
+    activations = [*python, "-m", "benchmarks.activations", f"--results={results}"]
+    activations += ["--device=cuda"] if device == "cuda" else ["--device=cpu", "--quick"]
     build = [*python, "-m", "benchmarks.gpu_build", f"--capability={capability}"]
     bugs = [*python, "-m", "benchmarks.gpu_bugs", on]
     programs = [*python, "-m", "benchmarks.gpu_programs", on]
@@ -81,9 +83,10 @@ def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stag
         Stage("report", 30, [*python, "-m", "apex_mp"], tells=True),
         Stage("bugs", 60, bugs, 1, tells=True, prepared="bugs"),
         tests("steps", 45, 1, 1, STEPS),
-        Stage("benchmark", 200, [*step, "--seconds=170"], 1, tells=True),
+        Stage("benchmark", 170, [*step, "--seconds=140"], 1, tells=True),
         tests("fused", 90, 1, workers, fused),
         Stage("variants", 100, compare, 1, prepared="variants"),
+        Stage("activations", 45, activations, 1, tells=True),
         tests("tests", 150, 2, workers, [*rest, "tests"]),
         Stage("programs", 40, [*programs, *["--profile"] * (device != "cpu")], 2),
         sanitized("memcheck", 40, "planted", "planted"),

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.master import stored_grad
 from benchmarks import step_cases
-from benchmarks.memory_probe import by_storage
+from benchmarks.memory_probe import held
 from benchmarks.step_arena import SCALE, Arena, Case, Running
 from benchmarks.step_shapes import Shape, Workload, equal
-
-HELD = ("weights", "gradients", "masters", "moments")
 
 
 class OwnArena(Arena):
@@ -56,17 +53,8 @@ class OwnArena(Arena):
     def held(self) -> dict[str, int]:
         """Return the bytes held between backward and step, by what holds them."""
         made = vars(self)
-        states = [state.items() for state in self.optimizer.state.values()]
-        state = [(key, value) for one in states for key, value in one if torch.is_tensor(value)]
-        # To look at a master's .grad would make it; this counts one only if it exists.
-        unscaled = [grad for grad in map(stored_grad, self.params) if grad is not None]
-        lists = (
-            made.get("half") or made.get("bfloat") or self.params,
-            self.grads_that_come_in + unscaled,
-            self.params + [value for key, value in state if key == "master_param"],
-            [value for _, value in state],
-        )
-        return by_storage(dict(zip(HELD, lists, strict=True)))
+        weights = made.get("half") or made.get("bfloat") or self.params
+        return held(weights, self.grads_that_come_in, self.optimizer)
 
 
 def build(case: Case, arena: OwnArena) -> Running:

@@ -1,4 +1,4 @@
-"""How benchmarks.memory sees what a piece of work allocates: by torch's allocator, or from outside.
+"""How benchmarks see memory: what work allocates, what is held between steps and for backward.
 
 torch's allocator knows every byte of every tensor that the calling thread makes, and nothing else.
 The resident set of the process has everything else too, C++ vectors and other threads, but in
@@ -7,17 +7,23 @@ pages, and only what was written.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._profiler import _EventType
+from torch.nn.modules import module as modules
 from torch.profiler import ProfilerActivity, profile
 
+from apex_mp.master import stored_grad
+
+HELD = ("weights", "gradients", "masters", "moments")
 PROC = Path("/proc/self")
 # For a process that calls `resident`: else glibc keeps what was freed, up to 32 MiB a block, and
 # the next temporary goes there unseen.
@@ -105,3 +111,77 @@ def by_storage(named: dict[str, Iterable[Tensor]]) -> dict[str, int]:
         sizes[name] = sum(size for place, size in new.items() if place not in seen)
         seen.update(new)
     return sizes
+
+
+def held(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
+    """Return the bytes held between backward and step, by what holds them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [state.items() for state in optimizer.state.values()]
+    state = [(key, value) for one in states for key, value in one if torch.is_tensor(value)]
+    # To look at a master's .grad would make it; this counts one only if it exists.
+    unscaled = [grad for grad in map(stored_grad, params) if grad is not None]
+    lists = (
+        weights,
+        [*grads, *unscaled],
+        params + [value for key, value in state if key == "master_param"],
+        [value for _, value in state],
+    )
+    return by_storage(dict(zip(HELD, lists, strict=True)))
+
+
+def held_for_backward(
+    forward: Callable[[], Tensor], known: Iterable[Tensor]
+) -> Counter[tuple[str, str]]:
+    """Return the bytes that autograd keeps from forward for backward, each storage once.
+
+    Args:
+        forward: Returns the loss.
+        known: Tensors that are there anyway and are not counted: parameters, buffers, inputs.
+
+    Returns:
+        Bytes, by the class of the module that runs when a tensor is saved first ("loss" outside
+        of all), and by the tensor's dtype.
+    """
+    seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+    found: Counter[tuple[str, str]] = Counter()
+    running = ["loss"]
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found[running[-1], dtype] += storage.nbytes()
+        return tensor
+
+    # The loss holds the graph, and with it all that was saved: no address is used twice.
+    with (
+        _named_modules(running),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        loss = forward()
+    del loss
+    return found
+
+
+@contextlib.contextmanager
+def _named_modules(running: list[str]) -> Iterator[None]:
+    """Within it, the classes of the modules in forward are appended to `running`."""
+
+    def enter(module: nn.Module, _: object) -> None:
+        running.append(type(module).__name__)
+
+    def leave(_module: nn.Module, _inputs: object, _outputs: object) -> None:
+        running.pop()
+
+    hooks = (
+        modules.register_module_forward_pre_hook(enter),
+        modules.register_module_forward_hook(leave),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

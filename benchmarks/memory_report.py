@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.memory_cases import HELD
+from benchmarks.memory_probe import HELD
 from benchmarks.step_report import count, markdown, surroundings
 
 EXTRAS = {

@@ -12,7 +12,8 @@ import torch
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import memory as benchmark
 from benchmarks import memory_probe, memory_report
-from benchmarks.memory_cases import CASES, HELD, QUICK, OwnArena, build, overflow
+from benchmarks.memory_cases import CASES, QUICK, OwnArena, build, overflow
+from benchmarks.memory_probe import HELD
 from benchmarks.step_arena import MAX_NORM, OPTIONS, SCALE, Case, Running, bring_in, parameters
 from benchmarks.step_shapes import Workload
 

@@ -215,8 +215,8 @@ def test_the_stages_of_a_part_fit_into_nine_minutes(part: int) -> None:
 
 
 def test_what_tells_most_comes_first() -> None:
-    wanted = """build report bugs steps benchmark fused variants tests programs planted memcheck
-        racecheck synccheck initcheck"""
+    wanted = """build report bugs steps benchmark fused variants activations tests programs planted
+        memcheck racecheck synccheck initcheck"""
     assert [each.name for each in table_of()] == wanted.split()
 
 
