@@ -325,7 +325,7 @@ def test_grad_scaler_is_told_what_is_wrong(probe: Any, face: Any, device: torch.
     optimizer = face(probe([weight]), verbose=False)
     scaler = torch.amp.GradScaler(device=device.type)
     scaler.scale(pull((weight, 1.0))).backward()
-    with pytest.raises(RuntimeError, match=r"FP16_Optimizer was given to torch\.amp\.GradScaler"):
+    with pytest.raises(RuntimeError, match=r"FP16_Optimizer was given to a GradScaler"):
         scaler.step(optimizer)
 
 

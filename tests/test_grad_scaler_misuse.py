@@ -34,7 +34,7 @@ def test_an_fp16_optimizer_scales_by_itself(face: Any, call: Any, device: torch.
     optimizer = face(FusedAdam(params), verbose=False)
     give_grads(params, 0)
     before = [param.grad.clone() for param in params]
-    with pytest.raises(RuntimeError, match=r"FP16_Optimizer was given to torch\.amp\.GradScaler, "):
+    with pytest.raises(RuntimeError, match="FP16_Optimizer was given to a GradScaler, "):
         call(new_scaler(device), optimizer)
     for param, grad in zip(params, before, strict=True):
         assert torch.equal(param.grad, grad)
@@ -45,7 +45,7 @@ def test_an_fp16_optimizer_scales_by_itself(face: Any, call: Any, device: torch.
 def test_an_optim_wrapper_scales_by_itself(call: Any, device: torch.device) -> None:
     handle = amp.init(device_type=device.type)
     wrapper = handle.wrap_optimizer(torch.optim.SGD(make_params(device), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"An OptimWrapper was given to torch\.amp\.Grad"):
+    with pytest.raises(RuntimeError, match="An OptimWrapper was given to a GradScaler, "):
         call(new_scaler(device), wrapper)
 
 

@@ -405,11 +405,17 @@ def test_parameters_without_masters_are_told_of_once_with_what_is_lost(
     # Of first.weight (6), first.bias (2), second.bias (1); second.weight is not to move.
     assert "SGD steps 4 parameters of float16 that have no float32 masters" in str(one.message)
     assert "first.weight, first.bias, second.weight, ..." in str(one.message)
-    assert "here are 3 of 9 of the first step" in str(one.message)
+    assert "is lost: 3 of 9 in the first step. " in str(one.message)
     assert "FusedAdam(..., master_weights=True)" in str(one.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step()
+
+
+def test_of_a_first_step_that_loses_nothing_it_is_said_so(device: torch.device) -> None:
+    weight = Parameter(torch.ones(8, dtype=F16, device=device))
+    with pytest.warns(RuntimeWarning, match=r"such numbers is lost: none of 8 yet in the first st"):
+        take_step(new_scaler(device), torch.optim.SGD([weight], lr=1.0), [weight])
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -431,7 +437,7 @@ def test_the_count_is_that_of_the_first_step_that_is_taken(
         take_step(scaler, optimizer, [weight])
         assert not scaler.step_was_skipped(optimizer)
     (one,) = caught
-    assert "here are 8 of 8 of the first step" in str(one.message)
+    assert "is lost: 8 of 8 in the first step. " in str(one.message)
 
 
 @pytest.mark.parametrize("kind", ["float32", "masters", "frozen"])

@@ -501,8 +501,13 @@ def test_a_cuda_scaler_without_cuda_is_disabled_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
-    with pytest.warns(UserWarning, match="GradScaler is enabled, but CUDA is not available"):
+    with pytest.warns(
+        UserWarning, match="GradScaler is enabled, but CUDA is not available"
+    ) as said:
         scaler = GradScaler()
+    (one,) = said
+    assert one.filename == __file__
+    assert 'On the CPU use GradScaler("cpu")' in str(one.message)
     assert not scaler.is_enabled()
     weight = Parameter(torch.ones(3))
     weight.sum().backward()

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+import re
 import subprocess
 import sys
 import weakref
@@ -537,7 +538,6 @@ def test_a_ring_keeps_the_last_steps_and_counts_all() -> None:
 
 
 def test_the_report_says_what_happened() -> None:
-    assert Monitor().report() == "no steps yet"
     everything = Monitor()
     everything.record(skipped=True)
     assert everything.report().startswith("steps           1, 1 skipped (100 %), the last 1 in")
@@ -545,7 +545,7 @@ def test_the_report_says_what_happened() -> None:
         "steps           20, 10 skipped (50 %)",
         "loss scale      2^2 at step 20, from 2^2 to 2^12",
         "gradient norm   5 at step 20, median 5, largest 5 at step 20",
-        "clipped         100 % of these steps, the most by 0.2",
+        "clipped         100 % of these steps, smallest factor 0.2",
         "skipped steps in which a parameter's gradient held inf or NaN:",
         "      10  group 0, parameter 0",
     ]
@@ -574,6 +574,41 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run\.json is (no JSON|not what Monitor\.save writes)"):
         History.load(tmp_path / "run.json")
+
+
+def test_a_run_in_which_nothing_was_clipped_says_so() -> None:
+    monitor = Monitor()
+    monitor.record(grad_norm=0.5, clip=1.0)
+    assert monitor.report().splitlines()[-1] == "clipped         none of these steps"
+    monitor.record(grad_norm=2.0, clip=0.5)
+    assert (
+        monitor.report().splitlines()[-1]
+        == "clipped         50 % of these steps, smallest factor 0.5"
+    )
+
+
+SOURCES: dict[str, tuple[Any, str]] = {
+    "none": (lambda: None, r"call monitor\.record\(\) after each step"),
+    "scaler": (
+        lambda: amp.GradScaler("cpu"),
+        r"the GradScaler has not been used for scaler\.step\(optimizer\)",
+    ),
+    "FP16_Optimizer": (
+        lambda: wrap(torch.optim.SGD([ones(1)], lr=0.1)),
+        "the FP16_Optimizer has not been stepped",
+    ),
+    "plain optimizer": (
+        lambda: torch.optim.SGD([ones(1)], lr=0.1),
+        r"of steps of SGD it hears only if the loss goes through scale_loss\. With a GradScaler "
+        r"give the Monitor that: Monitor\(scaler\)\..*Monitor\(\), and call monitor\.record\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "wish"), SOURCES.values(), ids=[*SOURCES])
+def test_without_a_step_the_report_says_what_steps_are_heard_of(make: Any, wish: str) -> None:
+    source = make()
+    assert re.match("no steps yet: " + wish, Monitor(source).report())
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

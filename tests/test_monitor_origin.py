@@ -466,3 +466,50 @@ def test_a_loss_instead_of_a_function_is_refused() -> None:
 def test_a_tensor_instead_of_a_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model is a Tensor; it must be a torch\.nn\.Module"):
         find_nonfinite(torch.ones(1), lambda: torch.ones(()))  # type: ignore[arg-type]
+
+
+# Compiled modules.
+
+
+def compiled_whole(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model: nn.Module) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_layer(model: nn.Module) -> Any:
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")  # type: ignore[operator, index]
+    return model
+
+
+@pytest.mark.parametrize("how", [compiled_whole, compiled_in_place, compiled_layer])
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        (Inf(), ("forward", "layers.1.middle", "Inf")),
+        (BadBackward(), ("backward", "layers.1.middle", "BadBackward")),
+    ],
+)
+def test_a_layer_of_a_compiled_module_is_named_as_if_it_were_not(
+    planted: nn.Module, found: tuple[str, ...], how: Any
+) -> None:
+    torch._dynamo.reset()
+    net = Net(planted)
+    net.norm = nn.Identity()  # It would keep the inf.
+    model, x = how(net), torch.randn(8, 4)
+    model(x)  # It is compiled now.
+    assert place(find(model)) == found
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    assert frames > 0
+    model(x)
+    assert torch._dynamo.utils.counters["frames"]["total"] == frames  # And still is.
+
+
+def test_a_weight_of_a_compiled_module_has_its_own_name() -> None:
+    model = torch.compile(Net(nn.ReLU()), backend="eager")
+    with torch.no_grad():
+        model.layers[1].after.weight[0, 0] = NAN
+    assert place(find(model)) == ("weights", "layers.1.after", "Linear")

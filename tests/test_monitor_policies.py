@@ -247,7 +247,10 @@ def test_the_smallest_scale_of_a_grad_scaler_raises(made: Any) -> None:
     [
         ({"at_minimum": "stop"}, 'it must be "warn", "raise" or a function'),
         ({"at_minimum": None}, 'it must be "warn", "raise" or a function'),
-        ({"after": 2}, "and needs a model"),
+        (
+            {"after": 2},
+            "after is 2, but there is no model to look into; give it: Monitor",
+        ),
         ({"after": 0, "model": nn.Linear(1, 1)}, "at least 1"),
     ],
 )

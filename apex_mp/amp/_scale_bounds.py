@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _ops, device_scale
+from apex_mp.fp16_utils._skips import warn
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
 # Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
@@ -107,6 +108,15 @@ class BoundedGradScaler(torch.amp.GradScaler):
         growth_interval: int,
         enabled: bool,
     ) -> None:
+        is_absent: Any = torch.cuda.amp.common.amp_definitely_not_available
+        if device == "cuda" and enabled and is_absent():
+            # As torch's, whose own warning would name a line of this file.
+            warn(
+                "GradScaler is enabled, but CUDA is not available. Disabling: losses are not "
+                'scaled, and no step is skipped. On the CPU use GradScaler("cpu")',
+                UserWarning,
+            )
+            enabled = False
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

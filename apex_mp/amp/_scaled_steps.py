@@ -296,10 +296,11 @@ class LostUpdates:
     def message(self, unchanged: int, total: int) -> str:
         names = ", ".join(self._names[:_NAMED]) + (", ..." if len(self._names) > _NAMED else "")
         dtypes = " and ".join(self._dtypes)
+        lost = f"{unchanged:,} of {total:,}" if unchanged else f"none of {total:,} yet"
         return (
             f"GradScaler: {self._owner} steps {len(self._names)} parameters of {dtypes} that have "
             f"no float32 masters: {names}. An update of less than half the distance between two "
-            f"such numbers is lost: here are {unchanged:,} of {total:,} of the first step. "
+            f"such numbers is lost: {lost} in the first step. "
             "FusedAdam(..., master_weights=True) keeps masters; for other optimizers make them "
             "with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
         )

@@ -118,7 +118,7 @@ class OptimWrapper(torch.optim.Optimizer):
         if not self._amp_handle._scales():
             return False
         raise RuntimeError(
-            "An OptimWrapper was given to torch.amp.GradScaler, but scales losses itself; use "
+            "An OptimWrapper was given to a GradScaler, but scales losses itself; use "
             "optimizer.scale_loss(loss) and optimizer.step() without GradScaler"
         )
 

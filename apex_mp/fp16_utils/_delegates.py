@@ -44,7 +44,7 @@ class Delegates(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         raise RuntimeError(
-            "FP16_Optimizer was given to torch.amp.GradScaler, but scales the loss itself; use "
+            "FP16_Optimizer was given to a GradScaler, but scales the loss itself; use "
             "optimizer.backward(loss) and optimizer.step() without GradScaler, or GradScaler with "
             "the inner optimizer alone"
         )

@@ -140,9 +140,9 @@ def warn_of_endless_skips(
     )
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Warn at the first line outside of apex_mp and torch."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level + 1)
+    warnings.warn(message, category, stacklevel=level + 1)

@@ -17,6 +17,7 @@ from apex_mp._step_notes import StepNote
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
+from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils._skips import warn
 from apex_mp.monitor import _report
 from apex_mp.monitor.exponents import Sampler
@@ -112,12 +113,15 @@ class Monitor:
                 f'Monitor: at_minimum is {at_minimum!r}; it must be "warn", "raise" or a function'
             )
         for name, value in (("every", every), ("after", after)):
-            if value is not None and (value < 1 or model is None):
+            if value is not None and value < 1:
+                raise ValueError(f"Monitor: {name} is {value!r}; it must be at least 1")
+            if value is not None and model is None:
                 raise ValueError(
-                    f"Monitor: {name} is {value!r} and model is a {type(model).__name__}; {name} "
-                    "must be at least 1, and needs a model"
+                    f"Monitor: {name} is {value!r}, but there is no model to look into; give it: "
+                    f"Monitor(source, model=model, {name}={value!r})"
                 )
         owner = _owner(source)
+        self._awaited = _awaited(source)
         self._history = History(length)
         self._callback = callback
         self._writer = writer
@@ -291,8 +295,9 @@ class Monitor:
         return self._history
 
     def report(self) -> str:
-        """Return the run so far as a few lines of text."""
-        return _report.text(self.history)
+        """Return the run so far as a few lines of text; before a step, what steps are heard of."""
+        text = _report.text(self.history)
+        return text if self._history.total else f"{text}: {self._awaited}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Write the run so far as a picture; needs matplotlib.
@@ -319,6 +324,22 @@ class Monitor:
         scale = self._history.steps[-1].scale if self._history.steps else None
         shown = "?" if scale is None else _report.power(scale)
         return {"scale": shown, "skips": str(self._history.skipped)}
+
+
+def _awaited(source: Any) -> str:
+    """Return what has to happen so that a step is heard of."""
+    if source is None or isinstance(source, NoOpHandle):
+        return "call monitor.record() after each step"
+    name = type(source).__name__
+    if isinstance(source, GradScaler):
+        return f"the {name} has not been used for scaler.step(optimizer)"
+    if isinstance(source, FP16_Optimizer):
+        return f"the {name} has not been stepped"
+    return (
+        f"of steps of {name} it hears only if the loss goes through scale_loss. With a GradScaler "
+        "give the Monitor that: Monitor(scaler). In a loop without a loss scale make it without a "
+        "source, Monitor(), and call monitor.record() after each step"
+    )
 
 
 def _owner(source: Any) -> Any:

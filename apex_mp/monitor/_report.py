@@ -62,7 +62,9 @@ def _clip(steps: Sequence[Step]) -> list[str]:
     if not factors:
         return []
     share = 100.0 * sum(factor < 1.0 for factor in factors) / len(factors)
-    return [f"clipped         {share:.3g} % of these steps, the most by {min(factors):.3g}"]
+    if not share:
+        return ["clipped         none of these steps"]
+    return [f"clipped         {share:.3g} % of these steps, smallest factor {min(factors):.3g}"]
 
 
 def _overflows(history: History) -> list[str]:

@@ -110,7 +110,8 @@ def find_nonfinite(
 
     Afterwards all is as before, to the bit: gradients, which backward does not touch, buffers, and
     the random numbers of torch, on the CPU and on the GPUs. Attributes that modules change in
-    Python are not put back. It is slow, and waits for the device after each module.
+    Python are not put back. Compiled code runs eagerly, so that its modules are seen, and what
+    only compiled code computes is not. It is slow, and waits for the device after each module.
 
     Args:
         model: The model, not a DistributedDataParallel around it.
@@ -137,7 +138,7 @@ def find_nonfinite(
     if broken is not None:
         return broken
     search = _Search(model)
-    with _all_restored(model), torch.enable_grad():
+    with _all_restored(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         with search.watching_forward():
             loss = run()
         _check_loss(loss)
@@ -164,7 +165,7 @@ def _check_loss(loss: Any) -> None:
 
 def _in_weights(model: torch.nn.Module) -> Origin | None:
     """Find inf and NaN in what a model holds; -inf in a buffer is a mask."""
-    for name, module in model.named_modules():
+    for module, name in _names_of(model).items():
         held = [
             *module.named_parameters(recurse=False),
             *(
@@ -177,6 +178,18 @@ def _in_weights(model: torch.nn.Module) -> Origin | None:
         if results:
             return Origin("weights", name, type(module).__name__, results=results)
     return None
+
+
+def _names_of(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Return all modules and their names, as if none were compiled.
+
+    `torch.compile` puts a module around another, the only one in it, called _orig_mod.
+    """
+    return {
+        module: ".".join(part for part in name.split(".") if part != "_orig_mod")
+        for name, module in model.named_modules()
+        if not isinstance(getattr(module, "_orig_mod", None), torch.nn.Module)
+    }
 
 
 @dataclasses.dataclass
@@ -204,7 +217,7 @@ class _Search:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = _names_of(model)
         self._counts: dict[torch.nn.Module, int] = {}
         self._open: list[_Call] = []
         # Calls and code between them whose results are not finite, in the order of forward.
