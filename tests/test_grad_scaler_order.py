@@ -206,6 +206,20 @@ def test_steps_without_a_scaled_loss_are_warned_of_once(make: Any, device: torch
     assert "scaler.scale(loss).backward() in each iteration" in message
 
 
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "unscale_"])
+def test_gradients_that_are_unscaled_before_update_and_after_it_are_warned_of(
+    call: str, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = OF_TORCH["SGD"](params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    getattr(scaler, call)(optimizer, *([1.0] if call == "clip_grad_norm_" else []))
+    scaler.update()
+    (message,) = warned(lambda: scaler.step(optimizer))
+    assert "scaler.scale(loss) was not called since the last scaler.update()" in message
+
+
 def test_several_losses_and_several_optimizers_are_no_reason_to_warn(device: torch.device) -> None:
     lists = [make_params(device), make_params(device)]
     optimizers = [FusedAdam(params) for params in lists]

@@ -352,9 +352,13 @@ def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
     assert lost_updates(wrap(FusedAdam(model.parameters()))) == []
 
 
-@pytest.mark.parametrize("options", [{"every": 3}, {"every": 0, "model": nn.Linear(1, 1)}])
-def test_an_interval_that_there_is_not_is_refused(options: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"every is .*; every must be at least 1, and needs a model"
-    ):
+@pytest.mark.parametrize(
+    ("options", "wish"),
+    [
+        ({"every": 3}, "every is 3, but there is no model to look into; give it: .*, every=3"),
+        ({"every": 0, "model": nn.Linear(1, 1)}, "every is 0; it must be at least 1"),
+    ],
+)
+def test_an_interval_that_there_is_not_is_refused(options: Any, wish: str) -> None:
+    with pytest.raises(ValueError, match=wish):
         Monitor(**options)
