@@ -57,7 +57,7 @@ PROCESSOR_TESTS := $(patsubst %,tests/test_%.py,amp_casts amp_fp16_compute amp_p
   language_model normalization point_of_mixed_precision published_snippets rnn_training)
 # Tests of what leans on private names of torch, or on what its documentation does not promise.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patching amp_registry amp_scopes \
-  amp_threads distributed_checkpoint fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
+  amp_threads distributed_checkpoint example_custom_op fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
   fused_adam_grad_scaler grad_marks grad_scaler_in_torch grad_scaler_torch_cases multiproc \
   operator_autograd operators packaging parallel \
   parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
@@ -236,6 +236,9 @@ $(CUDA_BUILT): $(CUDA_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
 	touch $@
 
 # From another folder: in this one Python would find apex_mp/ before the installed wheel.
+# The variables are for examples/custom_op, whose CUDA function a test compiles and links.
+cuda-link: export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
+cuda-link: export CUDA_HOME := $(CUDA_HOME)
 cuda-link: $(CUDA_BUILT)
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
