@@ -139,8 +139,9 @@ def test_only_casts_inside_the_model_keep_copies_of_weights(rows: dict[Any, Any]
     }
 
 
-def test_no_mode_leaves_casts_behind(rows: dict[Any, Any]) -> None:
-    assert rows
+@pytest.mark.parametrize("mode", ["amp.init", "amp O1"])
+def test_no_mode_leaves_casts_behind(mode: str, amp_off: None) -> None:
+    benchmark.measure_mode(RESNET, mode, "cpu")
     assert _current.handle is None
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
