@@ -198,7 +198,7 @@ def make_model(arch: str, classes: int) -> nn.Module:
 def tally(output: Tensor, loss: Tensor, target: Tensor) -> Tensor:
     """Sum over a batch: loss, right at the first guess, right among five, and images."""
     hits = output.topk(min(5, output.size(1))).indices == target[:, None]
-    count = torch.tensor(len(target), device=target.device)
+    count = torch.full((), len(target), device=target.device)
     return torch.stack([loss.detach() * count, hits[:, 0].sum(), hits.sum(), count]).double()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 
 import common
+import flags
 import main_fp16_optimizer
 import torch.nn.functional as F  # noqa: N812
 import training
@@ -29,6 +30,8 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
     level = args.opt_level or "O1"
     scale = args.loss_scale or {"O0": "1", "O3": "1"}.get(level, "dynamic")
     api = f"amp.initialize, opt_level {level}, loss scale {scale}"
+    if args.keep_batchnorm_fp32:
+        api += f", keep_batchnorm_fp32 {args.keep_batchnorm_fp32}"
     with training.session(args, api) as (images, val):
         module = common.make_model(args.arch, len(images.classes)).to(args.device)
         if args.sync_bn:
@@ -66,7 +69,7 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
-    args = training.parse_args(__doc__, argv)
+    args = flags.parse_args(__doc__, argv)
     uses_fp16_optimizer = main_fp16_optimizer.is_asked_for(args)
     return main_fp16_optimizer.train(args) if uses_fp16_optimizer else train(args)
 

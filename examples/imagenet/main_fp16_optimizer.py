@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 import common
+import flags
 import torch.nn.functional as F  # noqa: N812
 import training
 from torch import Tensor
@@ -87,7 +88,7 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
-    return train(training.parse_args(__doc__, argv))
+    return train(flags.parse_args(__doc__, argv))
 
 
 if __name__ == "__main__":

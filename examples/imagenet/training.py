@@ -1,4 +1,4 @@
-"""The flags of main_amp.py and main_fp16_optimizer.py, the epochs, and checkpoints."""
+"""What main_amp.py and main_fp16_optimizer.py share: processes, epochs, checkpoints, the table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import common
@@ -27,14 +26,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from apex_mp.checkpoint import load_checkpoint, save_checkpoint
 
 LOG = logging.getLogger("imagenet")
-# Defaults: what a CPU does in a minute, and what is usual on GPUs.
-ON = {
-    "cpu": {"arch": "resnet8", "epochs": 8, "batch_size": 16, "workers": 0},
-    "cuda": {"arch": "resnet18", "epochs": 90, "batch_size": 256, "workers": 4},
-}
 WARMUP, STEPS = 5, (30, 60, 80)  # epochs
 # A run that differs in one of these does not go on to the bits of the one that was saved.
-BITS = ("batch_size", "lr", "momentum", "weight_decay", "seed", "size", "min_area", "flip", "world")
+BITS = ("batch_size", "world", "lr", "momentum", "weight_decay", "sync_bn")
+BITS += ("seed", "size", "min_area", "flip")
 # The columns of the table, and how many digits they have behind the point.
 COLUMNS = {
     "epoch": 0,
@@ -73,79 +68,6 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, **self.others}
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number, at least 1")
-    return int(text)
-
-
-def parse_args(doc: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the flags; each may be written with hyphens or with underscores."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("data", nargs="?", type=Path, metavar="DIR", help=f"{common.LAYOUT} [digits]")
-    add("-a", "--arch", help="resnet8, or a model of torchvision [cpu: resnet8, cuda: resnet18]")
-    add("--epochs", type=positive, help="in all, those before --resume too [cpu: 8, cuda: 90]")
-    add("-b", "--batch-size", type=positive, help="of each process [cpu: 16, cuda: 256]")
-    add("-j", "--workers", type=int, help="processes that load images [cpu: 0, cuda: 4]")
-    schedule = "rises for 5 epochs, is divided by 10 after 30, 60 and 80"
-    add(
-        "--lr",
-        type=float,
-        default=0.1,
-        help=f"for 256 images a step, else scaled; {schedule} [0.1]",
-    )
-    add("--momentum", type=float, default=0.9, help="of FusedSGD [0.9]")
-    add(
-        "--wd",
-        "--weight-decay",
-        dest="weight_decay",
-        type=float,
-        default=1e-4,
-        help="of weights [1e-4]",
-    )
-    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint, to the same bits")
-    add("--evaluate", action="store_true", help="validate what --resume names; do not train")
-    add("--prof", type=positive, metavar="N", help="profile N iterations of an epoch, and stop")
-    add("--deterministic", action="store_true", help="the same bits in each run on a GPU, too")
-    add("--sync-bn", action="store_true", help="batch norms over the batches of all processes")
-    levels = ("O0", "O1", "O2", "O3")
-    add("--opt-level", choices=levels, help="of amp.initialize [O1]")
-    add("--keep-batchnorm-fp32", metavar="BOOL", help="of amp.initialize [O2: True, O3: False]")
-    add("--loss-scale", metavar="S", help='of amp.initialize: a number or "dynamic"')
-    add("--fp16", action="store_true", help="use FP16_Optimizer; the loss scale is 1")
-    add("--static-loss-scale", type=float, metavar="S", help="use FP16_Optimizer with this scale")
-    add("--dynamic-loss-scale", action="store_true", help="use FP16_Optimizer, scale adjusted")
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    add("--local-rank", type=int, default=rank, help="which GPU; given by launchers")
-    add("--device", choices=ON, help="[cuda if there is a GPU]")
-    add("--seed", type=int, default=0, help="of weights, order and crops [0]")
-    add("--size", type=positive, help="of images in the model [224, or the first's if smaller]")
-    add("--min-area", type=float, help="least part of an image in a crop [0.08, digits: 0.7]")
-    add("--flip", type=float, help="probability of a mirror image [0.5, digits: 0]")
-    files = "checkpoint.pth.tar and model_best.pth.tar"
-    add("--save", type=Path, default=Path(), metavar="FOLDER", help=f"gets {files} [.]")
-    args = parser.parse_args([*map(hyphened, sys.argv[1:] if argv is None else argv)])
-    if args.evaluate and not args.resume:
-        parser.error("--evaluate validates a checkpoint; give --resume FILE, too")
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    defaults = {**ON[args.device], **common.CROPS["folder" if args.data else "digits"]}
-    if find_spec("torchvision") is None:
-        defaults["arch"] = "resnet8"
-    for name, value in defaults.items():
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    args.world, args.rank = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0)))
-    return args
-
-
-def hyphened(argument: str) -> str:
-    """Write the name of a flag with hyphens."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
 @contextlib.contextmanager
 def session(args: argparse.Namespace, api: str) -> Iterator[tuple[Folder, Folder]]:
     """Say which API runs, open the images, and join the other processes.
@@ -157,10 +79,16 @@ def session(args: argparse.Namespace, api: str) -> Iterator[tuple[Folder, Folder
     logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
     LOG.info("%s", api)
     if args.device == "cuda":
+        gpus = torch.cuda.device_count()
+        if args.local_rank >= gpus:
+            sys.exit(
+                f"--device cuda, --local-rank {args.local_rank}: this machine has {gpus} GPUs; "
+                "start one process for each, or give --device cpu"
+            )
         torch.cuda.set_device(args.local_rank)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # What --deterministic needs.
         torch.backends.cudnn.benchmark = not args.deterministic
-    torch.use_deterministic_algorithms(args.deterministic)
+    torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
     torch.manual_seed(args.seed)
     with common.opened(args) as (train, val):
         if args.world > 1:
@@ -188,8 +116,9 @@ def fit(args: argparse.Namespace, training: Training, train: Folder, val: Folder
                 save(args, training, train.classes, rows)
     if args.rank == 0:
         processes = f"{args.world} process{'es' * (args.world > 1)}"
+        images = f"{len(train)} images to train on, {len(val)} to validate"
         print(f"{training.api}; {args.arch} on {args.device}, {processes};")
-        print(f"{len(train)} images of {args.size} x {args.size} to train on, {len(val)} others\n")
+        print(f"{images}, of {args.size} x {args.size}\n")
         print(table([written(row) for row in rows]))
     return rows
 
@@ -300,14 +229,16 @@ def resume(args: argparse.Namespace, training: Training, classes: list[str]) -> 
     for name, value in wanted.items():
         if run[name] != value:
             sys.exit(
-                f"--resume {args.resume}: its {name} is {run[name]}, and that of this run is "
-                f"{value}; they must be the same"
+                f"--resume {args.resume}: {name} is {shorten(str(value), 80)} here, and was "
+                f"{shorten(str(run[name]), 80)} there; it must be the same"
             )
     if args.evaluate:
         training.model.load_state_dict(state["model"])
         return []
     for name, part in training.parts().items():
         part.load_state_dict(state[name])
+    for group in training.optimizer.param_groups:
+        group.update(momentum=args.momentum, weight_decay=args.weight_decay)
     for name, value in settings.items():
         if value != getattr(args, name):
             now = getattr(args, name)
