@@ -2,13 +2,14 @@
 
     compare.py RUN/checkpoint.pth.tar OTHER/checkpoint.pth.tar --plot curves.png
 
-The table has a line for each run, and the picture the loss and the loss scale of each epoch.
+The table has a line for each run, and the picture the losses of each epoch.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,14 @@ def line(run: dict[str, Any]) -> dict[str, str]:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for axis, name in zip(axes, ("train loss", "val loss", "loss scale"), strict=True):
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, name in zip(axes, ("train loss", "val loss"), strict=True):
         for number, run in enumerate(runs):
-            values = [row[name] for row in run["rows"]]
-            style = ("-", "--", ":", "-.")[number % 4]
-            axis.semilogy(values, style, label=run["run"]["API"], base=2 if axis is axes[2] else 10)
+            style, label = ("-", "--", ":", "-.")[number % 4], run["run"]["API"]
+            axis.semilogy([row[name] for row in run["rows"]], style, label=label)
         axis.set(title=name, xlabel="epoch")
-    axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture")
     args = parser.parse_args(argv)
     runs = [load_checkpoint(path) for path in args.runs]
+    for path, run in zip(args.runs, runs, strict=True):
+        if "rows" not in run:
+            sys.exit(f"{path}: it must be a checkpoint of main_amp.py or main_fp16_optimizer.py")
     print(table([line(run) for run in runs]))
     if args.plot:
         plot(runs, args.plot)

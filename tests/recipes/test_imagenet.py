@@ -86,6 +86,7 @@ def start(arguments: list[str], folder: Path, **variables: str) -> tuple[str, st
 def test_a_published_command_line_lowers_the_loss_and_says_first_which_api_runs(
     line: str,
     api: str,
+    scripts: SimpleNamespace,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +111,15 @@ def test_a_published_command_line_lowers_the_loss_and_says_first_which_api_runs(
     assert first == api
     assert output.startswith(f"{api}; resnet8 on cpu, {1 + (LAUNCH in line)} process")
     assert has_fallen(rows), output
-    assert (tmp_path / "checkpoint.pth.tar").is_file()
+    # The counts of all processes, with the statistics of the first, which has saved.
+    script, *flags = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+    monkeypatch.chdir(tmp_path)
+    main = getattr(scripts, Path(script).stem).main
+    (evaluated,) = main([*flags, "--evaluate", "--resume=checkpoint.pth.tar"])
+    for name in ("val loss", "val top-1", "val top-5"):
+        assert evaluated[name] == pytest.approx(
+            rows[-1][name], abs=2e-3 if name == "val loss" else 0.1
+        )
 
 
 def test_without_a_folder_the_digits_are_learnt(scripts: SimpleNamespace, tmp_path: Path) -> None:
@@ -222,3 +231,6 @@ def test_runs_are_compared_by_their_checkpoints(
     ]  # fmt: skip
     assert lines[2][2:5] == ["2", f"{last['train loss']:.3f}", f"{last['val loss']:.3f}"]
     assert Path("runs.png").read_bytes().startswith(b"\x89PNG")
+    torch.save({"model": {}}, "other.pt")
+    with pytest.raises(SystemExit, match=r"other.pt: it must be a checkpoint of main_amp.py"):
+        scripts.compare.main(["other.pt"])

@@ -82,6 +82,34 @@ def test_help_explains_every_flag(
         assert missing == []
 
 
+def test_each_epoch_has_its_order_and_crops_and_each_step_its_learning_rate(
+    scripts: SimpleNamespace, folder: Path
+) -> None:
+    args = scripts.flags.parse_args("", [str(folder), "--device=cpu", "--lr=1", "-b=32"])
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rates = []
+
+    def step(batch: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batches.append((batch, target))
+        rates.append(optimizer.param_groups[0]["lr"])
+        return torch.zeros(len(target), 10), torch.zeros(())
+
+    training = scripts.training.Training("none", model, optimizer, step, lambda: 1.0)
+    with scripts.common.opened(args) as (train, _):
+        for epoch in (0, 1, 1):
+            scripts.training.train_epoch(args, training, train, epoch)
+    epochs = [batches[:3], batches[3:6], batches[6:]]
+    images, labels = ([torch.cat([b[i] for b in epoch]) for epoch in epochs] for i in (0, 1))
+    assert not torch.equal(labels[0], labels[1])
+    assert torch.equal(labels[1], labels[2])
+    assert torch.equal(images[1], images[2])
+    sums = [each.flatten(1).sum(1).sort()[0] for each in images]
+    assert not torch.allclose(sums[0], sums[1]), "other crops, not in another order alone"
+    assert rates == pytest.approx([32 / 256 * step / 3 / 5 for step in (1, 2, 3, 4, 5, 6, 4, 5, 6)])
+
+
 def test_the_learning_rate_warms_up_for_five_epochs_and_falls_at_30_60_and_80(
     scripts: SimpleNamespace,
 ) -> None:
