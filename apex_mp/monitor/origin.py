@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """What a tensor holds.
-
-    Attributes:
-        name: Where it stands among the arguments or results, for example "[0]['mask']".
-        shape: Its shape.
-        dtype: Its dtype, for example "float16".
-        smallest: The smallest magnitude that is not zero; None if there is none.
-        largest: The largest magnitude that is finite; None if there is none.
-        inf: How many of its elements are inf or -inf.
-        nan: How many are NaN.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    smallest: float | None
-    largest: float | None
-    inf: int
-    nan: int
-
-    def __str__(self) -> str:
-        words = [f"{self.dtype} {[*self.shape]}"]
-        if self.smallest is not None and self.largest is not None:
-            words.append(f"magnitudes {self.smallest:.3g} to {self.largest:.3g}")
-        elif self.largest is not None:
-            words.append("all zero")
-        if self.inf or self.nan:
-            words.append(f"{self.inf} inf, {self.nan} NaN")
-        return ", ".join(words)
+from apex_mp.monitor._ranges import (
+    Range,
+    holds_nonfinite,
+    is_more_than_minus_inf,
+    is_wrong,
+    present_in,
+    range_of,
+    ranges_of,
+    tensors_in,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +148,10 @@ def _in_weights(model: torch.nn.Module) -> Origin | None:
             *(
                 (key, each)
                 for key, each in module.named_buffers(recurse=False)
-                if _is_more_than_minus_inf(each)
+                if is_more_than_minus_inf(each)
             ),
         ]
-        results = tuple(_range(key, each) for key, each in held if _holds_nonfinite(each))
+        results = tuple(range_of(key, each) for key, each in held if holds_nonfinite(each))
         if results:
             return Origin("weights", name, type(module).__name__, results=results)
     return None
@@ -245,7 +222,7 @@ class _Search:
         caller = self._open[-1] if self._open else None
         self._claim(given, caller)
         number = self._counts[module] = self._counts.get(module, 0) + 1
-        inputs, was_given_it = tuple(_ranges(given)), any(map(_is_wrong, _present(given)))
+        inputs, was_given_it = tuple(ranges_of(given)), any(map(is_wrong, present_in(given)))
         kind = type(module).__name__
         self._open.append(_Call(self._names[module], kind, number, inputs, was_given_it))
         if caller is None:
@@ -259,17 +236,17 @@ class _Search:
         self._judge(call, results)
 
     def _judge(self, call: _Call, results: Any) -> None:
-        bad = [(path, each) for path, each in _tensors(results) if _is_wrong(each)]
+        bad = [(path, each) for path, each in tensors_in(results) if is_wrong(each)]
         if not bad or any(event is call for event in self._events):
             return
         # A module inside it comes first; so does code inside it that called one.
         self._events.append(call)
-        call.results = tuple(_range(path, each) for path, each in bad)
-        call.is_minus_inf = not any(_is_more_than_minus_inf(each) for _, each in bad)
+        call.results = tuple(range_of(path, each) for path, each in bad)
+        call.is_minus_inf = not any(is_more_than_minus_inf(each) for _, each in bad)
 
     def _claim(self, values: Any, call: _Call | None) -> None:
         """Note who made the nodes that lead to tensors, unless that is known."""
-        todo = [each.grad_fn for _, each in _tensors(values)]
+        todo = [each.grad_fn for _, each in tensors_in(values)]
         while todo:
             node = todo.pop()
             if node is None or node in self._made_by:
@@ -281,12 +258,12 @@ class _Search:
         """Return where the first inf or NaN of forward was made."""
         self._claim(loss, None)
         first = next((call for call in self._events if not call.is_minus_inf), None)
-        if first is None and not _holds_nonfinite(loss):
+        if first is None and not holds_nonfinite(loss):
             return None
         if first is None or first.was_given_it:  # By -inf that is no mask, then.
             first = self._events[0] if self._events else None
         if first is None:
-            return Origin("loss", None, results=(_range("loss", loss.detach()),))
+            return Origin("loss", None, results=(range_of("loss", loss.detach()),))
         phase = "inputs" if first.was_given_it else "forward"
         results = () if phase == "inputs" else first.results
         return Origin(
@@ -301,13 +278,13 @@ class _Search:
         found: list[Origin] = []
 
         def look(node: Any, made: Any, given: Any) -> None:
-            if found or not any(map(_holds_nonfinite, _present(made))):
+            if found or not any(map(holds_nonfinite, present_in(made))):
                 return
             found.append(self._origin(node, made, given))
 
         def look_before(node: Any, given: Any) -> None:
             # Finite gradients of several uses may add up to inf, which no node has computed.
-            if not found and any(map(_holds_nonfinite, _present(given))):
+            if not found and any(map(holds_nonfinite, present_in(given))):
                 found.append(self._origin(node, given, (), operation="a sum of gradients"))
 
         handles = []
@@ -323,7 +300,7 @@ class _Search:
             for handle in handles:
                 handle.remove()
             self._made_by.clear()
-        if not any(_holds_nonfinite(grad) for grad in grads if grad is not None):
+        if not any(holds_nonfinite(grad) for grad in grads if grad is not None):
             return None
         return found[0] if found else self._found_in_sums(params, grads)
 
@@ -335,9 +312,9 @@ class _Search:
             "" if call is None else call.kind,
             1 if call is None else call.number,
             operation or node.name(),
-            results=tuple(each for each in _ranges(made) if each.inf or each.nan),
+            results=tuple(each for each in ranges_of(made) if each.inf or each.nan),
             inputs=() if call is None else call.inputs,
-            grads=tuple(_ranges(given)),
+            grads=tuple(ranges_of(given)),
         )
 
     def _found_in_sums(self, params: Any, grads: Any) -> Origin | None:
@@ -345,7 +322,7 @@ class _Search:
         wrong = {
             id(param): grad
             for param, grad in zip(params, grads, strict=True)
-            if grad is not None and _holds_nonfinite(grad)
+            if grad is not None and holds_nonfinite(grad)
         }
         for module, name in self._names.items():
             for key, param in module.named_parameters(recurse=False):
@@ -355,7 +332,7 @@ class _Search:
                         name,
                         type(module).__name__,
                         operation="a sum of gradients",
-                        results=(_range(key, wrong[id(param)]),),
+                        results=(range_of(key, wrong[id(param)]),),
                     )
         return None
 
@@ -384,62 +361,3 @@ def _all_restored(model: torch.nn.Module) -> Iterator[None]:
                 param.grad = grad
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
-
-
-# What tensors hold.
-
-
-def _tensors(values: Any) -> Iterable[tuple[str, Tensor]]:
-    """Return all floating tensors in tuples, lists and dicts, and where they stand."""
-    if isinstance(values, Tensor):
-        values = [values]
-    leaves, _ = tree_flatten_with_path(_opened(values))
-    return [
-        (keystr(path), each)
-        for path, each in leaves
-        if isinstance(each, Tensor) and each.is_floating_point()
-    ]
-
-
-def _opened(values: Any) -> Any:
-    """Return dataclasses, in which models return their results, as dicts."""
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        return {each.name: getattr(values, each.name) for each in dataclasses.fields(values)}
-    return values
-
-
-def _present(values: Any) -> list[Tensor]:
-    return [each for _, each in _tensors(values)]
-
-
-def _ranges(values: Any) -> list[Range]:
-    return [_range(path, each) for path, each in _tensors(values)]
-
-
-def _holds_nonfinite(values: Tensor) -> bool:
-    return values.is_floating_point() and not bool(torch.isfinite(values.detach()).all())
-
-
-def _is_more_than_minus_inf(values: Tensor) -> bool:
-    numbers = values.detach()
-    return values.is_floating_point() and bool((numbers.isnan() | numbers.isposinf()).any())
-
-
-def _is_wrong(values: Tensor) -> bool:
-    """Whether a tensor holds inf or NaN and is no mask: one of -inf that depends on no weight."""
-    return _holds_nonfinite(values) and (values.requires_grad or _is_more_than_minus_inf(values))
-
-
-def _range(name: str, values: Tensor) -> Range:
-    numbers = values.detach()
-    sizes = numbers.abs()[numbers.isfinite()].double()
-    present = sizes[sizes > 0]
-    return Range(
-        name,
-        (*numbers.shape,),
-        str(numbers.dtype).removeprefix("torch."),
-        present.min().item() if present.numel() else None,
-        sizes.max().item() if sizes.numel() else None,
-        int(numbers.isinf().sum()),
-        int(numbers.isnan().sum()),
-    )

@@ -808,18 +808,24 @@ MONITOR = {
     ),
     "a sum of gradients counts as the module's": Mutant(
         "monitor/origin.py",
-        "if not found and any(map(_holds_nonfinite, _present(given))):",
+        "if not found and any(map(holds_nonfinite, present_in(given))):",
         "if False:",
         "monitor_origin",
     ),
     "a mask is an origin": Mutant(
-        "monitor/origin.py",
-        "and (values.requires_grad or _is_more_than_minus_inf(values))",
+        "monitor/_ranges.py",
+        "and (values.requires_grad or is_more_than_minus_inf(values))",
         "",
         "monitor_origin",
     ),
     "code between modules counts as the next module's": Mutant(
         "monitor/origin.py", "        self._claim(given, caller)\n", "", "monitor_origin"
+    ),
+    "compiled layers are not looked into": Mutant(
+        "monitor/origin.py",
+        ', torch.compiler.set_stance("force_eager"):',
+        ":",
+        "monitor_origin",
     ),
     "buffers stay as the second run left them": Mutant(
         "monitor/origin.py",
