@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import apex_mp
 from apex_mp import amp
 from apex_mp.optimizers import FusedAdam
 
@@ -151,17 +152,20 @@ def save(
         "generator": generator.get_state(),
         "steps": args.steps,
     }
-    torch.save(state, args.save)
+    apex_mp.save_checkpoint(state, args.save)
 
 
 def load(
     args: argparse.Namespace, model: nn.Module, optimizer: Any, generator: torch.Generator
 ) -> int:
     """Take everything up where `save` left it; return the number of steps done."""
-    state = torch.load(args.resume, map_location=args.device, weights_only=True)
+    state = apex_mp.load_checkpoint(args.resume)
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    if {name: value.shape for name, value in state["model"].items()} != wanted:
+        sys.exit(f"--resume {args.resume} is of another model; give its --hidden and --layers")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    generator.set_state(state["generator"].cpu())
+    generator.set_state(state["generator"])
     return int(state["steps"])
 
 

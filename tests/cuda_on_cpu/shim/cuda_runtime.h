@@ -92,6 +92,14 @@ T __shfl_down_sync(unsigned int mask, T value, unsigned int offset,
   return value;
 }
 
+template <typename T>
+T __shfl_xor_sync(unsigned int mask, T value, unsigned int lanes,
+                  std::source_location where = std::source_location::current()) {
+  static_assert(sizeof(T) <= cuda_on_cpu::kLargestShuffled);
+  cuda_on_cpu::shuffle({mask, (threadIdx.x % 32) ^ lanes, &value, sizeof(value), where});
+  return value;
+}
+
 namespace cuda_on_cpu {
 
 template <typename To, typename From>
