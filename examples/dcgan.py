@@ -1,0 +1,389 @@
+"""Train a DCGAN in mixed precision: two networks, two optimizers, three losses.
+
+    python examples/dcgan.py                              draws digits; amp.initialize, O1
+    python examples/dcgan.py --opt_level O2               or O0 (float32), O3
+    python examples/dcgan.py --handle                     amp.init() and wrap_optimizer
+    python examples/dcgan.py --dataroot FOLDER --imageSize 64 --ngf 64 --ndf 64 --nz 100
+    python examples/dcgan.py --resume examples/output/dcgan/checkpoint.pt --niter 50
+
+The default data are the handwritten digits of scikit-learn, 1,797 images of 8 x 8, enlarged. The
+discriminator has two losses, of real images and of generated ones, the generator has one. Each has
+a loss scale of its own, and an overflow skips the step of the optimizer that it is of. A checkpoint
+is written to --outf after each epoch; --resume goes on from it to the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F  # noqa: N812
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+import apex_mp
+from apex_mp import amp
+from apex_mp.optimizers import FusedAdam
+
+OUTPUT = Path(__file__).resolve().parent / "output" / "dcgan"
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+LOSSES = ("errD_real", "errD_fake", "errG")
+SHOWN, JUDGED = 64, 1024  # images in the picture, and those that the table judges
+
+
+class Digits(Dataset[Tensor]):
+    """The digits of scikit-learn, enlarged, from -1 to 1; with their labels."""
+
+    channels = 1
+
+    def __init__(self, size: int) -> None:
+        scans = load_digits()
+        images = torch.from_numpy(scans.images).float()[:, None] / 8 - 1
+        self.images = F.interpolate(images, size, mode="bilinear", align_corners=False)
+        self.labels = torch.from_numpy(scans.target)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.images[index]
+
+
+class Folder(Dataset[Tensor]):
+    """The images of a folder and its subfolders: resized, the middle of each, from -1 to 1."""
+
+    channels, labels = 3, None
+
+    def __init__(self, root: Path, size: int) -> None:
+        self.size = size
+        self.paths = sorted(p for p in root.rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not self.paths:
+            wanted = " ".join(sorted(SUFFIXES))
+            sys.exit(f"--dataroot {root} holds no images; it must be a folder with {wanted} files")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = Image.open(self.paths[index]).convert("RGB")
+        side, (width, height) = min(image.size), image.size
+        left, top = (width - side) // 2, (height - side) // 2
+        image = image.resize((self.size,) * 2, box=(left, top, left + side, top + side))
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        return pixels.view(self.size, self.size, 3).permute(2, 0, 1) / 127.5 - 1
+
+
+def sizes_to(image_size: int) -> list[int]:
+    """Return 4, 8 and so on, to the half of the images' side: what the networks go through."""
+    return [4 * 2**i for i in range((image_size // 4).bit_length() - 1)]
+
+
+def make_generator(args: argparse.Namespace, channels: int) -> nn.Sequential:
+    """Noise of nz x 1 x 1 to an image, twice as large and half as deep with every layer."""
+    widths = [args.ngf * size // 4 for size in reversed(sizes_to(args.imageSize))]
+    layers: list[nn.Module] = [nn.ConvTranspose2d(args.nz, widths[0], 4, bias=False)]
+    for width, next_width in zip(widths, [*widths[1:], channels], strict=True):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        layers += [nn.ConvTranspose2d(width, next_width, 4, 2, 1, bias=False)]
+    return nn.Sequential(*layers, nn.Tanh()).apply(initialize_weights)
+
+
+def make_discriminator(args: argparse.Namespace, channels: int) -> nn.Sequential:
+    """An image to one logit, half as large and twice as deep with every layer."""
+    widths = [args.ndf * size // 4 for size in sizes_to(args.imageSize)]
+    layers: list[nn.Module] = []
+    for width, next_width in zip([channels, *widths], widths):  # noqa: B905
+        layers += [nn.Conv2d(width, next_width, 4, 2, 1, bias=False)]
+        layers += [nn.BatchNorm2d(next_width)] * (width != channels)
+        layers += [nn.LeakyReLU(0.2, inplace=True)]
+    layers += [nn.Conv2d(widths[-1], 1, 4, bias=False), nn.Flatten(0)]
+    return nn.Sequential(*layers).apply(initialize_weights)
+
+
+def initialize_weights(module: nn.Module) -> None:
+    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+        nn.init.normal_(module.weight, 0.0, 0.02)
+    elif isinstance(module, nn.BatchNorm2d):
+        nn.init.normal_(module.weight, 1.0, 0.02)
+
+
+class Training:
+    """The networks, the optimizers, and one of the two APIs of amp around them."""
+
+    def __init__(self, args: argparse.Namespace, data: Digits | Folder) -> None:
+        self.args, self.data, self.done = args, data, 0  # epochs
+        self.skipped, self.losses = [0, 0], [float("nan")] * 3  # means of the last epoch
+        torch.manual_seed(args.manualSeed)
+        discriminator, generator = (
+            make_discriminator(args, data.channels),
+            make_generator(args, data.channels),
+        )
+        nets = [net.to(args.device) for net in (discriminator, generator)]
+        betas = (args.beta1, 0.999)
+        self.optimizers = [FusedAdam(net.parameters(), lr=args.lr, betas=betas) for net in nets]
+        self.scaling: list[Any]  # the optimizers, as the API wants them
+        if args.handle:
+            handle = amp.init(device_type=args.device.type)
+            of_discriminator, of_generator = self.optimizers
+            self.scaling = [
+                handle.wrap_optimizer(of_discriminator, num_loss=2),
+                handle.wrap_optimizer(of_generator),
+            ]
+        else:
+            nets, self.optimizers = amp.initialize(
+                nets, self.optimizers, opt_level=args.opt_level, num_losses=3, verbosity=0
+            )
+            self.scaling = self.optimizers
+        self.discriminator, self.generator = nets
+        self.noise_generator = torch.Generator().manual_seed(args.manualSeed)
+        self.fixed_noise = self.noise(JUDGED)
+
+    def noise(self, count: int) -> Tensor:
+        shape = (count, self.args.nz, 1, 1)
+        return torch.randn(shape, generator=self.noise_generator).to(self.args.device)
+
+    def backward(self, loss: Tensor, loss_id: int) -> None:
+        """Backward of the scaled loss; 0 and 1 are the discriminator's, 2 is the generator's."""
+        optimizer = self.scaling[loss_id // 2]
+        if self.args.handle:  # The wrapper counts its losses by itself.
+            scaling = optimizer.scale_loss(loss)
+        else:
+            scaling = amp.scale_loss(loss, optimizer, loss_id=loss_id)
+        with scaling as scaled_loss:
+            scaled_loss.backward()
+
+    def scales(self) -> list[float]:
+        """Return the loss scales of the three losses."""
+        if self.args.handle:
+            states = [s for each in self.scaling for s in each.state_dict()["loss_scalers"]]
+        else:
+            states = [amp.state_dict()[f"loss_scaler{i}"] for i in range(3)]
+        return [state["loss_scale"] for state in states]
+
+    def step(self, real: Tensor) -> list[Tensor]:
+        """Update the discriminator, then the generator, and return the three losses."""
+        fake = self.generator(self.noise(len(real)))
+        self.discriminator.zero_grad()
+        loss_real = logistic_loss(self.discriminator(real), 1.0)
+        self.backward(loss_real, 0)
+        loss_fake = logistic_loss(self.discriminator(fake.detach()), 0.0)
+        self.backward(loss_fake, 1)
+        self.scaling[0].step()
+        self.generator.zero_grad()
+        loss_generator = logistic_loss(self.discriminator(fake), 1.0)
+        self.backward(loss_generator, 2)
+        self.scaling[1].step()
+        self.skipped = [
+            count + amp.step_was_skipped(optimizer)
+            for count, optimizer in zip(self.skipped, self.optimizers, strict=True)
+        ]
+        return [loss_real.detach(), loss_fake.detach(), loss_generator.detach()]
+
+    def epoch(self, bar: Any) -> None:
+        order = torch.Generator().manual_seed(self.args.manualSeed + self.done)
+        loader = DataLoader(
+            self.data,
+            self.args.batchSize,
+            shuffle=True,
+            drop_last=True,
+            num_workers=self.args.workers,
+            generator=order,
+        )
+        losses = []
+        for real in loader:
+            losses.append(torch.stack(self.step(real.to(self.args.device))))
+            bar.update()
+        self.done += 1
+        self.losses = torch.stack(losses).float().mean(0).tolist()
+        shown = zip(LOSSES, self.losses, strict=True)
+        bar.set_postfix_str(" ".join(f"{name} {loss:.3f}" for name, loss in shown))
+
+    @torch.no_grad()
+    def generate(self) -> Tensor:
+        """Return JUDGED images, always of the same noise."""
+        self.generator.eval()
+        images = self.generator(self.fixed_noise).float().cpu()
+        self.generator.train()
+        return images
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": settings(self.args),
+            "netD": self.discriminator.state_dict(),
+            "netG": self.generator.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.scaling],
+            "amp": {} if self.args.handle else amp.state_dict(),
+            "noise": self.noise_generator.get_state(),
+            "progress": [self.done, self.skipped, self.losses],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.discriminator.load_state_dict(state["netD"])
+        self.generator.load_state_dict(state["netG"])
+        for optimizer, each in zip(self.scaling, state["optimizers"], strict=True):
+            optimizer.load_state_dict(each)
+        if not self.args.handle:
+            amp.load_state_dict(state["amp"])
+        self.noise_generator.set_state(state["noise"])
+        self.done, self.skipped, self.losses = state["progress"]
+
+
+def logistic_loss(logits: Tensor, target: float) -> Tensor:
+    """binary_cross_entropy, which amp refuses in float16, of the sigmoid of logits."""
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run must have in common with the one that it resumes."""
+    names = ["dataroot", "imageSize", "nz", "ngf", "ndf", "batchSize", "manualSeed", "opt_level"]
+    return {name: str(getattr(args, name)) for name in [*names, "handle"]}
+
+
+def resume(training: Training, path: Path) -> None:
+    state = apex_mp.load_checkpoint(path)
+    if not isinstance(state, dict) or "settings" not in state:
+        sys.exit(f"--resume {path} is no checkpoint of this program")
+    for name, value in settings(training.args).items():
+        if state["settings"][name] != value:
+            saved = state["settings"][name]
+            sys.exit(f"--resume {path} was saved with {name} {saved}, and {name} is {value} now")
+    training.load_state_dict(state)
+
+
+class Judge:
+    """Says how much images look like the data, by pixels of 8 x 8."""
+
+    def __init__(self, data: Digits | Folder) -> None:
+        count = min(len(data), 2 * JUDGED)
+        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:count]
+        self.images = torch.stack([data[i] for i in chosen.tolist()])
+        self.pixels = self._small(self.images)
+        self.classifier = None
+        if data.labels is not None:
+            self.classifier = KNeighborsClassifier(10).fit(self.pixels, data.labels[chosen])
+
+    @staticmethod
+    def _small(images: Tensor) -> Tensor:
+        return F.interpolate(images, 8, mode="area").flatten(1).double()
+
+    def distance(self, images: Tensor) -> float:
+        """Return the Frechet distance of two normal distributions: 0 if all is as in the data."""
+        (mean, covariance), (other_mean, other) = (
+            (pixels.mean(0), pixels.T.cov()) for pixels in (self.pixels, self._small(images))
+        )
+        root = torch.linalg.eigvals(covariance @ other).real.clamp(min=0).sqrt().sum()
+        traces = covariance.trace() + other.trace()
+        return float((mean - other_mean).square().sum() + traces - 2 * root)
+
+    def score(self, images: Tensor) -> float:
+        """Return 10 if each image is surely a digit and all digits are as frequent; 1 at worst."""
+        if self.classifier is None:
+            return float("nan")
+        p = torch.from_numpy(self.classifier.predict_proba(self._small(images)))
+        return float(torch.xlogy(p, p / p.mean(0)).nansum(1).mean().exp())
+
+    def row(self, name: str, images: Tensor) -> str:
+        return f"| {name:<20} | {self.score(images):11.2f} | {self.distance(images):8.2f} |"
+
+
+def draw(pictures: dict[str, Tensor], path: Path) -> None:
+    """Write the first images of each to one file, as squares side by side."""
+    figure, axes = plt.subplots(1, len(pictures), figsize=(4 * len(pictures), 4.3))
+    for axis, (name, images) in zip(axes, pictures.items(), strict=True):
+        side = int(SHOWN**0.5)
+        images = F.pad(images[:SHOWN], (1, 1, 1, 1), value=-1.0)
+        _, channels, height, width = images.shape
+        grid = images.view(side, side, channels, height, width).permute(0, 3, 1, 4, 2)
+        grid = (grid.reshape(side * height, side * width, channels) + 1) / 2
+        axis.imshow(grid, cmap="gray_r" if channels == 1 else None, vmin=0, vmax=1)
+        axis.set_title(name)
+        axis.axis("off")
+    figure.savefig(path, dpi=80, bbox_inches="tight")
+    plt.close(figure)
+
+
+def table(training: Training, judge: Judge, untrained: Tensor, generated: Tensor) -> str:
+    api = "amp.init, wrap_optimizer" if training.args.handle else "amp.initialize"
+    rows = [f"{api}, {training.args.opt_level}, {training.done} epochs", ""]
+    rows += ["| images               | score, 1-10 | distance |"]
+    rows += ["| -------------------- | ----------: | -------: |"]
+    rows += [judge.row("of the data", judge.images[:JUDGED])]
+    rows += [judge.row("before training", untrained), judge.row("generated", generated), ""]
+    rows += ["| loss      | last epoch | loss scale | steps skipped |"]
+    rows += ["| --------- | ---------: | ---------: | ------------: |"]
+    for i, (name, scale) in enumerate(zip(LOSSES, training.scales(), strict=True)):
+        skipped = training.skipped[i // 2]
+        rows += [f"| {name:<9} | {training.losses[i]:10.3f} | {scale:10.0f} | {skipped:13} |"]
+    return "\n".join(rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    args.outf.mkdir(parents=True, exist_ok=True)
+    data = (
+        Digits(args.imageSize) if args.dataroot is None else Folder(args.dataroot, args.imageSize)
+    )
+    if len(data) < max(args.batchSize, SHOWN):
+        sys.exit(
+            f"there are {len(data)} images; there must be {max(args.batchSize, SHOWN)} at least"
+        )
+    training, judge = Training(args, data), Judge(data)
+    untrained = training.generate()
+    if args.resume:
+        resume(training, args.resume)
+    steps = len(data) // args.batchSize
+    todo, done = args.niter * steps, training.done * steps
+    with tqdm(total=todo, initial=done, unit="step", disable=None, file=sys.stderr) as bar:
+        while training.done < args.niter:
+            training.epoch(bar)
+            apex_mp.save_checkpoint(training.state_dict(), args.outf / "checkpoint.pt")
+    generated = training.generate()
+    pictures = {"before training": untrained, "generated": generated, "data": judge.images}
+    draw(pictures, args.picture or args.outf / "dcgan.png")
+    print(table(training, judge, untrained, generated))
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def add(name: str, default: Any, text: str, **options: Any) -> None:
+        parser.add_argument(name, default=default, help=f"{text} [{default}]", **options)
+
+    add("--dataroot", None, "a folder of images; None: the digits of scikit-learn", type=Path)
+    add("--opt_level", "O1", "of amp.initialize", choices=["O0", "O1", "O2", "O3"])
+    parser.add_argument("--handle", action="store_true", help="the older API, which casts as O1")
+    add("--imageSize", 16, "pixels of a side: 8, 16, 32, 64 and so on", type=int)
+    add("--batchSize", 64, "images a step", type=int)
+    add("--niter", 24, "epochs in all, those before --resume counted", type=int)
+    add("--lr", 0.004, "learning rate of both optimizers", type=float)
+    add("--beta1", 0.5, "of both optimizers", type=float)
+    add("--nz", 32, "numbers of noise that the generator makes an image of", type=int)
+    add("--ngf", 16, "channels of the generator's last layer but one", type=int)
+    add("--ndf", 16, "channels of the discriminator's first layer", type=int)
+    add("--workers", 0, "processes that load images", type=int)
+    add("--manualSeed", 0, "of weights, noise and order", type=int)
+    add("--outf", OUTPUT, "folder for dcgan.png and checkpoint.pt", type=Path)
+    add("--picture", None, "another file for the picture", type=Path)
+    add("--resume", None, "go on from a checkpoint", type=Path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", device, "cpu or cuda", type=torch.device)
+    args = parser.parse_args(argv)
+    if args.imageSize < 8 or args.imageSize & (args.imageSize - 1):
+        parser.error(f"--imageSize is {args.imageSize}; it must be 8, 16, 32, 64 and so on")
+    if args.handle and args.opt_level != "O1":
+        parser.error(f"--handle casts as O1; --opt_level {args.opt_level} goes without it")
+    return args
+
+
+if __name__ == "__main__":
+    main()
