@@ -333,13 +333,18 @@ def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(
     assert "at the scale 1024" in message
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
 @each_optimizer
-def test_some_gradients_of_0_are_no_reason_to_warn(make: Any, device: torch.device) -> None:
+def test_some_gradients_of_0_are_no_reason_to_warn(
+    make: Any, where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "device":
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
     params = make_params(device)
     optimizer = make(params)
     scaler = new_scaler(device)
     for _ in range(2):
         give_scaled(scaler, params, 0)
         params[0].grad.zero_()
-        assert warned(lambda: scaler.step(optimizer)) == []
+        assert warned(lambda: (scaler.step(optimizer), scaler.step_was_skipped(optimizer))) == []
         scaler.update()

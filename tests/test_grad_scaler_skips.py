@@ -165,6 +165,25 @@ def test_a_schedule_follows_the_steps_that_were_taken_in_one_line(device: torch.
     assert scheduler.get_last_lr() == [0.25]
 
 
+def test_an_average_of_weights_follows_the_steps_that_were_taken_in_one_line(
+    device: torch.device,
+) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    scaler = new_scaler(device, model=model)
+    taken: list[list[torch.Tensor]] = []
+    for bad in ({}, {"first.bias": [math.inf]}, {}):
+        overflow(scaler, optimizer, model, bad)
+        scaler.update()
+        if not scaler.step_was_skipped(optimizer):
+            averaged.update_parameters(model)
+            taken.append([param.detach().clone() for param in model.parameters()])
+    assert (len(taken), averaged.n_averaged.item()) == (2, 2)
+    for average, *values in zip(averaged.module.parameters(), *taken, strict=True):
+        torch.testing.assert_close(average.detach(), torch.stack(values).mean(0))
+
+
 def test_torch_does_not_warn_of_a_schedule_after_a_skipped_first_step(
     device: torch.device,
 ) -> None:
