@@ -22,6 +22,7 @@ else:
         reparameterization,
     )
     from apex_mp._as_apex.install import install_as_apex, uninstall_as_apex
+    from apex_mp._float32_parts import keep_fp32
     from apex_mp.checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "convert",
     "fp16_utils",
     "install_as_apex",
+    "keep_fp32",
     "load_checkpoint",
     "loss_scale_manager",
     "multi_tensor_apply",

@@ -1,4 +1,4 @@
-"""Whether a tensor is plain, and one sentence for each reason why it is not.
+"""Whether a tensor is plain, one sentence for each reason why it is not; tensors in containers.
 
 Constructors and `add_param_group` ask it of parameters, steps and `scale_loss` of gradients, before
 they change anything. A reason is the second half of a sentence, whose first half names the tensor.
@@ -6,6 +6,7 @@ they change anything. A reason is the second half of a sentence, whose first hal
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -169,3 +170,30 @@ def listed(param_group: Any) -> tuple[list[Any], list[str] | None]:
     items = param_group["params"] = list(given)
     pairs = [item if isinstance(item, tuple) and len(item) == 2 else ("", item) for item in items]
     return [param for _, param in pairs], [f"{name}" for name, _ in pairs]
+
+
+def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return `value` with every tensor in it replaced; unchanged containers stay themselves."""
+    if isinstance(value, Tensor):
+        return cast(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(cast, item) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        if hasattr(value, "_make"):  # A namedtuple, PackedSequence for one.
+            return value._make(items)
+        return type(value)(items)
+    if isinstance(value, dict):
+        values = {key: map_tensors(cast, item) for key, item in value.items()}
+        if all(map(operator.is_, values.values(), value.values())):
+            return value
+        new = value.copy()
+        for key, item in values.items():  # Some subclasses refuse update().
+            new[key] = item
+        return new
+    return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with every floating tensor in it in a dtype; others stay as they are."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)

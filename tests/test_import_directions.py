@@ -19,6 +19,7 @@ ROWS = [
         "RNN",
         "device_scale",
         "_environment",
+        "_float32_parts",
         "multi_tensor_apply",
         "normalization",
         "parallel",

@@ -15,13 +15,13 @@ from apex_mp.amp._amp_state import _amp_state, warn_or_err
 from apex_mp.amp._master_state import MasterState
 from apex_mp.amp._masters import check_group, class_with_masters, give_masters
 from apex_mp.amp._options import Options
-from apex_mp.amp.casting import is_low, map_tensors
+from apex_mp.amp.casting import is_low
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.fp16_utils import FP16_Optimizer, convert_network
 from apex_mp.fp16_utils._inner import check_lists
 from apex_mp.parallel import followers, local_gradients
-from apex_mp.tensors import FLOATING
+from apex_mp.tensors import FLOATING, cast_floating
 
 
 class Setup:
@@ -264,4 +264,4 @@ class CastOutputs:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if hasattr(value, "to") and not isinstance(value, (Tensor, tuple, torch.nn.Module)):
         return value.to(dtype)  # A batch of the user's own class knows what of it to cast.
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    return cast_floating(value, dtype)

@@ -7,7 +7,6 @@ handle: so a user's own autocast region, and a checkpoint that computes again, h
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from apex_mp._log import logger
 from apex_mp.amp.switch import Switch
+from apex_mp.tensors import map_tensors
 
 Function = Callable[..., Any]
 
@@ -280,28 +280,6 @@ def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bfloat16:
         return tensor.bfloat16()
     return tensor.float() if dtype is torch.float32 else tensor.to(dtype)
-
-
-def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return `value` with every tensor in it replaced; unchanged containers stay themselves."""
-    if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(cast, item) for item in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        if hasattr(value, "_make"):  # A namedtuple, PackedSequence for one.
-            return value._make(items)
-        return type(value)(items)
-    if isinstance(value, dict):
-        values = {key: map_tensors(cast, item) for key, item in value.items()}
-        if all(map(operator.is_, values.values(), value.values())):
-            return value
-        new = value.copy()
-        for key, item in values.items():  # Some subclasses refuse update().
-            new[key] = item
-        return new
-    return value
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex_mp.amp.casting import map_tensors
+from apex_mp._float32_parts import Float32Part
 from apex_mp.fp16_utils.fp16util import hide_prefix
+from apex_mp.tensors import map_tensors
 
 
 class LowPrecisionCompute(nn.Module):
@@ -55,10 +56,10 @@ class LowPrecisionCompute(nn.Module):
 
 
 def _tensors_to_cast(module: nn.Module) -> dict[str, Tensor]:
-    """Return floating parameters and buffers, but those of batch norms and of nested casts."""
+    """Return floating parameters and buffers, but those of parts that cast by themselves."""
 
     def named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(module, (_BatchNorm, LowPrecisionCompute)):
+        if isinstance(module, (_BatchNorm, LowPrecisionCompute, Float32Part)):
             return
         for own in (module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             yield from ((prefix + name, tensor) for name, tensor in own)
@@ -96,7 +97,8 @@ def fp16_compute(module: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Mo
     """Return a module with the same float32 parameters, whose forward runs on casts of them.
 
     It needs neither `amp.init()` nor `initialize`: for a part of a model that is to compute in low
-    precision while optimizer and checkpoints see float32. Batch norms keep float32 parameters.
+    precision while optimizer and checkpoints see float32. Batch norms keep float32 parameters, and
+    so do parts named by `apex_mp.keep_fp32`, which compute in float32.
 
     Args:
         module: A module with float32 parameters; it is used, not copied. Its state_dict keys stay.

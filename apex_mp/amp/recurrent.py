@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp.casting import Caster, Function, map_tensors
+from apex_mp.amp.casting import Caster, Function
+from apex_mp.tensors import map_tensors
 
 
 def wrap_recurrent(function: Function, name: str, caster: Caster) -> Function:

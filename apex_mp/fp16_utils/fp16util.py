@@ -12,7 +12,10 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp import tensors
+from apex_mp._float32_parts import Float32Part
+from apex_mp.master import LOW_PRECISION
 from apex_mp.RNN.RNNBackend import RNNCell
+from apex_mp.tensors import cast_floating
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -22,7 +25,7 @@ class tofp16(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return the input in float16; integers and bools stay as they are."""
-        half: Tensor = _cast_floating(input, torch.float16)
+        half: Tensor = cast_floating(input, torch.float16)
         return half
 
 
@@ -39,7 +42,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own floating parameters, gradients and buffers, not those of its children."""
+    """Cast a module's own floating parameters, gradients and buffers, not those of its children.
+
+    A part named by `apex_mp.keep_fp32` stays in float32.
+    """
+    if isinstance(module, Float32Part) and dtype in LOW_PRECISION:
+        return
     for param in module.parameters(recurse=False):
         if param.dtype.is_floating_point:
             param.data = param.data.to(dtype)
@@ -51,7 +59,10 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast all of a network but affine batch norms, in place, and return it."""
+    """Cast all of a network but affine batch norms, in place, and return it.
+
+    Parts named by `apex_mp.keep_fp32` stay as they are too.
+    """
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -90,7 +101,7 @@ class FP16Model(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the network with floating tensors in float16, in lists, tuples and dicts too."""
         return self.network(
-            *_cast_floating(inputs, torch.float16), **_cast_floating(kwargs, torch.float16)
+            *cast_floating(inputs, torch.float16), **cast_floating(kwargs, torch.float16)
         )
 
 
@@ -198,18 +209,6 @@ def _places(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """Views into a vector, one for each parameter, in its shape."""
     parts = torch.split(flat.detach(), [param.numel() for param in params])
     return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
-
-
-def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    if torch.is_tensor(value):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast_floating(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast_floating(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast_floating(item, dtype) for key, item in value.items()}
-    return value
 
 
 def hide_prefix(wrapper: nn.Module, hidden: str) -> None:
