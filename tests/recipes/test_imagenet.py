@@ -154,6 +154,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
             run(way, "--epochs 3", "stopped")
     saved = torch.load("stopped/checkpoint.pth.tar", weights_only=True)
     assert len(saved["rows"]) == 1
+    assert ("amp" in saved) == way.startswith("main_amp")
     torch.rand(7)  # The state of the generator is another one.
     resumed = run(way, "--epochs 3 --resume stopped/checkpoint.pth.tar", "stopped")
     for name in whole[-1].keys() - {"images/s"}:

@@ -85,7 +85,7 @@ def test_help_explains_every_flag(
 def test_each_epoch_has_its_order_and_crops_and_each_step_its_learning_rate(
     scripts: SimpleNamespace, folder: Path
 ) -> None:
-    args = scripts.flags.parse_args("", [str(folder), "--device=cpu", "--lr=1", "-b=32"])
+    args = scripts.flags.parse_args("", [str(folder), "--device=cpu", "--lr=1", "-b=40"])
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -107,7 +107,7 @@ def test_each_epoch_has_its_order_and_crops_and_each_step_its_learning_rate(
     assert torch.equal(images[1], images[2])
     sums = [each.flatten(1).sum(1).sort()[0] for each in images]
     assert not torch.allclose(sums[0], sums[1]), "other crops, not in another order alone"
-    assert rates == pytest.approx([32 / 256 * step / 3 / 5 for step in (1, 2, 3, 4, 5, 6, 4, 5, 6)])
+    assert rates == pytest.approx([40 / 256 * step / 3 / 5 for step in (1, 2, 3, 4, 5, 6, 4, 5, 6)])
 
 
 def test_the_learning_rate_warms_up_for_five_epochs_and_falls_at_30_60_and_80(
