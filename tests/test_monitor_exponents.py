@@ -12,7 +12,9 @@ from fp16_cases import BF16, F16, F32, PROBES, parameter, pull, wrap
 from torch import Tensor, nn
 
 from apex_mp import _ops, amp, device_scale
-from apex_mp.monitor import Exponents, History, Monitor, Sample, lost_updates
+from apex_mp.monitor import Exponents, History, Monitor, Sample, _report, lost_updates
+from apex_mp.monitor import exponents as module
+from apex_mp.monitor.exponents import Sampler
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
@@ -235,6 +237,83 @@ def test_the_picture_has_a_row_for_each_parameter(tmp_path: Path) -> None:
     text = (tmp_path / "run.svg").read_text()
     for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
         assert f"<!-- {name} -->" in text
+
+
+# A part of large gradients.
+
+
+def sampled(grads: dict[str, Tensor], scale: float = 1.0) -> Sample:
+    sampler = Sampler(grads.items(), unscaled=())
+    sampler.run()
+    return sampler.sample(1, scale)
+
+
+def test_a_limit_lets_small_gradients_be_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ELEMENTS_LOOKED_AT", 1000)
+    assert module._limit([400, 600]) == 600
+    assert module._limit([400, 601]) == 600
+    assert module._limit([5000, 100, 5000]) == 450
+    assert module._limit([]) == 0
+
+
+def test_of_large_gradients_equally_many_elements_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "ELEMENTS_LOOKED_AT", 1 << 13)
+    large = {"one": torch.ones(1 << 14), "other": torch.ones(300, 700).t().half()}
+    sample = sampled({**large, "small": torch.ones(192)})
+    assert [grad.total for grad in sample.grads] == [4000 // 32 * 32] * 2 + [192]
+    assert [grad.size for grad in sample.grads] == [1 << 14, 210_000, 192]
+    assert sample.total == (1 << 14) + 210_000 + 192
+    assert sample.looked_at == 2 * 4000 + 192
+
+
+def test_each_gradient_counts_by_its_size() -> None:
+    large = Exponents("large", (1000,), "float16", {-16: 20, 3: 60}, zeros=20, nonfinite=0)
+    small = Exponents("small", (100,), "float16", {-15: 100}, zeros=0, nonfinite=0)
+    sample = Sample(1, 1.0, (large, small))
+    assert (sample.total, sample.looked_at) == (1100, 200)
+    assert (sample.zeros, sample.underflows) == (200, 300)
+    assert sample.saved(2.0) == pytest.approx(100 / 300)
+    assert "looked at: 18.2 % of 1,100 elements" in "\n".join(_sample_lines(sample))
+
+
+def _sample_lines(sample: Sample) -> list[str]:
+    history = History(1)
+    history.samples.append(sample)
+    return _report._sample(history)
+
+
+@pytest.mark.parametrize("width", [96, 100, 768, 1023, 4096])
+def test_no_row_or_column_is_left_out(width: int) -> None:
+    """A sixteenth of the columns, or of the rows, are another power of two: their share is seen."""
+    grad = torch.ones((1 << 20) // width, width)
+    for which in (grad[:, width // 2 : width // 2 + width // 16], grad[5::16]):
+        which.fill_(2.0**-20)
+        share = int((grad != 1.0).sum()) / grad.numel()
+        assert sampled({"weight": grad}).underflows / grad.numel() == pytest.approx(share, abs=0.01)
+        grad.fill_(1.0)
+
+
+@pytest.mark.parametrize("power", [1, 2, 4])
+def test_a_part_predicts_what_a_larger_scale_saves(power: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(768, 768), (768, 3072), (3072,), (5000, 768)]
+    true = [
+        torch.randn(shape, generator=generator) * torch.exp2(-8 - 8 * torch.rand(shape[-1:]))
+        for shape in shapes
+    ]
+    now = {str(i): grad.half() for i, grad in enumerate(true)}
+    then = [(grad * 2.0**power).half() for grad in true]
+    sample = sampled(now)
+    assert sample.looked_at < sample.total / 20
+    low = [(grad != 0) & (grad.abs() < 2.0**-14) for grad in now.values()]
+    saved = sum(
+        int((each & (grad.abs() >= 2.0**-14)).sum()) for each, grad in zip(low, then, strict=True)
+    )
+    wanted = 100 * saved / sum(int(each.sum()) for each in low)
+    assert wanted > 10
+    assert 100 * sample.saved(2.0**power) == pytest.approx(wanted, abs=1.0)
 
 
 # The prediction, against a run at the other scale.

@@ -88,6 +88,12 @@ def _sample(history: History) -> list[str]:
         f"  {_percent(sample.zeros, sample.total)} zero, "
         f"{_percent(sample.underflows, sample.total)} below 2^-14, where float16 loses digits",
     ]
+    if sample.looked_at < sample.total:
+        share = _percent(sample.looked_at, sample.total)
+        of = f"{sample.total:,} elements, spread over all gradients"
+        lines.append(f"  looked at: {share} of {of}")
+            f"  looked at: {share} of {sample.total:,} elements, spread over all gradients"
+        )
     largest = sample.largest_scale
     if largest is not None and largest > sample.scale and sample.underflows:
         lines.append(

@@ -15,11 +15,18 @@ from apex_mp import _ops, device_scale, tensors
 SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15
 _BIAS = 127  # of the bins of exponents_
 _ZEROS, _NOT_FINITE = 0, 255
+# Of all gradients of a step together: reading them takes less time than listing the gradients.
+ELEMENTS_LOOKED_AT = 1 << 18
+_RUN = 32  # elements that are looked at side by side: a line of memory of 16-bit ones
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Exponents:
     """How many elements of a gradient lie in each power of two, as backward has left it.
+
+    Of a large gradient only a part is looked at, which is spread over it; `total` says how many
+    elements that are, and all counts are of them.
 
     Attributes:
         name: Name of the parameter.
@@ -40,9 +47,18 @@ class Exponents:
     nonfinite: int
 
     @property
-    def total(self) -> int:
+    def size(self) -> int:
         """How many elements there are."""
+        return math.prod(self.shape)
+
+    @property
+    def total(self) -> int:
+        """How many elements were looked at."""
         return sum(self.counts.values()) + self.zeros + self.nonfinite
+
+    def of_all(self, count: int) -> float:
+        """Return how many of all elements a count of those that were looked at stands for."""
+        return count * self.size / self.total if self.total else 0.0
 
     @property
     def smallest(self) -> int | None:
@@ -68,6 +84,9 @@ class Exponents:
 class Sample:
     """The exponents of all gradients of one step.
 
+    Its counts are exact if all elements were looked at: if there are 2**18 or fewer. Else each
+    gradient counts by its size, and they are rounded.
+
     Attributes:
         step: Number of the step.
         scale: Its loss scale.
@@ -81,38 +100,47 @@ class Sample:
     @property
     def total(self) -> int:
         """How many elements all gradients have."""
+        return sum(grad.size for grad in self.grads)
+
+    @property
+    def looked_at(self) -> int:
+        """How many of them were looked at."""
         return sum(grad.total for grad in self.grads)
 
     @property
     def zeros(self) -> int:
         """How many of them are zero."""
-        return sum(grad.zeros for grad in self.grads)
+        return round(sum(grad.of_all(grad.zeros) for grad in self.grads))
 
     @property
     def underflows(self) -> int:
         """How many that are not zero lie below 2**-14, where float16 loses digits."""
-        return sum(grad.underflows for grad in self.grads)
+        return round(self._below(SMALLEST_NORMAL))
+
+    def _below(self, exponent: int) -> float:
+        return sum(grad.of_all(grad.below(exponent)) for grad in self.grads)
 
     def saved(self, scale: float) -> float:
         """Return which share of those that underflow now would not with another loss scale.
 
-        That is known exactly, but for what rounding to float16 has moved across a power of two.
+        If all elements were looked at, that is exact but for what rounding to float16 has moved
+        across a power of two.
         Zeros are not counted: which of them are gradients that underflowed to nothing is not known.
 
         Args:
             scale: The other loss scale; it should be this one times a power of two.
         """
         shift = round(math.log2(scale / self.scale))
-        still = sum(
-            grad.below(min(SMALLEST_NORMAL, SMALLEST_NORMAL - shift)) for grad in self.grads
-        )
-        return 1.0 - still / self.underflows if self.underflows else 0.0
+        now = self._below(SMALLEST_NORMAL)
+        still = self._below(min(SMALLEST_NORMAL, SMALLEST_NORMAL - shift))
+        return 1.0 - still / now if now else 0.0
 
     @property
     def largest_scale(self) -> float | None:
         """The largest loss scale, this one times a power of two, at which none would be inf.
 
-        None if all are zero. It is about these gradients: others of the run may be larger.
+        None if all are zero. It is about these gradients, and of them those that were looked at:
+        others may be larger.
         """
         exponents = [grad.largest for grad in self.grads if grad.largest is not None]
         return self.scale * 2.0 ** (LARGEST - max(exponents)) if exponents else None
@@ -135,14 +163,16 @@ class Sampler:
                 dense = grad if tensors.is_dense(grad) else grad.contiguous()
                 self._facts.setdefault(grad.device, []).append((index, name, dense))
         self._unscaled = unscaled
-        self._told: dict[int, tuple[str, tuple[int, ...], torch.dtype, list[int]]] = {}
+        self._told: dict[int, tuple[str, tuple[int, ...], torch.dtype, dict[int, int]]] = {}
 
     @torch.no_grad()
     def run(self) -> None:
-        """Read the gradients once."""
+        """Read the gradients once, or the part of them that is looked at."""
+        limit = _limit([grad.numel() for facts in self._facts.values() for _, _, grad in facts])
         for device, facts in self._facts.items():
             counts = torch.zeros(len(facts), _ops.EXPONENT_BINS, dtype=torch.int64, device=device)
-            _ops.exponents_([grad for _, _, grad in facts], counts)
+            places: dict[int, Tensor] = {}
+            _ops.exponents_([_part_of(grad, limit, places) for _, _, grad in facts], counts)
             kept = [(i, name, tuple(grad.shape), grad.dtype) for i, name, grad in facts]
             if device.type in device_scale.DEVICE_TYPES:
                 device_scale.send_tensor(counts, self._teller(kept))
@@ -154,8 +184,14 @@ class Sampler:
         self, kept: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]
     ) -> Callable[[Tensor], None]:
         def tell(counts: Tensor) -> None:
-            for (index, name, shape, dtype), row in zip(kept, counts.tolist(), strict=True):
-                self._told[index] = name, shape, dtype, row
+            rows: list[dict[int, int]] = [{} for _ in kept]
+            flat = counts.view(-1)
+            places = flat.nonzero().view(-1)
+            for place, count in zip(places.tolist(), flat[places].tolist(), strict=True):
+                row, bin_ = divmod(place, _ops.EXPONENT_BINS)
+                rows[row][bin_] = count
+            for (index, name, shape, dtype), by_bin in zip(kept, rows, strict=True):
+                self._told[index] = name, shape, dtype, by_bin
 
         return tell
 
@@ -163,13 +199,41 @@ class Sampler:
         """Return what was counted, of a step whose loss scale is known by now."""
         shift = round(math.log2(scale))
         grads = []
-        for _, (name, shape, dtype, row) in sorted(self._told.items()):
+        for _, (name, shape, dtype, by_bin) in sorted(self._told.items()):
             moved = shift if dtype in self._unscaled else 0
-            counts = {
-                bin_ - _BIAS + moved: count
-                for bin_, count in enumerate(row)
-                if count and bin_ not in (_ZEROS, _NOT_FINITE)
-            }
+            zeros, nonfinite = by_bin.pop(_ZEROS, 0), by_bin.pop(_NOT_FINITE, 0)
+            counts = {bin_ - _BIAS + moved: count for bin_, count in by_bin.items()}
             dtype_name = str(dtype).removeprefix("torch.")
-            grads.append(Exponents(name, shape, dtype_name, counts, row[_ZEROS], row[_NOT_FINITE]))
+            grads.append(Exponents(name, shape, dtype_name, counts, zeros, nonfinite))
         return Sample(step, scale, tuple(grads))
+
+
+def _limit(sizes: Sequence[int]) -> int:
+    """Return how many elements of a gradient are looked at, if it has more than that."""
+    left, limit = ELEMENTS_LOOKED_AT, 0
+    for number, size in enumerate(sorted(sizes)):
+        limit = max(left // (len(sizes) - number), _RUN)
+        if size > limit:
+            return limit
+        left -= size
+    return max(sizes, default=limit)
+
+
+def _part_of(grad: Tensor, limit: int, places: dict[int, Tensor]) -> Tensor:
+    """Return so many elements of a dense gradient, in short runs that are spread over it.
+
+    Args:
+        grad: The gradient.
+        limit: How many elements; those of one that has no more are all returned.
+        places: Which runs those are by how many there are; what is missing is added.
+    """
+    if grad.numel() <= limit:
+        return grad
+    count = grad.numel() // _RUN
+    runs = grad.as_strided((count, _RUN), (_RUN, 1))
+    if count not in places:
+        # One in each of equal intervals, at a place that no width of a matrix repeats.
+        numbers = torch.arange(limit // _RUN, dtype=torch.float64, device=grad.device)
+        spread = (numbers + (numbers * _GOLDEN).frac()) * (count / len(numbers))
+        places[count] = spread.long().clamp_(max=count - 1)
+    return runs.index_select(0, places[count])
