@@ -92,8 +92,6 @@ def _sample(history: History) -> list[str]:
         share = _percent(sample.looked_at, sample.total)
         of = f"{sample.total:,} elements, spread over all gradients"
         lines.append(f"  looked at: {share} of {of}")
-            f"  looked at: {share} of {sample.total:,} elements, spread over all gradients"
-        )
     largest = sample.largest_scale
     if largest is not None and largest > sample.scale and sample.underflows:
         lines.append(
