@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex_mp import amp
+from apex_mp import _step_notes, amp
+from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import step_device, step_plain
 from benchmarks.step_arena import (
@@ -109,7 +111,18 @@ def scaled(
         scaler.step(optimizer)
         scaler.update()
 
-    return Running(running.prepare, step)
+    return Running(with_loss(running.prepare, scaler, arena.device), step)
+
+
+def with_loss(prepare: Callable[[], None], scaler: Any, device: str) -> Callable[[], None]:
+    """Return what also scales a loss, without which our GradScaler warns."""
+    loss = torch.zeros((), device=device)
+
+    def both() -> None:
+        prepare()
+        scaler.scale(loss)
+
+    return both
 
 
 def grad_scaler(device: str, kind: Any = torch.amp.GradScaler) -> Any:
@@ -141,8 +154,18 @@ def torch_scaled(arena: Arena) -> Running:
 
 def torch_scaled_clip(arena: Arena) -> Running:
     """The recipe of torch's documentation: unscale_, clip_grad_norm_, step."""
-    running, optimizer = fp32(arena, torch.optim.AdamW, SCALE, fused=True)
-    scaler = grad_scaler(arena.device)
+    return unscaled_clip(arena, torch.optim.AdamW, fused=True)
+
+
+def unscaled_clip(
+    arena: Arena,
+    kind: Any,
+    scaler_of: type[torch.amp.GradScaler] = torch.amp.GradScaler,
+    **options: Any,
+) -> Running:
+    """Three passes, and the step."""
+    running, optimizer = fp32(arena, kind, SCALE, **options)
+    scaler = grad_scaler(arena.device, scaler_of)
     (group,) = optimizer.param_groups
 
     def step() -> None:
@@ -151,7 +174,7 @@ def torch_scaled_clip(arena: Arena) -> Running:
         scaler.step(optimizer)
         scaler.update()
 
-    return Running(running.prepare, step)
+    return Running(with_loss(running.prepare, scaler, arena.device), step)
 
 
 def our_scaler(arena: Arena) -> Running:
@@ -169,7 +192,31 @@ def our_scaler_clip(arena: Arena, kind: Any = FusedAdam, **options: Any) -> Runn
         scaler.step(optimizer)
         scaler.update()
 
-    return Running(running.prepare, step)
+    return Running(with_loss(running.prepare, scaler, arena.device), step)
+
+
+def our_scaler_unscale_clip(arena: Arena) -> Running:
+    """FusedAdam by the recipe of torch's documentation, in a GradScaler of apex_mp."""
+    return unscaled_clip(arena, FusedAdam, amp.GradScaler)
+
+
+def our_scaler_clip_monitor(arena: Arena) -> Running:
+    """FusedAdam in a GradScaler of apex_mp, which clips, and a monitor that hears of each step."""
+    running, optimizer = fp32(arena, FusedAdam, SCALE)
+    scaler = grad_scaler(arena.device, amp.GradScaler)
+    monitor = Monitor(length=100)
+
+    def prepare() -> None:
+        running.prepare()
+        _step_notes.listen(scaler, monitor)
+
+    def step() -> None:
+        scaler.clip_grad_norm_(optimizer, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        _step_notes.unlisten(monitor)  # Other cases have none.
+
+    return Running(with_loss(prepare, scaler, arena.device), step)
 
 
 def our_scaler_clip_torch(arena: Arena) -> Running:
@@ -211,7 +258,10 @@ OUR_SCALER = (
     "ours fp32, our GradScaler",
     "ours fp32, our GradScaler, clip",
     "our GradScaler + clip + torch fused",
+    "ours fp32, our GradScaler, unscale_, clip",
+    "ours fp32, our GradScaler, clip, monitor",
 )
+CPU = ("cpu",)
 GPU = ("cuda",)
 PLAIN = (COPY_IN, UNSCALE, ADAM, COPY_OUT)
 PLAIN_CLIP = (COPY_IN, UNSCALE, NORM, CLIP, ADAM, COPY_OUT)
@@ -235,6 +285,9 @@ CASES = (
     Case(OUR_SCALER[0], SCALED, (CHECK, ADAM_WRITING), our_scaler),
     Case(OUR_SCALER[1], SCALED_CLIP, (CHECK, ADAM_WRITING), our_scaler_clip),
     Case(OUR_SCALER[2], SCALED_CLIP, (CHECK, ADAM_WRITING), our_scaler_clip_torch),
+    Case(OUR_SCALER[3], SCALED_CLIP, (UNSCALE, NORM, CLIP, ADAM), our_scaler_unscale_clip),
+    # A monitor of a GPU hears of a step at a later one.
+    Case(OUR_SCALER[4], SCALED_CLIP, (CHECK, ADAM_WRITING), our_scaler_clip_monitor, CPU),
     Case(FP32, FP32, (ADAM,), ours_fp32),
     Case("torch AdamW, fused", FP32, (ADAM,), torch_fused),
     Case("torch AdamW, foreach", FP32, (ADAM,), torch_foreach),

@@ -110,6 +110,18 @@ def test_clipping_clips(ours):
         torch.testing.assert_close(a * (0.01 / norm), b, rtol=1e-3, atol=0.0)
 
 
+def test_the_monitor_of_a_case_hears_of_its_steps_alone(monkeypatch):
+    heard = []
+    monkeypatch.setattr(step_cases.Monitor, "after_step", lambda self, note: heard.append(note))
+    arena = Arena(SHAPES, "cpu")
+    watched = step_cases.our_scaler_clip_monitor(arena)
+    for case in (watched, step_cases.our_scaler_clip(arena), watched):
+        case.prepare()
+        case.step()
+    assert len(heard) == 2
+    assert all(note.scaled_norm > 0.0 for note in heard)
+
+
 def test_all_cases_on_one_arena_leave_finite_numbers_after_many_steps():
     arena = Arena(SHAPES, "cpu")
     running = {name: step_timing.start(case, arena, Stub()) for name, case in ON_GPUS.items()}
@@ -139,6 +151,8 @@ def test_bytes_are_those_of_the_passes():
         "ours fp32, our GradScaler": 36,
         "ours fp32, our GradScaler, clip": 36,
         "our GradScaler + clip + torch fused": 36,
+        "ours fp32, our GradScaler, unscale_, clip": 48,
+        "ours fp32, our GradScaler, clip, monitor": 36,
         "ours fp32": 28,
         "torch AdamW, fused": 28,
         "torch AdamW, foreach": 28,
