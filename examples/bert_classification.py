@@ -80,6 +80,11 @@ class Run:
         )
         self.own_batch = args.train_batch_size // args.world  # of one process
         self.batches = len(self.sampler) // self.own_batch // args.gradient_accumulation_steps
+        if not self.batches:
+            raise ValueError(
+                f"--train_batch_size is {args.train_batch_size}: more than the {len(self.train)} "
+                f"texts to train on, in {args.gradient_accumulation_steps} batches a step"
+            )
         self.step, self.best, self.skipped = 0, 0.0, 0
         self.losses: list[float] = []
         self.seconds: list[float] = []  # of each epoch
@@ -246,7 +251,9 @@ def tokenizer(
 
 def build_model(vocabulary: int, classes: int, args: argparse.Namespace) -> nn.Module:
     if args.model_path is not None:
-        return AutoModel.from_pretrained(args.model_path, num_labels=classes)
+        return AutoModel.from_pretrained(
+            args.model_path, num_labels=classes, ignore_mismatched_sizes=True
+        )
     config = BertConfig(
         vocab_size=vocabulary,
         hidden_size=args.hidden_size,
@@ -360,6 +367,8 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--split is {args.split}; it must be between 0 and 1")
     if not 0.0 <= args.warmup_proportion < 1.0:
         parser.error(f"--warmup_proportion is {args.warmup_proportion}; it must be in [0, 1)")
+    if not args.loss_scale >= 0.0:
+        parser.error(f"--loss_scale is {args.loss_scale}; it must be 0 (dynamic) or more")
     launched = "RANK" in os.environ
     args.rank = int(os.environ.get("RANK", 0))
     args.world = int(os.environ["WORLD_SIZE"]) if launched else args.local_world_size
