@@ -296,6 +296,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
         accuracy, predicted = run.evaluate()
         if rank == 0:
             report(run, accuracy, predicted)
+        dist.barrier()  # gloo may wait for ever for a process that has left.
     finally:
         dist.destroy_process_group()
 
@@ -330,14 +331,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--amp", choices=APIS, default="fp16_optimizer", help="the API [fp16_optimizer]")
     add("--fp16", action="store_true", help="the flag of 2019 for --amp fp16_optimizer")
     add("--loss_scale", type=float, default=0.0, help="a static scale; 0: dynamic [0]")
-    add("--learning_rate", type=float, default=5e-4, help="at its highest; BERT-base: 5e-5 [5e-4]")
+    add("--learning_rate", type=float, default=1e-3, help="at its highest; BERT-base: 5e-5 [1e-3]")
     add("--warmup_proportion", type=float, default=0.1, help="of all steps [0.1]")
     add("--weight_decay", type=float, default=0.01, help="but of biases and norms [0.01]")
     add("--train_batch_size", type=positive, default=32, help="of all processes together [32]")
     add("--gradient_accumulation_steps", type=positive, default=1, help="batches for a step [1]")
     add("--dev_batch_size", type=positive, default=64, help="[64]")
     add("--max_seq_len", type=positive, default=128, help="longer texts are cut [128]")
-    add("--epochs", type=positive, default=6, help="[6]")
+    add("--epochs", type=positive, default=4, help="[4]")
     add("--seed", type=int, default=0, help="of weights, order and dropout [0]")
     add("--eval_step", type=positive, default=50, help="steps from one evaluation to the next [50]")
     add("--split", type=float, default=0.92, help="share of the texts to train on [0.92]")

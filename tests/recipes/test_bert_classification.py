@@ -29,11 +29,11 @@ SMALL = [
     "--max_seq_len",
     "24",
     "--hidden_size",
-    "32",
+    "48",
     "--layers",
     "1",
     "--learning_rate",
-    "4e-3",
+    "1e-3",
 ]
 # More texts to judge by than the default, 400: one of them is then a quarter of a point.
 LEARNS = [*SMALL, "--split", "0.75", "--epochs", "8"]
@@ -60,7 +60,7 @@ def command(*flags: str | Path, before: tuple[str, ...] = ()) -> list[str]:
 def run(*flags: str | Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command(*flags, before=before), env=environment, capture_output=True, text=True, timeout=240
+        command(*flags, before=before), env=environment, capture_output=True, text=True, timeout=280
     )
 
 
