@@ -42,6 +42,7 @@ try:
 except ImportError as error:
     sys.exit(f"This recipe needs transformers: pip install transformers ({error})")
 
+OUTPUT = Path(__file__).resolve().parent / "output" / "bert"
 # Flags that decide what a run computes: a checkpoint of a run with others is refused.
 SETUP = (
     *("amp", "loss_scale", "learning_rate", "train_batch_size", "gradient_accumulation_steps"),
@@ -347,8 +348,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--hidden_size", type=positive, default=64, help="of the small BERT [64]")
     add("--layers", type=positive, default=2, help="of the small BERT [2]")
     add("--dropout", type=float, default=0.1, help="of the small BERT [0.1]")
-    folder = Path("output") / "bert"
-    add("--ckpt_path", type=Path, default=folder, help=f"gets last.pt and best.pt [{folder}]")
+    files = "gets last.pt and best.pt [examples/output/bert]"
+    add("--ckpt_path", type=Path, default=OUTPUT, metavar="FOLDER", help=files)
     add("--resume", action="store_true", help="go on from last.pt, to the same bits")
     add("--local_world_size", type=positive, default=1, help="processes to start here [1]")
     add("--compare", action="store_true", help="train by each API; print a table, save nothing")
