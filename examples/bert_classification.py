@@ -32,15 +32,16 @@ from bert_data import PADDING, as_batch, docstrings, read_tsv, split, word_token
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DistributedSampler
-from tqdm import tqdm
 
 from apex_mp import load_checkpoint, save_checkpoint
 
 try:
+    from sklearn.metrics import classification_report
+    from tqdm import tqdm
     from transformers import AutoModelForSequenceClassification as AutoModel
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 except ImportError as error:
-    sys.exit(f"This recipe needs transformers: pip install transformers ({error})")
+    sys.exit(f"{error}; this recipe needs: pip install transformers scikit-learn tqdm")
 
 OUTPUT = Path(__file__).resolve().parent / "output" / "bert"
 # Flags that decide what a run computes: a checkpoint of a run with others is refused.
@@ -309,8 +310,6 @@ def summary_of_run(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(run: Run, accuracy: float, predicted: list[int]) -> None:
     """Print the classification report of the weights at the end, and how the training went."""
-    from sklearn.metrics import classification_report
-
     labels = [label for _, label in run.dev]
     print(classification_report(labels, predicted, target_names=run.labels, zero_division=0))
     print(f"{run.args.amp} in {run.args.world} process{'es' * (run.args.world > 1)}")
