@@ -380,6 +380,8 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             f"--local_world_size is {args.world}; this machine has {most} "
             f"{'GPU' if on_gpu else 'core'}{'s' * (most != 1)}, one for each process"
         )
+    if args.compare and args.world > 1:
+        parser.error("--compare trains in one process; leave out --local_world_size and launchers")
     if args.train_batch_size % args.world:
         parser.error(
             f"--train_batch_size is {args.train_batch_size}; it must be a multiple of the "

@@ -216,6 +216,7 @@ def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--local_world_size", "9999"], "--local_world_size is 9999; this machine has"),
+        (["--compare", "--local_world_size", "2"], "--compare trains in one process"),
         (["--split", "1"], "--split is 1.0; it must be between 0 and 1"),
         (["--epochs", "0"], "'0'; it must be a whole number, at least 1"),
         (["--train_batch_size", "9999"], "--train_batch_size is 9999: more than the"),
