@@ -51,7 +51,11 @@ def check_(
 
 
 def unscale_(
-    src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    sum_sq: Tensor | None = None,
 ) -> None:
     """Write `src[i] * inv_scale` to `dst[i]`; inf and NaN are passed on.
 
@@ -60,8 +64,10 @@ def unscale_(
         dst: Where they go, in their own dtypes; may be the list `src` itself.
         inv_scale: 1 / loss scale.
         found_inf: One float32 element, set to 1 if `src` holds inf or NaN.
+        sum_sq: float64 vector with one element for each tensor, which becomes the sum of squares
+            of `dst[i]` as it is written; in a fixed order, as of `check_` [None: not measured].
     """
-    torch.ops.apex_mp.unscale_(src, dst, inv_scale, found_inf)
+    torch.ops.apex_mp.unscale_(src, dst, inv_scale, found_inf, sum_sq)
 
 
 def axpby_(

@@ -163,8 +163,8 @@ class Program:
             torch.cuda.synchronize()
 
 
-OPERATOR_KERNELS = """prepare adam check tensor_sums group_sums norms take_fresh sgd unscale axpby
-    exponents update_scale"""
+OPERATOR_KERNELS = """prepare adam check tensor_sums group_sums norms take_fresh sgd unscale
+    unscale_and_sum axpby exponents update_scale"""
 PROGRAMS = {
     "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
     "clipped": Program(step_clipped, ("few_chunks", *EACH_STEP)),

@@ -32,14 +32,29 @@ inline void check_check(at::TensorList grads, at::IntArrayRef groups, const at::
   }
 }
 
+// A number for each tensor of a list.
+inline void check_vector(const Argument& argument, const at::Tensor& vector,
+                         const at::Device& device, std::initializer_list<at::ScalarType> dtypes,
+                         const char* list, size_t count) {
+  check_device(argument, vector, device);
+  check_dtype(argument, vector, dtypes);
+  check_dense(argument, vector);
+  check_writable(argument, vector);
+  TORCH_CHECK(vector.numel() == static_cast<int64_t>(count), argument, " has ", vector.numel(),
+              " elements, ", list, " has ", count, " tensors; they must match");
+}
+
 inline void check_unscale(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
-                          const at::Tensor& found_inf) {
+                          const at::Tensor& found_inf, const std::optional<at::Tensor>& sum_sq) {
   const char* op = "unscale_";
   const at::Device device = found_inf.device();
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
   check_writable({op, "found_inf"}, found_inf);
   check_number({op, "inv_scale"}, inv_scale, device);
   check_same_length(op, "dst", dst.size(), "src", src.size());
+  if (sum_sq.has_value()) {
+    check_vector({op, "sum_sq"}, *sum_sq, device, {at::kDouble}, "src", src.size());
+  }
   for (int64_t i = 0; i < static_cast<int64_t>(src.size()); ++i) {
     check_element({op, "src", i}, src[i], device);
     check_element({op, "dst", i}, dst[i], device);
@@ -80,13 +95,8 @@ inline void check_l2_norm(at::TensorList tensors, const at::Tensor& norm,
   check_one_element({op, "norm"}, norm, device, {at::kFloat, at::kDouble});
   check_writable({op, "norm"}, norm);
   if (norms.has_value()) {
-    check_device({op, "norms"}, *norms, device);
-    check_dtype({op, "norms"}, *norms, {at::kFloat, at::kDouble});
-    check_dense({op, "norms"}, *norms);
-    check_writable({op, "norms"}, *norms);
-    TORCH_CHECK(norms->numel() == static_cast<int64_t>(tensors.size()), op, ": norms has ",
-                norms->numel(), " elements, tensors has ", tensors.size(),
-                " tensors; they must match");
+    check_vector({op, "norms"}, *norms, device, {at::kFloat, at::kDouble}, "tensors",
+                 tensors.size());
   }
   for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
     check_element({op, "tensors", i}, tensors[i], device);

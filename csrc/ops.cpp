@@ -10,8 +10,11 @@ TORCH_LIBRARY(apex_mp, m) {
   // grads[i].
   m.def("check_(Tensor[] grads, int[] groups, Tensor(a!) found_inf, Tensor(b!) sum_sq) -> ()");
 
-  // dst[i] = src[i] * inv_scale; src and dst may be the same list.
-  m.def("unscale_(Tensor[] src, Tensor(a!)[] dst, Tensor inv_scale, Tensor(b!) found_inf) -> ()");
+  // dst[i] = src[i] * inv_scale; src and dst may be the same list. sum_sq[i] = sum of squares of
+  // dst[i].
+  m.def(
+      "unscale_(Tensor[] src, Tensor(a!)[] dst, Tensor inv_scale, Tensor(b!) found_inf, "
+      "Tensor(c!)? sum_sq=None) -> ()");
 
   // out[i] = a * x[i] + b * y[i]; `tested` says whose inf and NaN count: -1 both, 0 x, 1 y.
   m.def(

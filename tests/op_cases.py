@@ -252,6 +252,7 @@ def sample_unscale(case: ListCase, dtypes: Sequence[Dtypes], device: torch.devic
         "dst": make_list(case, dtypes[1], device, position=1),
         "inv_scale": number(1 / 3, device, F64),
         "found_inf": torch.zeros(1, device=device),
+        "sum_sq": torch.full((len(case.shapes),), SENTINEL, dtype=F64, device=device),
     }
 
 
@@ -376,7 +377,7 @@ class Operator:
 
 OPERATORS = [
     Operator("check_", sample_check, ("grads",), ("found_inf", "sum_sq")),
-    Operator("unscale_", sample_unscale, ("src", "dst"), ("dst", "found_inf")),
+    Operator("unscale_", sample_unscale, ("src", "dst"), ("dst", "found_inf", "sum_sq")),
     Operator("axpby_", sample_axpby, ("x", "y", "out"), ("out", "found_inf")),
     Operator("l2_norm_", sample_l2_norm, ("tensors",), ("norm", "norms")),
     Operator("exponents_", sample_exponents, ("tensors",), ("counts",)),

@@ -62,7 +62,11 @@ def test_each_written_tensor_and_no_other_gets_a_new_version(
 
 
 def test_an_optional_list_and_an_optional_tensor_may_be_absent(device: torch.device) -> None:
-    for name, absent in (("adam_", ("copies", "found_inf")), ("l2_norm_", ("norms",))):
+    for name, absent in (
+        ("unscale_", ("sum_sq",)),
+        ("adam_", ("copies", "found_inf")),
+        ("l2_norm_", ("norms",)),
+    ):
         call = sample(OPERATOR[name], device) | dict.fromkeys(absent)
         written = [call[each] for each in OPERATOR[name].written if call[each] is not None]
         before = [t._version for each in written for t in tensors_of(each)]
@@ -172,6 +176,7 @@ def test_opcheck_passes_in_place_and_without_what_is_optional(device: torch.devi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opcheck(OPERATOR["unscale_"].overload, (), unscale | {"dst": unscale["src"]})
+        opcheck(OPERATOR["unscale_"].overload, (), unscale | {"sum_sq": None})
         opcheck(OPERATOR["axpby_"].overload, (), axpby | {"out": axpby["y"]})
         opcheck(OPERATOR["adam_"].overload, (), adam | {"copies": None, "found_inf": None})
         opcheck(OPERATOR["l2_norm_"].overload, (), norm | {"norms": None})

@@ -211,6 +211,16 @@ FAULTS = [
     *faults_of_list("unscale_", "dst", paired_with="src"),
     *faults_of_number("unscale_", "inv_scale"),
     *faults_of_one_element("unscale_", "found_inf", "Float"),
+    Fault("unscale_", "sum_sq", "fp32", cast(F32), "is of dtype Float; it must be Double"),
+    Fault("unscale_", "sum_sq", "with gaps", with_gaps, DENSE),
+    Fault("unscale_", "sum_sq", "expanded", expanded, DENSE),
+    Fault(
+        "unscale_",
+        "sum_sq",
+        "too short",
+        one_element_less,
+        "has 2 elements, src has 3 tensors; they must match",
+    ),
     *faults_of_list("axpby_", "x", paired_with=None),
     *faults_of_list("axpby_", "y", paired_with="x"),
     *faults_of_list("axpby_", "out", paired_with="x"),
@@ -428,7 +438,7 @@ each_list = pytest.mark.parametrize(
 )
 TENSORS = {
     "check_": ("found_inf", "sum_sq"),
-    "unscale_": ("inv_scale", "found_inf"),
+    "unscale_": ("inv_scale", "found_inf", "sum_sq"),
     "axpby_": ("a", "b", "found_inf"),
     "l2_norm_": ("norm", "norms"),
     "exponents_": ("counts",),
@@ -720,6 +730,7 @@ def test_a_tensor_that_requires_grad_is_refused_in_grad_mode_only(
         ("check_", "found_inf"),
         ("check_", "sum_sq"),
         ("unscale_", "found_inf"),
+        ("unscale_", "sum_sq"),
         ("axpby_", "found_inf"),
         ("l2_norm_", "norm"),
         ("l2_norm_", "norms"),

@@ -247,9 +247,10 @@ def test_unscale_finds_inf_and_nan_and_passes_them_on(
     device: torch.device,
 ) -> None:
     call = OPERATOR["unscale_"].sample(long_list, [(dtype,), (F32,)], device)
-    plant(call["src"], place, bad)
+    where = plant(call["src"], place, bad)
     _ops.unscale_(**call)
     assert call["found_inf"].item() == 1
+    assert (~call["sum_sq"].isfinite()).tolist() == [i == where for i in range(len(call["src"]))]
     for src, dst in zip(call["src"], call["dst"], strict=True):
         assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
 
@@ -356,6 +357,50 @@ def test_unscale_multiplies_and_rounds_once(
         assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
     assert call["found_inf"].item() == 0
     assert_only_wrote("unscale_", case, before, call)
+
+
+@each_list_and_dtype("unscale_")
+@each_cpu_level
+def test_unscale_sums_every_square_that_it_writes_exactly_once(
+    case: ListCase, dtypes: list[Dtypes], device: torch.device
+) -> None:
+    call = OPERATOR["unscale_"].sample(case, dtypes, device)
+    for src in call["src"]:
+        src.copy_(fill_small_integers(torch.empty(src.shape)))
+    call["inv_scale"].fill_(2.0)
+    _ops.unscale_(**call)
+    count = len(call["dst"])
+    expected = reference.sums_of_squares(call["dst"], range(count), count)
+    assert_same_bits(call["sum_sq"].cpu(), expected)
+
+
+@each_cpu_level
+@each_dtypes([((src,), (dst,)) for src in FLOATS for dst in FLOATS])
+def test_unscale_sums_what_it_has_written_as_check_does(
+    dtypes: list[Dtypes], device: torch.device
+) -> None:
+    call = OPERATOR["unscale_"].sample(A_FEW, dtypes, device)
+    call["inv_scale"].fill_(2.0**-22)  # Most become denormal in float16, and are rounded.
+    _ops.unscale_(**call)
+    count = len(call["dst"])
+    expected = reference.sums_of_squares(call["dst"], range(count), count)
+    assert_near(call["sum_sq"].cpu(), expected, SUM_OF_SQUARES_TOLERANCES[dtypes[1][0]])
+    if device.type == "cpu":
+        sums = torch.zeros_like(call["sum_sq"])
+        _ops.check_(call["dst"], range(count), torch.zeros(1), sums)
+        assert_same_bits(call["sum_sq"], sums)
+
+
+@each_cpu_level
+@pytest.mark.parametrize("value", [1e30, -3e38, 2e19])
+def test_unscale_squares_large_finite_numbers_without_overflow(
+    value: float, device: torch.device
+) -> None:
+    grads = [torch.full((TILE + 1,), value, device=device)]
+    found_inf, sum_sq = torch.zeros(1, device=device), torch.zeros(1, dtype=F64, device=device)
+    _ops.unscale_(grads, grads, number(0.5, device), found_inf, sum_sq)
+    assert found_inf.item() == 0
+    assert sum_sq.item() == pytest.approx((TILE + 1) * grads[0][0].double().item() ** 2, rel=1e-12)
 
 
 @each_dtype

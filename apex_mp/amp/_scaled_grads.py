@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C, _ops, tensors
+from apex_mp._step_request import Groups
 from apex_mp.device_scale import bring
 
 
@@ -31,17 +32,31 @@ class ScaledGrads:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one pass over plain gradients found; it only reads them.
+    """What one pass over plain gradients found.
 
     Attributes:
         grads: The gradients that were read.
         found_inf: By device, 0-dim float32: not 0 if a gradient there holds inf or NaN.
-        sum_sq: By device, float64: the sum of squares of each gradient, in the order of `grads`.
+        sum_sq: By device, float64: the sum of squares of each gradient as the pass has left it, in
+            the order of `grads`; empty if that was not measured.
+        unscaled: Whether the pass has unscaled them.
+        marks: The gradients as the pass has left them.
     """
 
     grads: ScaledGrads
     found_inf: dict[torch.device, Tensor]
     sum_sq: dict[torch.device, Tensor]
+    unscaled: bool = False
+    marks: _C.GradMarks = dataclasses.field(default_factory=_C.GradMarks)
+
+    def __post_init__(self) -> None:
+        self.marks.take(self.grads.params())
+
+    def is_of(self, params: list[Tensor]) -> bool:
+        """Whether the gradients of these parameters are those that were read, unchanged."""
+        now = collect([{"params": params}])
+        same = not now.others and [*map(id, now.params())] == [*map(id, self.grads.params())]
+        return same and not self.marks.differ(params)
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients, as they lie: 0-dim float64 on a device."""
@@ -50,12 +65,27 @@ class Measured:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(sums).sum().sqrt()
 
+    def norms(self, groups: Groups) -> list[Tensor]:
+        """Return the l2 norm of each group's gradients, as they lie: 0-dim float64 on one device.
 
-def collect(optimizer: torch.optim.Optimizer) -> ScaledGrads:
-    """Return the parameters of an optimizer that have a gradient."""
+        Args:
+            groups: Those that the gradients were collected from.
+        """
+        norms = []
+        for device, sums in self.sum_sq.items():
+            on_device = [collect([group]).plain.get(device, []) for group in groups]
+            roots = torch.split(sums.sqrt(), [len(params) for params in on_device])
+            norms.append(torch.stack(torch._foreach_norm(roots)))
+        home = norms[0].device
+        together = torch.stack([bring(each, home) for each in norms])
+        return [*torch.linalg.vector_norm(together, dim=0).unbind()]
+
+
+def collect(groups: Groups) -> ScaledGrads:
+    """Return the parameters of an optimizer's groups that have a gradient."""
     plain: dict[torch.device, list[Tensor]] = {}
     others: list[Tensor] = []
-    for group in optimizer.param_groups:
+    for group in groups:
         for param in group["params"]:
             grad = param.grad
             if grad is None:
@@ -82,24 +112,38 @@ def measure(grads: ScaledGrads) -> Measured:
 
 @torch.no_grad()
 def unscale(
-    grads: ScaledGrads, inv_scale: Tensor, found_inf: dict[torch.device, Tensor]
-) -> dict[torch.device, Tensor]:
+    grads: ScaledGrads,
+    inv_scale: Tensor,
+    found_inf: dict[torch.device, Tensor],
+    *,
+    sums: bool,
+) -> Measured:
     """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
 
     Args:
         grads: The gradients.
         inv_scale: One float32 element on any device.
         found_inf: By device, what was found in other gradients; a device that is missing is added.
+        sums: Measure sums of squares in the same pass.
 
     Returns:
-        `found_inf`, where a device's number is not 0 if a gradient there held inf or NaN.
+        What was found, with `found_inf`.
     """
+    sum_sq = {}
     for device, params in grads.plain.items():
         found = found_inf.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         # Parameters may share a gradient, which is to be unscaled once.
-        distinct = [*{id(grad): grad for grad in map(_grad_of, params)}.values()]
-        _ops.unscale_(distinct, distinct, bring(inv_scale, device), found)
-    return found_inf
+        distinct = {id(grad): grad for grad in map(_grad_of, params)}
+        each = [*distinct.values()]
+        squares = torch.zeros(len(each), dtype=torch.float64, device=device) if sums else None
+        _ops.unscale_(each, each, bring(inv_scale, device), found, squares)
+        if squares is None:
+            continue
+        if len(each) < len(params):
+            of_grad = dict(zip(distinct, squares.unbind(), strict=True))
+            squares = torch.stack([of_grad[id(param.grad)] for param in params])
+        sum_sq[device] = squares
+    return Measured(grads, found_inf, sum_sq, unscaled=True)
 
 
 def join_flags(found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:

@@ -49,7 +49,8 @@ class ScaledSteps:
         self._optimizer = weakref.ref(optimizer)
         self._model = model
         self._scaler = weakref.ref(scaler)
-        self._sum_sq: Sequence[float] = ()  # of the last step's scaled gradients, if measured
+        self._sum_sq: Sequence[float] = ()  # of the last step's gradients, if measured
+        self._measured_unscaled = False  # whether those were unscaled
         self._found_inf: bool | Tensor = False  # of the last step
         self._report: list[NonFinite] = []
         self._marks = _C.GradMarks()  # the gradients of the last step
@@ -68,14 +69,6 @@ class ScaledSteps:
         device_scale.settle(wait=True)
         return self._report
 
-    @property
-    def wants_rows(self) -> bool:
-        """Whether to look which gradients overflow, before the user clears them.
-
-        Only a GPU makes that a pass of its own; so it is done if the last step was skipped.
-        """
-        return self.skips_in_a_row > 0 and isinstance(self._found_inf, Tensor)
-
     # The end of a step.
 
     def end_step(self, skipped: bool, sum_sq: Sequence[float]) -> None:
@@ -92,6 +85,7 @@ class ScaledSteps:
             found_inf: By device, not 0 if gradients there held inf or NaN.
             measured: What is known of each gradient.
         """
+        self._measured_unscaled = measured is not None and measured.unscaled
         remote = [device for device in found_inf if device.type in device_scale.DEVICE_TYPES]
         if not remote:
             self.end_step(*outcome(found_inf, measured))
@@ -102,26 +96,26 @@ class ScaledSteps:
         self._found_inf = found
         if device_scale.is_capturing():
             return
-        params = [] if measured is None else measured.grads.params()
         sums = [] if measured is None else [*measured.sum_sq.values()]
         self._marks.take(self._params())
         numbers = torch.cat([found.double().view(1), *(device_scale.bring(s, home) for s in sums)])
-        device_scale.send_tensor(numbers, functools.partial(self._told, params))
+        device_scale.send_tensor(numbers, functools.partial(self._told, measured))
 
-    def _told(self, params: list[Tensor], numbers: Tensor) -> None:
+    def _told(self, measured: Measured | None, numbers: Tensor) -> None:
         """Take note of a step that completed asynchronously.
 
         Args:
-            params: The parameters whose gradients were measured.
+            measured: What its gradients were measured for.
             numbers: Whether it was skipped, and the sum of squares of each gradient.
         """
         found, *sums = numbers.tolist()
+        params = [] if measured is None else measured.grads.params()
 
         def locate() -> list[NonFinite]:
             if all(p.grad is not None for p in params) and not self._marks.differ(self._params()):
                 return self._locate()
-            measured = zip(params, sums, strict=True)
-            rows = {id(param) for param, sum_sq in measured if not math.isfinite(sum_sq)}
+            each = zip(params, sums, strict=True)
+            rows = {id(param) for param, sum_sq in each if not math.isfinite(sum_sq)}
             return [
                 NonFinite(name, tuple(param.shape))
                 for name, param in self._named_params()
@@ -129,6 +123,7 @@ class ScaledSteps:
             ]
 
         self._sum_sq = sums
+        self._measured_unscaled = measured is not None and measured.unscaled
         self._take_note(found != 0.0, locate)
 
     def _take_note(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
@@ -147,10 +142,12 @@ class ScaledSteps:
             )
         if scaler is None or not _step_notes.heard(scaler, optimizer):
             return
+        norm = math.sqrt(sum(sum_sq)) if sum_sq else None
         note = _step_notes.StepNote(
             skipped,
             lowest=scaler._lowest,
-            scaled_norm=math.sqrt(sum(sum_sq)) if sum_sq else None,
+            grad_norm=norm if self._measured_unscaled else None,
+            scaled_norm=None if self._measured_unscaled else norm,
             overflow=self._report if skipped else (),
         )
         _step_notes.after(scaler, optimizer, note=note)

@@ -19,7 +19,7 @@ from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
-MEASURED = "apex_mp_measured"  # what a pass that only reads has found
+MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
 NOTED = "apex_mp_noted"  # norm and clip factor, for who listens to the step
 _CLIPPED = "apex_mp_clipped"  # that `clip_grad_norm_` has measured scaled gradients
 
@@ -97,7 +97,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             self._clip_of(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is not OptState.UNSCALED:
-                grads = _scaled_grads.collect(optimizer)
+                grads = _scaled_grads.collect(optimizer.param_groups)
                 if not grads.others:
                     return self._clip_scaled(
                         optimizer, grads, max_norm, norm_type, error_if_nonfinite
@@ -173,16 +173,24 @@ class UnscalingGradScaler(BoundedGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        grads = _scaled_grads.collect(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
-        steps = self._steps.get(optimizer)
-        if steps is not None and steps.wants_rows and MEASURED not in state:
-            state[MEASURED] = _scaled_grads.measure(grads)
+        grads = _scaled_grads.collect(optimizer.param_groups)
+        fused = is_fused(optimizer)
         with self._applying_clip(optimizer) as clip:
             if clip is not None:
                 inv_scale = inv_scale / clip
             found = self._unscale_others(grads.others, inv_scale, found_inf)
-            return _scaled_grads.join_flags(_scaled_grads.unscale(grads, inv_scale, found))
+            measured = _scaled_grads.unscale(grads, inv_scale, found, sums=fused)
+        if fused:
+            self._per_optimizer_states[id(optimizer)][MEASURED] = measured
+        return _scaled_grads.join_flags(found)
+
+    def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+        """Return the l2 norm of each group's gradients, as they lie, if that was measured."""
+        measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
+        if measured is None or not measured.sum_sq or not measured.is_of(params_of(optimizer)):
+            return None
+        norms: list[Tensor] = measured.norms(optimizer.param_groups)
+        return norms
 
     @contextlib.contextmanager
     def _applying_clip(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor | None]:
@@ -223,7 +231,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
         if _CLIPPED not in state:
-            grads = _scaled_grads.collect(optimizer)
+            grads = _scaled_grads.collect(optimizer.param_groups)
             found_inf = self._measure(optimizer, grads).found_inf
             if grads.others:
                 one, zero = torch.ones_like(scale), torch.zeros_like(scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any
@@ -158,16 +159,17 @@ class GradScaler(UnscalingGradScaler):
     ) -> float | None:
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
+        optimizer.measured_norms = functools.partial(self._measured_norms, optimizer)
         try:
             with self._applying_clip(optimizer) as clip:
                 if clip is not None:
                     optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)
                 value = super().step(optimizer, *args, **kwargs)
-        except BaseException:
-            for name in ("grad_scale", "found_inf"):  # torch removes them after a step only.
+        finally:
+            # torch removes the first two, but not if the step raises an error.
+            for name in ("grad_scale", "found_inf", "measured_norms"):
                 with contextlib.suppress(AttributeError):
                     delattr(optimizer, name)
-            raise
         steps.end_fused_step(state["found_inf_per_device"], state.get(MEASURED))
         return value
 
@@ -237,8 +239,7 @@ class GradScaler(UnscalingGradScaler):
         """Return which gradients held how many inf and NaN in an optimizer's last skipped step.
 
         The worst come first; the list is empty if no step was skipped. On a GPU the host waits,
-        and with a fused optimizer there are no counts if gradients were cleared before. If they
-        were unscaled by `unscale_` and then cleared, the first overflow in a row names none.
+        and with a fused optimizer there are no counts if gradients were cleared before.
 
         Raises:
             RuntimeError: This scaler has not stepped the optimizer.

@@ -202,8 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _run(self, plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
         wishes: dict[str, Any] = {
-            # Those of groups are of no use to clip by the norm of all.
-            "norms": None if self._clips_by_global_norm else request.norms,
+            "norms": self._norms(request),
             "found_inf": found_inf,
             "check": request.check,
             "clip_by_global_norm": request.clip_by_global_norm or self._clips_by_global_norm,
@@ -213,6 +212,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(plan, SeveralDevices):
             return plan.run(loss_scale=scale, **wishes)
         return plan.run(loss_scale=None if scale is None else scale.for_step(), **wishes)
+
+    def _norms(self, request: StepRequest) -> list[float | Tensor | None] | None:
+        """Return the norms to clip groups by, as far as they are known."""
+        # Those of groups are of no use to clip by the norm of all.
+        norms = None if self._clips_by_global_norm else request.norms
+        # apex_mp.amp.GradScaler sets it around the call.
+        measured_norms = self.__dict__.get("measured_norms")
+        if norms is None and measured_norms and any(g["max_grad_norm"] for g in self.param_groups):
+            norms = measured_norms()
+            if norms is not None and self._clips_by_global_norm:
+                norms = [torch.linalg.vector_norm(torch.stack(norms))] * len(norms)
+        return norms
 
     @classmethod
     def _new_plan(cls) -> _C.StepPlan:

@@ -40,8 +40,9 @@ struct Kernels {
   CheckResult (*check)(In grad, int64_t count);
   double (*max_abs)(In grad, int64_t count);                    // NaN counts as 0
   void (*exponents)(In array, int64_t count, int32_t* counts);  // adds to math::kExponentBins
-  // These two return 1 if something they tested was not finite, else 0.
-  int32_t (*unscale)(In src, Out dst, int64_t count, double inv_scale);
+  // found_inf is about src; sum_sq is that of dst, as check() adds it up, or 0 if not `sums`.
+  CheckResult (*unscale)(In src, Out dst, int64_t count, double inv_scale, bool sums);
+  // Returns 1 if something it tested was not finite, else 0.
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
   StepKernel step[math::AllRules::kCount];
   MeasureKernel measure[math::AllRules::kCount];  // nullptr where Rule::kRatio < 0

@@ -18,27 +18,31 @@
 // clang-format on
 
 template <typename opmath_t>
-int32_t unscale_chunk(In src, Out dst, int64_t count, opmath_t inv_scale) {
+CheckResult unscale_chunk(In src, Out dst, int64_t count, opmath_t inv_scale, bool sums) {
   opmath_t in_buffer[kTile];
   opmath_t out_buffer[kTile];
-  int32_t found_inf = 0;
+  CheckResult result = {0.0, 0};
   for (int64_t begin = 0; begin < count; begin += kTile) {
     const int64_t n = tile_size(begin, count);
     const opmath_t* in = read(src, begin, n, in_buffer);
+    int32_t found_inf = 0;
     opmath_t* out = place(dst, begin, out_buffer);
     // No __restrict: src and dst may be the same memory, element by element.
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) out[i] = math::unscale(in[i], inv_scale, found_inf);
     close(out, dst, begin, n);
+    result.found_inf |= found_inf;
+    // The tile is still in the cache.
+    if (sums) result.sum_sq += check({at(dst.data, dst.dtype, begin), dst.dtype}, n).sum_sq;
   }
-  return found_inf;
+  return result;
 }
 
-int32_t unscale(In src, Out dst, int64_t count, double inv_scale) {
+CheckResult unscale(In src, Out dst, int64_t count, double inv_scale, bool sums) {
   if (src.dtype == DType::kDouble || dst.dtype == DType::kDouble) {
-    return unscale_chunk<double>(src, dst, count, inv_scale);
+    return unscale_chunk<double>(src, dst, count, inv_scale, sums);
   }
-  return unscale_chunk<float>(src, dst, count, static_cast<float>(inv_scale));
+  return unscale_chunk<float>(src, dst, count, static_cast<float>(inv_scale), sums);
 }
 
 template <typename opmath_t>

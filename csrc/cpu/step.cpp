@@ -204,7 +204,7 @@ void update(const Task& task, const Workspace& work) {
     if (!row.writes_grad) return;
     // The chunk is still in the cache.
     level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,
-                  1.0 / task.scale.value);
+                  1.0 / task.scale.value, false);
   });
 }
 

@@ -94,7 +94,7 @@ template <typename Body>
 void for_each_chunk_testing(const std::vector<Chunk>& chunks, const at::Tensor& found_inf,
                             const Body& body) {
   std::vector<int32_t> found(chunks.size(), 0);
-  for_each_chunk(chunks, [&](int64_t index) { found[index] = body(chunks[index]); });
+  for_each_chunk(chunks, [&](int64_t index) { found[index] = body(index); });
   const bool any = std::any_of(found.begin(), found.end(), [](int32_t one) { return one != 0; });
   if (any) *found_inf.mutable_data_ptr<float>() = 1.0f;
 }

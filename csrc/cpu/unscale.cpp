@@ -8,18 +8,29 @@ namespace apex_mp::cpu {
 namespace {
 
 void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
-              const at::Tensor& found_inf) {
-  check_unscale(src, dst, inv_scale, found_inf);
+              const at::Tensor& found_inf, const std::optional<at::Tensor>& sum_sq) {
+  check_unscale(src, dst, inv_scale, found_inf, sum_sq);
   const std::vector<In> sources = in(src);
   const std::vector<Out> targets = out(dst);
   const double factor = number(inv_scale);
   const Kernels& level = kernels();
-  for_each_chunk_testing(chunks_of(src), found_inf, [&](const Chunk& chunk) {
-    return level.unscale(at_element(sources[chunk.tensor], chunk.begin),
-                         at_element(targets[chunk.tensor], chunk.begin), chunk.count, factor);
+  const std::vector<Chunk> chunks = chunks_of(src);
+  std::vector<double> chunk_sums(chunks.size());
+  for_each_chunk_testing(chunks, found_inf, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
+    const CheckResult result = level.unscale(at_element(sources[chunk.tensor], chunk.begin),
+                                             at_element(targets[chunk.tensor], chunk.begin),
+                                             chunk.count, factor, sum_sq.has_value());
+    chunk_sums[index] = result.sum_sq;
+    return result.found_inf;
   });
   bump_versions(dst);
   bump_version(found_inf);
+  if (!sum_sq.has_value()) return;
+  auto* sums = sum_sq->mutable_data_ptr<double>();
+  std::fill_n(sums, src.size(), 0.0);
+  for (size_t i = 0; i < chunks.size(); ++i) sums[chunks[i].tensor] += chunk_sums[i];
+  bump_version(*sum_sq);
 }
 
 void axpby_(at::TensorList x, at::TensorList y, at::TensorList out_list, const at::Tensor& a,
@@ -30,7 +41,9 @@ void axpby_(at::TensorList x, at::TensorList y, at::TensorList out_list, const a
   const std::vector<Out> outs = out(out_list);
   const math::Axpby<double> factors = {number(a), number(b), tested != 1, tested != 0};
   const Kernels& level = kernels();
-  for_each_chunk_testing(chunks_of(x), found_inf, [&](const Chunk& chunk) {
+  const std::vector<Chunk> chunks = chunks_of(x);
+  for_each_chunk_testing(chunks, found_inf, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
     return level.axpby(at_element(xs[chunk.tensor], chunk.begin),
                        at_element(ys[chunk.tensor], chunk.begin),
                        at_element(outs[chunk.tensor], chunk.begin), chunk.count, factors);

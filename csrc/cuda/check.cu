@@ -10,9 +10,6 @@
 namespace apex_mp::cuda {
 namespace {
 
-// All lists have chunks of one size: the norm of a tensor must not depend on the other tensors.
-constexpr ChunkLimits kSumLimits = {kLargestChunk, kLargestChunk, 0};
-
 __global__ void __launch_bounds__(kBlockSize)
     check_kernel(const __grid_constant__ Table<1> table, double* chunk_sums, float* found_inf) {
   const Part<1> part = part_of_block(table);
@@ -82,6 +79,13 @@ int64_t workspace_size(const std::vector<Row<1>>& tensors) {
   auto size = static_cast<int64_t>(tensors.size());
   for (const Row<1>& tensor : tensors) size += count_chunks(tensor.size, kLargestChunk);
   return size;
+}
+
+void sum_chunks(const std::vector<Row<1>>& tensors, const double* chunk_sums, double* tensor_sums,
+                cudaStream_t stream) {
+  for_each_table(tensors, kSumLimits, [&](const Table<1>& table) {
+    launch(tensor_sums_kernel, table.launch.tensors, stream, table, chunk_sums, tensor_sums);
+  });
 }
 
 void check(const std::vector<Row<1>>& grads, const Check& task, cudaStream_t stream) {

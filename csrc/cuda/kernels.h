@@ -36,7 +36,7 @@ struct Number {
   double value;
 };
 
-// For check() and l2_norm(): how many doubles of scratch memory they need.
+// For check(), l2_norm() and the sums of unscale(): how many doubles of scratch memory they need.
 int64_t workspace_size(const std::vector<Row<1>>& tensors);
 
 struct Check {
@@ -46,6 +46,10 @@ struct Check {
   int64_t groups;  // numbers in sum_sq
 };
 void check(const std::vector<Row<1>>& grads, const Check& task, cudaStream_t stream);
+
+// Adds up the sums of squares of chunks that unscale() has left, for each tensor.
+void sum_chunks(const std::vector<Row<1>>& tensors, const double* chunk_sums, double* tensor_sums,
+                cudaStream_t stream);
 
 struct L2Norm {
   double* workspace;
@@ -60,6 +64,7 @@ void exponents(const std::vector<Row<1>>& tensors, int64_t* counts, cudaStream_t
 struct Unscale {
   Number inv_scale;
   float* found_inf;
+  double* chunk_sums;  // of the squares of dst; nullptr: they are not wanted
 };
 // Arrays: src, dst.
 void unscale(const std::vector<Row<2>>& rows, const Unscale& task, cudaStream_t stream);

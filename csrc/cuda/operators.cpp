@@ -82,15 +82,26 @@ void exponents_(at::TensorList tensors, const at::Tensor& counts) {
 }
 
 void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
-              const at::Tensor& found_inf) {
-  check_unscale(src, dst, inv_scale, found_inf);
+              const at::Tensor& found_inf, const std::optional<at::Tensor>& sum_sq) {
+  check_unscale(src, dst, inv_scale, found_inf, sum_sq);
   const c10::cuda::CUDAGuard guard(found_inf.device());
   std::vector<Row<2>> rows;
   rows.reserve(src.size());
   for (size_t i = 0; i < src.size(); ++i) {
     rows.push_back(row(src[i].numel(), in(src[i]), out(dst[i])));
   }
-  unscale(rows, {number_of(inv_scale), found_inf.mutable_data_ptr<float>()}, stream());
+  Unscale task = {number_of(inv_scale), found_inf.mutable_data_ptr<float>(), nullptr};
+  if (sum_sq.has_value()) {
+    const std::vector<Row<1>> sums_of = rows_of(dst);
+    const at::Tensor workspace =
+        scratch(workspace_size(sums_of) * sizeof(double), found_inf.device());
+    task.chunk_sums = static_cast<double*>(workspace.mutable_data_ptr());
+    unscale(rows, task, stream());
+    sum_chunks(sums_of, task.chunk_sums, sum_sq->mutable_data_ptr<double>(), stream());
+    bump_version(*sum_sq);
+  } else {
+    unscale(rows, task, stream());
+  }
   bump_versions(dst);
   bump_version(found_inf);
 }

@@ -21,6 +21,10 @@ constexpr int64_t kLargestChunk = APEX_MP_CHUNK_SIZE;
 constexpr int64_t kSmallestChunk = 2048;
 constexpr ChunkLimits kChunkLimits = {kLargestChunk, kSmallestChunk, 4 * 132};
 
+// Where numbers are summed up, all lists have chunks of one size: the sum of a tensor must not
+// depend on the other tensors.
+constexpr ChunkLimits kSumLimits = {kLargestChunk, kLargestChunk, 0};
+
 // Halved, it stays a multiple of 16: alignment is judged once for a tensor (common_head), so all
 // its chunks must share it.
 static_assert((kLargestChunk & (kLargestChunk - 1)) == 0);

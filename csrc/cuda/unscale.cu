@@ -2,6 +2,8 @@
 #include "math/unscale.h"
 
 #include "cuda/launch.h"
+#include "cuda/loops.h"
+#include "cuda/reduce.h"
 #include "cuda/table.h"
 #include "cuda/vectors.h"
 #include "math/axpby.h"
@@ -9,27 +11,44 @@
 namespace apex_mp::cuda {
 namespace {
 
-template <typename opmath_t>
-__device__ int32_t unscale_part(const Part<2>& part, opmath_t inv_scale) {
-  int32_t found_inf = 0;
+// Returns this thread's share of the sum of squares of what it has written, or 0 if not kSums.
+template <bool kSums, typename opmath_t>
+__device__ double unscale_part(const Part<2>& part, opmath_t inv_scale, int32_t& found_inf) {
+  double sum_sq = 0.0;
   walk<opmath_t>(part, [&](int index, auto span) {
     opmath_t numbers[span];
     read(part.arrays[0], index, span, numbers);
 #pragma unroll
     for (opmath_t& number : numbers) number = math::unscale(number, inv_scale, found_inf);
     store(numbers, part.arrays[1], index, span);
+    if constexpr (kSums) {
+      round_as_stored(part.arrays[1].dtype, numbers);
+      sum_sq += static_cast<double>(sum_sq_of(numbers));
+    }
   });
-  return found_inf;
+  return sum_sq;
+}
+
+template <bool kSums>
+__device__ double unscale_part(const Part<2>& part, const Unscale& task) {
+  const double inv_scale = value_of(task.inv_scale);
+  int32_t found_inf = 0;
+  const double sum_sq =
+      part.double_math ? unscale_part<kSums, double>(part, inv_scale, found_inf)
+                       : unscale_part<kSums, float>(part, static_cast<float>(inv_scale), found_inf);
+  if (found_inf) *task.found_inf = 1.0f;  // All writers store the same value.
+  return sum_sq;
 }
 
 __global__ void __launch_bounds__(kBlockSize)
     unscale_kernel(const __grid_constant__ Table<2> table, const Unscale task) {
-  const Part<2> part = part_of_block(table);
-  const double inv_scale = value_of(task.inv_scale);
-  const int32_t found_inf = part.double_math
-                                ? unscale_part<double>(part, inv_scale)
-                                : unscale_part<float>(part, static_cast<float>(inv_scale));
-  if (found_inf) *task.found_inf = 1.0f;  // All writers store the same value.
+  unscale_part<false>(part_of_block(table), task);
+}
+
+__global__ void __launch_bounds__(kBlockSize)
+    unscale_and_sum_kernel(const __grid_constant__ Table<2> table, const Unscale task) {
+  const double sum_sq = block_sum(unscale_part<true>(part_of_block(table), task));
+  if (threadIdx.x == 0) task.chunk_sums[table.launch.first_chunk + blockIdx.x] = sum_sq;
 }
 
 template <typename opmath_t>
@@ -62,8 +81,10 @@ __global__ void __launch_bounds__(kBlockSize)
 }  // namespace
 
 void unscale(const std::vector<Row<2>>& rows, const Unscale& task, cudaStream_t stream) {
-  for_each_table(rows, kChunkLimits, [&](const Table<2>& table) {
-    launch(unscale_kernel, table.launch.chunks, stream, table, task);
+  const bool sums = task.chunk_sums != nullptr;
+  for_each_table(rows, sums ? kSumLimits : kChunkLimits, [&](const Table<2>& table) {
+    launch(sums ? unscale_and_sum_kernel : unscale_kernel, table.launch.chunks, stream, table,
+           task);
   });
 }
 

@@ -259,6 +259,18 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
   }
 }
 
+// Makes of numbers what a load would find after store().
+template <typename opmath_t, int width>
+__device__ void round_as_stored(DType dtype, opmath_t (&numbers)[width]) {
+#pragma unroll
+  for (opmath_t& number : numbers) {
+    const auto narrow = static_cast<float>(number);
+    if (dtype == DType::kHalf) number = __half2float(__float2half_rn(narrow));
+    if (dtype == DType::kBFloat16) number = __bfloat162float(__float2bfloat16_rn(narrow));
+    if (dtype == DType::kFloat) number = narrow;
+  }
+}
+
 // Of a Number of kernels.h or of a step.
 template <typename NumberOf>
 __device__ double value_of(const NumberOf& number) {

@@ -21,6 +21,7 @@ UNSCALE = f"{TESTS}::test_unscale_multiplies_and_rounds_once"
 UNSCALE_SIZES = f"{EDGES}::test_every_size_around_a_chunk_is_computed_and_nothing_else -k unscale"
 UNSCALE_OFFSETS = f"{EDGES}::test_every_pair_of_offsets_is_computed -k unscale"
 SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k chunk"
+UNSCALED_SUMS = f"{TESTS}::test_unscale_sums_every_square_that_it_writes_exactly_once"
 MANY_SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k 2000"
 ONE_STEP = f"{TESTS}::test_adam_takes_one_step -k fp32-fp32"
 LARGE_UNSCALE = f"{LARGE}::test_unscale_finds_the_last_numbers_of_a_large_tensor"
@@ -301,6 +302,20 @@ PLANTED_BUGS = {
         "  __syncthreads();\n",
         "",
         SUMS,
+        WRONG_BITS,
+    ),
+    "unscaled gradients are squared before they are rounded": PlantedBug(
+        "cuda/unscale.cu",
+        "      round_as_stored(part.arrays[1].dtype, numbers);\n",
+        "",
+        f"{TESTS}::test_unscale_sums_what_it_has_written_as_check_does -k fp32-fp16",
+        NOT_CLOSE,
+    ),
+    "each launch of unscaled gradients writes its sums to the first places": PlantedBug(
+        "cuda/unscale.cu",
+        "task.chunk_sums[table.launch.first_chunk + blockIdx.x]",
+        "task.chunk_sums[blockIdx.x]",
+        f"{UNSCALED_SUMS} -k 5000",
         WRONG_BITS,
     ),
     # In forward order all goes well: thread 0 comes first.

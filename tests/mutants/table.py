@@ -705,8 +705,8 @@ SCALER = {
     ),
     "a shared gradient is unscaled twice": Mutant(
         "amp/_scaled_grads.py",
-        "[*{id(grad): grad for grad in map(_grad_of, params)}.values()]",
-        "[*map(_grad_of, params)]",
+        "{id(grad): grad for grad in map(_grad_of, params)}",
+        "{id(param): _grad_of(param) for param in params}",
         "grad_scaler",
     ),
     "a device that is found later forgets others": Mutant(

@@ -1,0 +1,233 @@
+"""GradScaler and max_grad_norm: a fused step clips by what was measured already."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import passes_over
+from fused_adam_cases import BF16, F16, F32, F64, NAMES, make_params
+from grad_scaler_cases import OURS, give_scaled, new_scaler
+from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_near, assert_same_bits
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+
+from apex_mp import _ops
+from apex_mp.amp import GradScaler
+from apex_mp.amp._scaled_grads import collect, unscale
+from apex_mp.monitor import Monitor
+from apex_mp.optimizers import FusedAdam, FusedLAMB
+
+MAX_NORM = 0.3
+SHAPES = ((40, 30), (1100,), (0, 3), (7,))
+
+
+def two_groups(
+    make: Any, device: torch.device, dtype: torch.dtype = F32
+) -> tuple[list[Parameter], Any]:
+    params = make_params(device, dtype, SHAPES)
+    groups = [{"params": params[:1]}, {"params": params[1:], "max_grad_norm": 2 * MAX_NORM}]
+    return params, make(groups, max_grad_norm=MAX_NORM)
+
+
+def prepare(way: str, scaler: GradScaler, optimizer: Any) -> None:
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+    elif way == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+CLIPPED = {name: OURS[name] for name in ("FusedAdam", "FusedSGD", "FusedLAMB")}
+each_optimizer = pytest.mark.parametrize("make", CLIPPED.values(), ids=[*CLIPPED])
+each_way = pytest.mark.parametrize("way", ["step alone", "unscale_", "clip_grad_norm_"])
+
+
+@pytest.mark.cpu_only  # the names of passes
+@pytest.mark.parametrize(
+    ("way", "before", "in_step"),
+    [
+        ("step alone", [], ["apex_mp::check_"]),
+        ("unscale_", ["apex_mp::unscale_"], []),
+        ("clip_grad_norm_", ["apex_mp::check_"], []),
+    ],
+)
+@each_optimizer
+def test_gradients_are_measured_once(
+    make: Any, way: str, before: list[str], in_step: list[str], device: torch.device
+) -> None:
+    params, optimizer = two_groups(make, device)
+    scaler = new_scaler(device)
+    for _ in range(2):  # The first step makes state.
+        give_scaled(scaler, params, 0)
+        with passes_over(1000) as first:
+            prepare(way, scaler, optimizer)
+        with passes_over(1000) as names:
+            scaler.step(optimizer)
+        scaler.update()
+    rule = type(optimizer).__name__.removeprefix("Fused").lower()
+    assert first == before
+    assert [name for name in names if name.startswith("apex_mp")] == [
+        *in_step,
+        *(["apex_mp::measure_pass"] if rule == "lamb" else []),
+        f"apex_mp::{rule}_pass",
+    ]
+
+
+@each_way
+@each_optimizer
+def test_the_step_is_that_which_measures_for_itself(
+    make: Any, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = []
+    for measures in (False, True):
+        params, optimizer = two_groups(make, device)
+        if measures:
+            monkeypatch.setattr(GradScaler, "_measured_norms", lambda *_: None)
+        scaler = new_scaler(device)
+        for step in range(4):
+            give_scaled(scaler, params, step, math.inf if step == 2 else None)
+            prepare(way, scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        lists.append(params)
+    for ours, wanted in zip(*lists, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-7)
+
+
+EDITS: dict[str, Any] = {
+    "torch's clip": lambda params: clip_grad_norm_(params, 1e-3),
+    "written": lambda params: params[0].grad.mul_(1e-3),
+    "replaced": lambda params: setattr(params[0], "grad", params[0].grad * 1e-3),
+    "removed": lambda params: setattr(params[0], "grad", None),
+    "accumulated": lambda params: (params[3] * 50.0).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=[*EDITS])
+@each_optimizer
+def test_gradients_that_changed_after_unscale_are_measured_anew(
+    make: Any, edit: Any, device: torch.device
+) -> None:
+    params, optimizer = two_groups(make, device)
+    theirs, expected = two_groups(make, device)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.unscale_(optimizer)
+    edit(params)
+    for param, their in zip(params, theirs, strict=True):
+        their.grad = None if param.grad is None else param.grad.clone()
+    scaler.step(optimizer)
+    expected.step()
+    for ours, wanted in zip(params, theirs, strict=True):
+        assert_same_bits(ours.detach(), wanted.detach())
+
+
+def test_a_hook_of_the_step_may_change_gradients(device: torch.device) -> None:
+    params, optimizer = two_groups(FusedAdam, device)
+    theirs, expected = two_groups(FusedAdam, device)
+
+    def shrink(each: Any, *_: Any) -> None:
+        each.param_groups[0]["params"][0].grad.mul_(1e-3)
+
+    for each in (optimizer, expected):
+        each.register_step_pre_hook(shrink)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    for param, their in zip(params, theirs, strict=True):
+        assert param.grad is not None
+        their.grad = param.grad / scaler.get_scale()
+    scaler.step(optimizer)
+    expected.step()
+    for ours, wanted in zip(params, theirs, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+def test_norms_are_those_of_the_gradients_that_unscale_leaves(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    params[1].grad = torch.randn(3, 4, device=device).to(dtype).t()  # in another order
+    for param in (params[0], *params[2:]):
+        param.grad = torch.randn_like(param)
+    groups = [{"params": params[:2]}, {"params": []}, {"params": params[2:]}]
+    grads = collect(groups)
+    factor = torch.tensor(2.0**-20, device=device)
+    measured = unscale(grads, factor, {}, sums=True)
+    assert measured.is_of(params)
+    wanted = [
+        sum((_double(param).square().sum() for param in group["params"]), torch.zeros(())).sqrt()
+        for group in groups
+    ]
+    for norm, want in zip(measured.norms(groups), wanted, strict=True):
+        assert norm.dtype == F64
+        assert_near(norm.cpu(), want, SUM_OF_SQUARES_TOLERANCES[dtype])
+
+
+def _double(param: Parameter) -> Tensor:
+    assert param.grad is not None
+    return param.grad.double().cpu()
+
+
+def test_a_shared_gradient_counts_for_each_of_its_parameters(device: torch.device) -> None:
+    params = [Parameter(torch.zeros(3, device=device)) for _ in range(3)]
+    params[0].grad = params[2].grad = torch.full((3,), 2.0, device=device)
+    params[1].grad = torch.ones(3, device=device)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    measured = unscale(collect(groups), torch.tensor(0.5, device=device), {}, sums=True)
+    norms = [norm.item() ** 2 for norm in measured.norms(groups)]
+    assert norms == pytest.approx([3.0 + 0.75, 3.0], rel=1e-12)
+
+
+def test_an_optimizer_of_torch_is_not_measured_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    operator = _ops.unscale_
+
+    def noted(*args: Any) -> None:
+        asked.append(args[4])
+        operator(*args)
+
+    monkeypatch.setattr(_ops, "unscale_", noted)
+    params = make_params(device)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.unscale_(torch.optim.SGD(params))
+    assert asked == [None]
+
+
+@each_way
+def test_a_monitor_hears_the_norm_of_the_unscaled_gradients(way: str, device: torch.device) -> None:
+    params, optimizer = two_groups(FusedAdam, device)
+    scaler = new_scaler(device)
+    with_scale = [each for each in params if each.numel()]
+    monitor = Monitor(scaler)
+    give_scaled(scaler, params, 0)
+    norm = math.sqrt(sum(_double(param).square().sum().item() for param in with_scale))
+    prepare(way, scaler, optimizer)
+    scaler.step(optimizer)
+    [step] = monitor.history.steps
+    assert step.grad_norm == pytest.approx(norm / scaler.get_scale(), rel=1e-5)
+    monitor.close()
+
+
+def test_lamb_is_clipped_by_the_norm_of_all_groups(device: torch.device) -> None:
+    params, optimizer = two_groups(FusedLAMB, device)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.unscale_(optimizer)
+    theirs, expected = two_groups(FusedLAMB, device)
+    norm = math.sqrt(sum(_double(param).square().sum().item() for param in params))
+    for param, their, most in zip(params, theirs, (MAX_NORM, *[2 * MAX_NORM] * 3), strict=True):
+        assert param.grad is not None
+        their.grad = param.grad * min(1.0, most / norm)
+    for group in expected.param_groups:
+        group["max_grad_norm"] = 0.0
+    scaler.step(optimizer)
+    expected.step()
+    for ours, wanted in zip(params, theirs, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
