@@ -268,3 +268,15 @@ def test_a_sum_of_squares_has_the_same_bits_for_any_size_and_start(
     assert_same_bits(*sums)
     squares = torch.stack([each.double().square().sum() for each in grads])
     torch.testing.assert_close(sums[0], squares, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F16), (F16, F16), (BF16, F32), (torch.float64, F32)])
+def test_unscale_adds_up_what_it_writes_as_check_does(
+    dtypes: tuple[torch.dtype, torch.dtype], cpu_level: str
+) -> None:
+    src = [torch.randn(size).to(dtypes[0]) for size in (0, 5, 20_000)]
+    dst = [torch.empty_like(each, dtype=dtypes[1]) for each in src]
+    sums, again = (torch.zeros(3, dtype=torch.float64) for _ in range(2))
+    _ops.unscale_(src, dst, torch.tensor(2.0**-22), torch.zeros(1), sums)
+    _ops.check_(dst, range(3), torch.zeros(1), again)
+    assert_same_bits(sums, again)

@@ -46,11 +46,8 @@ class Measured:
     grads: ScaledGrads
     found_inf: dict[torch.device, Tensor]
     sum_sq: dict[torch.device, Tensor]
-    unscaled: bool = False
-    marks: _C.GradMarks = dataclasses.field(default_factory=_C.GradMarks)
-
-    def __post_init__(self) -> None:
-        self.marks.take(self.grads.params())
+    unscaled: bool
+    marks: _C.GradMarks
 
     def is_of(self, params: list[Tensor]) -> bool:
         """Whether the gradients of these parameters are those that were read, unchanged."""
@@ -107,7 +104,7 @@ def measure(grads: ScaledGrads) -> Measured:
         found = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
         sums = sum_sq[device] = torch.zeros(len(params), dtype=torch.float64, device=device)
         _ops.check_([_grad_of(param) for param in params], range(len(params)), found, sums)
-    return Measured(grads, found_inf, sum_sq)
+    return Measured(grads, found_inf, sum_sq, False, _marks_of(grads))
 
 
 @torch.no_grad()
@@ -143,7 +140,13 @@ def unscale(
             of_grad = dict(zip(distinct, squares.unbind(), strict=True))
             squares = torch.stack([of_grad[id(param.grad)] for param in params])
         sum_sq[device] = squares
-    return Measured(grads, found_inf, sum_sq, unscaled=True)
+    return Measured(grads, found_inf, sum_sq, True, _marks_of(grads))
+
+
+def _marks_of(grads: ScaledGrads) -> _C.GradMarks:
+    marks = _C.GradMarks()
+    marks.take(grads.params())
+    return marks
 
 
 def join_flags(found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
