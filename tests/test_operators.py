@@ -376,9 +376,7 @@ def test_unscale_sums_every_square_that_it_writes_exactly_once(
 
 @each_cpu_level
 @each_dtypes([((src,), (dst,)) for src in FLOATS for dst in FLOATS])
-def test_unscale_sums_what_it_has_written(
-    dtypes: list[Dtypes], device: torch.device
-) -> None:
+def test_unscale_sums_what_it_has_written(dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["unscale_"].sample(A_FEW, dtypes, device)
     call["inv_scale"].fill_(2.0**-22)  # Most become denormal in float16, and are rounded.
     _ops.unscale_(**call)
