@@ -260,3 +260,46 @@ def test_calls_before_the_first_loss_leave_nothing(
     with pytest.raises(AssertionError, match="but _scale is None"):
         call(scaler, optimizer)
     pickle.dumps(scaler)  # As with torch's, which refuses it while there is a step under way.
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("max_norm", [math.nan, -1.0])
+def test_a_norm_to_clip_to_is_0_or_more_also_after_unscale(
+    max_norm: float, unscaled: bool, device: torch.device
+) -> None:
+    weight = Parameter(torch.zeros(4, device=device))
+    optimizer, scaler = FusedAdam([weight]), new_scaler(device)
+    scaler.scale(weight.sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    before = weight.grad.tolist()
+    with pytest.raises(ValueError, match=f"max_norm is {max_norm}; it must be 0 or more"):
+        scaler.clip_grad_norm_(optimizer, max_norm)
+    assert weight.grad.tolist() == before
+
+
+@pytest.mark.parametrize("given", [None, torch.nn.Linear(1, 1)])
+@pytest.mark.parametrize("method", ["step", "unscale_", "step_was_skipped", "overflow_report"])
+def test_what_is_no_optimizer_is_a_sentence(method: str, given: Any, device: torch.device) -> None:
+    scaler = new_scaler(device)
+    scaler.scale(torch.ones((), device=device))
+    kind = type(given).__name__
+    with pytest.raises(TypeError, match=rf"GradScaler\.{method}: optimizer is a {kind}; it must"):
+        getattr(scaler, method)(given)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_an_fp16_optimizer_around_a_loop_that_a_scaler_scales_is_a_sentence(
+    loss_scale: float, device: torch.device
+) -> None:
+    weight = Parameter(torch.ones(3, dtype=F16, device=device))
+    optimizer = optimizers.FP16_Optimizer(FusedAdam([weight]), loss_scale, verbose=False)
+    scaler = new_scaler(device)
+    scaler.scale(weight.float().sum()).backward()
+    if loss_scale == 1.0:  # Then backward() of the loss itself is right.
+        optimizer.step()
+    else:
+        with pytest.warns(RuntimeWarning, match=r"do not come from optimizer\.backward\(loss\)"):
+            optimizer.step()
+    with pytest.raises(AssertionError, match="An FP16_Optimizer scales its loss itself: it needs"):
+        scaler.update()

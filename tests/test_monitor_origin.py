@@ -513,3 +513,9 @@ def test_a_weight_of_a_compiled_module_has_its_own_name() -> None:
     with torch.no_grad():
         model.layers[1].after.weight[0, 0] = NAN
     assert place(find(model)) == ("weights", "layers.1.after", "Linear")
+
+
+def test_no_model_is_called_none() -> None:
+    nothing: Any = None
+    with pytest.raises(TypeError, match=r"model is None; it must be a torch\.nn\.Module"):
+        find_nonfinite(nothing, lambda: torch.ones(()))

@@ -45,13 +45,19 @@ class UnscalingGradScaler(BoundedGradScaler):
         A float16 gradient below 2**-25 becomes 0 and one below 2**-14 loses digits; `step` without
         `unscale_`, with a fused optimizer, and `clip_grad_norm_` in its place lose nothing.
 
+        A fused optimizer with max_grad_norm clips by the norm that is measured here, and measures
+        again if gradients were edited since. Edits through `grad.data` and torch.distributed's
+        collectives, such as an all_reduce of a gradient, are not seen: make them before.
+
         Args:
             optimizer: Owner of the gradients.
 
         Raises:
             RuntimeError: It was called before, or after `step`, or the optimizer scales by itself.
+            TypeError: `optimizer` is something else.
         """
         if self._enabled:
+            refuse_no_optimizer("unscale_", optimizer)
             refuse_own_scaling(optimizer)
         super().unscale_(optimizer)
 
@@ -84,12 +90,17 @@ class UnscalingGradScaler(BoundedGradScaler):
             RuntimeError: It was called before, or after `step`; or the norm is not finite.
             TypeError: `optimizer` is something else, such as the parameters.
             ValueError: `norm_type` is not 2 and `unscale_` was not called, or `max_norm` is
-                negative.
+                negative or NaN.
         """
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"GradScaler.clip_grad_norm_: optimizer is a {type(optimizer).__name__}; call "
                 "scaler.clip_grad_norm_(optimizer, max_norm), not with parameters"
+            )
+        max_norm = float(max_norm)
+        if not max_norm >= 0.0:
+            raise ValueError(
+                f"GradScaler.clip_grad_norm_: max_norm is {max_norm}; it must be 0 or more"
             )
         if self._enabled:
             refuse_own_scaling(optimizer)
@@ -136,10 +147,6 @@ class UnscalingGradScaler(BoundedGradScaler):
             raise ValueError(
                 f"GradScaler.clip_grad_norm_: norm_type is {norm_type}; only the l2 norm is "
                 "measured while gradients are scaled. Call scaler.unscale_(optimizer) before"
-            )
-        if not max_norm >= 0.0:
-            raise ValueError(
-                f"GradScaler.clip_grad_norm_: max_norm is {max_norm}; it must be 0 or more"
             )
         norm = self._measure(optimizer, grads).norm(scale.device) / scale
         if error_if_nonfinite and not norm.isfinite():
@@ -244,6 +251,15 @@ class UnscalingGradScaler(BoundedGradScaler):
 def is_fused(optimizer: Any) -> bool:
     """Whether an optimizer unscales and skips in its own step: ours, torch's with fused=True."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def refuse_no_optimizer(caller: str, optimizer: Any) -> None:
+    """Raise a TypeError if something else was given where an optimizer belongs."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"GradScaler.{caller}: optimizer is a {type(optimizer).__name__}; it must be an "
+            "optimizer, which has param_groups"
+        )
 
 
 def refuse_own_scaling(optimizer: Any) -> None:

@@ -21,6 +21,7 @@ from apex_mp.amp._unscaling import (
     NOTED,
     UnscalingGradScaler,
     is_fused,
+    refuse_no_optimizer,
     refuse_own_scaling,
 )
 from apex_mp.grads import NonFinite
@@ -124,9 +125,11 @@ class GradScaler(UnscalingGradScaler):
             AssertionError: No parameter of an optimizer that is not fused has a gradient.
             RuntimeError: It was called before since the last `update`, a closure was given, the
                 optimizer scales by itself, or gradients came after `clip_grad_norm_`.
+            TypeError: `optimizer` is something else.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
+        refuse_no_optimizer("step", optimizer)
         refuse_own_scaling(optimizer)
         if args and callable(args[0]):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -232,6 +235,7 @@ class GradScaler(UnscalingGradScaler):
 
         Raises:
             RuntimeError: This scaler has not stepped the optimizer.
+            TypeError: `optimizer` is something else.
         """
         return self._enabled and self._taken_steps_of(optimizer, "step_was_skipped").was_skipped
 
@@ -243,10 +247,12 @@ class GradScaler(UnscalingGradScaler):
 
         Raises:
             RuntimeError: This scaler has not stepped the optimizer.
+            TypeError: `optimizer` is something else.
         """
         return self._taken_steps_of(optimizer, "overflow_report").report if self._enabled else []
 
     def _taken_steps_of(self, optimizer: torch.optim.Optimizer, caller: str) -> ScaledSteps:
+        refuse_no_optimizer(caller, optimizer)
         steps = self._steps.get(optimizer)
         if steps is None:
             raise RuntimeError(

@@ -102,10 +102,10 @@ def find_nonfinite(
         TypeError: `model` is no module, `run` is no function, or it returns no tensor.
         ValueError: The loss is no scalar, or does not depend on parameters.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"find_nonfinite: model is a {type(model).__name__}; it must be a torch.nn.Module"
-        )
+    anything: Any = model
+    if not isinstance(anything, torch.nn.Module):
+        given = "None" if anything is None else f"a {type(anything).__name__}"
+        raise TypeError(f"find_nonfinite: model is {given}; it must be a torch.nn.Module")
     if not callable(run):
         raise TypeError(
             f"find_nonfinite: run is a {type(run).__name__}; it must be a function that computes "
