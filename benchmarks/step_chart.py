@@ -43,10 +43,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     columns = min(COLUMNS, len(workloads))
     lines = -(-len(workloads) // columns)
     cases = max(len(workload["rows"]) for workload in workloads)
-    size = (3.4 + 3.9 * columns, 1.9 + lines * (1.1 + 0.21 * cases))
+    names = max(len(row["case"]) for workload in workloads for row in workload["rows"])
+    width = 0.08 * names  # of the longest name, in inches
+    size = (0.8 + width + 3.9 * columns, 1.9 + lines * (1.1 + 0.21 * cases))
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=size, dpi=140, facecolor="white")
-        left, edge = 2.6 / size[0], 0.25 / size[0]
+        left, edge = (width + 0.25) / size[0], 0.25 / size[0]
         grid = figure.add_gridspec(
             lines, columns, left=left, right=1 - edge, top=1 - 1.25 / size[1],
             bottom=0.95 / size[1], wspace=0.08, hspace=0.33,
