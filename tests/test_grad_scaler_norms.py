@@ -50,12 +50,13 @@ each_way = pytest.mark.parametrize("way", ["step alone", "unscale_", "clip_grad_
     ("way", "before", "in_step"),
     [
         ("step alone", [], ["apex_mp::check_"]),
-        ("unscale_", ["apex_mp::unscale_"], []),
+        # The user may have edited them since.
+        ("unscale_", ["apex_mp::unscale_"], ["apex_mp::check_pass"]),
         ("clip_grad_norm_", ["apex_mp::check_"], []),
     ],
 )
 @each_optimizer
-def test_gradients_are_measured_once(
+def test_a_step_measures_what_no_pass_before_it_has_measured(
     make: Any, way: str, before: list[str], in_step: list[str], device: torch.device
 ) -> None:
     params, optimizer = two_groups(make, device)
@@ -100,6 +101,7 @@ def test_the_step_is_that_which_measures_for_itself(
 EDITS: dict[str, Any] = {
     "torch's clip": lambda params: clip_grad_norm_(params, 1e-3),
     "written": lambda params: params[0].grad.mul_(1e-3),
+    "written as .data": lambda params: params[0].grad.data.mul_(1e-3),  # counts no version
     "replaced": lambda params: setattr(params[0], "grad", params[0].grad * 1e-3),
     "removed": lambda params: setattr(params[0], "grad", None),
     "accumulated": lambda params: (params[3] * 50.0).sum().backward(),

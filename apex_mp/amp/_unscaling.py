@@ -45,10 +45,6 @@ class UnscalingGradScaler(BoundedGradScaler):
         A float16 gradient below 2**-25 becomes 0 and one below 2**-14 loses digits; `step` without
         `unscale_`, with a fused optimizer, and `clip_grad_norm_` in its place lose nothing.
 
-        A fused optimizer with max_grad_norm clips by the norm that is measured here, and measures
-        again if gradients were edited since. Edits through `grad.data` and torch.distributed's
-        collectives, such as an all_reduce of a gradient, are not seen: make them before.
-
         Args:
             optimizer: Owner of the gradients.
 
@@ -192,9 +188,13 @@ class UnscalingGradScaler(BoundedGradScaler):
         return _scaled_grads.join_flags(found)
 
     def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-        """Return the l2 norm of each group's gradients, as they lie, if that was measured."""
+        """Return the l2 norm of each group's gradients, as they lie, if that is known.
+
+        After `unscale_` it is not: edits through `grad.data` and collectives of torch.distributed
+        change no version counter.
+        """
         measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
-        if measured is None or not measured.sum_sq or not measured.is_of(params_of(optimizer)):
+        if measured is None or measured.unscaled or not measured.is_of(params_of(optimizer)):
             return None
         norms: list[Tensor] = measured.norms(optimizer.param_groups)
         return norms
