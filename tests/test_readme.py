@@ -66,11 +66,16 @@ def test_the_loop_of_2019_runs_and_learns_after_its_import_is_replaced(loss_scal
 
 
 @pytest.mark.cpu_only
-def test_the_loop_with_grad_scaler_runs_and_learns():
+def test_the_float16_loop_of_the_first_screen_runs_as_pasted_and_learns():
     code = blocks("python")[0]
-    there = names(torch.float32)
-    exec(code.replace("lr=1e-3", "lr=0.1"), there)
-    assert is_learnt(there)
+    assert README.index(code) < README.index("\n## ")
+    torch.manual_seed(0)
+    there: dict[str, Any] = {}
+    exec(code, there)
+    guesses = there["model"](there["x"].half()).argmax(1)
+    assert (guesses == there["y"]).float().mean().item() > 0.95
+    assert {param.dtype for param in there["model"].parameters()} == {torch.float16}
+    assert not there["scaler"].step_was_skipped(there["optimizer"])
 
 
 @pytest.mark.cpu_only
