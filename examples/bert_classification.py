@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from arguments import device, existing, positive
 from bert_apis import APIS
 from bert_compare import compare, summary
 from bert_data import PADDING, as_batch, docstrings, read_tsv, split, word_tokenizer
@@ -243,7 +244,14 @@ def tokenizer(
     """Return what turns a text into numbers, how many numbers there are, and that of padding."""
     if args.model_path is None:
         return *word_tokenizer(texts, args.max_seq_len), PADDING
-    loaded = AutoTokenizer.from_pretrained(args.model_path)
+    try:
+        loaded = AutoTokenizer.from_pretrained(args.model_path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--model_path {args.model_path}: transformers finds no tokenizer there ({reason}); it "
+            "must be a folder that save_pretrained wrote, or a name such as bert-base-uncased"
+        ) from error
 
     def encode(text: str) -> list[int]:
         return loaded(text, truncation=True, max_length=args.max_seq_len)["input_ids"]
@@ -279,6 +287,8 @@ def train(args: argparse.Namespace) -> Run:
     last = args.ckpt_path / "last.pt"
     if args.resume and last.exists():
         run.load(last)
+    elif args.resume and args.rank == 0:
+        print(f"--resume: there is no {last} yet; training begins at step 0")
     run.fit()
     return run
 
@@ -342,7 +352,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, order and dropout [0]")
     add("--eval_step", type=positive, default=50, help="steps from one evaluation to the next [50]")
     add("--split", type=float, default=0.92, help="share of the texts to train on [0.92]")
-    add("--data", type=Path, metavar="TSV", help="lines of label<TAB>text [docstrings]")
+    add("--data", type=existing, metavar="TSV", help="lines of label<TAB>text [docstrings]")
     add("--model_path", help="folder or name of a model for transformers [a small BERT]")
     add("--hidden_size", type=positive, default=64, help="of the small BERT [64]")
     add("--layers", type=positive, default=2, help="of the small BERT [2]")
@@ -353,11 +363,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--local_world_size", type=positive, default=1, help="processes to start here [1]")
     add("--compare", action="store_true", help="train by each API; print a table, save nothing")
     add("--seeds", type=positive, default=3, help="of each API in --compare [3]")
-    add("--device", help="[cuda if there is a GPU, else cpu]")
+    add("--device", type=device, help="[cuda if there is a GPU, else cpu]")
     args = parser.parse_args(argv)
     if args.fp16:
         args.amp = "fp16_optimizer"
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.device = str(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check(args, parser)
     return args
 
@@ -387,12 +397,6 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             f"--train_batch_size is {args.train_batch_size}; it must be a multiple of the "
             f"{args.world} processes"
         )
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number, at least 1")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -42,7 +42,7 @@ def read_tsv(path: Path) -> list[Example]:
             raise ValueError(f"{path}, line {number}: {line[:60]!r}; it must be label<TAB>text")
         examples.append(Example(label.strip(), text.strip(), f"line {number}"))
     if len({example.label for example in examples}) < 2:
-        raise ValueError(f"{path}: {len(examples)} lines with fewer than two labels")
+        raise ValueError(f"{path}: all labels of its {len(examples)} lines are equal; give two")
     return examples
 
 

@@ -15,23 +15,29 @@ is written to --outf after each epoch; --resume goes on from it to the same bits
 from __future__ import annotations
 
 import argparse
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F  # noqa: N812
-from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.neighbors import KNeighborsClassifier
+from arguments import device, existing, positive
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 import apex_mp
 from apex_mp import amp
 from apex_mp.optimizers import FusedAdam
+
+try:
+    import matplotlib.pyplot as plt
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    from sklearn.neighbors import KNeighborsClassifier
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{error}; this recipe needs: pip install scikit-learn matplotlib pillow tqdm")
 
 OUTPUT = Path(__file__).resolve().parent / "output" / "dcgan"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
@@ -248,7 +254,10 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def resume(training: Training, path: Path) -> None:
-    state = apex_mp.load_checkpoint(path)
+    try:
+        state = apex_mp.load_checkpoint(path)
+    except (OSError, pickle.UnpicklingError) as error:
+        sys.exit(f"--resume {path}: {error}")
     if not isinstance(state, dict) or "settings" not in state:
         sys.exit(f"--resume {path} is no checkpoint of this program")
     for name, value in settings(training.args).items():
@@ -359,24 +368,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     def add(name: str, default: Any, text: str, **options: Any) -> None:
         parser.add_argument(name, default=default, help=f"{text} [{default}]", **options)
 
-    add("--dataroot", None, "a folder of images; None: the digits of scikit-learn", type=Path)
+    add("--dataroot", None, "a folder of images; None: the digits of scikit-learn", type=existing)
     add("--opt_level", "O1", "of amp.initialize", choices=["O0", "O1", "O2", "O3"])
     parser.add_argument("--handle", action="store_true", help="the older API, which casts as O1")
-    add("--imageSize", 16, "pixels of a side: 8, 16, 32, 64 and so on", type=int)
-    add("--batchSize", 64, "images a step", type=int)
-    add("--niter", 24, "epochs in all, those before --resume counted", type=int)
+    add("--imageSize", 16, "pixels of a side: 8, 16, 32, 64 and so on", type=positive)
+    add("--batchSize", 64, "images a step", type=positive)
+    add("--niter", 24, "epochs in all, those before --resume counted", type=positive)
     add("--lr", 0.004, "learning rate of both optimizers", type=float)
     add("--beta1", 0.5, "of both optimizers", type=float)
-    add("--nz", 32, "numbers of noise that the generator makes an image of", type=int)
-    add("--ngf", 16, "channels of the generator's last layer but one", type=int)
-    add("--ndf", 16, "channels of the discriminator's first layer", type=int)
+    add("--nz", 32, "numbers of noise that the generator makes an image of", type=positive)
+    add("--ngf", 16, "channels of the generator's last layer but one", type=positive)
+    add("--ndf", 16, "channels of the discriminator's first layer", type=positive)
     add("--workers", 0, "processes that load images", type=int)
     add("--manualSeed", 0, "of weights, noise and order", type=int)
     add("--outf", OUTPUT, "folder for dcgan.png and checkpoint.pt", type=Path)
     add("--picture", None, "another file for the picture", type=Path)
-    add("--resume", None, "go on from a checkpoint", type=Path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", device, "cpu or cuda", type=torch.device)
+    add("--resume", None, "go on from a checkpoint", type=existing)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", where, "cpu or cuda", type=device)
     args = parser.parse_args(argv)
     if args.imageSize < 8 or args.imageSize & (args.imageSize - 1):
         parser.error(f"--imageSize is {args.imageSize}; it must be 8, 16, 32, 64 and so on")

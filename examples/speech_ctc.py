@@ -18,6 +18,7 @@ a spectrogram is. A folder must hold WAV files of 16 bits, named by the digits t
 from __future__ import annotations
 
 import argparse
+import pickle
 import random
 import re
 import sys
@@ -26,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
+from arguments import device, existing, positive
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import apex_mp
 from apex_mp import amp, convert, keep_fp32
@@ -39,6 +39,12 @@ from apex_mp.loss_scale_manager import (
     LossScaleOptimizer,
 )
 from apex_mp.optimizers import FusedAdam
+
+try:
+    from sklearn.datasets import load_digits
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{error}; this recipe needs: pip install scikit-learn tqdm")
 
 OUTPUT = Path(__file__).resolve().parent / "output" / "speech_ctc"
 BLANK = 10  # the label of CTC beside the ten digits
@@ -291,7 +297,10 @@ def settings(args: argparse.Namespace, name: str) -> dict[str, str]:
 
 
 def read(path: Path, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    state = apex_mp.load_checkpoint(path)
+    try:
+        state = apex_mp.load_checkpoint(path)
+    except (OSError, pickle.UnpicklingError) as error:
+        sys.exit(f"{path}: {error}; remove it, or give another --out")
     if not isinstance(state, dict) or "settings" not in state:
         sys.exit(f"{path} is no checkpoint of this program; remove it, or give another --out")
     for key, value in settings(args, name).items():
@@ -352,27 +361,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     def add(name: str, default: Any, text: str, **options: Any) -> None:
         parser.add_argument(name, default=default, help=f"{text} [{default}]", **options)
 
-    add("--data", None, "a folder of WAV files; None: the digits of scikit-learn", type=Path)
+    add("--data", None, "a folder of WAV files; None: the digits of scikit-learn", type=existing)
     add("--variables", "float16", "of the mixed run", choices=["float16", "float32"])
     parts = ["head", "softmax", "loss"]
     add("--keep_fp32", parts, "parts of the mixed model that stay float32", nargs="+")
     add("--loss_scale", 0.0, "a fixed loss scale; 0: one that changes, as below", type=float)
     add("--init_loss_scale", 2.0**20, "of the loss scale that changes", type=float)
-    add("--incr_every_n_steps", 50, "good steps in a row before it grows", type=int)
-    add("--decr_every_n_nan_or_inf", 2, "bad steps before it shrinks", type=int)
+    add("--incr_every_n_steps", 50, "good steps in a row before it grows", type=positive)
+    add("--decr_every_n_nan_or_inf", 2, "bad steps before it shrinks", type=positive)
     add("--incr_ratio", 2.0, "growth multiplies it by this", type=float)
     add("--decr_ratio", 0.8, "shrinking multiplies it by this", type=float)
-    add("--steps", 300, "of the float32 run", type=int)
+    add("--steps", 300, "of the float32 run", type=positive)
     add("--more_steps", 150, "that each of the others goes on", type=int)
-    add("--batch_size", 32, "utterances a step", type=int)
-    add("--channels", 32, "of the convolutions", type=int)
+    add("--batch_size", 32, "utterances a step", type=positive)
+    add("--channels", 32, "of the convolutions", type=positive)
     add("--learning_rate", 0.003, "of FusedAdam", type=float)
     add("--seed", 0, "of weights and batches", type=int)
-    add("--save_every", 50, "steps between checkpoints", type=int)
+    add("--save_every", 50, "steps between checkpoints", type=positive)
     add("--out", OUTPUT, "folder for the checkpoints", type=Path)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", device, "cpu or cuda", type=torch.device)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", where, "cpu or cuda", type=device)
     return parser.parse_args(argv)
 
 

@@ -36,11 +36,13 @@ class Folder(Dataset[tuple[Tensor, int]]):
         crops: Show random crops, as for training; otherwise the center.
 
     Raises:
-        SystemExit: There is no image.
+        SystemExit: There is no folder, or no image in it.
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace, *, crops: bool) -> None:
         self.files = sorted(each for each in folder.glob("*/*") if each.suffix.lower() in SUFFIXES)
+        if not folder.exists():
+            sys.exit(f"{folder}: there is no such folder; DIR must be {LAYOUT}")
         if not self.files:
             kinds = " ".join(sorted(SUFFIXES))
             sys.exit(f"{folder}: there are no images ({kinds}); DIR must be {LAYOUT}")
@@ -122,8 +124,10 @@ class Prefetcher:
 
 def write_digits(folder: Path, count: int = 1797) -> None:
     """Write the handwritten digits of scikit-learn as an image folder; a quarter is for val."""
-    from sklearn.datasets import load_digits
-
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        sys.exit(f"{error}; pip install scikit-learn, or give a folder of images")
     scans = load_digits()
     for number in range(count):
         part = "train" if number % 4 else "val"

@@ -24,6 +24,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def scale(text: str) -> str:
+    if text != "dynamic":
+        try:
+            float(text)
+        except ValueError:
+            sentence = f"{text!r}; it must be a number or dynamic"
+            raise argparse.ArgumentTypeError(sentence) from None
+    return text
+
+
 def new_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,7 +56,7 @@ def new_parser(doc: str) -> argparse.ArgumentParser:
     levels = ("O0", "O1", "O2", "O3")
     add("--opt-level", choices=levels, help="of amp.initialize [O1]")
     add("--keep-batchnorm-fp32", metavar="BOOL", help="of amp.initialize [O2: True, O3: False]")
-    add("--loss-scale", metavar="S", help='of amp.initialize: a number or "dynamic"')
+    add("--loss-scale", type=scale, metavar="S", help='of amp.initialize: a number or "dynamic"')
     add("--fp16", action="store_true", help="use FP16_Optimizer; the loss scale is 1")
     add("--static-loss-scale", type=float, metavar="S", help="use FP16_Optimizer with this scale")
     add("--dynamic-loss-scale", action="store_true", help="use FP16_Optimizer, scale adjusted")

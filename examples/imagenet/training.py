@@ -221,6 +221,8 @@ def resume(args: argparse.Namespace, training: Training, classes: list[str]) -> 
     try:
         state = load_checkpoint(args.resume)
         run, settings = state["run"], state["settings"]
+    except FileNotFoundError:
+        sys.exit(f"--resume {args.resume}: there is no such file")
     except Exception as error:
         sys.exit(f"--resume {args.resume}: {error!r}; it must be a checkpoint of this program")
     wanted = {"-a": args.arch, "classes": classes}

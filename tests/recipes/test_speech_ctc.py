@@ -25,6 +25,7 @@ ON = "gone on"
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("speech_ctc", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

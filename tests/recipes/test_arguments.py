@@ -1,0 +1,71 @@
+"""The recipes end with one sentence where an argument is wrong, and have written nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BERT, DCGAN, SPEECH = "bert_classification.py", "dcgan.py", "speech_ctc.py"
+IMAGENET = "imagenet/main_amp.py"
+NO_FILE = "'none'; there is no such file or folder"
+
+
+def run(folder: Path, script: str, *flags: str, python: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Return the exit status and what was printed."""
+    command = [sys.executable, *python, str(EXAMPLES / script), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "sentence"),
+    [
+        (BERT, "--data none", f"--data: {NO_FILE}"),
+        (BERT, "--data one_label.tsv", "one_label.tsv: all labels of its 2 lines are equal"),
+        (BERT, "--data wrong.tsv", "wrong.tsv, line 2: 'b z'; it must be label<TAB>text"),
+        (BERT, "--model_path .", "--model_path .: transformers finds no tokenizer there"),
+        (BERT, "--device cuda", "--device: 'cuda' ("),
+        (DCGAN, "--resume none", f"--resume: {NO_FILE}"),
+        (DCGAN, "--resume wrong.tsv", "--resume wrong.tsv: "),
+        (DCGAN, "--dataroot none", f"--dataroot: {NO_FILE}"),
+        (DCGAN, "--batchSize 0", "'0'; it must be a whole number, at least 1"),
+        (DCGAN, "--device cuda", "--device cpu runs anywhere"),
+        (SPEECH, "--data none", f"--data: {NO_FILE}"),
+        (SPEECH, "--batch_size 0", "'0'; it must be a whole number, at least 1"),
+        (SPEECH, "--device cuda", "--device cpu runs anywhere"),
+        (IMAGENET, "none", "there is no such folder; DIR must be"),
+        (IMAGENET, "--device cpu --resume none", "--resume none: there is no such file"),
+        (IMAGENET, "--loss-scale abc", "'abc'; it must be a number or dynamic"),
+    ],
+)
+def test_a_wrong_argument_is_a_sentence(
+    script: str, flags: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one_label.tsv").write_text("a\tx y\na\tz\n")
+    (tmp_path / "wrong.tsv").write_text("a\tx y\nb z\n")
+    status, printed = run(tmp_path, script, *flags.split())
+    assert status
+    assert sentence in " ".join(printed.split())
+    assert "Traceback" not in printed
+    assert {each.name for each in tmp_path.iterdir()} == {"one_label.tsv", "wrong.tsv"}
+
+
+@pytest.mark.parametrize("script", [BERT, DCGAN, SPEECH])
+def test_a_package_that_is_missing_is_a_sentence_with_the_command(
+    script: str, tmp_path: Path
+) -> None:
+    block = "import sys, runpy; sys.modules['sklearn'] = None; sys.argv = sys.argv[1:]; "
+    block += "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
+    block += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    status, printed = run(tmp_path, script, python=("-c", block))
+    assert status
+    assert "this recipe needs: pip install" in printed
+    assert "Traceback" not in printed
