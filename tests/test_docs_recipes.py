@@ -94,3 +94,9 @@ def test_a_page_says_what_its_program_needs(page: Path) -> None:
     wanted = {PACKAGES.get(name, name) for name in names - COME_ALONG}
     told = {name for line in re.findall(r"pip install ([\w -]+)", text) for name in line.split()}
     assert told == wanted
+
+
+def test_readme_says_with_how_many_threads_the_pages_were_printed() -> None:
+    records = [json.loads(path.read_text()) for path in recipes.RESULTS.glob("*.json")]
+    (threads,) = {each["environment"]["threads"] for each in records}
+    assert f"`OMP_NUM_THREADS={threads}`" in (ROOT / "README.md").read_text()
