@@ -62,7 +62,6 @@ def source_figures(root: Path, package: str = "apex_mp") -> dict[str, Figure]:
         "masters": source.masters_adopted(home),
         "loose": source.loose_modules(home, pages),
         "circles": source.import_circles(home),
-        "typing": source.import_circles(home, typing_too=True),
     }
     lines = {
         "scale": ("classes with a loss scale and a method that updates it", "5"),
@@ -71,8 +70,7 @@ def source_figures(root: Path, package: str = "apex_mp") -> dict[str, Figure]:
         "patching": ("files that set attributes by name and delete them again", "1"),
         "masters": ("classes with a method adopt()", "1"),
         "loose": ("internal modules at the top level of the package", "0"),
-        "circles": ("import circles", "0"),
-        "typing": ("the same, imports for annotations included", "0"),
+        "circles": ("import circles, those for annotations included", "0"),
     }
     figures = {
         "overflow": Figure(
@@ -168,7 +166,7 @@ def _fused_adam() -> Callable[[], Any]:
 
     from apex_mp.optimizers import FusedAdam
 
-    model = torch.nn.Linear(8, 8)
+    model: Any = torch.nn.Linear(8, 8)
     optimizer = FusedAdam(model.parameters())
 
     def step() -> None:

@@ -55,28 +55,22 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _imported(node: ast.AST, typing_too: bool) -> Iterator[str]:
-    """Yield full names of what is imported, in functions too."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            branches = [*child.body, *child.orelse] if typing_too else child.orelse
-            yield from _imported(ast.Module(branches, []), typing_too)
-        elif isinstance(child, ast.Import):
-            yield from (alias.name for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        else:
-            yield from _imported(child, typing_too)
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield full names of what is imported: in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def import_circles(package: Path, typing_too: bool = False) -> list[str]:
+def import_circles(package: Path) -> list[str]:
     """Return the strongly connected components of more than one module, as sorted names.
 
     `from package import name` imports the package only if `name` is no module.
 
     Args:
         package: Folder of a package whose modules import each other by full names.
-        typing_too: Also count what stands under `if TYPE_CHECKING`.
     """
     files = {module_name(path, package.parent): path for path in python_files(package)}
     # An extension module is a file for itself, and imports nothing.
@@ -84,7 +78,7 @@ def import_circles(package: Path, typing_too: bool = False) -> list[str]:
     imports: dict[str, set[str]] = {name: set() for name in stubs}
     for module, path in files.items():
         known = set()
-        for name in _imported(parse(path), typing_too):
+        for name in _imported(parse(path)):
             while name and name not in files and name not in stubs:
                 name = name.rpartition(".")[0]
             known.add(name)

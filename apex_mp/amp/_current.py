@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from apex_mp.amp.handle import AmpHandle
+from apex_mp.amp.casting import Caster
+from apex_mp.amp.patching import Patches
 
-handle: AmpHandle | None = None
+
+class Handle(Protocol):
+    """What other modules of amp use of an `AmpHandle`."""
+
+    _caster: Caster
+    _patches: Patches
+    _was_replaced: bool
+
+    def is_active(self) -> bool:
+        """Whether casts and loss scaling are on here."""
+
+    def _deactivate(self) -> None:
+        """Switch casts off."""
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        """Switch casts off in a block."""
+
+    def _clear_cache(self) -> None:
+        """Drop the casts of weights."""
+
+
+handle: Handle | None = None

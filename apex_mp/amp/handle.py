@@ -18,7 +18,6 @@ from apex_mp.amp.casting import CastCache, Caster
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.patching import Patches
 from apex_mp.amp.policy import Rule, rules, unlisted
-from apex_mp.amp.registry import Registration
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.scopes import Scopes, show_torch_to_dynamo
@@ -86,7 +85,7 @@ class AmpHandle:
         try:
             # What users registered comes first: a listed function of theirs is theirs.
             for registration in registry.registrations.values():
-                self._install(registration)
+                registration.install(self._patches, self._caster)
             for rule in self._rules:
                 if self._needs_wrapper(rule):
                     self._patches.install(
@@ -119,9 +118,6 @@ class AmpHandle:
             return False
         # Verbose output has a line for each cast, whatever makes it.
         return self._caster.verbose or not rule.is_type_promotion()
-
-    def _install(self, registration: Registration) -> None:
-        registration.install(self._patches, self._caster)
 
     def _deactivate(self) -> None:
         """Switch casts off, and leave torch exactly as it was before `init()`."""
@@ -331,5 +327,5 @@ class NoOpHandle:
         return {}
 
 
-def _current_or_noop() -> AmpHandle | NoOpHandle:
+def _current_or_noop() -> _current.Handle | NoOpHandle:
     return _current.handle if _current.handle is not None else NoOpHandle()

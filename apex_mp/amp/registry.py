@@ -143,7 +143,7 @@ def _register(module: Any, name: str, cast: str) -> None:
     handle = _current.handle
     try:
         if handle is not None:
-            handle._install(registration)
+            registration.install(handle._patches, handle._caster)
         else:  # Try it now: the line to blame is this one, not a later init().
             trial = Patches()
             trial.install(module, name, functools.partial(_decorate, cast=cast))

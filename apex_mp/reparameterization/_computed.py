@@ -5,24 +5,40 @@ from __future__ import annotations
 import copyreg
 import functools
 import types
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from apex_mp.reparameterization.reparameterization import Reparameterization
+from torch.nn import Parameter
 
 _KEY = "_reparameterizations"
 
 
-def computed(module: nn.Module) -> dict[str, Reparameterization]:
+class Computes(Protocol):
+    """What `Reparameterization` is to this module and to the plans."""
+
+    dim: int | None
+    reparameterization_names: list[str]
+
+    def __init__(self, name: str, dim: int | None, module: nn.Module) -> None: ...
+
+    def compute_weight(self, module: nn.Module | None = None, name: str | None = None) -> Tensor:
+        """Return the weight."""
+
+    def reparameterize(
+        self, name: str, weight: Tensor, dim: int | None
+    ) -> tuple[Sequence[str], Sequence[Parameter]]:
+        """Return the names and values of new parameters."""
+
+
+def computed(module: nn.Module) -> dict[str, Computes]:
     """Return what computes which attributes of a module, without those of its children."""
-    present: dict[str, Reparameterization] = module.__dict__.get(_KEY, {})
+    present: dict[str, Computes] = module.__dict__.get(_KEY, {})
     return present
 
 
-def start(module: nn.Module, name: str, reparameterization: Reparameterization) -> None:
+def start(module: nn.Module, name: str, reparameterization: Computes) -> None:
     """Compute the attribute `name` from now on; the parameter of that name is gone by now."""
     _become(module, {**computed(module), name: reparameterization})
 
@@ -32,7 +48,7 @@ def stop(module: nn.Module, name: str) -> None:
     _become(module, {key: value for key, value in computed(module).items() if key != name})
 
 
-def _become(module: nn.Module, reparameterizations: dict[str, Reparameterization]) -> None:
+def _become(module: nn.Module, reparameterizations: dict[str, Computes]) -> None:
     # A new dict each time: shallow copies of a module share the old one.
     module.__dict__[_KEY] = reparameterizations
     own = type(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from torch import nn
 from torch.nn import Parameter
@@ -14,20 +14,18 @@ from torch.nn.utils.parametrize import ParametrizationList
 from apex_mp._log import logger
 from apex_mp.reparameterization import _computed
 
-if TYPE_CHECKING:
-    from apex_mp.reparameterization.reparameterization import Reparameterization
-
+R = TypeVar("R", bound=_computed.Computes)
 _logger = logger("apex_mp.reparameterization")
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Generic[R]):
     """One weight that is to be computed."""
 
     owner: nn.Module
     name: str
-    reparameterization: Reparameterization
+    reparameterization: R
     params: list[Parameter]
 
     def carry_out(self) -> None:
@@ -39,9 +37,7 @@ class Plan:
         _computed.start(self.owner, self.name, self.reparameterization)
 
 
-def plan_one(
-    kind: type[Reparameterization], module: nn.Module, name: str, dim: int | None
-) -> Plan | None:
+def plan_one(kind: type[R], module: nn.Module, name: str, dim: int | None) -> Plan[R] | None:
     """Return the plan for one weight; None, and a line in the log, if it is none to compute.
 
     Args:
@@ -66,9 +62,7 @@ def plan_one(
     return _plan(kind, owner, local, name, dim, None)
 
 
-def plan_all(
-    kind: type[Reparameterization], module: nn.Module, dim: int | None, whole: nn.Module
-) -> list[Plan]:
+def plan_all(kind: type[R], module: nn.Module, dim: int | None, whole: nn.Module) -> list[Plan[R]]:
     """Return the plans for all weights of more than one dimension, but those of embeddings.
 
     Args:
@@ -81,7 +75,7 @@ def plan_all(
     parts = {*module.modules()}
     elsewhere = {param: name for name, owner, _, param in _named(whole) if owner not in parts}
     of_embeddings = {param for _, owner, _, param in own if isinstance(owner, EMBEDDINGS)}
-    plans: dict[Parameter, Plan] = {}
+    plans: dict[Parameter, Plan[R]] = {}
     result = []
     for full, owner, local, weight in own:
         present = _computed.computed(owner)
@@ -128,7 +122,7 @@ def _parted(full: str, others: list[str]) -> ValueError:
     )
 
 
-def _already(full: str, present: Reparameterization) -> ValueError:
+def _already(full: str, present: _computed.Computes) -> ValueError:
     return ValueError(
         f"{full} is computed by {type(present).__name__} already; call remove_reparameterization "
         "before"
@@ -136,13 +130,13 @@ def _already(full: str, present: Reparameterization) -> ValueError:
 
 
 def _plan(
-    kind: type[Reparameterization],
+    kind: type[R],
     owner: nn.Module,
     local: str,
     full: str,
     dim: int | None,
-    same: Plan | None,
-) -> Plan:
+    same: Plan[R] | None,
+) -> Plan[R]:
     """Plan one weight; with the parameters of `same`, if that is a plan for the same weight."""
     weight = owner._parameters[local]
     assert weight is not None
