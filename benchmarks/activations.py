@@ -30,7 +30,7 @@ from apex_mp import amp
 from apex_mp.amp import _current
 from apex_mp.master import stored_grad
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
-from benchmarks import activation_report, memory_probe
+from benchmarks import activation_report, memory_probe, step_machine
 from benchmarks.activation_models import QUICK, TASKS, Task
 from benchmarks.amp import environment
 
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     }
     print(activation_report.page(results))
     folder = args.results or (Path("build") / "bench" if args.quick else RESULTS)
-    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
+    slug = step_machine.slug(facts["device"])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"activations-{slug}.json"
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -10,8 +10,6 @@ the longer step takes. All take turns, round after round; the table gives median
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from torch import nn
 
 from apex_mp import amp
 from apex_mp.optimizers import FusedAdam
-from benchmarks import step_machine
-from benchmarks.amp import environment
+from benchmarks.saved import measure_and_save
 from benchmarks.step_device import seconds
 from benchmarks.step_report import markdown
 
@@ -115,20 +112,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     args = parser.parse_args(argv)
     size = {"layers": args.layers, "width": args.width, "rounds": args.rounds}
-    begin = step_machine.now()
-    results = {
-        "environment": environment(args.device),
-        "runs": [measure(args.device, tokens=each, **size) for each in args.tokens],
-    }
-    results["environment"]["taken_by_others"] = step_machine.taken_by_others(
-        begin, step_machine.now()
-    )
-    slug = re.sub(r"[^a-z0-9]+", "-", results["environment"]["device"].lower()).strip("-")
-    path = args.results / f"half-copy-{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(page(results), f"Written: {path}", sep="\n\n")
-    return results
+
+    def measured() -> dict[str, Any]:
+        return {"runs": [measure(args.device, tokens=each, **size) for each in args.tokens]}
+
+    path = str(args.results / "half-copy-{}.json")
+    return measure_and_save(path, args.device, measured, page)
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def _amp() -> Callable[[], Any]:
         loss = model(torch.ones(2, 8)).float().sum()
         optimizer.zero_grad()
         with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+            scaled_loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step

@@ -13,7 +13,6 @@ import contextlib
 import gc
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from apex_mp import __version__
-from benchmarks import memory_probe, memory_report
+from benchmarks import memory_probe, memory_report, step_machine
 from benchmarks.amp import environment
 from benchmarks.memory_cases import (
     CASES,
@@ -137,7 +136,7 @@ def measure(
 
 def place_of(args: argparse.Namespace, facts: dict[str, Any]) -> Path:
     """Return where the JSON goes: beside the published results only if everything was measured."""
-    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
+    slug = step_machine.slug(facts["device"])
     folder = args.results or (Path("build") / "bench" if args.quick else RESULTS)
     return Path(folder) / f"memory-{slug}.json"
 

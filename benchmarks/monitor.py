@@ -11,8 +11,6 @@ They run in float32 on the CPU, where torch's float16 layers are many times slow
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,8 @@ from torch import Tensor, nn
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam
-from benchmarks import step_machine
 from benchmarks.activation_models import QUICK, TASKS, Task
-from benchmarks.amp import environment
+from benchmarks.saved import measure_and_save
 from benchmarks.step_device import seconds
 from benchmarks.step_report import markdown
 
@@ -116,20 +113,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="a small model, to try the program")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     args = parser.parse_args(argv)
-    begin = step_machine.now()
-    results = {
-        "environment": environment(args.device),
-        "run": measure((QUICK if args.quick else TASKS)[0], args.device, rounds=args.rounds),
-    }
-    results["environment"]["taken_by_others"] = step_machine.taken_by_others(
-        begin, step_machine.now()
-    )
-    slug = re.sub(r"[^a-z0-9]+", "-", results["environment"]["device"].lower()).strip("-")
-    path = args.results / f"monitor-{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(page(results), f"Written: {path}", sep="\n\n")
-    return results
+    task = (QUICK if args.quick else TASKS)[0]
+
+    def measured() -> dict[str, Any]:
+        return {"run": measure(task, args.device, rounds=args.rounds)}
+
+    path = str(args.results / "monitor-{}.json")
+    return measure_and_save(path, args.device, measured, page)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
-import re
 import statistics
 import warnings
 from collections.abc import Callable
@@ -28,8 +26,7 @@ from apex_mp.normalization import (
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
 )
-from benchmarks import step_machine
-from benchmarks.amp import environment
+from benchmarks.saved import measure_and_save
 from benchmarks.step_device import seconds
 from benchmarks.step_report import markdown
 
@@ -209,24 +206,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    begin = step_machine.now()
-    results = {
-        "environment": environment(args.device),
-        "runs": [
-            measure(case, *shape, args.device, args.rounds)
-            for case in CASES
-            for shape in args.shapes
-        ],
-    }
-    results["environment"]["taken_by_others"] = step_machine.taken_by_others(
-        begin, step_machine.now()
-    )
-    slug = re.sub(r"[^a-z0-9]+", "-", results["environment"]["device"].lower()).strip("-")
-    path = args.results / f"normalization-{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(page(results), f"Written: {path}", sep="\n\n")
-    return results
+
+    def measured() -> dict[str, Any]:
+        pairs = [(case, shape) for case in CASES for shape in args.shapes]
+        return {"runs": [measure(case, *shape, args.device, args.rounds) for case, shape in pairs]}
+
+    path = str(args.results / "normalization-{}.json")
+    return measure_and_save(path, args.device, measured, page)
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -18,7 +18,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import statistics
 import sys
 import time
@@ -119,7 +118,7 @@ def place_of(args: argparse.Namespace, facts: dict[str, Any]) -> Path:
     whole = whole and DEVICES[args.device].is_real and args.seconds == math.inf
     whole = whole and not args.extensions
     folder = args.results or (RESULTS if whole else Path("build") / "bench")
-    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
+    slug = step_machine.slug(facts["device"])
     which = "host-" if args.host else "variants-" if args.extensions else ""
     return Path(folder) / f"step-{which}{slug}.json"
 

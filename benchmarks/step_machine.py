@@ -1,8 +1,9 @@
-"""How much of the processors others took while benchmarks.step measured: it spoils figures."""
+"""How much of the processors others took while a benchmark ran, and what machines are called."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,11 @@ def now() -> Clock | None:
         return None
     own = sum(os.times()[:4])
     return clock(STAT.read_text().splitlines()[0], own, time.monotonic(), os.sysconf("SC_CLK_TCK"))
+
+
+def slug(name: str) -> str:
+    """Return the name of a device as part of a path: "NVIDIA H200" is "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def taken_by_others(begin: Clock | None, end: Clock | None) -> dict[str, float] | None:
