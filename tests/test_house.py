@@ -116,6 +116,11 @@ def test_no_modules_of_apex_mp_import_each_other_in_a_circle() -> None:
     assert source.import_circles(house.ROOT / "apex_mp") == []
 
 
+def test_one_class_delegates_to_an_inner_optimizer() -> None:
+    (place,) = source.delegating_optimizers(house.ROOT / "apex_mp")
+    assert place.endswith("DelegatingOptimizer")
+
+
 def test_a_step_of_fused_adam_runs_lines_of_eight_modules_at_most() -> None:
     modules = house.modules_run("FusedAdam")
     assert "apex_mp.optimizers._fused" in modules

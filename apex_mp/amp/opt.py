@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from apex_mp._state_checks import as_dict
@@ -15,10 +14,11 @@ from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.step_guard import step_was_skipped
 from apex_mp.fp16_utils import _inner_state
 from apex_mp.loss_scale import is_of_grad_scaler
+from apex_mp.parallel._delegating import ForwardingOptimizer
 from apex_mp.parallel.checkpoint_view import CheckpointView, with_checkpoint_view
 
 
-class OptimWrapper(torch.optim.Optimizer):
+class OptimWrapper(ForwardingOptimizer):
     """What `amp_handle.wrap_optimizer(optimizer, num_loss)` returns.
 
     Between two steps each loss is scaled once, always in the same order:
@@ -41,8 +41,9 @@ class OptimWrapper(torch.optim.Optimizer):
         ValueError: `num_loss` is less than 1.
     """
 
+    _inner_name = "_optimizer"
+
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
-        # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own.
         if isinstance(optimizer, OptimWrapper) or not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"wrap_optimizer: optimizer is a {type(optimizer).__name__}; it must be an "
@@ -121,52 +122,6 @@ class OptimWrapper(torch.optim.Optimizer):
             "An OptimWrapper was given to a GradScaler, but scales losses itself; use "
             "optimizer.scale_loss(loss) and optimizer.step() without GradScaler"
         )
-
-    # What torch.optim.Optimizer has, handed to the inner optimizer. Whatever is not here goes
-    # through __getattr__: hooks too, which run where the step is taken.
-
-    @property
-    @with_checkpoint_view
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups."""
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
-
-    @property
-    @with_checkpoint_view
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self._optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The optimizer's defaults."""
-        defaults: dict[str, Any] = self._optimizer.defaults
-        return defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # Not there yet: a copy is being made.
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
-
-    def __repr__(self) -> str:
-        return repr(self._optimizer)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients: set them to None, or to zero."""
-        self._optimizer.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer."""
-        self._optimizer.add_param_group(param_group)
 
     @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from apex_mp.parallel.checkpoint_view import with_checkpoint_view
+from apex_mp.parallel._delegating import DelegatingOptimizer
 
 
-class Delegates(torch.optim.Optimizer):
+class Delegates(DelegatingOptimizer):
     """Properties over the inner optimizer, whose parameter groups hold the masters."""
 
+    _inner_name = "optimizer"
     optimizer: Any
-
-    @property
-    @with_checkpoint_view
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, which hold masters and fp32 parameters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    @with_checkpoint_view
-    def state(self) -> Any:
-        """The inner optimizer's state, by master."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's defaults."""
-        defaults: dict[str, Any] = self.optimizer.defaults
-        return defaults
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

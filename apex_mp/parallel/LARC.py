@@ -12,10 +12,11 @@ from torch import Tensor
 
 from apex_mp import tensors
 from apex_mp._options import check_number
+from apex_mp.parallel._delegating import ForwardingOptimizer
 from apex_mp.parallel.checkpoint_view import with_checkpoint_view
 
 
-class LARC(torch.optim.Optimizer):
+class LARC(ForwardingOptimizer):
     """Scale each gradient so that the step has a fixed ratio to its parameter's norm.
 
     The local rate is `trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`. Weight decay is
@@ -35,6 +36,8 @@ class LARC(torch.optim.Optimizer):
         ValueError: `trust_coefficient` or `eps` is below 0.
     """
 
+    _inner_name = "optim"
+
     def __init__(
         self,
         optimizer: Any,
@@ -42,7 +45,6 @@ class LARC(torch.optim.Optimizer):
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
-        # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own.
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"LARC: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
@@ -102,57 +104,11 @@ class LARC(torch.optim.Optimizer):
             scaled = (grad + weight_decay * param) * rate
             grad.copy_(torch.where(known, scaled, grad))
 
-    # What torch.optim.Optimizer has, handed to the inner optimizer. Whatever is not here goes
-    # through __getattr__: hooks too, which run where the step is taken.
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # One that scales by itself says so here.
         getattr(self.optim, "_step_supports_amp_scaling", None)
         return False  # found_inf is for who steps; the gradients would be scaled before.
-
-    @property
-    @with_checkpoint_view
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer inside."""
-        groups: list[dict[str, Any]] = self.optim.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = groups
-
-    @property
-    @with_checkpoint_view
-    def state(self) -> Any:
-        """The state of the optimizer inside."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the optimizer inside."""
-        defaults: dict[str, Any] = self.optim.defaults
-        return defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # Not there yet: a copy is being made.
-            raise AttributeError(name)
-        return getattr(self.optim, name)
-
-    def __repr__(self) -> str:
-        return repr(self.optim)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients: set them to None, or to zero."""
-        self.optim.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer inside."""
-        self.optim.add_param_group(param_group)
 
     @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:
