@@ -35,8 +35,9 @@ SMALL = [
     "--learning_rate",
     "1e-3",
 ]
-# 650 texts to judge by, and no dropout: what differs between two APIs is then not chance.
-LEARNS = [*SMALL, "--split", "0.6", "--dropout", "0", "--epochs", "8"]
+# 650 texts to judge by, no dropout and a small rate: float16 then stays within a point or two of
+# float32 for each seed, where seeds differ by six.
+LEARNS = [*SMALL, *"--split 0.6 --dropout 0 --learning_rate 3e-4 --epochs 10".split()]
 
 
 @pytest.fixture(scope="module")
