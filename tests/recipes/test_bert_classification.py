@@ -37,7 +37,7 @@ SMALL = [
 ]
 # 650 texts to judge by, no dropout and a small rate: float16 then stays within a point or two of
 # float32 for each seed, where seeds differ by six.
-LEARNS = [*SMALL, *"--split 0.6 --dropout 0 --learning_rate 3e-4 --epochs 10".split()]
+LEARNS = [*SMALL, "--split", "0.6", "--dropout", "0", "--learning_rate", "3e-4", "--epochs", "10"]
 
 
 @pytest.fixture(scope="module")
