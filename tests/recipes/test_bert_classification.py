@@ -202,7 +202,7 @@ def test_a_real_model_and_its_tokenizer_are_loaded(tsv: Path, tmp_path: Path) ->
         ("no tab", "line 2: 'no tab'; it must be label<TAB>text"),
         ("\ttext", "line 2: '\\ttext'; it must be label<TAB>text"),
         ("label\t ", "line 2: 'label\\t '; it must be label<TAB>text"),
-        ("one\tmore", "2 lines with fewer than two labels"),
+        ("one\tmore", "all labels of its 2 lines are equal; give two"),
     ],
 )
 def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
