@@ -155,7 +155,7 @@ AMP = {
         "amp/casting.py", "or torch.is_inference_mode_enabled()", "or False", "amp_cast_cache"
     ),
     "a namedtuple becomes a tuple": Mutant(
-        "amp/casting.py", "return value._make(items)", "return tuple(items)", "amp_casts"
+        "tensors.py", "return value._make(items)", "return tuple(items)", "amp_casts"
     ),
     "the inner of two disable_casts switches casts on": Mutant(
         "amp/switch.py", "thread.off -= 1", "thread.off = 0", "amp_threads"
@@ -720,8 +720,8 @@ SCALER = {
     ),
     "the outcome is a tensor that update writes": Mutant(
         "amp/_scaled_steps.py",
-        "torch.stack([device_scale.bring(each, home) for each in found_inf]).sum()",
-        "found_inf[0]",
+        "torch.stack([device_scale.bring(each, home) for each in found_inf.values()]).sum()",
+        "found_inf[home]",
         "grad_scaler_skips",
     ),
     "names of a step are those of gradients that came since": Mutant(
@@ -762,8 +762,8 @@ MONITOR = {
         "_step_notes.py", "            listener.withdraw_step()\n", "            pass\n", "monitor"
     ),
     "a norm outlives the step that it was measured for": Mutant(
-        "amp/grad_scaler.py",
-        "            state[_NOTED] = norm, clip.reciprocal()\n",
+        "amp/_unscaling.py",
+        "            state[NOTED] = norm, clip.divisor.reciprocal()\n",
         "            _step_notes.measured(self, optimizer, grad_norm=norm)\n",
         "monitor",
     ),
@@ -853,8 +853,8 @@ MONITOR = {
     ),
     "a sample takes zeros for small numbers": Mutant(
         "monitor/exponents.py",
-        "if count and bin_ not in (_ZEROS, _NOT_FINITE)",
-        "if count and bin_ != _NOT_FINITE",
+        "by_bin.pop(_ZEROS, 0), by_bin",
+        "by_bin.get(_ZEROS, 0), by_bin",
         "monitor_exponents",
     ),
     "lost updates are counted in the dtype of the weights": Mutant(
