@@ -455,10 +455,16 @@ def test_a_monitor_changes_no_bit_of_a_training(probe: Any) -> None:
         assert torch.equal(plain, watched)
 
 
-@pytest.mark.parametrize("length", [0, -1, 2.0, True])
-def test_a_length_that_keeps_nothing_is_refused(length: Any) -> None:
-    with pytest.raises(ValueError, match="it must be an int of at least 1"):
-        Monitor(length=length)
+@pytest.mark.parametrize("name", ["length", "every", "after"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
+def test_a_count_that_is_no_positive_int_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be an int of at least 1"):
+        Monitor(model=torch.nn.Linear(1, 1), **{name: value})
+
+
+def test_a_model_that_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model is a str; it must be a torch\.nn\.Module"):
+        Monitor(model="net", every=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("source", [torch.nn.Linear(1, 1), 3, "optimizer"])
@@ -565,7 +571,26 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert {**vars(loaded), "steps": None} == {**vars(monitor.history), "steps": None}
 
 
-@pytest.mark.parametrize("text", ["[1]", "{}", '{"apex_mp_monitor": 99}', "no json"])
+def test_a_clip_factor_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
+    monitor = Monitor()
+    for clip in (math.inf, math.nan, 0.5):
+        monitor.record(clip=clip)
+    assert [step.clip for step in monitor.history.steps] == [None, None, 0.5]
+    monitor.save(tmp_path / "run.json")
+    assert History.load(tmp_path / "run.json").steps == monitor.history.steps
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "{}",
+        '{"apex_mp_monitor": 99}',
+        "no json",
+        '{"apex_mp_monitor": 1}',
+        '{"apex_mp_monitor": 1, "length": "x", "steps": 3}',
+    ],
+)
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run\.json is (no JSON|not what Monitor\.save writes)"):
@@ -616,6 +641,14 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     monitor.record()  # Nothing measured, nothing skipped.
     monitor.plot(tmp_path / "plain.svg")
     assert "not measured" in (tmp_path / "plain.svg").read_text()
+
+
+def test_a_scale_that_has_sunk_to_0_is_drawn(tmp_path: Path) -> None:
+    monitor = Monitor()
+    monitor.record(scale=2.0**-149, skipped=True)
+    monitor.record(scale=0.0, skipped=True)  # As the GradScaler of torch halves it.
+    monitor.plot(tmp_path / "run.svg")
+    assert "loss scale      0 at step 2, from 0 to 2^-149" in monitor.report()
 
 
 def run_report(*arguments: Any) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,16 @@ def test_a_plain_loop_can_sample() -> None:
     monitor.record(scale=4.0)
     (sample,) = monitor.history.samples
     assert sample.grads == (Exponents("weight", (2,), "bfloat16", {0: 1, 1: 1}, 0, 0),)
+
+
+def test_a_scale_that_has_sunk_to_0_is_no_error() -> None:
+    weight = parameter([1.0, 1.0], BF16)
+    weight.grad = torch.tensor([0.5, math.nan], dtype=BF16)
+    monitor = Monitor(model=Holder(weight=weight), every=1)
+    monitor.before_step(scale=0.0, unscaled=[BF16])
+    monitor.record(scale=0.0, skipped=True)
+    (sample,) = monitor.history.samples
+    assert sample.grads == (Exponents("weight", (2,), "bfloat16", {-1: 1}, 0, 1),)
 
 
 def test_gradients_that_no_operator_reads_are_left_out() -> None:
@@ -435,7 +446,7 @@ def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
     ("options", "wish"),
     [
         ({"every": 3}, "every is 3, but there is no model to look into; give it: .*, every=3"),
-        ({"every": 0, "model": nn.Linear(1, 1)}, "every is 0; it must be at least 1"),
+        ({"every": 0, "model": nn.Linear(1, 1)}, "every is 0; it must be an int of at least 1"),
     ],
 )
 def test_an_interval_that_there_is_not_is_refused(options: Any, wish: str) -> None:

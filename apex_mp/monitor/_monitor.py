@@ -89,8 +89,10 @@ class Monitor:
             before the step, for example to `lambda x=x, y=y: criterion(model(x), y)`.
 
     Raises:
-        TypeError: `source` is nothing that steps can be heard from.
-        ValueError: `length` is less than 1, or the handle has given its scale to wrappers.
+        TypeError: `source` is nothing that steps can be heard from, or `model` is no module.
+        ValueError: `length`, `every` or `after` is no int of at least 1, `every` or `after` is
+            given without `model`, `at_minimum` is another one, or the handle has given its scale
+            to wrappers.
     """
 
     def __init__(
@@ -106,20 +108,24 @@ class Monitor:
         after: int | None = None,
         at_minimum: str | Callable[[LossScaleExhaustedError], None] = "warn",
     ) -> None:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"Monitor: length is {length!r}; it must be an int of at least 1")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"Monitor: model is a {type(model).__name__}; it must be a torch.nn.Module"
+            )
+        for name, count in (("length", length), ("every", every), ("after", after)):
+            if count is None and name != "length":
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"Monitor: {name} is {count!r}; it must be an int of at least 1")
+            if model is None and name != "length":
+                raise ValueError(
+                    f"Monitor: {name} is {count!r}, but there is no model to look into; give it: "
+                    f"Monitor(source, model=model, {name}={count!r})"
+                )
         if at_minimum not in ("warn", "raise") and not callable(at_minimum):
             raise ValueError(
                 f'Monitor: at_minimum is {at_minimum!r}; it must be "warn", "raise" or a function'
             )
-        for name, value in (("every", every), ("after", after)):
-            if value is not None and value < 1:
-                raise ValueError(f"Monitor: {name} is {value!r}; it must be at least 1")
-            if value is not None and model is None:
-                raise ValueError(
-                    f"Monitor: {name} is {value!r}, but there is no model to look into; give it: "
-                    f"Monitor(source, model=model, {name}={value!r})"
-                )
         owner = _owner(source)
         self._awaited = _awaited(source)
         self._history = History(length)
@@ -132,9 +138,8 @@ class Monitor:
         self._at_minimum = at_minimum
         self.run: Callable[[], Tensor] | None = None
         self._samplers: dict[int, Sampler] = {}  # of the same steps
-        self._runs: dict[
-            int, Callable[[], Tensor]
-        ] = {}  # of steps of which the host has yet to hear
+        # Of steps of which the host has yet to hear.
+        self._runs: dict[int, Callable[[], Tensor]] = {}
         self._origin: Origin | None = None  # of the skipped steps that go on
         self._has_looked = self._has_warned = False
         self._begun = 0  # The number of the last step whose gradients were complete.
@@ -205,13 +210,12 @@ class Monitor:
         scale = known.get("scale", 1.0) if note.scale is None else float(note.scale)
         norm = note.grad_norm if note.scaled_norm is None else note.scaled_norm / scale
         norm, clip = known.get("grad_norm", norm), known.get("clip", note.clip)
-        is_finite = norm is not None and math.isfinite(norm)
         step = Step(
             number=number,
             scale=scale,
             skipped=bool(note.skipped),
-            grad_norm=norm if is_finite and not note.skipped else None,
-            clip=None if note.skipped else clip,
+            grad_norm=None if note.skipped else _if_finite(norm),
+            clip=None if note.skipped else _if_finite(clip),
             overflow=tuple(note.overflow),
         )
         self._history.add(step)
@@ -324,6 +328,11 @@ class Monitor:
         scale = self._history.steps[-1].scale if self._history.steps else None
         shown = "?" if scale is None else _report.power(scale)
         return {"scale": shown, "skips": str(self._history.skipped)}
+
+
+def _if_finite(value: float | None) -> float | None:
+    """Return a number, or None for inf and NaN, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _awaited(source: Any) -> str:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from apex_mp.monitor._report import power
 from apex_mp.monitor.exponents import LARGEST, SMALLEST, SMALLEST_NORMAL
 from apex_mp.monitor.history import History
 
@@ -80,8 +81,8 @@ def _subtitle(history: History) -> str:
 
 
 def _power(scale: float) -> str:
-    exponent = math.log2(scale)
-    return f"2$^{{{exponent:.0f}}}$" if exponent == int(exponent) else f"{scale:g}"
+    text = power(scale)
+    return f"2$^{{{text[2:]}}}$" if text.startswith("2^") else text
 
 
 def _draw_scale(axes: Axes, history: History) -> None:
@@ -99,7 +100,8 @@ def _draw_scale(axes: Axes, history: History) -> None:
         )  # fmt: skip
         axes.legend(frameon=False, loc="best")
     axes.set(title="Loss scale")
-    axes.set_yscale("log", base=2)
+    if any(step.scale for step in steps):  # torch's GradScaler can sink to 0.
+        axes.set_yscale("log", base=2)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.margins(y=0.15)
     axes.grid(axis="y")

@@ -197,7 +197,7 @@ class Sampler:
 
     def sample(self, step: int, scale: float) -> Sample:
         """Return what was counted, of a step whose loss scale is known by now."""
-        shift = round(math.log2(scale))
+        shift = round(math.log2(scale)) if scale else 0  # torch's GradScaler can sink to 0.
         grads = []
         for _, (name, shape, dtype, by_bin) in sorted(self._told.items()):
             moved = shift if dtype in self._unscaled else 0

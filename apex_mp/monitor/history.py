@@ -105,6 +105,16 @@ class History:
             ValueError: The file holds something else.
         """
         values = _read(path)
+        try:
+            return cls._of(values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is not what Monitor.save writes: {error!r}; it must be a file "
+                "that nothing else has changed"
+            ) from error
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any]) -> History:
         history = cls(values["length"])
         for step in values["steps"]:
             overflow = tuple(

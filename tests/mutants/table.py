@@ -780,7 +780,10 @@ MONITOR = {
         "monitor",
     ),
     "a skipped step counts as clipped": Mutant(
-        "monitor/_monitor.py", "clip=None if note.skipped else clip,", "clip=clip,", "monitor"
+        "monitor/_monitor.py",
+        "clip=None if note.skipped else _if_finite(clip),",
+        "clip=clip,",
+        "monitor",
     ),
     "results of a device are taken out of order": Mutant(
         "monitor/_monitor.py",
