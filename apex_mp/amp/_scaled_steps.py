@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C, _step_notes, device_scale, tensors
+from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scaled_grads import Measured
 from apex_mp.fp16_utils._skips import (
     SKIPS_BEFORE_WARNING,
@@ -49,8 +50,6 @@ class ScaledSteps:
         self._optimizer = weakref.ref(optimizer)
         self._model = model
         self._scaler = weakref.ref(scaler)
-        self._sum_sq: Sequence[float] = ()  # of the last step's gradients, if measured
-        self._measured_unscaled = False  # whether those were unscaled
         self._found_inf: bool | Tensor = False  # of the last step
         self._report: list[NonFinite] = []
         self._marks = _C.GradMarks()  # the gradients of the last step
@@ -71,10 +70,16 @@ class ScaledSteps:
 
     # The end of a step.
 
-    def end_step(self, skipped: bool, sum_sq: Sequence[float]) -> None:
-        """Take note of a step that the host has waited for; see `outcome`."""
-        self._found_inf, self._sum_sq = skipped, sum_sq
-        self._take_note(skipped, self._locate)
+    def end_step(self, skipped: bool, sum_sq: Sequence[float], measured: Measured | None) -> None:
+        """Take note of a step that the host has waited for.
+
+        Args:
+            skipped: Whether it was skipped.
+            sum_sq: Sums of squares that `outcome` has read; empty if nothing was measured.
+            measured: What is known of each gradient.
+        """
+        self._found_inf = skipped
+        self._take_note(skipped, sum_sq, measured, self._locate)
 
     def end_fused_step(
         self, found_inf: Mapping[torch.device, Tensor], measured: Measured | None
@@ -85,10 +90,9 @@ class ScaledSteps:
             found_inf: By device, not 0 if gradients there held inf or NaN.
             measured: What is known of each gradient.
         """
-        self._measured_unscaled = measured is not None and measured.unscaled
         remote = [device for device in found_inf if device.type in device_scale.DEVICE_TYPES]
         if not remote:
-            self.end_step(*outcome(found_inf, measured))
+            self.end_step(*outcome(found_inf, measured), measured)
             return
         home = remote[0]
         # A copy: GradScaler.update() writes to one of them.
@@ -122,13 +126,16 @@ class ScaledSteps:
                 if id(param) in rows
             ]
 
-        self._sum_sq = sums
-        self._measured_unscaled = measured is not None and measured.unscaled
-        self._take_note(found != 0.0, locate)
+        self._take_note(found != 0.0, sums, measured, locate)
 
-    def _take_note(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
+    def _take_note(
+        self,
+        skipped: bool,
+        sum_sq: Sequence[float],
+        measured: Measured | None,
+        locate: Callable[[], list[NonFinite]],
+    ) -> None:
         self._count(skipped, locate)
-        sum_sq, self._sum_sq = self._sum_sq, ()
         scaler, optimizer = self._scaler(), self._optimizer()
         if sum_sq and not any(sum_sq) and not self._has_seen_zeros and optimizer is not None:
             self._has_seen_zeros = True
@@ -143,11 +150,12 @@ class ScaledSteps:
         if scaler is None or not _step_notes.heard(scaler, optimizer):
             return
         norm = math.sqrt(sum(sum_sq)) if sum_sq else None
+        unscaled = measured is not None and measured.unscaled
         note = _step_notes.StepNote(
             skipped,
             lowest=scaler._lowest,
-            grad_norm=norm if self._measured_unscaled else None,
-            scaled_norm=None if self._measured_unscaled else norm,
+            grad_norm=norm if unscaled else None,
+            scaled_norm=None if unscaled else norm,
             overflow=self._report if skipped else (),
         )
         _step_notes.after(scaler, optimizer, note=note)
@@ -172,8 +180,7 @@ class ScaledSteps:
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        return [param for group in groups for param in group["params"]]
+        return [] if optimizer is None else params_of(optimizer)
 
     def _named_params(self) -> Iterator[tuple[str, Tensor]]:
         optimizer = self._optimizer()
@@ -192,7 +199,7 @@ class ScaledSteps:
 
     # Parameters without masters.
 
-    def watch_updates(self) -> LostUpdates | None:
+    def watch_updates(self) -> LostUpdateCounter | None:
         """Return what watches the step that is about to be taken, if there is reason to."""
         optimizer = self._optimizer()
         if self._has_looked_at_updates or optimizer is None:
@@ -206,9 +213,9 @@ class ScaledSteps:
         }
         named = [(name, p) for name, p in self._named_params() if id(p) in without_master]
         self._has_looked_at_updates = not named and len(moving) == len(optimizer.param_groups)
-        return LostUpdates(type(optimizer).__name__, named) if named else None
+        return LostUpdateCounter(type(optimizer).__name__, named) if named else None
 
-    def check_updates(self, lost: LostUpdates | None) -> None:
+    def check_updates(self, lost: LostUpdateCounter | None) -> None:
         """Warn once that parameters have no masters, after the first step that was taken."""
         if lost is None or device_scale.is_capturing():
             return
@@ -222,7 +229,7 @@ class ScaledSteps:
             lambda numbers: self._warn_of_lost(lost, numbers.tolist()),
         )
 
-    def _warn_of_lost(self, lost: LostUpdates, numbers: Sequence[float]) -> None:
+    def _warn_of_lost(self, lost: LostUpdateCounter, numbers: Sequence[float]) -> None:
         found_inf, unchanged, total = numbers
         if found_inf or self._has_looked_at_updates:
             return
@@ -255,7 +262,7 @@ def outcome(
     return skipped, read
 
 
-class LostUpdates:
+class LostUpdateCounter:
     """Counts the weights that a step leaves as they are although their gradient is not zero.
 
     Args:

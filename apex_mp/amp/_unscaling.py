@@ -263,5 +263,8 @@ def refuse_no_optimizer(caller: str, optimizer: Any) -> None:
 
 
 def refuse_own_scaling(optimizer: Any) -> None:
-    """Raise the RuntimeError of an optimizer that scales the loss by itself."""
+    """Raise the RuntimeError of an optimizer that scales the loss by itself.
+
+    `FP16_Optimizer` and `OptimWrapper` raise it when their `_step_supports_amp_scaling` is read.
+    """
     is_fused(optimizer)

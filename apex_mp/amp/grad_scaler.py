@@ -197,10 +197,10 @@ class GradScaler(UnscalingGradScaler):
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        found_inf = optimizer_state["found_inf_per_device"]
-        skipped, sum_sq = outcome(found_inf, optimizer_state.get(MEASURED))
+        measured = optimizer_state.get(MEASURED)
+        skipped, sum_sq = outcome(optimizer_state["found_inf_per_device"], measured)
         value = None if skipped else optimizer.step(*args, **kwargs)
-        self._steps_of(optimizer).end_step(skipped, sum_sq)
+        self._steps_of(optimizer).end_step(skipped, sum_sq, measured)
         return value
 
     def _steps_of(self, optimizer: torch.optim.Optimizer) -> ScaledSteps:

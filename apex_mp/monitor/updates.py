@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.fp16_utils._skips import ParamNames
 from apex_mp.master import LOW_PRECISION
 from apex_mp.optimizers._state import has_master
 
@@ -56,8 +57,8 @@ def lost_updates(
     """
     if isinstance(optimizer, FP16_Optimizer):
         return []
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    wide = {id(param): _wide(param, scale) for param in params}
+    named = [*ParamNames(None, model).params(optimizer.param_groups)]
+    wide = {id(param): _wide(param, scale) for _, param in named}
     memo: Any = dict(wide)
     twin = copy.deepcopy(optimizer, memo)
     for state in twin.state.values():
@@ -67,16 +68,14 @@ def lost_updates(
                 state[name] = value.double()
     before = {key: param.detach().clone() for key, param in wide.items()}
     twin.step()
-    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if param.dtype not in LOW_PRECISION or param.grad is None or has_master(param, group):
-                continue
-            fallback = group.get("param_names") or {index: f"group {number}, parameter {index}"}
-            name = names.get(id(param), fallback[index])
-            found.append(_count(name, param, before[id(param)], wide[id(param)].detach()))
-    return found
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    return [
+        _count(name, param, before[id(param)], wide[id(param)].detach())
+        for name, param in named
+        if param.dtype in LOW_PRECISION
+        and param.grad is not None
+        and not has_master(param, group_of[id(param)])
+    ]
 
 
 def _wide(param: Tensor, scale: float) -> Parameter:
