@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from apex_mp import amp
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 
-NEVER = 2**31 - 1  # steps
-
 
 class Fp32:
     """Training in float32; what other precisions do otherwise is in the classes below."""
@@ -111,11 +109,7 @@ class ByAutocast(Fp32):
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         super().__init__(model, args)
-        self.scaler = torch.amp.GradScaler(
-            self.device,
-            init_scale=args.loss_scale or 2.0**16,
-            growth_interval=2000 if args.loss_scale == 0 else NEVER,
-        )
+        self.scaler = torch.amp.GradScaler(self.device, init_scale=args.loss_scale or 2.0**16)
         self.parts = {"scaler": self.scaler}
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -130,6 +124,8 @@ class ByAutocast(Fp32):
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.skipped = self.scaler.get_scale() < before
+        if self.scale != "dynamic":  # torch has no static scale.
+            self.scaler.update(self.scale)
 
     def was_skipped(self) -> bool:
         return self.skipped

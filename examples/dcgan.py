@@ -15,6 +15,7 @@ is written to --outf after each epoch; --resume goes on from it to the same bits
 from __future__ import annotations
 
 import argparse
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -106,10 +107,12 @@ def make_discriminator(args: argparse.Namespace, channels: int) -> nn.Sequential
     """An image to one logit, half as large and twice as deep with every layer."""
     widths = [args.ndf * size // 4 for size in sizes_to(args.imageSize)]
     layers: list[nn.Module] = []
-    for width, next_width in zip([channels, *widths], widths):  # noqa: B905
-        layers += [nn.Conv2d(width, next_width, 4, 2, 1, bias=False)]
-        layers += [nn.BatchNorm2d(next_width)] * (width != channels)
-        layers += [nn.LeakyReLU(0.2, inplace=True)]
+    for width, next_width in itertools.pairwise([channels, *widths]):
+        is_first = not layers
+        layers.append(nn.Conv2d(width, next_width, 4, 2, 1, bias=False))
+        if not is_first:
+            layers.append(nn.BatchNorm2d(next_width))
+        layers.append(nn.LeakyReLU(0.2, inplace=True))
     layers += [nn.Conv2d(widths[-1], 1, 4, bias=False), nn.Flatten(0)]
     return nn.Sequential(*layers).apply(initialize_weights)
 

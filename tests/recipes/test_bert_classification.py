@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ EXAMPLES = ROOT / "examples"
 SCRIPT = EXAMPLES / "bert_classification.py"
 sys.path.append(str(EXAMPLES))
 
+import bert_apis  # noqa: E402
 import bert_classification as bert  # noqa: E402
 import bert_data  # noqa: E402
 
@@ -95,6 +97,20 @@ def test_mixed_precision_reaches_the_accuracy_of_float32(
     api: str, accuracies: dict[str, float]
 ) -> None:
     assert accuracies[api] >= accuracies["none"] - 2.0
+
+
+def test_a_static_scale_of_autocast_is_the_same_after_a_skipped_step() -> None:
+    args = bert.parse_args([*SMALL, "--amp", "autocast", "--loss_scale", "128"])
+    model = torch.nn.Linear(2, 2)
+    api = bert_apis.ByAutocast(model, args)
+    skipped = []
+    for factor in (math.inf, 1.0):
+        api.backward(factor * model(torch.ones(1, 2)).sum())
+        api.step()
+        api.optimizer.zero_grad()
+        skipped.append(api.was_skipped())
+        assert api.loss_scale() == 128.0
+    assert skipped == [True, False]
 
 
 def test_without_a_learning_rate_nothing_is_learnt(

@@ -53,6 +53,19 @@ def test_without_learning_nothing_is_drawn(tmp_path: Path) -> None:
     assert not has_learned(table(run(tmp_path, "--lr", "0", "--niter", "2", "--opt_level", "O0")))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_all_layers_of_the_discriminator_but_the_first_have_a_norm(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import dcgan
+
+    args = dcgan.parse_args(["--imageSize=16", f"--ndf={channels}", "--device=cpu"])
+    layers = [type(layer).__name__ for layer in dcgan.make_discriminator(args, channels)]
+    first, later = ["Conv2d", "LeakyReLU"], ["Conv2d", "BatchNorm2d", "LeakyReLU"]
+    assert layers == [*first, *later, "Conv2d", "Flatten"]
+
+
 def same_bits(left: object, right: object) -> bool:
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and torch.equal(left, right)
