@@ -1,4 +1,4 @@
-"""What becomes of steps, for those who listen: apex_mp.monitor. Without a listener it is one test.
+"""Notify listeners, such as apex_mp.monitor, of the outcome of steps; without any it is one test.
 
 A holder of a loss scale takes a step within `announced`, and calls `after` when it knows what
 became of the step, in the order of the steps. On a device that the host does not wait for that is
@@ -65,7 +65,7 @@ listeners: weakref.WeakKeyDictionary[Any, list[Listener]] = weakref.WeakKeyDicti
 
 
 def listen(owner: Any, listener: Listener) -> None:
-    """Have a listener hear of an owner's steps, as long as there is the owner."""
+    """Notify a listener of an owner's steps; the owner is not kept alive."""
     listeners.setdefault(owner, []).append(listener)
 
 
@@ -80,7 +80,7 @@ def unlisten(listener: Listener) -> None:
 
 
 def heard(*owners: Any) -> list[Listener]:
-    """Return who listens to one of the owners; None stands for no owner."""
+    """Return the listeners of the owners, each once; None stands for no owner."""
     if not listeners:
         return []
     found = [each for owner in owners if owner is not None for each in listeners.get(owner, ())]
@@ -91,7 +91,7 @@ def heard(*owners: Any) -> list[Listener]:
 def announced(
     *owners: Any, scale: float | Tensor, unscaled: Collection[torch.dtype] = ()
 ) -> Iterator[None]:
-    """Say that the gradients of a step are complete, which is taken within; and if it raises.
+    """Notify listeners that gradients are complete and the step is taken within, or raises.
 
     Args:
         owners: Whose step it is.
@@ -113,13 +113,13 @@ def measured(
     grad_norm: float | Tensor | None = None,
     clip: float | Tensor | None = None,
 ) -> None:
-    """Say what was measured for the next step, before `announced`."""
+    """Notify listeners of what was measured for the next step; call it before `announced`."""
     for listener in heard(*owners):
         listener.note(grad_norm=grad_norm, clip=clip)
 
 
 def after(*owners: Any, note: StepNote) -> None:
-    """Say what became of a step. A listener may raise: be done with the step before."""
+    """Notify listeners of the outcome of a step. They may raise: finish the step before."""
     for listener in heard(*owners):
         listener.after_step(note)
 

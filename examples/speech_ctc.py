@@ -237,12 +237,14 @@ class Run:
 
     def held(self, data: list[Utterance]) -> tuple[float, float]:
         """Return KiB of the model, and KiB that autograd holds for backward for an utterance."""
-        own = {t.data_ptr() for t in [*self.model.parameters(), *self.model.buffers()]}
+        parts = [*self.model.parameters(), *self.model.buffers()]
+        own = {part.untyped_storage().data_ptr() for part in parts}
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
-            if tensor.data_ptr() not in own:
-                saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()  # Views of one are held once.
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         state = self.model.state_dict().values()

@@ -161,9 +161,7 @@ def test_only_the_gradients_of_the_optimizer_are_clipped(device: torch.device) -
         assert_same_bits(param.grad, wanted.grad)
 
 
-def test_gradients_on_several_devices_have_one_norm(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_on_several_devices_have_one_norm(device: torch.device) -> None:
     params = [Parameter(torch.ones(3, device=device)), Parameter(torch.ones(4))]
     optimizer = FusedAdam(params)
     scaler = new_scaler(device, init_scale=2.0)

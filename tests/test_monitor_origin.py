@@ -368,6 +368,23 @@ def test_a_checkpointed_part_is_named(planted: Any) -> None:
 # What is left as it was.
 
 
+@pytest.mark.parametrize("with_layer_before", [True, False])
+def test_a_reentrant_checkpoint_is_refused(with_layer_before: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(2, 2) if with_layer_before else nn.Identity()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.before(x), use_reentrant=True)
+
+    model, x = Checkpointed(), torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"find_nonfinite: .* reentrant .* use_reentrant=False"):
+        find_nonfinite(model, lambda: model(x).sum())
+    assert x.grad is None
+
+
 @pytest.mark.parametrize("planted", [nn.ReLU, Inf, BadBackward])
 def test_gradients_buffers_and_random_numbers_are_as_before(planted: Any) -> None:
     model = Net(planted())

@@ -20,7 +20,7 @@ from apex_mp.amp._scaled_steps import ScaledSteps
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
-NOTED = "apex_mp_noted"  # norm and clip factor, for who listens to the step
+NOTED = "apex_mp_noted"  # norm and clip factor, for listeners of the step
 _CLIPPED = "apex_mp_clipped"  # that `clip_grad_norm_` has measured scaled gradients
 
 

@@ -1,4 +1,4 @@
-"""GradScaler: that of torch, which also takes float16 gradients and tells of skipped steps."""
+"""GradScaler: that of torch, which also takes float16 gradients and reports skipped steps."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class GradScaler(UnscalingGradScaler):
         return value
 
     def _announced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Tell who listens that a step is taken within, and what was measured for it."""
+        """Notify listeners of the step that is taken within, and of what was measured for it."""
         if not _step_notes.listeners or self._scale is None:
             return contextlib.nullcontext()
         state = self._per_optimizer_states[id(optimizer)]

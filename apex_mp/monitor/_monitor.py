@@ -149,16 +149,16 @@ class Monitor:
             _step_notes.listen(owner, self)
 
     def close(self) -> None:
-        """Stop listening; what was heard stays."""
+        """Stop listening; recorded steps stay."""
         device_scale.settle(wait=True)
         _step_notes.unlisten(self)
 
-    # What is heard.
+    # What the source reports.
 
     def before_step(
         self, scale: float | Tensor = 1.0, unscaled: Collection[torch.dtype] = ()
     ) -> None:
-        """Hear that the gradients of the next step are complete.
+        """Begin the next step, whose gradients are complete.
 
         A plain loop calls it before its step if gradients are to be sampled, and `record` after it.
 
@@ -202,7 +202,7 @@ class Monitor:
         self._measured.setdefault(number, {})[name] = values[0]
 
     def after_step(self, note: StepNote) -> None:
-        """Hear what became of a step."""
+        """Record the outcome of a step."""
         device_scale.settle(wait=True)  # The host knows of the step, so it has waited, if need be.
         number = self._history.total + 1
         self._begun = max(self._begun, number)
@@ -226,7 +226,7 @@ class Monitor:
         self._judge(step, note.lowest)
 
     def withdraw_step(self) -> None:
-        """Hear that a step has raised an error after `before_step`."""
+        """Forget the step that `before_step` began, because it raised an error."""
         if self._begun > self._history.total:
             kept: Any
             for kept in (self._measured, self._runs, self._samplers):
@@ -290,7 +290,7 @@ class Monitor:
         if self._callback is not None:
             self._callback(step)
 
-    # What was heard.
+    # What was recorded.
 
     @property
     def history(self) -> History:

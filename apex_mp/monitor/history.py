@@ -91,7 +91,7 @@ class History:
             "samples": [dataclasses.asdict(sample) for sample in self.samples],
             "steps": [dataclasses.asdict(step) for step in self.steps],
         }
-        # Through a file of its own: who reads while we write finds a whole file.
+        # Written beside and renamed: a reader never sees half of the file.
         target = Path(path)
         new = target.with_name(target.name + ".new")
         new.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")

@@ -101,6 +101,7 @@ def find_nonfinite(
     Raises:
         TypeError: `model` is no module, `run` is no function, or it returns no tensor.
         ValueError: The loss is no scalar, or does not depend on parameters.
+        RuntimeError: Forward is finite, and has reentrant activation checkpoints.
     """
     anything: Any = model
     if not isinstance(anything, torch.nn.Module):
@@ -275,6 +276,12 @@ class _Search:
     def found_in_backward(self, loss: Tensor) -> Origin | None:
         """Run backward; return where the first inf or NaN was made."""
         self._claim(loss, None)
+        if any(node.name() == "CheckpointFunctionBackward" for node in self._made_by):
+            # torch.autograd.grad raises an error in it, or passes it by: it has no parameters.
+            raise RuntimeError(
+                "find_nonfinite: the model has reentrant activation checkpoints, whose backward "
+                "cannot be looked into; call torch.utils.checkpoint with use_reentrant=False"
+            )
         found: list[Origin] = []
 
         def look(node: Any, made: Any, given: Any) -> None:
