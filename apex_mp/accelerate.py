@@ -150,6 +150,7 @@ class _Scaling(Accelerator):  # type: ignore[misc]
             return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Unscale gradients in place, and clip each element as torch does."""
         with self._clipping(parameters) as params:
             super().clip_grad_value_(params, clip_value)
 

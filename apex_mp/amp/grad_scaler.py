@@ -119,7 +119,7 @@ class GradScaler(UnscalingGradScaler):
             kwargs: Likewise.
 
         Returns:
-            What `optimizer.step` returned; None if another than a fused one was skipped.
+            What `optimizer.step` returned; None if it is not fused and the step was skipped.
 
         Raises:
             AssertionError: No parameter of an optimizer that is not fused has a gradient.

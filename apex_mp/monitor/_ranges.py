@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class Range:
         return ", ".join(words)
 
 
-def tensors_in(values: Any) -> Iterable[tuple[str, Tensor]]:
+def tensors_in(values: Any) -> list[tuple[str, Tensor]]:
     """Return all floating tensors in tuples, lists and dicts, and where they stand."""
     if isinstance(values, Tensor):
         values = [values]

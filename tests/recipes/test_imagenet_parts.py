@@ -47,8 +47,8 @@ def test_sync_bn_puts_synchronised_batch_norms_into_the_model(
     run: Callable[..., Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripts.training, "fit", lambda args, training, *_: training.model)
-    for way, flag in (("main_amp", ""), ("main_fp16_optimizer --fp16", "")):
-        plain, synchronised = run(way, flag), run(way, "--sync_bn")
+    for way in ("main_amp", "main_fp16_optimizer --fp16"):
+        plain, synchronised = run(way, ""), run(way, "--sync_bn")
         for model, kind in ((plain, nn.BatchNorm2d), (synchronised, SyncBatchNorm)):
             norms = [each for each in model.modules() if "BatchNorm" in type(each).__name__]
             assert len(norms) == 9
