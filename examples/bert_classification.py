@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import socket
 import statistics
@@ -304,13 +305,18 @@ def work(rank: int, args: argparse.Namespace) -> None:
         torch.set_num_threads(max((os.cpu_count() or 1) // args.world, 1))
     dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=args.world)
     try:
-        run = train(args)
-        accuracy, predicted = run.evaluate()
-        if rank == 0:
-            report(run, accuracy, predicted)
+        train_and_report(args)
         dist.barrier()  # gloo may wait for ever for a process that has left.
     finally:
+        gc.collect()  # The model goes before its process group: see docs/parallel.md.
         dist.destroy_process_group()
+
+
+def train_and_report(args: argparse.Namespace) -> None:
+    run = train(args)
+    accuracy, predicted = run.evaluate()
+    if args.rank == 0:
+        report(run, accuracy, predicted)
 
 
 def summary_of_run(args: argparse.Namespace) -> dict[str, Any]:
@@ -412,8 +418,7 @@ def main(argv: list[str] | None = None) -> None:
             os.environ.setdefault("MASTER_PORT", str(free_port()))
             torch.multiprocessing.spawn(work, (args,), args.world)
         else:
-            run = train(args)
-            report(run, *run.evaluate())
+            train_and_report(args)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
 

@@ -121,6 +121,18 @@ def test_a_batch_that_is_finite_now_is_said_to_be() -> None:
     assert monitor.history.origins == {1: "all is finite when the batch is run once more"}
 
 
+def test_training_goes_on_if_the_origin_cannot_be_searched_for() -> None:
+    optimizer, monitor, model = watched(after=1)
+
+    def run() -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monitor.run = run
+    optimizer.backward(pull((model.weight, INF)))
+    optimizer.step()
+    assert monitor.history.origins == {1: "their origin is unknown: out of memory"}
+
+
 # The smallest scale.
 
 

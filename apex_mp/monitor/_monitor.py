@@ -262,11 +262,14 @@ class Monitor:
         is_due = is_exhausted or (self._after is not None and in_a_row >= self._after)
         if is_due and not self._has_looked and self._model is not None and run is not None:
             self._has_looked = True
-            self._origin = find_nonfinite(self._model, run, scale=step.scale)
-            told = "all is finite when the batch is run once more"
-            self._history.origins[step.number] = str(self._origin or told)
+            try:
+                self._origin = find_nonfinite(self._model, run, scale=step.scale)
+                found = str(self._origin or "all is finite when the batch is run once more")
+            except RuntimeError as error:  # Out of memory, for one: the training goes on.
+                found = f"their origin is unknown: {error}"
+            self._history.origins[step.number] = found
             if not is_exhausted:
-                _LOG.warning("%d steps in a row were skipped; %s", in_a_row, self._origin or told)
+                _LOG.warning("%d steps in a row were skipped; %s", in_a_row, found)
         if is_exhausted:
             self._act_at_minimum(LossScaleExhaustedError(step, self._origin))
 

@@ -33,39 +33,46 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
     if args.keep_batchnorm_fp32:
         api += f", keep_batchnorm_fp32 {args.keep_batchnorm_fp32}"
     with training.session(args, api) as (images, val):
-        module = common.make_model(args.arch, len(images.classes)).to(args.device)
-        if args.sync_bn:
-            module = convert_syncbn_model(module)
-        optimizer = FusedSGD(
-            module.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-        )
-        module, optimizer = amp.initialize(
-            module,
-            optimizer,
-            opt_level=level,
-            keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-            loss_scale=args.loss_scale,
-        )
-        model = DistributedDataParallel(module) if args.world > 1 else module
+        return fit(args, api, images, val, level)
 
-        def step(batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            output = model(batch).float()
-            loss = F.cross_entropy(output, target)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            return output, loss
 
-        way = training.Training(
-            api,
-            module,
-            optimizer,
-            step,
-            loss_scale=lambda: amp.state_dict()["loss_scaler0"]["loss_scale"],
-            others={"amp": amp},
-        )
-        return training.fit(args, way, images, val)
+def fit(
+    args: argparse.Namespace, api: str, images: common.Folder, val: common.Folder, level: str
+) -> list[dict[str, float]]:
+    """Train in this process, which has joined the others."""
+    module = common.make_model(args.arch, len(images.classes)).to(args.device)
+    if args.sync_bn:
+        module = convert_syncbn_model(module)
+    optimizer = FusedSGD(
+        module.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
+    module, optimizer = amp.initialize(
+        module,
+        optimizer,
+        opt_level=level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+    )
+    model = DistributedDataParallel(module) if args.world > 1 else module
+
+    def step(batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(batch).float()
+        loss = F.cross_entropy(output, target)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return output, loss
+
+    way = training.Training(
+        api,
+        module,
+        optimizer,
+        step,
+        loss_scale=lambda: amp.state_dict()["loss_scaler0"]["loss_scale"],
+        others={"amp": amp},
+    )
+    return training.fit(args, way, images, val)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:

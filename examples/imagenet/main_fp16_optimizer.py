@@ -53,38 +53,45 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
         kind = "dynamic loss scale" if args.dynamic_loss_scale else f"static loss scale {scale}"
         api = f"FP16_Optimizer, {kind}"
     with training.session(args, api) as (images, val):
-        module = common.make_model(args.arch, len(images.classes)).to(args.device)
-        if args.sync_bn:
-            module = convert_syncbn_model(module)
-        if is_asked_for(args):
-            module = network_to_half(module)
-        model = DistributedDataParallel(module) if args.world > 1 else module
-        optimizer: Any = FusedSGD(
-            module.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-        )
-        if is_asked_for(args):
-            optimizer = FP16_Optimizer(
-                optimizer,
-                static_loss_scale=scale,
-                dynamic_loss_scale=args.dynamic_loss_scale,
-                model=module,
-            )
+        return fit(args, api, images, val, scale)
 
-        def step(batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            output = model(batch).float()
-            loss = F.cross_entropy(output, target)
-            optimizer.zero_grad()
-            if is_asked_for(args):
-                optimizer.backward(loss)
-            else:
-                loss.backward()
-            optimizer.step()
-            return output, loss
 
-        way = training.Training(
-            api, module, optimizer, step, lambda: getattr(optimizer, "loss_scale", 1.0)
+def fit(
+    args: argparse.Namespace, api: str, images: common.Folder, val: common.Folder, scale: float
+) -> list[dict[str, float]]:
+    """Train in this process, which has joined the others."""
+    module = common.make_model(args.arch, len(images.classes)).to(args.device)
+    if args.sync_bn:
+        module = convert_syncbn_model(module)
+    if is_asked_for(args):
+        module = network_to_half(module)
+    model = DistributedDataParallel(module) if args.world > 1 else module
+    optimizer: Any = FusedSGD(
+        module.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
+    if is_asked_for(args):
+        optimizer = FP16_Optimizer(
+            optimizer,
+            static_loss_scale=scale,
+            dynamic_loss_scale=args.dynamic_loss_scale,
+            model=module,
         )
-        return training.fit(args, way, images, val)
+
+    def step(batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(batch).float()
+        loss = F.cross_entropy(output, target)
+        optimizer.zero_grad()
+        if is_asked_for(args):
+            optimizer.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        return output, loss
+
+    way = training.Training(
+        api, module, optimizer, step, lambda: getattr(optimizer, "loss_scale", 1.0)
+    )
+    return training.fit(args, way, images, val)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:

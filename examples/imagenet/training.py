@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -97,6 +98,7 @@ def session(args: argparse.Namespace, api: str) -> Iterator[tuple[Folder, Folder
             yield train, val
         finally:
             if args.world > 1:
+                gc.collect()  # The model goes before its process group: see docs/parallel.md.
                 dist.destroy_process_group()
 
 

@@ -122,6 +122,37 @@ def test_a_published_command_line_lowers_the_loss_and_says_first_which_api_runs(
         )
 
 
+# Runs a script and prints how many parallel models there are when its process group is destroyed.
+COUNT_MODELS = """
+import gc, runpy, sys
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+destroy = dist.destroy_process_group
+
+def count_and_destroy():
+    print(sum(isinstance(each, DistributedDataParallel) for each in gc.get_objects()), "models")
+    destroy()
+
+dist.destroy_process_group = count_and_destroy
+own, rank, script, *flags = sys.argv
+sys.argv = [script, rank, *flags]
+sys.path.insert(0, script.rpartition("/")[0])
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["main_amp.py", "main_fp16_optimizer.py"])
+def test_the_model_is_gone_before_its_process_group(
+    script: str, folder: Path, tmp_path: Path
+) -> None:
+    counting = tmp_path / "count_models.py"
+    counting.write_text(COUNT_MODELS)
+    arguments = [str(counting), str(SCRIPTS / script), "--epochs=1", str(folder)]
+    output, _ = start([*LAUNCH.split(), *arguments], tmp_path)
+    assert [line for line in output.splitlines() if "models" in line] == ["0 models"] * 2
+
+
 def test_without_a_folder_the_digits_are_learnt(scripts: SimpleNamespace, tmp_path: Path) -> None:
     flags = ["--opt-level=O0", "--epochs=3", "--device=cpu", f"--save={tmp_path}"]
     rows = scripts.main_amp.main(flags)
