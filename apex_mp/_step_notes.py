@@ -47,7 +47,12 @@ class StepNote:
 class Listener(Protocol):
     """Hears of the steps of one owner."""
 
-    def before_step(self, scale: float | Tensor, unscaled: Collection[torch.dtype]) -> None:
+    def before_step(
+        self,
+        scale: float | Tensor,
+        unscaled: Collection[torch.dtype],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
         """The gradients of a step are complete; see `announced`."""
 
     def note(self, *, grad_norm: float | Tensor | None, clip: float | Tensor | None) -> None:
@@ -89,7 +94,10 @@ def heard(*owners: Any) -> list[Listener]:
 
 @contextlib.contextmanager
 def announced(
-    *owners: Any, scale: float | Tensor, unscaled: Collection[torch.dtype] = ()
+    *owners: Any,
+    scale: float | Tensor,
+    unscaled: Collection[torch.dtype] = (),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[None]:
     """Notify listeners that gradients are complete and the step is taken within, or raises.
 
@@ -97,9 +105,10 @@ def announced(
         owners: Whose step it is.
         scale: Their loss scale: a number, or one on a device.
         unscaled: Dtypes of gradients that it was taken out of already.
+        optimizer: The one whose gradients these are; others' lie as they may [None: all are].
     """
     for listener in heard(*owners):
-        listener.before_step(scale, unscaled)
+        listener.before_step(scale, unscaled, optimizer)
     try:
         yield
     except BaseException:
@@ -119,9 +128,18 @@ def measured(
 
 
 def after(*owners: Any, note: StepNote) -> None:
-    """Notify listeners of the outcome of a step. They may raise: finish the step before."""
+    """Notify listeners of the outcome of a step. They may raise: finish the step before.
+
+    All hear of it; then the first error is raised.
+    """
+    errors = []
     for listener in heard(*owners):
-        listener.after_step(note)
+        try:
+            listener.after_step(note)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def norm_and_clip(

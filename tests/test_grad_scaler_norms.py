@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -214,6 +215,15 @@ def test_a_monitor_hears_the_norm_of_the_unscaled_gradients(way: str, device: to
     [step] = monitor.history.steps
     assert step.grad_norm == pytest.approx(norm / scaler.get_scale(), rel=1e-5)
     monitor.close()
+
+
+@pytest.mark.parametrize("make", [FusedLAMB, functools.partial(FusedAdam, max_grad_norm=1.0)])
+def test_a_step_without_gradients_has_no_norms(make: Any, device: torch.device) -> None:
+    optimizer, scaler = make(make_params(device)), new_scaler(device)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = None
+    scaler.step(optimizer)
+    assert not scaler.step_was_skipped(optimizer)
 
 
 def test_lamb_is_clipped_by_the_norm_of_all_groups(device: torch.device) -> None:

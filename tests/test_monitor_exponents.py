@@ -13,6 +13,7 @@ from fp16_cases import BF16, F16, F32, PROBES, parameter, pull, wrap
 from torch import Tensor, nn
 
 from apex_mp import _ops, amp, device_scale
+from apex_mp.fp16_utils import model_grads_to_master_grads, prep_param_lists
 from apex_mp.monitor import Exponents, History, Monitor, Sample, _report, lost_updates
 from apex_mp.monitor import exponents as module
 from apex_mp.monitor.exponents import Sampler
@@ -136,6 +137,33 @@ def test_gradients_of_a_grad_scaler_are_counted_scaled(unscales: bool) -> None:
     (sample,) = monitor.history.samples
     assert sample.scale == 8.0
     assert sample.grads == (Exponents("weight", (3,), "float32", {-17: 1, 4: 1}, 1, 0),)
+
+
+def test_gradients_whose_masters_are_stepped_are_counted_as_they_lie() -> None:
+    model = torch.nn.Linear(3, 1, bias=False).half()
+    params, masters = prep_param_lists(model)
+    optimizer, scaler = torch.optim.SGD(masters, lr=1.0), amp.GradScaler("cpu", init_scale=8.0)
+    monitor = Monitor(scaler, model=model, every=1)
+    scaler.scale(pull((model.weight, 2.0))).backward()
+    model_grads_to_master_grads(params, masters)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    (sample,) = monitor.history.samples
+    assert [grad.counts for grad in sample.grads] == [{4: 3}]
+
+
+def test_of_several_optimizers_those_gradients_are_counted_that_are_stepped() -> None:
+    one, two = parameter([1.0] * 3, F32), parameter([1.0] * 3, F32)
+    optimizers = FusedAdam([one]), torch.optim.SGD([two], lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    monitor = Monitor(scaler, model=Holder(one=one, two=two), every=1)
+    scaler.scale(pull((one, 2.0), (two, 4.0))).backward()
+    scaler.clip_grad_norm_(optimizers[0], 0.01)
+    scaler.unscale_(optimizers[1])
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    found = [[(g.name, g.counts) for g in s.grads] for s in monitor.history.samples]
+    assert found == [[("one", {4: 3})], [("two", {5: 3})]]
 
 
 def test_inf_and_nan_are_counted_apart() -> None:

@@ -536,3 +536,44 @@ def test_no_model_is_called_none() -> None:
     nothing: Any = None
     with pytest.raises(TypeError, match=r"model is None; it must be a torch\.nn\.Module"):
         find_nonfinite(nothing, lambda: torch.ones(()))
+
+
+def embedding() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    return model, lambda: model(torch.tensor([1, 1, 2])).sum()
+
+
+def test_a_sparse_gradient_is_looked_into() -> None:
+    model, run = embedding()
+    assert find_nonfinite(model, run) is None
+    # Each is finite; what they add up to in a row is not.
+    model[1].requires_grad_(False)
+    model[1].weight.fill_(0.75)
+    origin = find_nonfinite(model, run, scale=2.0**128 * 0.9)
+    assert origin is not None
+    assert (origin.phase, origin.module, origin.operation) == (
+        "backward",
+        "0",
+        "EmbeddingBackward0",
+    )
+    assert (origin.results[0].shape, origin.results[0].inf) == ((5, 3), 3)
+
+
+class Cache(nn.Module):
+    """Has a buffer that its first forward fills, and makes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.late = torch.ones(3)
+        self.register_buffer("new", torch.ones(3))
+        return self.weight * x
+
+
+def test_buffers_that_forward_makes_are_gone_afterwards() -> None:
+    model = Cache()
+    assert find_nonfinite(model, lambda: model(torch.ones(3)).sum()) is None
+    assert model._buffers == {"late": None}

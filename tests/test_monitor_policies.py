@@ -254,6 +254,17 @@ def test_the_smallest_scale_of_a_grad_scaler_raises(made: Any) -> None:
     assert [step.scale for step in monitor.history.steps] == [2.0, 1.0]
 
 
+def test_another_monitor_hears_of_the_step_at_which_one_raises() -> None:
+    weight = ones(2, dtype=torch.float32)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=1.0, min_scale=1.0)
+    first, second = Monitor(scaler, at_minimum="raise"), Monitor(scaler, at_minimum="raise")
+    scaler.scale(pull((weight, INF))).backward()
+    with pytest.raises(LossScaleExhaustedError, match="step 1 was skipped"):
+        scaler.step(optimizer)
+    assert [first.history.skipped, second.history.skipped] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "wish"),
     [

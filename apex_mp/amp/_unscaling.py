@@ -188,13 +188,15 @@ class UnscalingGradScaler(BoundedGradScaler):
         return _scaled_grads.join_flags(found)
 
     def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-        """Return the l2 norm of each group's gradients, as they lie, if that is known.
+        """Return the l2 norm of each group's gradients, as they lie, if it is known.
 
-        After `unscale_` it is not: edits through `grad.data` and collectives of torch.distributed
-        change no version counter.
+        It is not if there are none, nor after `unscale_`: edits through `grad.data` and collectives
+        of torch.distributed change no version counter.
         """
         measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
-        if measured is None or measured.unscaled or not measured.is_of(params_of(optimizer)):
+        if measured is None or measured.unscaled or not measured.sum_sq:
+            return None
+        if not measured.is_of(params_of(optimizer)):
             return None
         norms: list[Tensor] = measured.norms(optimizer.param_groups)
         return norms

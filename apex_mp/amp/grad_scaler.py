@@ -155,7 +155,9 @@ class GradScaler(UnscalingGradScaler):
             norm, clip = state[NOTED]
             _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip)
         unscaled = _FLOATING if state["stage"] is OptState.UNSCALED else ()
-        return _step_notes.announced(self, optimizer, scale=self._scale, unscaled=unscaled)
+        return _step_notes.announced(
+            self, optimizer, scale=self._scale, unscaled=unscaled, optimizer=optimizer
+        )
 
     def _step_fused(
         self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any

@@ -156,7 +156,10 @@ class Monitor:
     # What the source reports.
 
     def before_step(
-        self, scale: float | Tensor = 1.0, unscaled: Collection[torch.dtype] = ()
+        self,
+        scale: float | Tensor = 1.0,
+        unscaled: Collection[torch.dtype] = (),
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Begin the next step, whose gradients are complete.
 
@@ -165,13 +168,19 @@ class Monitor:
         Args:
             scale: Their loss scale: a number, or one on a device [1].
             unscaled: Dtypes of gradients that it was taken out of already [none].
+            optimizer: The one whose gradients these are: they alone are sampled. If it steps
+                masters, those of the model are, as they lie [None: it owns all].
         """
         self._begun += 1
         self._keep(self._begun, scale=scale)
         if self.run is not None:
             self._runs[self._begun] = self.run
         if self._every is not None and self._begun % self._every == 0 and self._model is not None:
-            named = self._model.named_parameters()
+            named = [*self._model.named_parameters()]
+            if optimizer is not None:
+                owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                own = [(name, param) for name, param in named if id(param) in owned]
+                named, unscaled = (own, unscaled) if own else (named, ())
             grads = ((name, param.grad) for name, param in named if param.grad is not None)
             self._samplers[self._begun] = sampler = Sampler(grads, unscaled)
             sampler.run()

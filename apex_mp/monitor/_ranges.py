@@ -72,14 +72,20 @@ def ranges_of(values: Any) -> list[Range]:
     return [range_of(path, each) for path, each in tensors_in(values)]
 
 
+def _numbers_in(values: Tensor) -> Tensor:
+    """Return the numbers of a tensor, for which a sparse one has no operators."""
+    numbers = values.detach()
+    return numbers.coalesce().values() if numbers.is_sparse else numbers
+
+
 def holds_nonfinite(values: Tensor) -> bool:
     """Whether a floating tensor holds inf or NaN."""
-    return values.is_floating_point() and not bool(torch.isfinite(values.detach()).all())
+    return values.is_floating_point() and not bool(torch.isfinite(_numbers_in(values)).all())
 
 
 def is_more_than_minus_inf(values: Tensor) -> bool:
     """Whether a floating tensor holds NaN or +inf."""
-    numbers = values.detach()
+    numbers = _numbers_in(values)
     return values.is_floating_point() and bool((numbers.isnan() | numbers.isposinf()).any())
 
 
@@ -90,12 +96,12 @@ def is_wrong(values: Tensor) -> bool:
 
 def range_of(name: str, values: Tensor) -> Range:
     """Return what a tensor holds; the host waits."""
-    numbers = values.detach()
+    numbers = _numbers_in(values)
     sizes = numbers.abs()[numbers.isfinite()].double()
     present = sizes[sizes > 0]
     return Range(
         name,
-        (*numbers.shape,),
+        (*values.shape,),
         str(numbers.dtype).removeprefix("torch."),
         present.min().item() if present.numel() else None,
         sizes.max().item() if sizes.numel() else None,

@@ -348,23 +348,24 @@ class _Search:
 def _all_restored(model: torch.nn.Module) -> Iterator[None]:
     """Put back gradients, buffers and random numbers: the very tensors, which nothing writes to."""
     grads = [(param, param.grad) for param in model.parameters()]
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    clones = {
+        id(buffer): buffer.detach().clone()
+        for _, held in buffers
+        for buffer in held.values()
         if buffer is not None
-    ]
-    clones = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
+    }
     gpus = {param.device for param in model.parameters() if param.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in gpus)):
         try:
             for param, _ in grads:
                 param.grad = None
-            for module, name, buffer in buffers:
-                module._buffers[name] = clones[id(buffer)]
+            for module, held in buffers:
+                module._buffers.update({k: clones.get(id(each)) for k, each in held.items()})
             yield
         finally:
             for param, grad in grads:
                 param.grad = grad
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
+            for module, held in buffers:
+                module._buffers.clear()
+                module._buffers.update(held)
