@@ -33,6 +33,7 @@ class StepNote:
         clip: What the gradients were multiplied by to clip them, the smallest factor if groups have
             their own; None if nothing was measured.
         overflow: Which gradients held inf or NaN.
+        optimizer: The one that takes the step, if others share its loss scale; else None.
     """
 
     skipped: bool
@@ -42,6 +43,7 @@ class StepNote:
     scaled_norm: float | None = None
     clip: float | None = None
     overflow: Sequence[NonFinite] = ()
+    optimizer: Any = None
 
 
 class Listener(Protocol):

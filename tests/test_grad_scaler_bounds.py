@@ -151,3 +151,22 @@ def test_the_host_never_waits_for_a_bounded_scale(device: torch.device) -> None:
     with Waits() as waits:
         scaler.update()
     assert waits.count == 0
+
+
+def test_overflows_are_counted_anew_when_the_scale_is_set(device: torch.device) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler(device.type, init_scale=8.0, hysteresis=2)
+
+    def overflow() -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * math.inf).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    overflow()
+    assert scaler.state_dict()["overflows"] == 1
+    scaler.update(64.0)
+    assert scaler.state_dict()["overflows"] == 0
+    overflow()
+    assert scaler.get_scale() == 64.0

@@ -74,6 +74,13 @@ class ScaleBounds:
             **factors,
         )
 
+    def forget_overflows(self) -> None:
+        """Count overflows anew, because the scale was set; a GPU is not waited for."""
+        if isinstance(self.overflows, Tensor):
+            self.overflows.zero_()
+        else:
+            self.overflows = 0
+
     def state(self) -> dict[str, Any]:
         """Return all of it as plain values, for a checkpoint; a GPU is waited for."""
         return {
@@ -132,6 +139,8 @@ class BoundedGradScaler(torch.amp.GradScaler):
                 self._update_within_bounds()
             else:
                 super().update(new_scale)
+                if new_scale is not None:
+                    self._bounds.forget_overflows()
         except AssertionError as error:
             raise with_advice(
                 error,

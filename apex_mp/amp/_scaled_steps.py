@@ -157,6 +157,7 @@ class ScaledSteps:
             grad_norm=norm if unscaled else None,
             scaled_norm=None if unscaled else norm,
             overflow=self._report if skipped else (),
+            optimizer=optimizer,
         )
         _step_notes.after(scaler, optimizer, note=note)
 

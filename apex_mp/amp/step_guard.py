@@ -228,10 +228,15 @@ class StepGuard:
         lowest = None if scaler is None else scaler.lowest
         if overflow is not None:
             note = _step_notes.StepNote(
-                True, overflow.scale_before, lowest=lowest, overflow=overflow.report
+                True,
+                overflow.scale_before,
+                lowest=lowest,
+                overflow=overflow.report,
+                optimizer=optimizer,
             )
         else:
-            note = _step_notes.StepNote(False, None if scale is None else float(scale), lowest)
+            scale = None if scale is None else float(scale)
+            note = _step_notes.StepNote(False, scale, lowest, optimizer=optimizer)
         _step_notes.after(optimizer, scaler, note=note)
 
     def _step_with_closure(self, closure: Any, step: Callable[[Callable[[], Any]], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -54,6 +55,16 @@ class LossScaleExhaustedError(RuntimeError):
 
     def __reduce__(self) -> Any:
         return type(self), (self.step, self.origin)
+
+
+@dataclasses.dataclass
+class _Streak:
+    """Steps of one optimizer that were skipped in a row, and what was done about them."""
+
+    skips: int = 0
+    origin: Origin | None = None
+    has_looked: bool = False
+    has_warned: bool = False
 
 
 class Monitor:
@@ -140,8 +151,8 @@ class Monitor:
         self._samplers: dict[int, Sampler] = {}  # of the same steps
         # Of steps of which the host has yet to hear.
         self._runs: dict[int, Callable[[], Tensor]] = {}
-        self._origin: Origin | None = None  # of the skipped steps that go on
-        self._has_looked = self._has_warned = False
+        # Of optimizers whose steps are being skipped, by id.
+        self._streaks: dict[int, _Streak] = {}
         self._begun = 0  # The number of the last step whose gradients were complete.
         # What was measured for steps of which the host has yet to hear.
         self._measured: dict[int, dict[str, float]] = {}
@@ -232,7 +243,7 @@ class Monitor:
         if sampler is not None:
             self._history.samples.append(sampler.sample(number, scale))
         self._pass_on(step)
-        self._judge(step, note.lowest)
+        self._judge(step, note.lowest, id(note.optimizer))
 
     def withdraw_step(self) -> None:
         """Forget the step that `before_step` began, because it raised an error."""
@@ -260,35 +271,36 @@ class Monitor:
         """
         self.after_step(StepNote(skipped, scale, grad_norm=grad_norm, clip=clip))
 
-    def _judge(self, step: Step, lowest: float | None) -> None:
+    def _judge(self, step: Step, lowest: float | None, of: int) -> None:
         """Look for the origin of skips that go on, and say so if the scale cannot help."""
         run = self._runs.pop(step.number, self.run)
         if not step.skipped:
-            self._origin, self._has_looked, self._has_warned = None, False, False
+            self._streaks.pop(of, None)
             return
+        streak = self._streaks.setdefault(of, _Streak())
+        streak.skips += 1
         is_exhausted = lowest is not None and step.scale <= lowest
-        in_a_row = self._history.skips_in_a_row
-        is_due = is_exhausted or (self._after is not None and in_a_row >= self._after)
-        if is_due and not self._has_looked and self._model is not None and run is not None:
-            self._has_looked = True
+        is_due = is_exhausted or (self._after is not None and streak.skips >= self._after)
+        if is_due and not streak.has_looked and self._model is not None and run is not None:
+            streak.has_looked = True
             try:
-                self._origin = find_nonfinite(self._model, run, scale=step.scale)
-                found = str(self._origin or "all is finite when the batch is run once more")
+                streak.origin = find_nonfinite(self._model, run, scale=step.scale)
+                found = str(streak.origin or "all is finite when the batch is run once more")
             except RuntimeError as error:  # Out of memory, for one: the training goes on.
                 found = f"their origin is unknown: {error}"
             self._history.origins[step.number] = found
             if not is_exhausted:
-                _LOG.warning("%d steps in a row were skipped; %s", in_a_row, found)
+                _LOG.warning("%d steps in a row were skipped; %s", streak.skips, found)
         if is_exhausted:
-            self._act_at_minimum(LossScaleExhaustedError(step, self._origin))
+            self._act_at_minimum(LossScaleExhaustedError(step, streak.origin), streak)
 
-    def _act_at_minimum(self, error: LossScaleExhaustedError) -> None:
+    def _act_at_minimum(self, error: LossScaleExhaustedError, streak: _Streak) -> None:
         if self._at_minimum == "raise":
             raise error
         if callable(self._at_minimum):
             self._at_minimum(error)
-        elif not self._has_warned:
-            self._has_warned = True
+        elif not streak.has_warned:
+            streak.has_warned = True
             warn(str(error))
 
     def _pass_on(self, step: Step) -> None:
