@@ -798,7 +798,7 @@ MONITOR = {
         "monitor",
     ),
     "skips that go on are looked into each time": Mutant(
-        "monitor/_monitor.py", "            self._has_looked = True\n", "", "monitor_policies"
+        "monitor/_monitor.py", "            streak.has_looked = True\n", "", "monitor_policies"
     ),
     "the batch of another step is run again": Mutant(
         "monitor/_monitor.py",
@@ -832,7 +832,7 @@ MONITOR = {
     ),
     "buffers stay as the second run left them": Mutant(
         "monitor/origin.py",
-        "                module._buffers[name] = buffer\n",
+        "                module._buffers.clear()\n                module._buffers.update(held)\n",
         "                pass\n",
         "monitor_origin",
     ),
