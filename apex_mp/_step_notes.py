@@ -107,7 +107,7 @@ def announced(
         owners: Whose step it is.
         scale: Their loss scale: a number, or one on a device.
         unscaled: Dtypes of gradients that it was taken out of already.
-        optimizer: The one whose gradients these are; others' lie as they may [None: all are].
+        optimizer: The one whose gradients `scale` and `unscaled` describe [None: all].
     """
     for listener in heard(*owners):
         listener.before_step(scale, unscaled, optimizer)
@@ -132,7 +132,7 @@ def measured(
 def after(*owners: Any, note: StepNote) -> None:
     """Notify listeners of the outcome of a step. They may raise: finish the step before.
 
-    All hear of it; then the first error is raised.
+    All are notified; then the first error is raised.
     """
     errors = []
     for listener in heard(*owners):

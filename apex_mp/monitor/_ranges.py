@@ -73,7 +73,7 @@ def ranges_of(values: Any) -> list[Range]:
 
 
 def _numbers_in(values: Tensor) -> Tensor:
-    """Return the numbers of a tensor, for which a sparse one has no operators."""
+    """Return the values of a tensor; torch.isfinite and abs take no sparse one."""
     numbers = values.detach()
     return numbers.coalesce().values() if numbers.is_sparse else numbers
 
