@@ -23,19 +23,23 @@ EACH_TIME: tuple[str, ...] = ()
 NIGHTLY_ONLY = None
 TRAINER_PAGES = ("docs/trainers.md", "examples/trainers")
 OPERATORS = ("csrc", "tests/op_cases.py", "tests/test_operators.py")
+SHORT = ("PYTEST_ARGS=--short",)
+NOT_SLOW = ("PYTEST_ARGS=-m 'not slow'",)
 
 
 class Target(NamedTuple):
     """A target of the Makefile.
 
     Attributes:
-        core_minutes: What it costs on two cores of the processor that NIGHTLY names.
+        core_minutes: What it costs in CI, on two cores of the processor that NIGHTLY names.
         when: Each time, by `make nightly` only, or where one of these paths has changed.
+        in_ci: What CI hands to make beside the name, to run a part; `make nightly` runs all of it.
     """
 
     name: str
     core_minutes: float
     when: tuple[str, ...] | None
+    in_ci: tuple[str, ...] = ()
 
 
 # One after another. Then those for one core, two at a time, the longest first.
@@ -44,8 +48,8 @@ ON_BOTH_CORES = [
     Target("test", 9, EACH_TIME),
     Target("test-slow", 5, EACH_TIME),
     Target("processors", 1, EACH_TIME),
-    Target("cuda-on-cpu", 42, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers")),
-    Target("recipes", 10, ("csrc", "apex_mp", "tests/recipes", "examples")),
+    Target("cuda-on-cpu", 12, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
+    Target("recipes", 5, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
     Target("cuda-tests", 12, NIGHTLY_ONLY),
     Target("mutants", 15, NIGHTLY_ONLY),
 ]
@@ -83,14 +87,18 @@ def is_due(target: Target, last: dict[str, Any]) -> bool:
     return target.when == EACH_TIME or not last.get("passed") or last["trees"] != trees(target)
 
 
-def run(target: Target) -> dict[str, Any]:
+def run(target: Target, *arguments: str) -> dict[str, Any]:
     """Run `make target`, print how it ended, and return its entry in NIGHTLY."""
     start = time.monotonic()
     log = LOGS / f"{target.name}.log"
     with log.open("w") as output:
         # A process group, so that what the target has started is stopped with it.
         process = subprocess.Popen(
-            ["make", target.name], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+            ["make", target.name, *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             ending = "passed" if process.wait(LIMIT) == 0 else "FAILED"
@@ -141,14 +149,18 @@ def main() -> None:
         if target.when and target not in due and not nightly:
             print(f"make {target.name}: passed in {NIGHTLY.name} with the same {target.when}")
     results = {}
+
+    def run_due(target: Target) -> dict[str, Any]:
+        return run(target, *(() if nightly else target.in_ci))
+
     for target in ON_BOTH_CORES:
         if target in due:
-            results[target.name] = run(target)
+            results[target.name] = run_due(target)
             if target.name == "build" and not results["build"]["passed"]:
                 sys.exit("The rest was not run.")
     with ThreadPoolExecutor(2) as pool:
         others = [target for target in ON_ONE_CORE if target in due]
-        results |= zip((t.name for t in others), pool.map(run, others), strict=True)
+        results |= zip((t.name for t in others), pool.map(run_due, others), strict=True)
     seconds = round(time.monotonic() - start)
     failed = [name for name, result in results.items() if not result["passed"]]
     print(f"Failed: {', '.join(failed)}" if failed else "Everything passed", f"({seconds} s)")

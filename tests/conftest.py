@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda_only: needs --device cuda; left out without it")
     config.addinivalue_line(
         "markers",
-        "slow: starts processes or builds; make test leaves it out, make test-slow runs it",
+        "slow: starts processes, builds or trains long; make test and CI's recipes leave it out",
     )
     config.addinivalue_line(
         "markers", "any_torch: is as true of one torch as of another; make cuda-link leaves it out"

@@ -21,6 +21,7 @@ build test test-slow processors cuda-tests mutants cuda-link types sdist lint co
 	@echo $@ >> build/order
 clients trainers recipes cuda-on-cpu:
 	@echo $@ >> build/order; test ! -e src/bug
+	@echo "$(PYTEST_ARGS)" > build/arguments-of-$@
 """
 
 
@@ -76,6 +77,19 @@ def test_without_a_nightly_result_all_but_what_is_nightly_runs(
     names = {target.name for target in ci.ON_BOTH_CORES + ci.ON_ONE_CORE}
     assert passed
     assert ran == names - {"cuda-tests", "mutants", "coverage"}
+
+
+def test_a_part_of_a_target_runs_in_ci_and_all_of_it_in_the_nightly_run(
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arguments() -> list[str]:
+        names = ("cuda-on-cpu", "recipes", "clients")
+        return [Path(f"build/arguments-of-{name}").read_text().strip() for name in names]
+
+    run(ci, monkeypatch)
+    assert arguments() == ["--short", "-m 'not slow'", ""]
+    run(ci, monkeypatch, "--nightly")
+    assert arguments() == ["", "", ""]
 
 
 def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(

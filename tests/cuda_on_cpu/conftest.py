@@ -13,6 +13,11 @@ Outcome = tuple[int, str]  # exit status and output
 Job = Callable[[Libraries], Outcome]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "each net with cases that cover every pair of parameters, and bugs of changed files"
+    parser.addoption("--short", action="store_true", help=words)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "job(name, function): what a test wants to have been run")
 

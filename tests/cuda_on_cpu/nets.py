@@ -121,9 +121,10 @@ class RunNet:
     """A job: run a net on csrc/ as it is."""
 
     net: Net
+    arguments: tuple[str, ...] = ()
 
     def __call__(self, libraries: dict[str, Library]) -> tuple[int, str]:
-        return run(libraries[self.net.grid], self.net)
+        return run(libraries[self.net.grid], self.net, self.arguments)
 
 
 def _environment(library: Library, net: Net) -> dict[str, str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from nets import NETS, RunNet
 
-EACH_NET = [
-    pytest.param(marks=pytest.mark.job("net", RunNet(net)), id=name) for name, net in NETS.items()
-]
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    arguments = ("-p", "pairs") if metafunc.config.getoption("short") else ()
+    jobs = {name: pytest.mark.job("net", RunNet(net, arguments)) for name, net in NETS.items()}
+    metafunc.parametrize((), [pytest.param(marks=job, id=name) for name, job in jobs.items()])
 
 
-@pytest.mark.parametrize((), EACH_NET)
 def test_the_cuda_kernels_pass(outcomes: dict[str, tuple[int, str]]) -> None:
     status, output = outcomes["net"]
     assert status == 0, output[-20000:]

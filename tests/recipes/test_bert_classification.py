@@ -41,6 +41,8 @@ SMALL = [
 # float32 for each seed, where seeds differ by six.
 LEARNS = [*SMALL, "--split", "0.6", "--dropout", "0", "--learning_rate", "3e-4", "--epochs", "10"]
 
+SLOW_APIS = [pytest.param(api, marks=pytest.mark.slow) for api in ("init", "O1", "O2", "autocast")]
+
 
 @pytest.fixture(scope="module")
 def tsv(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -88,10 +90,12 @@ def accuracies() -> dict[str, float]:
     return {name: float(accuracy) for name, accuracy in rows}
 
 
+@pytest.mark.slow
 def test_float32_reaches_three_times_chance(accuracies: dict[str, float]) -> None:
     assert accuracies["none"] >= 3 * 100 / 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", [name for name in bert.APIS if name != "none"])
 def test_mixed_precision_reaches_the_accuracy_of_float32(
     api: str, accuracies: dict[str, float]
@@ -164,7 +168,7 @@ def test_accumulated_batches_have_the_losses_of_one_batch(tsv: Path, tmp_path: P
     assert two == pytest.approx(one, rel=0.01)
 
 
-@pytest.mark.parametrize("api", ["fp16_optimizer", "init", "O1", "O2", "autocast"])
+@pytest.mark.parametrize("api", ["fp16_optimizer", *SLOW_APIS])
 def test_a_killed_run_goes_on_to_the_same_bits(api: str, tsv: Path, tmp_path: Path) -> None:
     flags = ("--data", tsv, "--amp", api, "--epochs", "4", "--eval_step", "3", "--ckpt_path")
     whole = run(*flags, tmp_path / "whole")

@@ -78,7 +78,9 @@ def same_bits(left: object, right: object) -> bool:
     return left == right
 
 
-@pytest.mark.parametrize("flags", [["--opt_level", "O1"], ["--handle"]])
+@pytest.mark.parametrize(
+    "flags", [["--opt_level", "O1"], pytest.param(["--handle"], marks=pytest.mark.slow)]
+)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, flags: list[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run(whole, "--niter", "2", *flags)
