@@ -1,12 +1,12 @@
 """Mixed-precision training with the API of NVIDIA's apex (2018-2019), on today's PyTorch."""
 
-from apex_mp import _extension
 from apex_mp._version import __version__
+from apex_mp.core import extension
 
 try:
-    _extension.load()
+    extension.load()
 except ImportError:
-    if not _extension.is_environment_report():
+    if not extension.is_environment_report():
         raise
 else:
     from apex_mp import (
@@ -22,8 +22,8 @@ else:
         reparameterization,
     )
     from apex_mp._as_apex.install import install_as_apex, uninstall_as_apex
-    from apex_mp._float32_parts import keep_fp32
     from apex_mp.checkpoint import load_checkpoint, save_checkpoint
+    from apex_mp.core.float32_parts import keep_fp32
 
 __all__ = [
     "RNN",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp._trainers import grads_of, has_half_grads, missing_package
 from apex_mp.amp import GradScaler
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.trainers.common import grads_of, has_half_grads, missing_package
 
 try:
     from accelerate import Accelerator

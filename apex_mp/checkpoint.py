@@ -13,8 +13,8 @@ from typing import IO, Any
 import torch
 from torch import _weights_only_unpickler
 
-from apex_mp._pickled_names import names_in
-from apex_mp._pickled_scalers import Receivers
+from apex_mp.checkpointing.pickled_names import names_in
+from apex_mp.checkpointing.pickled_scalers import Receivers
 
 # How torch.save begins: an archive, or, until PyTorch 1.6, the pickle of a certain number.
 _ZIP_MAGIC = b"PK\x03\x04"

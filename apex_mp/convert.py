@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp import fp16_utils
-from apex_mp._convert_checks import (
+from apex_mp.checkpointing.convert_checks import (
     check_keys,
     check_model,
     check_optimizer,
     check_state,
     check_value,
 )
-from apex_mp._rename import renamed
-from apex_mp.master import LOW_PRECISION
+from apex_mp.checkpointing.rename import renamed
+from apex_mp.core.masters import LOW_PRECISION
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
 

@@ -1,7 +1,7 @@
 """A precision plugin for `import lightning`: `Trainer(plugins=[FP16Plugin()])`."""
 
-from apex_mp._lightning_plugin import ScaledPrecision
-from apex_mp._trainers import missing_package
+from apex_mp.trainers.common import missing_package
+from apex_mp.trainers.lightning_plugin import ScaledPrecision
 
 try:
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision

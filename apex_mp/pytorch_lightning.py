@@ -1,7 +1,7 @@
 """A precision plugin for `import pytorch_lightning`, whose classes are not those of `lightning`."""
 
-from apex_mp._lightning_plugin import ScaledPrecision
-from apex_mp._trainers import missing_package
+from apex_mp.trainers.common import missing_package
+from apex_mp.trainers.lightning_plugin import ScaledPrecision
 
 try:
     from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision

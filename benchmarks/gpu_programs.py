@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from apex_mp import _ops, device_scale
+from apex_mp.core import device_scale, ops
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from benchmarks.gpu_machine import ROOT
@@ -147,7 +147,7 @@ def read_beyond(device: str) -> None:
     grad = torch.zeros(4096, device=device)
     grad.untyped_storage().resize_(64)
     sums = torch.zeros(1, dtype=F64, device=device)
-    _ops.check_([grad], [0], torch.zeros(1, device=device), sums)
+    ops.check_([grad], [0], torch.zeros(1, device=device), sums)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ ANSWER = re.compile(r"(^|_)(found_inf|overflow|overflowed|skipped|finite|nonfini
 SCALE = re.compile(r"_?((cur|current|device|loss|init_loss)_)?scale_?$")
 RECORDS = {"dataclass", "NamedTuple", "Protocol"}
 UNSCALING = {
-    "_ops.unscale_",
-    "_ops.axpby_",
+    "ops.unscale_",
+    "ops.axpby_",
     "torch._amp_foreach_non_finite_check_and_unscale_",
 }
 UPDATES = {"update", "update_scale", "adjust"}

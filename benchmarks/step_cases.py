@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _step_notes, amp
+from apex_mp import amp
+from apex_mp.core import step_log
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import step_device, step_plain
@@ -208,13 +209,13 @@ def our_scaler_clip_monitor(arena: Arena) -> Running:
 
     def prepare() -> None:
         running.prepare()
-        _step_notes.listen(scaler, monitor)
+        step_log.listen(scaler, monitor)
 
     def step() -> None:
         scaler.clip_grad_norm_(optimizer, MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
-        _step_notes.unlisten(monitor)  # Other cases have none.
+        step_log.unlisten(monitor)  # Other cases have none.
 
     return Running(with_loss(prepare, scaler, arena.device), step)
 

@@ -31,7 +31,7 @@ def l2_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def exponents(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the counts of `_ops.exponents_`, found by frexp in float64."""
+    """Return the counts of `ops.exponents_`, found by frexp in float64."""
     counts = torch.zeros(len(tensors), 256, dtype=torch.int64)
     for row, tensor in zip(counts, tensors, strict=True):
         numbers = tensor.detach().cpu().double().flatten()
@@ -59,7 +59,7 @@ def axpby(x: Tensor, y: Tensor, a: float, b: float, like: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Adam:
-    """One parameter under Adam in float64, with the formulas of the docstring of `_ops.adam_`."""
+    """One parameter under Adam in float64, with the formulas of the docstring of `ops.adam_`."""
 
     param: Tensor
     exp_avg: Tensor
@@ -102,7 +102,7 @@ class Adam:
 
 @dataclasses.dataclass
 class Sgd:
-    """One parameter under SGD in float64, with the formulas of the docstring of `_ops.sgd_`."""
+    """One parameter under SGD in float64, with the formulas of the docstring of `ops.sgd_`."""
 
     param: Tensor
     buffer: Tensor | None = None

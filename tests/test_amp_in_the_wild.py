@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp import amp, device_scale
+from apex_mp import amp
+from apex_mp.core import device_scale
 from apex_mp.optimizers import FusedAdam
 from apex_mp.parallel import DistributedDataParallel
 

@@ -8,7 +8,7 @@ from op_cases import BF16, F16, F32, F64, NAMES
 from tolerances import assert_same_bits
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp.core import ops
 
 pytestmark = pytest.mark.usefixtures("cpu_level")
 
@@ -23,7 +23,7 @@ def converted(numbers: Tensor, dtype: torch.dtype, device: torch.device, length:
     result = torch.empty(numbers.shape, dtype=dtype, device=device)
     factor = torch.ones((), dtype=F64, device=device)
     found_inf = torch.zeros(1, device=device)
-    _ops.unscale_(list(numbers.split(length)), list(result.split(length)), factor, found_inf)
+    ops.unscale_(list(numbers.split(length)), list(result.split(length)), factor, found_inf)
     return result.cpu()
 
 

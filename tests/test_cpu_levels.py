@@ -28,7 +28,8 @@ from op_cases import tensors_of as tensors_in
 from tolerances import assert_same_bits
 from torch import Tensor
 
-from apex_mp import _C, _ops
+from apex_mp import _C
+from apex_mp.core import ops
 
 pytestmark = pytest.mark.cpu_only
 
@@ -135,7 +136,7 @@ class Step:
         lists = [cut(tensor, start) for tensor, start in zip(flat, starts[:4], strict=True)]
         copies = None if self.copy is None else cut(self.copy, starts[4])
         steps = list(torch.full((len(sizes), 1), 3.0).unbind())
-        _ops.adam_(
+        ops.adam_(
             *lists,
             steps,
             copies,
@@ -207,9 +208,9 @@ def test_a_step_of_sgd_gives_the_same_bits_from_wherever_its_tensors_start(
     case = ListCase("a list", [(1500,), (17,), (2, 300)], "uneven offset")
     call = OPERATOR["sgd_"].sample(case, dtypes, torch.device("cpu"))
     expected = copy_of(call)
-    _ops.sgd_(**call)
+    ops.sgd_(**call)
     _C.set_cpu_level("baseline")
-    _ops.sgd_(**expected)
+    ops.sgd_(**expected)
     for name in ("params", "momentum_buffers", "copies"):
         for ours, theirs in zip(tensors_in(call[name]), tensors_in(expected[name]), strict=True):
             assert_same_bits(ours, theirs)
@@ -243,10 +244,10 @@ def test_one_infinity_is_found_wherever_it_is(grad: torch.dtype, cpu_level: str)
     finite, found_inf, sum_sq = grads.clone(), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     for place in range(1100):
         grads[place] = float(("inf", "-inf", "nan")[place % 3])
-        _ops.check_([grads], [0], found_inf.zero_(), sum_sq)
+        ops.check_([grads], [0], found_inf.zero_(), sum_sq)
         assert found_inf.item() == 1.0, place
         grads[place] = finite[place]
-        _ops.check_([grads], [0], found_inf.zero_(), sum_sq)
+        ops.check_([grads], [0], found_inf.zero_(), sum_sq)
         assert found_inf.item() == 0.0, place
         sum_sq.zero_()
 
@@ -262,7 +263,7 @@ def test_a_sum_of_squares_has_the_same_bits_for_any_size_and_start(
     for level in (cpu_level, "baseline"):
         _C.set_cpu_level(level)
         found_inf, sum_sq = torch.zeros(1), torch.zeros(len(grads), dtype=torch.float64)
-        _ops.check_(grads, range(len(grads)), found_inf, sum_sq)
+        ops.check_(grads, range(len(grads)), found_inf, sum_sq)
         sums.append(sum_sq)
         assert found_inf.item() == 0.0
     assert_same_bits(*sums)
@@ -277,6 +278,6 @@ def test_unscale_adds_up_what_it_writes_as_check_does(
     src = [torch.randn(size).to(dtypes[0]) for size in (0, 5, 20_000)]
     dst = [torch.empty_like(each, dtype=dtypes[1]) for each in src]
     sums, again = (torch.zeros(3, dtype=torch.float64) for _ in range(2))
-    _ops.unscale_(src, dst, torch.tensor(2.0**-22), torch.zeros(1), sums)
-    _ops.check_(dst, range(3), torch.zeros(1), again)
+    ops.unscale_(src, dst, torch.tensor(2.0**-22), torch.zeros(1), sums)
+    ops.check_(dst, range(3), torch.zeros(1), again)
     assert_same_bits(sums, again)

@@ -21,9 +21,10 @@ from fp16_cases import F16, F32, INF, NAN, assert_grads, parameter, pull
 from torch import nn
 from waits import Waits
 
-from apex_mp import amp, device_scale
-from apex_mp._step_request import StepResult
-from apex_mp.device_scale import DeviceScale, Transfer
+from apex_mp import amp
+from apex_mp.core import device_scale
+from apex_mp.core.device_scale import DeviceScale, Transfer
+from apex_mp.core.step import StepResult
 from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 from apex_mp.optimizers import FusedAdam
@@ -272,7 +273,8 @@ def test_switching_off_tells_everything_and_still_skips(
 PROGRAM = """
 import os
 import torch
-from apex_mp import amp, device_scale
+from apex_mp import amp
+from apex_mp.core import device_scale
 from apex_mp.optimizers import FusedAdam
 
 device_scale.DEVICE_TYPES = {"cpu"}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import apex_mp
-from apex_mp import _environment, _extension
+from apex_mp.core import environment, extension
 
 PACKAGE = Path(apex_mp.__file__).parent
 COMMAND = "-m pip install --no-build-isolation"
@@ -109,12 +109,12 @@ def test_an_extension_without_a_record_is_asked_for_its_torch(unbuilt: Path) -> 
 def test_a_source_tree_is_named_in_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_extension, "_PACKAGE", tmp_path / "apex_mp")
-    assert COMMAND + " --force-reinstall --no-deps ." in _extension.build_hint()
+    monkeypatch.setattr(extension, "_PACKAGE", tmp_path / "apex_mp")
+    assert COMMAND + " --force-reinstall --no-deps ." in extension.build_hint()
     (tmp_path / "csrc").mkdir()
     (tmp_path / "setup.py").touch()
-    assert f'{COMMAND} -e "{tmp_path}"' in _extension.build_hint()
-    assert f'  FORCE_CUDA=1 "{sys.executable}"' in _extension.build_hint("FORCE_CUDA=1 ")
+    assert f'{COMMAND} -e "{tmp_path}"' in extension.build_hint()
+    assert f'  FORCE_CUDA=1 "{sys.executable}"' in extension.build_hint("FORCE_CUDA=1 ")
 
 
 # python -m apex_mp
@@ -221,14 +221,14 @@ def test_the_version_is_the_one_that_pip_knows() -> None:
     ],
 )
 def test_machine_code_runs_on_later_minor_versions_only(gpu: str, built: str, runs: bool) -> None:
-    assert _environment.runs_on(gpu, built) == runs
+    assert environment.runs_on(gpu, built) == runs
 
 
 def gpu_facts(
     monkeypatch: pytest.MonkeyPatch, *, built: str | None, gpu: tuple[int, int] | None
-) -> dict[str, _environment.Fact]:
+) -> dict[str, environment.Fact]:
     """Survey with an extension built for CUDA architectures, or without CUDA, and with a GPU."""
-    extension: Any = SimpleNamespace(
+    built_extension: Any = SimpleNamespace(
         with_cuda=built is not None,
         cuda_version="13.0" if built is not None else None,
         cuda_archs=built or "",
@@ -246,9 +246,9 @@ def gpu_facts(
         cuda=cuda,
         get_num_threads=lambda: 4,
     )
-    monkeypatch.setattr(_extension, "import_torch", lambda: torch_like)
-    monkeypatch.setattr(_extension, "load", lambda: extension)
-    report = _environment.survey()
+    monkeypatch.setattr(extension, "import_torch", lambda: torch_like)
+    monkeypatch.setattr(extension, "load", lambda: built_extension)
+    report = environment.survey()
     assert report.usable
     return {fact.name: fact for fact in report.facts}
 
@@ -289,10 +289,10 @@ def test_a_level_below_the_processors_best_is_told(monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_build_tools_are_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = _environment.importlib.util.find_spec
+    real = environment.importlib.util.find_spec
     hidden = {"pybind11", "wheel"}
     monkeypatch.setattr(
-        _environment.importlib.util,
+        environment.importlib.util,
         "find_spec",
         lambda name, package=None: None if name in hidden else real(name, package),
     )

@@ -27,7 +27,7 @@ from fp16_cases import (
 )
 
 from apex_mp import fp16_utils, optimizers
-from apex_mp.device_scale import settle
+from apex_mp.core.device_scale import settle
 from apex_mp.optimizers import FusedAdam
 
 UTILS, FUSED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer

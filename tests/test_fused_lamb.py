@@ -26,7 +26,7 @@ from rule_cases import assert_stepped, references_after_step
 from tolerances import assert_near, assert_same_bits
 from torch.nn import Parameter
 
-from apex_mp._step_request import StepRequest
+from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedLAMB
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.1}

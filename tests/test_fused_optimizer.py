@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import fp16_utils
-from apex_mp._step_request import StepRequest, StepResult
+from apex_mp.core.step import StepRequest, StepResult
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex_mp.optimizers._state import Kept, StateLayout, unpack
 

@@ -30,8 +30,9 @@ from tolerances import assert_same_bits
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp import _C, amp, device_scale, fp16_utils
-from apex_mp._step_request import StepRequest
+from apex_mp import _C, amp, fp16_utils
+from apex_mp.core import device_scale
+from apex_mp.core.step import StepRequest
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedSGD, _device_part, _several_devices
 

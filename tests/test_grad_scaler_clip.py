@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from apex_mp import _ops
 from apex_mp.amp import GradScaler
+from apex_mp.core import ops
 from apex_mp.optimizers import FusedAdam
 
 each_optimizer = pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_a_fused_step_needs_one_look_at_gradients_before_it(
 ) -> None:
     counts = {"check_": 0, "unscale_": 0}
     for name in counts:
-        operator = getattr(_ops, name)
+        operator = getattr(ops, name)
 
         def counted(*args: Any, name: str = name, operator: Any = operator) -> None:
             counts[name] += 1
             operator(*args)
 
-        monkeypatch.setattr(_ops, name, counted)
+        monkeypatch.setattr(ops, name, counted)
     params = make_params(device)
     optimizer = FusedAdam(params)
     scaler = new_scaler(device)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from apex_mp import _ops
 from apex_mp.amp import GradScaler
 from apex_mp.amp._scaled_grads import collect, unscale
+from apex_mp.core import ops
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam, FusedLAMB
 
@@ -189,13 +189,13 @@ def test_an_optimizer_of_torch_is_not_measured_for(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    operator = _ops.unscale_
+    operator = ops.unscale_
 
     def noted(*args: Any) -> None:
         asked.append(args[4])
         operator(*args)
 
-    monkeypatch.setattr(_ops, "unscale_", noted)
+    monkeypatch.setattr(ops, "unscale_", noted)
     params = make_params(device)
     scaler = new_scaler(device)
     give_scaled(scaler, params, 0)

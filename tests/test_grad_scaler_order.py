@@ -17,8 +17,8 @@ from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from torch import nn
 from torch.nn import Parameter
 
-from apex_mp import device_scale
 from apex_mp.amp import GradScaler
+from apex_mp.core import device_scale
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}

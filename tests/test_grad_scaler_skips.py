@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp import device_scale
 from apex_mp.amp import GradScaler
-from apex_mp.device_scale import Transfer
+from apex_mp.core import device_scale
+from apex_mp.core.device_scale import Transfer
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}

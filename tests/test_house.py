@@ -19,7 +19,7 @@ FILES = {
     "tiny/core.py": (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from tiny.unused import Told\n"
-        "def unscale(grads):\n    _ops.unscale_(grads)\n"
+        "def unscale(grads):\n    ops.unscale_(grads)\n"
         "def patch(owner):\n    setattr(owner, 'a', 1)\n    delattr(owner, 'a')\n"
     ),
     "tiny/unused.py": (
@@ -114,6 +114,10 @@ def test_every_line_of_the_table_has_what_was_measured_and_what_is_wanted(tiny: 
 
 def test_no_modules_of_apex_mp_import_each_other_in_a_circle() -> None:
     assert source.import_circles(house.ROOT / "apex_mp") == []
+
+
+def test_no_internal_module_lies_at_the_top_level() -> None:
+    assert house.source_figures(house.ROOT)["loose"].items == []
 
 
 def test_one_class_delegates_to_an_inner_optimizer() -> None:

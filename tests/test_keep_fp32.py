@@ -159,7 +159,18 @@ def test_recurrent_parts_keep_their_state_and_packed_sequences() -> None:
     assert again.dtype is F16
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def pickled_by_an_earlier_build(model: nn.Module) -> nn.Module:
+    """Pickle with the module path that keep_fp32 had, in the protocol that names it in one line."""
+    now, then = b"capex_mp.core.float32_parts\n", b"capex_mp._float32_parts\n"
+    data = pickle.dumps(model, protocol=0)
+    assert now in data
+    return pickle.loads(data.replace(now, then))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), pickled_by_an_earlier_build],
+)
 def test_copies_and_pickles_keep_float32_too(copied: Callable[[nn.Module], Any]) -> None:
     model = keep_fp32(net(), ["head", "norm"]).half().eval()
     other = copied(model).half()

@@ -16,7 +16,8 @@ import pytest
 import torch
 from fp16_cases import FACES, INF, ones, pull
 
-from apex_mp import _log, amp, fp16_utils
+from apex_mp import amp, fp16_utils
+from apex_mp.core import log
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -138,7 +139,7 @@ def test_without_the_default_handler_nothing_is_printed(
 
 
 def test_a_second_import_adds_no_second_handler() -> None:
-    importlib.reload(_log)
+    importlib.reload(log)
     assert len(LOGGER.handlers) == 1
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from fp16_cases import INF, PROBES, ones, pull, wrap
 
-from apex_mp import _step_notes, amp, device_scale
-from apex_mp.grads import NonFinite
+from apex_mp import amp
+from apex_mp.core import device_scale, step_log
+from apex_mp.core.grads import NonFinite
 from apex_mp.monitor import History, Monitor, Step
 from apex_mp.optimizers import FusedAdam, FusedLAMB
 
@@ -31,7 +32,7 @@ probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
 def nobody_listens() -> Any:
     yield
     gc.collect()
-    _step_notes.listeners.clear()
+    step_log.listeners.clear()
 
 
 def seen(monitor: Monitor) -> list[tuple[float, bool]]:
@@ -397,8 +398,8 @@ def test_without_a_listener_an_optimizer_tells_nothing(monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("nobody listens")
 
-    monkeypatch.setattr(_step_notes, "StepNote", fail)
-    monkeypatch.setattr(_step_notes, "announced", fail)
+    monkeypatch.setattr(step_log, "StepNote", fail)
+    monkeypatch.setattr(step_log, "announced", fail)
     weight = ones(2)
     two_steps(wrap(PROBES["fused"]([weight])), weight)
     two_steps(wrap(PROBES["plain"]([weight])), weight)
@@ -430,8 +431,8 @@ def test_a_copy_of_an_optimizer_has_no_monitor() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(optimizer)
-    assert _step_notes.heard(optimizer) == [monitor]
-    assert _step_notes.heard(copy.deepcopy(optimizer)) == []
+    assert step_log.heard(optimizer) == [monitor]
+    assert step_log.heard(copy.deepcopy(optimizer)) == []
 
 
 @probes
@@ -677,7 +678,7 @@ def test_the_package_does_not_import_the_monitor() -> None:
 
 
 def test_factors_are_those_of_the_kernels() -> None:
-    assert _step_notes.clip_factor(0.5, 1.0) == 1.0
-    assert _step_notes.clip_factor(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
-    assert _step_notes.norm_and_clip([], [], by_global_norm=False) == (None, None)
-    assert _step_notes.norm_and_clip([math.inf], [{}], by_global_norm=True) == (None, None)
+    assert step_log.clip_factor(0.5, 1.0) == 1.0
+    assert step_log.clip_factor(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
+    assert step_log.norm_and_clip([], [], by_global_norm=False) == (None, None)
+    assert step_log.norm_and_clip([math.inf], [{}], by_global_norm=True) == (None, None)

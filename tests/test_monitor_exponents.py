@@ -12,7 +12,8 @@ import torch
 from fp16_cases import BF16, F16, F32, PROBES, parameter, pull, wrap
 from torch import Tensor, nn
 
-from apex_mp import _ops, amp, device_scale
+from apex_mp import amp
+from apex_mp.core import device_scale, ops
 from apex_mp.fp16_utils import model_grads_to_master_grads, prep_param_lists
 from apex_mp.monitor import Exponents, History, Monitor, Sample, _report, lost_updates
 from apex_mp.monitor import exponents as module
@@ -117,7 +118,7 @@ def test_gradients_of_amp_are_counted_scaled(level: str) -> None:
     assert [grad.name for grad in sample.grads] == ["weight", "bias"]
     for grad in sample.grads:
         counts = torch.zeros(1, 256, dtype=torch.int64)
-        _ops.exponents_([seen[grad.name]], counts)
+        ops.exponents_([seen[grad.name]], counts)
         expected = {b - 127: n for b, n in enumerate(counts[0].tolist()) if n and 0 < b < 255}
         assert grad.counts == expected
 
@@ -216,7 +217,7 @@ def test_gradients_that_no_operator_reads_are_left_out() -> None:
 
 
 def test_without_every_no_gradient_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "exponents_", None)
+    monkeypatch.setattr(ops, "exponents_", None)
     weight = parameter([1.0])
     optimizer = wrap(PROBES["fused"]([weight]))
     monitor = Monitor(optimizer, model=Holder(weight=weight))

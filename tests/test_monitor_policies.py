@@ -12,7 +12,8 @@ import torch
 from fp16_cases import INF, PROBES, ones, pull, wrap
 from torch import Tensor, nn
 
-from apex_mp import amp, device_scale
+from apex_mp import amp
+from apex_mp.core import device_scale
 from apex_mp.monitor import History, LossScaleExhaustedError, Monitor
 from apex_mp.optimizers import FusedAdam
 

@@ -36,7 +36,7 @@ from test_operators import (
 from tolerances import TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp.core import ops
 
 OPTIONS = ("momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
 MODES = [
@@ -53,7 +53,7 @@ def mode_name(mode: dict[str, Any]) -> str:
 
 
 def take(call: Arguments) -> None:
-    _ops.sgd_(**call)
+    ops.sgd_(**call)
 
 
 def math_dtype(call: Arguments, i: int) -> torch.dtype:

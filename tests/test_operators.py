@@ -45,7 +45,7 @@ from tolerances import (
 )
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp.core import ops
 from apex_mp.loss_scale import FLOAT32_MAX, INT32_MAX, DynamicLossScale
 
 
@@ -86,7 +86,7 @@ def test_check_sums_every_square_exactly_once(
     for grad in call["grads"]:
         grad.copy_(fill_small_integers(torch.empty(grad.shape)))
     before = copy_of(call)
-    _ops.check_(**call)
+    ops.check_(**call)
     expected = reference.sums_of_squares(call["grads"], call["groups"], 3)
     assert_same_bits(call["sum_sq"].cpu(), expected)
     assert call["found_inf"].item() == 0
@@ -96,7 +96,7 @@ def test_check_sums_every_square_exactly_once(
 @each_dtype
 def test_check_sums_squares_nearly_as_in_float64(dtype: torch.dtype, device: torch.device) -> None:
     call = OPERATOR["check_"].sample(A_FEW, [(dtype,)], device)
-    _ops.check_(**call)
+    ops.check_(**call)
     expected = reference.sums_of_squares(call["grads"], call["groups"], 3)
     assert_near(call["sum_sq"].cpu(), expected, SUM_OF_SQUARES_TOLERANCES[dtype])
 
@@ -104,7 +104,7 @@ def test_check_sums_squares_nearly_as_in_float64(dtype: torch.dtype, device: tor
 def test_check_adds_to_the_sums_that_are_there(device: torch.device) -> None:
     sum_sq = torch.tensor([1.0, 2.0], dtype=F64, device=device)
     for _ in range(2):
-        _ops.check_(
+        ops.check_(
             [torch.full((3,), 2.0, device=device)], [1], torch.zeros(1, device=device), sum_sq
         )
     assert sum_sq.tolist() == [1.0, 2.0 + 12.0 + 12.0]
@@ -113,7 +113,7 @@ def test_check_adds_to_the_sums_that_are_there(device: torch.device) -> None:
 def test_check_sums_group_by_group(device: torch.device) -> None:
     grads = [torch.full((1,), float(i), device=device) for i in (1, 2, 3, 4)]
     sum_sq = torch.zeros(4, dtype=F64, device=device)
-    _ops.check_(grads, [2, 0, 2, 3], torch.zeros(1, device=device), sum_sq)
+    ops.check_(grads, [2, 0, 2, 3], torch.zeros(1, device=device), sum_sq)
     assert sum_sq.tolist() == [4.0, 0.0, 1.0 + 9.0, 16.0]
 
 
@@ -124,7 +124,7 @@ def test_check_squares_large_finite_numbers_without_overflow(
 ) -> None:
     grads = [torch.full((TILE + 1,), value, device=device), torch.ones(3, device=device)]
     found_inf, sum_sq = torch.zeros(1, device=device), torch.zeros(1, dtype=F64, device=device)
-    _ops.check_(grads, [0, 0], found_inf, sum_sq)
+    ops.check_(grads, [0, 0], found_inf, sum_sq)
     assert found_inf.item() == 0
     assert sum_sq.item() == pytest.approx((TILE + 1) * grads[0][0].double().item() ** 2, rel=1e-12)
 
@@ -136,7 +136,7 @@ def test_check_does_not_take_an_overflowing_sum_for_an_overflowing_gradient(
 ) -> None:
     largest = torch.finfo(dtype).max
     found_inf, sum_sq = torch.zeros(1, device=device), torch.zeros(1, dtype=F64, device=device)
-    _ops.check_([torch.full((9,), largest, dtype=dtype, device=device)], [0], found_inf, sum_sq)
+    ops.check_([torch.full((9,), largest, dtype=dtype, device=device)], [0], found_inf, sum_sq)
     assert found_inf.item() == 0
 
 
@@ -151,7 +151,7 @@ def test_exponents_counts_every_number_exactly_once(
     call = OPERATOR["exponents_"].sample(case, dtypes, device)
     before = copy_of(call)
     for _ in range(2):  # The second adds to the first.
-        _ops.exponents_(**call)
+        ops.exponents_(**call)
     assert_same_bits(call["counts"].cpu(), 2 * reference.exponents(call["tensors"]))
     assert_only_wrote("exponents_", case, before, call)
 
@@ -170,7 +170,7 @@ def test_exponents_counts_every_number_of_a_dtype_in_its_bin(
         special = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=F64)
         numbers = torch.cat([*around, special]).to(dtype)
     counts = torch.zeros(1, 256, dtype=torch.int64, device=device)
-    _ops.exponents_([numbers.to(device)], counts)
+    ops.exponents_([numbers.to(device)], counts)
     assert_same_bits(counts.cpu(), reference.exponents([numbers]))
     assert counts.sum().item() == numbers.numel()
 
@@ -180,7 +180,7 @@ def test_exponents_has_zeros_and_numbers_that_are_not_finite_in_bins_of_their_ow
 ) -> None:
     numbers = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0, 2.0**-24, torch.inf, torch.nan])
     counts = torch.zeros(1, 256, dtype=torch.int64, device=device)
-    _ops.exponents_([numbers.half().to(device)], counts)
+    ops.exponents_([numbers.half().to(device)], counts)
     bins = {bin_: count for bin_, count in enumerate(counts[0].tolist()) if count}
     assert bins == {0: 2, 103: 1, 127: 2, 128: 1, 255: 2}
 
@@ -229,7 +229,7 @@ def test_check_finds_inf_and_nan(
 ) -> None:
     call = OPERATOR["check_"].sample(long_list, [(dtype,)], device)
     where = plant(call["grads"], place, bad)
-    _ops.check_(**call)
+    ops.check_(**call)
     assert call["found_inf"].item() == 1
     spoilt = [group == call["groups"][where] for group in range(3)]
     assert (~call["sum_sq"].isfinite()).tolist() == spoilt
@@ -248,7 +248,7 @@ def test_unscale_finds_inf_and_nan_and_passes_them_on(
 ) -> None:
     call = OPERATOR["unscale_"].sample(long_list, [(dtype,), (F32,)], device)
     where = plant(call["src"], place, bad)
-    _ops.unscale_(**call)
+    ops.unscale_(**call)
     assert call["found_inf"].item() == 1
     assert (~call["sum_sq"].isfinite()).tolist() == [i == where for i in range(len(call["src"]))]
     for src, dst in zip(call["src"], call["dst"], strict=True):
@@ -272,7 +272,7 @@ def test_axpby_finds_inf_and_nan_in_what_it_was_told_to_test(
     plant(call[where], place, bad)
     for tested in (-1, 0, 1):
         call["found_inf"].zero_()
-        _ops.axpby_(**(call | {"tested": tested}))
+        ops.axpby_(**(call | {"tested": tested}))
         counts = tested == -1 or "xy"[tested] == where
         assert call["found_inf"].item() == (1 if counts else 0)
     a, b = call["a"].item(), call["b"].item()
@@ -293,7 +293,7 @@ def test_inf_and_nan_spoil_the_norm_of_their_tensor_and_no_other(
 ) -> None:
     tensors = make_list(long_list, (dtype,), device)
     where = plant(tensors, place, bad)
-    norm, norms = _ops.l2_norms(tensors)
+    norm, norms = ops.l2_norms(tensors)
     assert not norm.isfinite()
     assert (~norms.isfinite()).tolist() == [index == where for index in range(len(tensors))]
 
@@ -307,11 +307,11 @@ def test_inf_and_nan_spoil_the_weight_of_their_gradient_and_no_other(
     call = OPERATOR["adam_"].sample(long_list, [(F32,), (dtype,), (F16,)], device)
     call["found_inf"] = None  # Whoever asks for a step although there is inf gets one.
     expected = copy_of(call)
-    _ops.adam_(**expected)
+    ops.adam_(**expected)
     for bad in BAD_NUMBERS:
         spoilt = copy_of(call)
         where = plant(spoilt["grads"], place, bad)
-        _ops.adam_(**spoilt)
+        ops.adam_(**spoilt)
         for name in ("params", "exp_avgs", "exp_avg_sqs", "copies"):
             assert not spoilt[name][where][place[1]].isfinite()
             spoilt[name][where][place[1]] = expected[name][where][place[1]]
@@ -324,7 +324,7 @@ def test_inf_and_nan_spoil_the_weight_of_their_gradient_and_no_other(
 def test_found_inf_is_never_cleared(operator: str, case: ListCase, device: torch.device) -> None:
     call = OPERATOR[operator].sample(case, [(F16,)] * 3, device)
     call["found_inf"].fill_(1.0)
-    getattr(_ops, operator)(**call)
+    getattr(ops, operator)(**call)
     assert call["found_inf"].item() == 1
 
 
@@ -338,7 +338,7 @@ def test_unscale_tests_the_sources_and_not_the_results(
 ) -> None:
     src, dst = torch.full((5,), value, device=device), torch.zeros(5, dtype=dtype, device=device)
     found_inf = torch.zeros((), device=device)
-    _ops.unscale_([src], [dst], number(factor, device), found_inf)
+    ops.unscale_([src], [dst], number(factor, device), found_inf)
     assert dst.isinf().all()
     assert found_inf.item() == 0
 
@@ -352,7 +352,7 @@ def test_unscale_multiplies_and_rounds_once(
 ) -> None:
     call = OPERATOR["unscale_"].sample(case, dtypes, device)
     before = copy_of(call)
-    _ops.unscale_(**call)
+    ops.unscale_(**call)
     for src, dst in zip(call["src"], call["dst"], strict=True):
         assert_same_bits(dst, reference.unscaled(src, 1 / 3, dst))
     assert call["found_inf"].item() == 0
@@ -368,7 +368,7 @@ def test_unscale_sums_every_square_that_it_writes_exactly_once(
     for src in call["src"]:
         src.copy_(fill_small_integers(torch.empty(src.shape)))
     call["inv_scale"].fill_(2.0)
-    _ops.unscale_(**call)
+    ops.unscale_(**call)
     count = len(call["dst"])
     expected = reference.sums_of_squares(call["dst"], range(count), count)
     assert_same_bits(call["sum_sq"].cpu(), expected)
@@ -379,7 +379,7 @@ def test_unscale_sums_every_square_that_it_writes_exactly_once(
 def test_unscale_sums_what_it_has_written(dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["unscale_"].sample(A_FEW, dtypes, device)
     call["inv_scale"].fill_(2.0**-22)  # Most become denormal in float16, and are rounded.
-    _ops.unscale_(**call)
+    ops.unscale_(**call)
     count = len(call["dst"])
     expected = reference.sums_of_squares(call["dst"], range(count), count)
     assert_near(call["sum_sq"].cpu(), expected, SUM_OF_SQUARES_TOLERANCES[dtypes[1][0]])
@@ -392,7 +392,7 @@ def test_unscale_squares_large_finite_numbers_without_overflow(
 ) -> None:
     grads = [torch.full((TILE + 1,), value, device=device)]
     found_inf, sum_sq = torch.zeros(1, device=device), torch.zeros(1, dtype=F64, device=device)
-    _ops.unscale_(grads, grads, number(1.0, device), found_inf, sum_sq)
+    ops.unscale_(grads, grads, number(1.0, device), found_inf, sum_sq)
     assert found_inf.item() == 0
     assert sum_sq.item() == pytest.approx((TILE + 1) * grads[0][0].double().item() ** 2, rel=1e-12)
 
@@ -401,7 +401,7 @@ def test_unscale_squares_large_finite_numbers_without_overflow(
 def test_unscale_works_in_place(dtype: torch.dtype, device: torch.device) -> None:
     grads = make_list(A_FEW, (dtype,), device)
     expected = [reference.unscaled(grad, 0.125, grad) for grad in grads]
-    _ops.unscale_(grads, grads, number(0.125, device), torch.zeros(1, device=device))
+    ops.unscale_(grads, grads, number(0.125, device), torch.zeros(1, device=device))
     for grad, want in zip(grads, expected, strict=True):
         assert_same_bits(grad, want)
 
@@ -417,7 +417,7 @@ def test_unscale_keeps_denormal_numbers(
 ) -> None:
     src = torch.full((TILE + 3,), tiny, dtype=src_dtype, device=device)
     dst = torch.ones(TILE + 3, dtype=dst_dtype, device=device)
-    _ops.unscale_([src], [dst], number(1.0, device), torch.zeros(1, device=device))
+    ops.unscale_([src], [dst], number(1.0, device), torch.zeros(1, device=device))
     assert src[0].item() != 0
     assert_same_bits(dst, src.to(dst_dtype))
 
@@ -425,7 +425,7 @@ def test_unscale_keeps_denormal_numbers(
 def test_unscale_makes_denormal_float16_from_float32(device: torch.device) -> None:
     dst = torch.ones(TILE + 3, dtype=F16, device=device)
     src = torch.full((TILE + 3,), 1.0, device=device)
-    _ops.unscale_([src], [dst], number(2.0**-24, device), torch.zeros(1, device=device))
+    ops.unscale_([src], [dst], number(2.0**-24, device), torch.zeros(1, device=device))
     assert (dst == 2.0**-24).all()
 
 
@@ -435,7 +435,7 @@ def test_axpby_adds_two_rounded_products(
 ) -> None:
     call = OPERATOR["axpby_"].sample(case, dtypes, device)
     before = copy_of(call)
-    _ops.axpby_(**call)
+    ops.axpby_(**call)
     assert_is_axpby(call)
     assert_only_wrote("axpby_", case, before, call)
 
@@ -444,7 +444,7 @@ def test_axpby_adds_two_rounded_products(
 @each_dtypes(ALL_TRIPLES)
 def test_axpby_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["axpby_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)
-    _ops.axpby_(**call)
+    ops.axpby_(**call)
     assert_is_axpby(call)
 
 
@@ -462,7 +462,7 @@ def test_axpby_may_write_to_one_of_its_operands(
 ) -> None:
     call = OPERATOR["axpby_"].sample(A_FEW, [(dtype,)] * 3, device)
     before = copy_of(call)
-    _ops.axpby_(**(call | {"out": call[target]}))
+    ops.axpby_(**(call | {"out": call[target]}))
     a, b = call["a"].item(), call["b"].item()
     for x, y, out in zip(before["x"], before["y"], call[target], strict=True):
         assert_same_bits(out, reference.axpby(x, y, a, b, out))
@@ -492,7 +492,7 @@ def test_strides_that_no_element_needs_mean_nothing(
     device: torch.device,
 ) -> None:
     src, dst = strided(shape, strides, device), strided(shape, other_strides, device)
-    _ops.unscale_([src], [dst], number(0.5, device), torch.zeros(1, device=device))
+    ops.unscale_([src], [dst], number(0.5, device), torch.zeros(1, device=device))
     assert_same_bits(dst, src * 0.5)
     assert dst.stride() == other_strides
 
@@ -510,7 +510,7 @@ def test_every_dense_order_of_memory_is_taken_as_it_lies(
         assert call[name][0].shape == shape
         assert call[name][0].stride(order[-1]) == 1
     before = copy_of(call)
-    _ops.adam_(**call)
+    ops.adam_(**call)
     assert_is_adam_step(before, call)
 
 
@@ -522,12 +522,12 @@ def test_l2_norm_is_that_of_all_elements(
     case: ListCase, dtypes: list[Dtypes], device: torch.device
 ) -> None:
     tensors = make_list(case, dtypes[0], device, fill=fill_small_integers)
-    norm, norms = _ops.l2_norms(tensors)
+    norm, norms = ops.l2_norms(tensors)
     # The sums are exact and a square root is, too; what remains is the rounding to the result.
     assert_same_bits(norm.cpu(), torch.tensor(reference.l2_norm(tensors), dtype=norm.dtype))
     each = [reference.l2_norm([tensor]) for tensor in tensors]
     assert_same_bits(norms.cpu(), torch.tensor(each, dtype=norm.dtype))
-    assert_same_bits(_ops.l2_norm(tensors), norm)
+    assert_same_bits(ops.l2_norm(tensors), norm)
     if case.layout != "views":
         assert_guards_intact(tensors)
 
@@ -539,14 +539,14 @@ def test_l2_norm_is_float64_if_a_tensor_is(
     dtypes: list[torch.dtype], result: torch.dtype, device: torch.device
 ) -> None:
     tensors = [torch.ones(3, dtype=dtype, device=device) for dtype in dtypes]
-    norm, norms = _ops.l2_norms(tensors)
+    norm, norms = ops.l2_norms(tensors)
     assert norm.shape == ()
     assert norms.shape == (len(dtypes),)
     assert norm.dtype == norms.dtype == result
 
 
 def test_l2_norm_of_large_finite_numbers_is_finite(device: torch.device) -> None:
-    norm = _ops.l2_norm([torch.full((4,), 1e30, device=device)])
+    norm = ops.l2_norm([torch.full((4,), 1e30, device=device)])
     assert norm.item() == pytest.approx(2e30, rel=1e-6)
 
 
@@ -604,7 +604,7 @@ def assert_updates_like(state: DynamicLossScale, found_inf: bool, device: torch.
     scale = torch.tensor([state.scale], device=device)
     good_steps = torch.tensor([state.good_steps], dtype=torch.int32, device=device)
     overflows = torch.tensor([state.overflows], dtype=torch.int32, device=device)
-    _ops.update_scale_(
+    ops.update_scale_(
         scale,
         good_steps,
         overflows,
@@ -630,7 +630,7 @@ def test_update_scale_takes_any_found_inf_but_zero_for_an_overflow(
 ) -> None:
     call = OPERATOR["update_scale_"].sample(A_FEW, (), device)
     call["found_inf"].fill_(found_inf)
-    _ops.update_scale_(**call)
+    ops.update_scale_(**call)
     assert call["scale"].item() == 512.0
 
 
@@ -685,7 +685,7 @@ def assert_is_copy(copy: Tensor, param: Tensor, grad: Tensor) -> None:
 def test_adam_takes_one_step(case: ListCase, dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["adam_"].sample(case, dtypes, device)
     before = copy_of(call)
-    _ops.adam_(**call)
+    ops.adam_(**call)
     assert_is_adam_step(before, call)
     assert_only_wrote("adam_", case, before, call)
 
@@ -695,7 +695,7 @@ def test_adam_takes_one_step(case: ListCase, dtypes: list[Dtypes], device: torch
 def test_adam_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
     call = OPERATOR["adam_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)
     before = copy_of(call)
-    _ops.adam_(**call)
+    ops.adam_(**call)
     assert_is_adam_step(before, call)
 
 
@@ -706,7 +706,7 @@ def test_adam_has_every_mode(
 ) -> None:
     call = OPERATOR["adam_"].sample(A_FEW, [(dtype,), (dtype,), (F16,)], device) | mode
     before = copy_of(call)
-    _ops.adam_(**call)
+    ops.adam_(**call)
     assert_is_adam_step(before, call)
 
 
@@ -714,7 +714,7 @@ def test_adam_takes_found_inf_and_copies_or_none(device: torch.device) -> None:
     call = OPERATOR["adam_"].sample(A_FEW, [(F32,), (F32,), (None,)], device)
     call["found_inf"] = None
     before = copy_of(call)
-    _ops.adam_(**call)
+    ops.adam_(**call)
     assert_is_adam_step(before, call)
 
 
@@ -724,7 +724,7 @@ def test_adam_takes_a_flat_copy_of_a_matrix(device: torch.device) -> None:
     )
     call["copies"] = [torch.zeros(150, dtype=F16, device=device)]
     call["grads"] = [call["grads"][0].reshape(150)]
-    _ops.adam_(**call)
+    ops.adam_(**call)
     assert_same_bits(call["copies"][0].view(3, 50), call["params"][0].half())
 
 
@@ -733,7 +733,7 @@ def test_adam_counts_the_steps_of_each_parameter_by_itself(device: torch.device)
     rows = torch.tensor([0.0, 7.0, 3.0, 100.0, 1.0], device=device)
     call["steps"] = list(rows.unbind())
     for _ in range(2):
-        _ops.adam_(**call)
+        ops.adam_(**call)
     assert rows.tolist() == [2.0, 9.0, 5.0, 102.0, 3.0]
 
 
@@ -746,7 +746,7 @@ def test_adam_changes_nothing_when_found_inf_is_set(
     call["found_inf"].fill_(found_inf)
     call["grads"][0].fill_(float("nan"))
     before = copy_of(call)
-    _ops.adam_(**call)
+    ops.adam_(**call)
     for name in before:
         for old, new in zip(tensors_of(before[name]), tensors_of(call[name]), strict=True):
             assert_same_bits(new, old)
@@ -760,7 +760,7 @@ def test_adam_keeps_denormal_parameters_and_copies(device: torch.device) -> None
     call["exp_avg_sqs"][0].fill_(1e-42)
     for name in ("grads", "exp_avgs"):
         call[name][0].zero_()
-    _ops.adam_(**(call | {"weight_decay": 0.0, "beta2": 0.5}))
+    ops.adam_(**(call | {"weight_decay": 0.0, "beta2": 0.5}))
     assert (call["copies"][0] == 2.0**-24).all()
     assert_same_bits(call["exp_avg_sqs"][0], torch.full((TILE + 9,), 1e-42, device=device).mul(0.5))
 
@@ -784,7 +784,7 @@ def test_adam_follows_torch_over_300_steps(
         for param, grad in zip(theirs, grads, strict=True):
             param.grad = grad
         optimizer.step()
-        _ops.adam_(grads=[grad * 1024 for grad in grads], **call)
+        ops.adam_(grads=[grad * 1024 for grad in grads], **call)
     assert_same_trajectory(call["params"], theirs)
     assert [step.item() for step in call["steps"]] == [300.0, 300.0]
 
@@ -801,7 +801,7 @@ def test_adam_follows_the_reference_over_300_steps(
     for grads in gradients(start):
         for each, grad in zip(expected, grads, strict=True):
             each.update(grad, weight_decay=0.1, **options, **mode)
-        _ops.adam_(grads=[grad * 1024 for grad in grads], **call)
+        ops.adam_(grads=[grad * 1024 for grad in grads], **call)
     assert_same_trajectory(call["params"], [each.param for each in expected])
 
 

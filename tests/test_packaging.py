@@ -156,7 +156,7 @@ def test_an_old_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch)
         ("Makefile", r"^OLDEST_TORCH \?= torch==(.*)\.0$"),
         ("README.md", r"torch>=([\d.]+)"),
         ("README.md", r"PyTorch \(([\d.]+) or later\)"),
-        ("apex_mp/_extension.py", r"torch>=([\d.]+)"),
+        ("apex_mp/core/extension.py", r"torch>=([\d.]+)"),
         ("docs/design.md", r"torch>=([\d.]+)"),
         ("docs/gpu.md", r"torch ([\d.]+) or later"),
     ],
@@ -470,7 +470,7 @@ def test_a_build_leaves_the_version_of_torch_beside_the_extension(tmp_path: Path
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "module.cpp").write_text(TINY_MODULE)
     (tmp_path / "apex_mp").mkdir()
-    for name in ("setup.py", "README.md", "apex_mp/_extension.py"):
+    for name in ("setup.py", "README.md", "apex_mp/core/extension.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "apex_mp" / "__init__.py").touch()
     build = subprocess.run(
@@ -483,7 +483,7 @@ def test_a_build_leaves_the_version_of_torch_beside_the_extension(tmp_path: Path
     assert build.returncode == 0, build.stdout + build.stderr
     record = (tmp_path / "apex_mp" / "_C.json").read_text()
     assert record == f'{{"torch": "{torch.__version__}"}}\n'
-    load = "from apex_mp._extension import load; print(load().torch_version)"
+    load = "from apex_mp.core.extension import load; print(load().torch_version)"
     loaded = subprocess.run(
         [sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True
     )

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from apex_mp import amp
+from apex_mp.core import flat_calls, parallel_masters
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.parallel import (
     LARC,
@@ -20,8 +21,6 @@ from apex_mp.parallel import (
     SyncBatchNorm,
     convert_syncbn_model,
     create_syncbn_process_group,
-    flat_calls,
-    followers,
 )
 
 pytestmark = pytest.mark.cpu_only
@@ -42,11 +41,11 @@ def test_what_sets_up_mixed_precision_has_join_end_with_equal_masters(
     set_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torchs = nn.parallel.DistributedDataParallel
-    monkeypatch.setattr(torchs, "join_hook", followers._torchs_join_hook)
+    monkeypatch.setattr(torchs, "join_hook", parallel_masters._torchs_join_hook)
     model = nn.Linear(3, 1)
     set_up(model, torch.optim.SGD(model.parameters(), lr=0.1))
     hook = torchs(nn.Linear(3, 1)).join_hook()
-    assert isinstance(hook, followers.FollowingJoinHook)
+    assert isinstance(hook, parallel_masters.FollowingJoinHook)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -28,8 +28,8 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import _C
-from apex_mp._step_request import StepRequest, StepResult
-from apex_mp.device_scale import DeviceScale
+from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core.step import StepRequest, StepResult
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam, _device_part, _several_devices
 from apex_mp.optimizers._several_devices import Outcome, SeveralDevices

@@ -13,7 +13,7 @@ from several_devices_cases import count_of_plans, side_of, spread
 from test_step_plan_fp16 import CHANGES, DTYPES, EDITS, SHAPES, Fp16Run
 from tolerances import TRAJECTORY_TOLERANCES, assert_near
 
-from apex_mp import device_scale
+from apex_mp.core import device_scale
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import _device_part
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from fp16_cases import F32, INF, parameter
 
-from apex_mp import _C, device_scale
-from apex_mp._step_request import StepRequest
-from apex_mp.device_scale import DeviceScale
+from apex_mp import _C
+from apex_mp.core import device_scale
+from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core.step import StepRequest
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 from apex_mp.optimizers import FusedAdam
 

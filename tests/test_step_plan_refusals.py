@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
-from apex_mp._step_request import StepRequest
+from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
-from apex_mp._step_request import StepRequest
+from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp._log import logger
+from apex_mp.core.log import logger
 
 LOG = logger("apex_mp.amp")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
+from apex_mp._as_apex._missing import stand_in
 from apex_mp._as_apex.eras import Era, eras_with
 from apex_mp._as_apex.table import EAGER, MISSING, MODULES, PROGRAMS, TOP_LEVEL, is_package
 from apex_mp._as_apex.wording import Wording
-from apex_mp._missing import stand_in
 
 
 class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

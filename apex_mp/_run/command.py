@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from apex_mp import _extension
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._run.settings import Settings
+from apex_mp.core import extension
 
 _WITH_VALUE = ("--era", "--device")
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("there is nothing to run; give a script, or -m and a module")
     name, *rest = theirs[is_module:]
     try:
-        _extension.load()
+        extension.load()
     except ImportError as error:
         sys.exit(f"apex_mp run: {error}")
     # Only now: without the extension these modules cannot be imported, but help must be printed.

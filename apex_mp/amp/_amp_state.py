@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp._log import logger
 from apex_mp.amp._options import Options
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.scaler import LossScaler
+from apex_mp.core.log import logger
 
 LOG = logger("apex_mp.amp")
 

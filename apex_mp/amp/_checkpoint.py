@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from apex_mp._state_checks import as_dict
 from apex_mp.amp._amp_state import _amp_state, maybe_print
+from apex_mp.core.state_checks import as_dict
 from apex_mp.loss_scale import is_of_grad_scaler
 
 

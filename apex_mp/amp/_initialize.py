@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import tensors
 from apex_mp.amp import amp
 from apex_mp.amp._amp_state import _amp_state, warn_or_err
 from apex_mp.amp._master_state import MasterState
@@ -18,10 +17,10 @@ from apex_mp.amp._options import Options
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.step_guard import guard_of
+from apex_mp.core import local_gradients, parallel_masters, tensors
+from apex_mp.core.inner import check_lists
+from apex_mp.core.tensors import FLOATING, cast_floating
 from apex_mp.fp16_utils import FP16_Optimizer, convert_network
-from apex_mp.fp16_utils._inner import check_lists
-from apex_mp.parallel import followers, local_gradients
-from apex_mp.tensors import FLOATING, cast_floating
 
 
 class Setup:
@@ -246,7 +245,7 @@ class CastInputs:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             parallel = local_gradients.note_active()
             if parallel is not None:  # torch's own, which knows of no masters.
-                followers.broadcast(parallel.module, parallel.process_group)
+                parallel_masters.broadcast(parallel.module, parallel.process_group)
         args = tuple(_cast(value, self.dtype) for value in args)
         return args, {name: _cast(value, self.dtype) for name, value in kwargs.items()}
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C, tensors
-from apex_mp._log import logger
+from apex_mp import _C
 from apex_mp.amp._master_state import Masters, MasterState
 from apex_mp.amp._routes import dense_values
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.step_guard import guard_of
-from apex_mp.fp16_utils._inner import StepWatch
-from apex_mp.fp16_utils._weights import WeightWatch
-from apex_mp.master import rekey_state
-from apex_mp.parallel import followers
-from apex_mp.parallel.checkpoint_view import (
+from apex_mp.core import parallel_masters, tensors
+from apex_mp.core.checkpoint_view import (
     CheckpointView,
     attribute_with_checkpoint_view,
     with_checkpoint_view,
 )
+from apex_mp.core.inner import StepWatch
+from apex_mp.core.log import logger
+from apex_mp.core.masters import rekey_state
+from apex_mp.core.weight_watch import WeightWatch
 
 _LOG = logger("apex_mp.amp")
 _ADVICE_FOR_WRITES = (
@@ -69,7 +69,7 @@ class OptimizerMasters:
         self._has_warned = False
         self._steps = StepWatch("amp", self)
         self.weights = WeightWatch("amp", self, _described, _ADVICE_FOR_WRITES)
-        followers.add(self)
+        parallel_masters.add(self)
 
     # Copies.
 

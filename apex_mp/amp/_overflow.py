@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from apex_mp.fp16_utils._closure import evaluate
-from apex_mp.fp16_utils._skips import Overflow
+from apex_mp.core.closure import evaluate
+from apex_mp.core.skips import Overflow
 
 
 class FiniteClosure:

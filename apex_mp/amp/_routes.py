@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from apex_mp import grads as _grads
-from apex_mp import tensors
 from apex_mp.amp._unscalers import Unscaler
-from apex_mp.tensors import is_wrapper
+from apex_mp.core import grads as _grads
+from apex_mp.core import tensors
+from apex_mp.core.tensors import is_wrapper
 
 
 @dataclasses.dataclass(slots=True)

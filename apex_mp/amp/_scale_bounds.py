@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _ops, device_scale
-from apex_mp.fp16_utils._skips import warn
+from apex_mp.core import device_scale, ops
+from apex_mp.core.skips import warn
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
 # Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
@@ -63,7 +63,7 @@ class ScaleBounds:
         """
         if not isinstance(self.overflows, Tensor):
             self.overflows = torch.full_like(good_steps, self.overflows)
-        _ops.update_scale_(
+        ops.update_scale_(
             scale,
             good_steps,
             self.overflows,

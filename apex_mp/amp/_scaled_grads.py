@@ -7,9 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _ops, tensors
-from apex_mp._step_request import Groups
-from apex_mp.device_scale import bring
+from apex_mp import _C
+from apex_mp.core import ops, tensors
+from apex_mp.core.device_scale import bring
+from apex_mp.core.step import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ def measure(grads: ScaledGrads) -> Measured:
     for device, params in grads.plain.items():
         found = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
         sums = sum_sq[device] = torch.zeros(len(params), dtype=torch.float64, device=device)
-        _ops.check_([_grad_of(param) for param in params], range(len(params)), found, sums)
+        ops.check_([_grad_of(param) for param in params], range(len(params)), found, sums)
     return Measured(grads, found_inf, sum_sq, False, _marks_of(grads))
 
 
@@ -133,7 +134,7 @@ def unscale(
         distinct = {id(grad): grad for grad in map(_grad_of, params)}
         each = [*distinct.values()]
         squares = torch.zeros(len(each), dtype=torch.float64, device=device) if sums else None
-        _ops.unscale_(each, each, bring(inv_scale, device), found, squares)
+        ops.unscale_(each, each, bring(inv_scale, device), found, squares)
         if squares is None:
             continue
         if len(each) < len(params):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import device_scale
 from apex_mp.amp._folded_clip import params_of
-from apex_mp.fp16_utils._skips import warn
+from apex_mp.core import device_scale
+from apex_mp.core.skips import warn
 
 _LARGEST = torch.finfo(torch.float16).max
 

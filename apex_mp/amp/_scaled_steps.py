@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _step_notes, device_scale, tensors
+from apex_mp import _C
 from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scaled_grads import Measured
-from apex_mp.fp16_utils._skips import (
+from apex_mp.core import device_scale, step_log, tensors
+from apex_mp.core.grads import NonFinite, locate_nonfinite
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.skips import (
     SKIPS_BEFORE_WARNING,
     ParamNames,
     mark_step_called,
     warn,
     warn_of_endless_skips,
 )
-from apex_mp.grads import NonFinite, locate_nonfinite
-from apex_mp.master import LOW_PRECISION
 from apex_mp.optimizers._state import has_master
 
 _NAMED = 3
@@ -147,11 +148,11 @@ class ScaledSteps:
                 "scaler.unscale_(optimizer) before it. Or they are too small for their dtype at "
                 f"the scale {scale:g}, or the loss does not depend on the parameters"
             )
-        if scaler is None or not _step_notes.heard(scaler, optimizer):
+        if scaler is None or not step_log.heard(scaler, optimizer):
             return
         norm = math.sqrt(sum(sum_sq)) if sum_sq else None
         unscaled = measured is not None and measured.unscaled
-        note = _step_notes.StepNote(
+        note = step_log.StepNote(
             skipped,
             lowest=scaler._lowest,
             grad_norm=norm if unscaled else None,
@@ -159,7 +160,7 @@ class ScaledSteps:
             overflow=self._report if skipped else (),
             optimizer=optimizer,
         )
-        _step_notes.after(scaler, optimizer, note=note)
+        step_log.after(scaler, optimizer, note=note)
 
     def _count(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
         if not skipped:

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from apex_mp import _ops
-from apex_mp import grads as _grads
-from apex_mp.tensors import is_wrapper
+from apex_mp.core import grads as _grads
+from apex_mp.core import ops
+from apex_mp.core.tensors import is_wrapper
 
 
 class Unscaler(Protocol):
@@ -83,11 +83,11 @@ class DeviceUnscaler:
         self.found_in_sum = torch.zeros((), dtype=torch.float32, device=scale.device)
 
     def unscale(self, scaled: Sequence[Tensor], unscaled: Sequence[Tensor]) -> None:
-        _ops.unscale_(scaled, unscaled, self._inv_scale, self.found_inf)
+        ops.unscale_(scaled, unscaled, self._inv_scale, self.found_inf)
 
     def add_unscaled(self, scaled: Sequence[Tensor], stashed: Sequence[Tensor]) -> None:
         one = torch.ones((), dtype=torch.float64, device="cpu")
-        _ops.axpby_(scaled, stashed, stashed, self._inv_scale, one, self.found_inf, tested=0)
+        ops.axpby_(scaled, stashed, stashed, self._inv_scale, one, self.found_inf, tested=0)
 
     def unscale_wrappers(self, grads: Sequence[Tensor]) -> None:
         for flag in _grads.unscale_wrappers(grads, self._inv_scale):
@@ -96,7 +96,7 @@ class DeviceUnscaler:
     def check(self, unscaled: Sequence[Tensor]) -> None:
         plain, wrappers = _split(unscaled)
         sum_sq = torch.zeros(1, dtype=torch.float64, device=self.found_in_sum.device)
-        _ops.check_(plain, [0] * len(plain), self.found_in_sum, sum_sq)
+        ops.check_(plain, [0] * len(plain), self.found_in_sum, sum_sq)
         for flag in _grads.unscale_wrappers(wrappers, torch.ones_like(self.scale)):
             self.found_in_sum.copy_(torch.maximum(self.found_in_sum, flag))
 

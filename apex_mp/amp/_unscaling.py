@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp import _step_notes
 from apex_mp.amp import _scaled_grads
 from apex_mp.amp._folded_clip import FoldedClip, params_of
 from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
+from apex_mp.core import step_log
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
@@ -113,7 +113,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         norm = torch.nn.utils.clip_grad_norm_(
             params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
         )
-        if self._enabled and norm_type == 2.0 and _step_notes.listeners:
+        if self._enabled and norm_type == 2.0 and step_log.listeners:
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             self._per_optimizer_states[id(optimizer)][NOTED] = norm, clip
         return norm
@@ -153,7 +153,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         wide = any(param.grad.dtype == torch.float64 for param in grads.params())  # type: ignore[union-attr]
         state[_CLIPPED] = True
         clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
-        if _step_notes.listeners:
+        if step_log.listeners:
             state[NOTED] = norm, clip.divisor.reciprocal()
         if not is_fused(optimizer):
             self.unscale_(optimizer)

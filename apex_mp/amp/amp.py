@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex_mp._log import logger
 from apex_mp.amp import _current
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.registry import (
@@ -19,8 +18,9 @@ from apex_mp.amp.registry import (
     register_half_function,
     register_promote_function,
 )
+from apex_mp.core import parallel_masters
+from apex_mp.core.log import logger
 from apex_mp.loss_scale import LossScale
-from apex_mp.parallel import followers
 
 __all__ = [
     "float_function",
@@ -142,7 +142,7 @@ def init(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )
-    followers.follow_join()
+    parallel_masters.follow_join()
     handle._activate()
     return handle
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp._log import logger
 from apex_mp.amp.switch import Switch
-from apex_mp.tensors import map_tensors
+from apex_mp.core.log import logger
+from apex_mp.core.tensors import map_tensors
 
 Function = Callable[..., Any]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex_mp._float32_parts import Float32Part
+from apex_mp.core.float32_parts import Float32Part
+from apex_mp.core.tensors import map_tensors
 from apex_mp.fp16_utils.fp16util import hide_prefix
-from apex_mp.tensors import map_tensors
 
 
 class LowPrecisionCompute(nn.Module):

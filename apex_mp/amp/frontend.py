@@ -17,9 +17,9 @@ from apex_mp.amp.amp import check_enabled
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.scaling import scaled_backward
-from apex_mp.fp16_utils._skips import Overflow
+from apex_mp.core import parallel_masters
+from apex_mp.core.skips import Overflow
 from apex_mp.loss_scale import LossScale
-from apex_mp.parallel import followers
 
 __all__ = [
     "clear_cache",
@@ -111,7 +111,7 @@ def initialize(
         for objection in objections:
             warn_or_err(objection)
         scalers = _new_scalers(num_losses, options.loss_scale, min_loss_scale, max_loss_scale)
-        followers.follow_join()
+        parallel_masters.follow_join()
         setup = Setup(models, optimizers, options, dtype=dtype, device_type=device_type)
         setup.apply(verbose=verbosity == 2)
     maybe_print(_options.description(defaults, options))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp import _step_notes, device_scale
 from apex_mp.amp._scale_bounds import ScaleBounds, eager, with_advice
 from apex_mp.amp._scaled_losses import ScaledLosses
 from apex_mp.amp._scaled_steps import ScaledSteps, outcome
@@ -24,7 +23,8 @@ from apex_mp.amp._unscaling import (
     refuse_no_optimizer,
     refuse_own_scaling,
 )
-from apex_mp.grads import NonFinite
+from apex_mp.core import device_scale, step_log
+from apex_mp.core.grads import NonFinite
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -148,14 +148,14 @@ class GradScaler(UnscalingGradScaler):
 
     def _announced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Notify listeners of the step that is taken within, and of what was measured for it."""
-        if not _step_notes.listeners or self._scale is None:
+        if not step_log.listeners or self._scale is None:
             return contextlib.nullcontext()
         state = self._per_optimizer_states[id(optimizer)]
         if NOTED in state:
             norm, clip = state[NOTED]
-            _step_notes.measured(self, optimizer, grad_norm=norm, clip=clip)
+            step_log.measured(self, optimizer, grad_norm=norm, clip=clip)
         unscaled = _FLOATING if state["stage"] is OptState.UNSCALED else ()
-        return _step_notes.announced(
+        return step_log.announced(
             self, optimizer, scale=self._scale, unscaled=unscaled, optimizer=optimizer
         )
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from apex_mp._state_checks import as_dict
 from apex_mp.amp import _current, registry
 from apex_mp.amp.casting import CastCache, Caster
 from apex_mp.amp.opt import OptimWrapper
@@ -23,7 +22,8 @@ from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.scopes import Scopes, show_torch_to_dynamo
 from apex_mp.amp.step_guard import guard_first_closure, remove_guards
 from apex_mp.amp.switch import Switch
-from apex_mp.device_scale import settle
+from apex_mp.core.device_scale import settle
+from apex_mp.core.state_checks import as_dict
 from apex_mp.loss_scale import LossScale, is_of_grad_scaler
 
 

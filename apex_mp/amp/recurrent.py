@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp.casting import Caster, Function
-from apex_mp.tensors import map_tensors
+from apex_mp.core.tensors import map_tensors
 
 
 def wrap_recurrent(function: Function, name: str, caster: Caster) -> Function:

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import device_scale
-from apex_mp import grads as _grads
-from apex_mp._log import logger
 from apex_mp.amp import _routes
 from apex_mp.amp._masters import OptimizerMasters
 from apex_mp.amp._unscalers import DeviceUnscaler, HostUnscaler
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
-from apex_mp.device_scale import send, settle
+from apex_mp.core import device_scale, local_gradients, parallel_masters
+from apex_mp.core import grads as _grads
+from apex_mp.core.device_scale import send, settle
+from apex_mp.core.log import logger
+from apex_mp.core.skips import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.fp16_utils._skips import Overflow
-from apex_mp.parallel import followers, local_gradients
 
 _LOG = logger("apex_mp.amp")
 _warned_of_low_precision = False
@@ -64,7 +63,7 @@ def scaled_backward(
         RuntimeError: An optimizer scales by itself, or is in a block already.
     """
     _check(loss, optimizers)
-    followers.add_scale(scaler, lambda owner: owner, optimizers)
+    parallel_masters.add_scale(scaler, lambda owner: owner, optimizers)
     settle(wait=False)
     with _open_blocks(optimizers) as guards:
         routes = _all_routes(optimizers, guards)

@@ -25,7 +25,7 @@ from torch.utils.data._utils import worker as data_worker
 
 from apex_mp.amp.casting import Caster, Function
 from apex_mp.amp.patching import Patches
-from apex_mp.parallel import local_gradients
+from apex_mp.core import local_gradients
 
 
 class Scopes:

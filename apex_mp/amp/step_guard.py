@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _step_notes
 from apex_mp.amp._overflow import FiniteClosure
 from apex_mp.amp._routes import routes_of
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.device_scale import send, settle
-from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError
-from apex_mp.fp16_utils._skips import (
+from apex_mp.core import step_log
+from apex_mp.core.closure import Snapshot, StepAbandonedError
+from apex_mp.core.device_scale import send, settle
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.skips import (
     SKIPS_BEFORE_WARNING,
     Overflow,
     mark_step_called,
     warn_of_endless_skips,
 )
-from apex_mp.master import LOW_PRECISION
+from apex_mp.fp16_utils import FP16_Optimizer
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -130,12 +130,12 @@ class StepGuard:
         self._refuse_scaled_gradients(optimizer)
         if self._is_leaving:
             self._take_off()
-        if not _step_notes.listeners or args or kwargs:  # A closure has yet to make gradients.
+        if not step_log.listeners or args or kwargs:  # A closure has yet to make gradients.
             return self._step_or_skip(optimizer, args, kwargs)
         # Gradients of parameters that have masters stay scaled.
         has_masters = getattr(optimizer, "_amp_masters", None) is not None
         unscaled = _WIDE if has_masters else (*_WIDE, *LOW_PRECISION)
-        with _step_notes.announced(optimizer, self.scaler, scale=self.scale, unscaled=unscaled):
+        with step_log.announced(optimizer, self.scaler, scale=self.scale, unscaled=unscaled):
             return self._step_or_skip(optimizer, args, kwargs)
 
     def _step_or_skip(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,11 +223,11 @@ class StepGuard:
     ) -> None:
         """Tell listeners of a step, of the loss that overflowed or else of the last one."""
         optimizer = self._optimizer()
-        if not _step_notes.heard(optimizer, scaler):
+        if not step_log.heard(optimizer, scaler):
             return
         lowest = None if scaler is None else scaler.lowest
         if overflow is not None:
-            note = _step_notes.StepNote(
+            note = step_log.StepNote(
                 True,
                 overflow.scale_before,
                 lowest=lowest,
@@ -236,8 +236,8 @@ class StepGuard:
             )
         else:
             scale = None if scale is None else float(scale)
-            note = _step_notes.StepNote(False, scale, lowest, optimizer=optimizer)
-        _step_notes.after(optimizer, scaler, note=note)
+            note = step_log.StepNote(False, scale, lowest, optimizer=optimizer)
+        step_log.after(optimizer, scaler, note=note)
 
     def _step_with_closure(self, closure: Any, step: Callable[[Callable[[], Any]], Any]) -> Any:
         optimizer = self._optimizer()

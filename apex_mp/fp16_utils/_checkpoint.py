@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp._state_checks import check_optimizer_state
+from apex_mp.core.masters import MasterGroup
+from apex_mp.core.state_checks import check_optimizer_state
+from apex_mp.core.tensors import no_numbers
 from apex_mp.fp16_utils import _inner_state
 from apex_mp.fp16_utils._saved_scaler import read_loss_scaler, required
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.master import MasterGroup
-from apex_mp.tensors import no_numbers
 
 _WHO = "FP16_Optimizer"
 

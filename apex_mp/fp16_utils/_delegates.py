@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from apex_mp.parallel._delegating import DelegatingOptimizer
+from apex_mp.core.delegating import DelegatingOptimizer
 
 
 class Delegates(DelegatingOptimizer):

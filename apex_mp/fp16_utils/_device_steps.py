@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import device_scale
-from apex_mp._log import logger
-from apex_mp._step_request import Outcome, StepResult
-from apex_mp.device_scale import DeviceScale
+from apex_mp.core import device_scale
+from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core.log import logger
+from apex_mp.core.step import Outcome, StepResult
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
 

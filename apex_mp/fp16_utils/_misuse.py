@@ -6,10 +6,11 @@ import math
 import weakref
 from typing import ClassVar
 
-from apex_mp import _C, device_scale
-from apex_mp.fp16_utils._skips import warn
-from apex_mp.grads import Edits
-from apex_mp.master_grads import MasterGrads
+from apex_mp import _C
+from apex_mp.core import device_scale
+from apex_mp.core.grads import Edits
+from apex_mp.core.master_grads import MasterGrads
+from apex_mp.core.skips import warn
 
 _STEPS_OF_ZEROS = 4  # before a warning
 

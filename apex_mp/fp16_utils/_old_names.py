@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.core.master_grads import MasterGrads
 from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._given_scale import is_true, scaler_of
 from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import StaticLossScale
-from apex_mp.master_grads import MasterGrads
 
 
 class OldNames:

@@ -13,39 +13,38 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from apex_mp import _step_notes, device_scale, grads, tensors
-from apex_mp._log import logger
-from apex_mp._state_checks import as_dict
-from apex_mp._step_request import Outcome, StepRequest, StepResult
-from apex_mp.fp16_utils import _checkpoint, _inner_state
-from apex_mp.fp16_utils._closure import Snapshot, StepAbandonedError, evaluate
-from apex_mp.fp16_utils._delegates import Delegates
-from apex_mp.fp16_utils._device_steps import DeviceSteps
-from apex_mp.fp16_utils._given_scale import new_scaler
-from apex_mp.fp16_utils._inner import (
+from apex_mp.core import device_scale, grads, parallel_masters, step_log, tensors
+from apex_mp.core.checkpoint_view import CheckpointView, with_checkpoint_view
+from apex_mp.core.closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.core.inner import (
     StepWatch,
     check_loss,
     checked_result,
     inner_of,
     legacy_arguments,
 )
-from apex_mp.fp16_utils._misuse import Misuse
-from apex_mp.fp16_utils._old_names import OldNames
-from apex_mp.fp16_utils._saved_scaler import whole_scaler
-from apex_mp.fp16_utils._skips import (
+from apex_mp.core.log import logger
+from apex_mp.core.master_grads import MasterGrads, Stage
+from apex_mp.core.masters import LOW_PRECISION, MasterGroup
+from apex_mp.core.skips import (
     SKIPS_BEFORE_WARNING,
     Overflow,
     ParamNames,
     mark_step_called,
     warn_of_endless_skips,
 )
-from apex_mp.fp16_utils._weights import WeightWatch
+from apex_mp.core.state_checks import as_dict
+from apex_mp.core.step import Outcome, StepRequest, StepResult
+from apex_mp.core.weight_watch import WeightWatch
+from apex_mp.fp16_utils import _checkpoint, _inner_state
+from apex_mp.fp16_utils._delegates import Delegates
+from apex_mp.fp16_utils._device_steps import DeviceSteps
+from apex_mp.fp16_utils._given_scale import new_scaler
+from apex_mp.fp16_utils._misuse import Misuse
+from apex_mp.fp16_utils._old_names import OldNames
+from apex_mp.fp16_utils._saved_scaler import whole_scaler
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale, LossScale, is_of_grad_scaler
-from apex_mp.master import LOW_PRECISION, MasterGroup
-from apex_mp.master_grads import MasterGrads, Stage
-from apex_mp.parallel import followers
-from apex_mp.parallel.checkpoint_view import CheckpointView, with_checkpoint_view
 
 _LOG = logger("apex_mp.fp16_utils")
 # Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
@@ -176,7 +175,7 @@ class FP16_Optimizer(OldNames, Delegates):
         self._skips_in_a_row = 0
         self._group_norms: list[float] = []  # of the last step's unscaled gradients, if measured
         self._iteration = 0
-        followers.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
+        parallel_masters.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         # Hooks of state_dict() and load_state_dict() run in the inner optimizer's.
@@ -320,9 +319,9 @@ class FP16_Optimizer(OldNames, Delegates):
             return -1
         params = [param for group in self.param_groups for param in group["params"]]
         norm = self.clip_grad_norm(params, max_norm, norm_type)
-        if norm_type == 2 and _step_notes.heard(self):
-            factor = _step_notes.clip_factor(float(norm), max_norm)
-            _step_notes.measured(self, grad_norm=float(norm), clip=factor)
+        if norm_type == 2 and step_log.heard(self):
+            factor = step_log.clip_factor(float(norm), max_norm)
+            step_log.measured(self, grad_norm=float(norm), clip=factor)
         self._grads.accept_edits()
         return norm
 
@@ -426,10 +425,10 @@ class FP16_Optimizer(OldNames, Delegates):
         return None if self.overflow else loss
 
     def _announced(self) -> AbstractContextManager[None]:
-        if not _step_notes.listeners:
+        if not step_log.listeners:
             return contextlib.nullcontext()
         scale = self._grads.scale_of_grads()
-        return _step_notes.announced(self, scale=scale, unscaled=(torch.float32, torch.float64))
+        return step_log.announced(self, scale=scale, unscaled=(torch.float32, torch.float64))
 
     def _step_without_closure(self) -> tuple[bool | None, Any]:
         """Step; return whether it was skipped, if that is known, and the inner one's value."""
@@ -586,19 +585,19 @@ class FP16_Optimizer(OldNames, Delegates):
             self._report_skip(iteration, scale, locate())
         else:
             self._skips_in_a_row = 0
-        if _step_notes.heard(self):
-            _step_notes.after(self, note=self._note(skipped, scale, norms))
+        if step_log.heard(self):
+            step_log.after(self, note=self._note(skipped, scale, norms))
 
-    def _note(self, skipped: bool, scale: float, norms: list[float]) -> _step_notes.StepNote:
+    def _note(self, skipped: bool, scale: float, norms: list[float]) -> step_log.StepNote:
         value = self._loss_scaler.loss_scale_value
         is_clipped = "grad_norms" in self._legacy_arguments
         always_global = getattr(self.optimizer, "_clips_by_global_norm", False)  # as FusedLAMB
-        norm, clip = _step_notes.norm_and_clip(
+        norm, clip = step_log.norm_and_clip(
             norms,
             self.param_groups if is_clipped else [{}] * len(norms),
             by_global_norm=always_global or self.clip == "global",
         )
-        return _step_notes.StepNote(
+        return step_log.StepNote(
             skipped,
             scale,
             lowest=value.min_scale if isinstance(value, DynamicLossScale) else None,

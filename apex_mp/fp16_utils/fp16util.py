@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex_mp import tensors
-from apex_mp._float32_parts import Float32Part
-from apex_mp.master import LOW_PRECISION
+from apex_mp.core import tensors
+from apex_mp.core.float32_parts import Float32Part
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.tensors import cast_floating
 from apex_mp.RNN.RNNBackend import RNNCell
-from apex_mp.tensors import cast_floating
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 

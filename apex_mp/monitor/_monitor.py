@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from apex_mp import _step_notes, device_scale
-from apex_mp._log import logger
-from apex_mp._step_notes import StepNote
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
+from apex_mp.core import device_scale, step_log
+from apex_mp.core.log import logger
+from apex_mp.core.skips import warn
+from apex_mp.core.step_log import StepNote
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.fp16_utils._skips import warn
 from apex_mp.monitor import _report
 from apex_mp.monitor.exponents import Sampler
 from apex_mp.monitor.history import History, Step
@@ -157,12 +157,12 @@ class Monitor:
         # What was measured for steps of which the host has yet to hear.
         self._measured: dict[int, dict[str, float]] = {}
         if owner is not None:
-            _step_notes.listen(owner, self)
+            step_log.listen(owner, self)
 
     def close(self) -> None:
         """Stop listening; recorded steps stay."""
         device_scale.settle(wait=True)
-        _step_notes.unlisten(self)
+        step_log.unlisten(self)
 
     # What the source reports.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from apex_mp import _ops, device_scale, tensors
+from apex_mp.core import device_scale, ops, tensors
 
 # float16 has all its digits from 2**-14 on, fewer below it, and none below 2**-25.
 SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15
@@ -170,9 +170,9 @@ class Sampler:
         """Read the gradients once, or the part of them that is looked at."""
         limit = _limit([grad.numel() for facts in self._facts.values() for _, _, grad in facts])
         for device, facts in self._facts.items():
-            counts = torch.zeros(len(facts), _ops.EXPONENT_BINS, dtype=torch.int64, device=device)
+            counts = torch.zeros(len(facts), ops.EXPONENT_BINS, dtype=torch.int64, device=device)
             places: dict[int, Tensor] = {}
-            _ops.exponents_([_part_of(grad, limit, places) for _, _, grad in facts], counts)
+            ops.exponents_([_part_of(grad, limit, places) for _, _, grad in facts], counts)
             kept = [(i, name, tuple(grad.shape), grad.dtype) for i, name, grad in facts]
             if device.type in device_scale.DEVICE_TYPES:
                 device_scale.send_tensor(counts, self._teller(kept))
@@ -188,7 +188,7 @@ class Sampler:
             flat = counts.view(-1)
             places = flat.nonzero().view(-1)
             for place, count in zip(places.tolist(), flat[places].tolist(), strict=True):
-                row, bin_ = divmod(place, _ops.EXPONENT_BINS)
+                row, bin_ = divmod(place, ops.EXPONENT_BINS)
                 rows[row][bin_] = count
             for (index, name, shape, dtype), by_bin in zip(kept, rows, strict=True):
                 self._told[index] = name, shape, dtype, by_bin

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from apex_mp.grads import NonFinite
+from apex_mp.core.grads import NonFinite
 from apex_mp.monitor.exponents import Exponents, Sample
 
 _FORMAT = 1

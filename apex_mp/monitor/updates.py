@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.skips import ParamNames
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.fp16_utils._skips import ParamNames
-from apex_mp.master import LOW_PRECISION
 from apex_mp.optimizers._state import has_master
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import tensors
+from apex_mp.core import tensors
 
 Lists = Sequence[Sequence[Tensor]]
 

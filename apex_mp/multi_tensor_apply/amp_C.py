@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp.core import ops
 from apex_mp.multi_tensor_apply._arguments import (
     Lists,
     check_choice,
@@ -53,7 +53,7 @@ def multi_tensor_scale(
         speaking_of("multi_tensor_scale", src="inputs", dst="outputs", inv_scale="scale"),
         raising("multi_tensor_scale", overflow_buf) as found_inf,
     ):
-        _ops.unscale_(tensor_lists[0], tensor_lists[1], factor, found_inf)
+        ops.unscale_(tensor_lists[0], tensor_lists[1], factor, found_inf)
 
 
 def multi_tensor_axpby(
@@ -81,7 +81,7 @@ def multi_tensor_axpby(
     x, y, out = tensor_lists
     factors = number(function, "a", a), number(function, "b", b)
     with speaking_of(function, out="outputs"), raising(function, overflow_buf) as found_inf:
-        _ops.axpby_(x, y, out, *factors, found_inf, tested=arg_to_check)
+        ops.axpby_(x, y, out, *factors, found_inf, tested=arg_to_check)
 
 
 def multi_tensor_l2norm(
@@ -100,9 +100,9 @@ def multi_tensor_l2norm(
         raising("multi_tensor_l2norm", overflow_buf) as found_inf,
     ):
         if per_tensor:
-            norm, norms = _ops.l2_norms(tensors)
+            norm, norms = ops.l2_norms(tensors)
         else:
-            norm, norms = _ops.l2_norm(tensors), torch.empty(0, device=tensors[0].device)
+            norm, norms = ops.l2_norm(tensors), torch.empty(0, device=tensors[0].device)
         found_inf.logical_or_(~norm.isfinite())
     return norm.float().reshape(1), norms.float()
 
@@ -143,7 +143,7 @@ def multi_tensor_adam(
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     rate = number(function, "lr", lr)
     with speaking_of(function), raising(function, overflow_buf) as found_inf:
-        _ops.adam_(
+        ops.adam_(
             params,
             grads,
             exp_avgs,
@@ -203,7 +203,7 @@ def multi_tensor_sgd(
         speaking_of(function, inv_scale="scale"),
         raising(function, overflow_buf) as found_inf,
     ):
-        _ops.sgd_(
+        ops.sgd_(
             params,
             grads,
             buffers if momentum else None,
@@ -251,7 +251,7 @@ def scale_check_overflow(
         raising("scale_check_overflow", overflow_buf) as found_inf,
     ):
         factor = number("scale_check_overflow", "scale", scale)
-        _ops.unscale_([grads], [downscaled_grads], factor, found_inf)
+        ops.unscale_([grads], [downscaled_grads], factor, found_inf)
 
 
 def steps_before(step: int, params: Sequence[Tensor]) -> list[Tensor]:

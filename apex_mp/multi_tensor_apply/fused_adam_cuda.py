@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex_mp import _ops
+from apex_mp.core import ops
 from apex_mp.multi_tensor_apply._arguments import (
     check_choice,
     check_lists,
@@ -71,7 +71,7 @@ def adam(
         copies = [out_p]
     singular = {"params": "p", "grads": "grad", "exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
     with torch.no_grad(), speaking_of(function, copies="out_p", **singular):
-        _ops.adam_(
+        ops.adam_(
             [p],
             [grad],
             [exp_avg],

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _extension
-from apex_mp._step_request import Lists
+from apex_mp import _C
+from apex_mp.core import extension
+from apex_mp.core.step import Lists
 
 Groups: TypeAlias = list[dict[str, Any]]
 Places: TypeAlias = list[tuple[int, int]]
@@ -102,7 +103,7 @@ class Part:
     def _no_kernels(self, number: int, index: int) -> str:
         wish = "it must be on the CPU or on a CUDA device"
         if self.device.type == "cuda":
-            wish = _extension.build_hint("FORCE_CUDA=1 ")
+            wish = extension.build_hint("FORCE_CUDA=1 ")
         return (
             f"{self._who}: params[{number}][{index}] is on {self.device}, for which this build of "
             f"apex_mp has no kernels; {wish}"

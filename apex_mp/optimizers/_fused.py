@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _options, tensors
-from apex_mp._state_checks import as_dict, check_optimizer_state
-from apex_mp._step_request import Lists, Outcome, StepRequest, StepResult
+from apex_mp import _C
+from apex_mp.core import options, tensors
+from apex_mp.core.state_checks import as_dict, check_optimizer_state
+from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
 from apex_mp.optimizers import _legacy_call, _state
 from apex_mp.optimizers._several_devices import SeveralDevices
 
@@ -59,7 +60,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             group: A parameter group with all options, or the defaults.
         """
-        _options.check_group(self._public_name, group)
+        options.check_group(self._public_name, group)
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check the options of a group that is added; those of a loaded one may be others."""

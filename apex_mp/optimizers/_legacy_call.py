@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp._step_request import Groups, Lists, StepRequest
+from apex_mp.core.step import Groups, Lists, StepRequest
 
 
 def scaling(

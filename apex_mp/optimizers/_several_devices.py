@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _ops
-from apex_mp._step_request import Lists
-from apex_mp.device_scale import DeviceScale, bring
+from apex_mp import _C
+from apex_mp.core import ops
+from apex_mp.core.device_scale import DeviceScale, bring
+from apex_mp.core.step import Lists
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 
 
@@ -284,7 +285,7 @@ def _look_at(part: Part, groups: int) -> Tensor:
     gradients = part.plan.gradients
     found_inf = torch.zeros(1, dtype=torch.float32, device=part.device)
     sum_sq = torch.zeros(len(gradients), dtype=torch.float64, device=part.device)
-    _ops.check_([grad for grad, _, _ in gradients], range(len(gradients)), found_inf, sum_sq)
+    ops.check_([grad for grad, _, _ in gradients], range(len(gradients)), found_inf, sum_sq)
     # Those that count to one norm, next to each other.
     kinds = [2 * number + scaled for _, number, scaled in gradients]
     order = sorted(range(len(kinds)), key=kinds.__getitem__)

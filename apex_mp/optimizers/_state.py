@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import grads as _grads
-from apex_mp import tensors
+from apex_mp.core import grads as _grads
+from apex_mp.core import tensors
 
 MASTER = "master_param"
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from apex_mp import _options
+from apex_mp.core import options
 from apex_mp.optimizers._fused import Before, FusedOptimizer
 from apex_mp.optimizers._state import StateLayout
 
@@ -96,7 +96,7 @@ class FusedSGD(FusedOptimizer):
         if group["lr"] is required:  # torch refuses a group that has none either
             group = {**group, "lr": 0.0}
         super()._check_options(group)
-        _options.check_number("FusedSGD", "dampening", group["dampening"])
+        options.check_number("FusedSGD", "dampening", group["dampening"])
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check nesterov too; later a scheduler may take the momentum away for a while."""

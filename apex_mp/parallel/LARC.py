@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import tensors
-from apex_mp._options import check_number
-from apex_mp.parallel._delegating import ForwardingOptimizer
-from apex_mp.parallel.checkpoint_view import with_checkpoint_view
+from apex_mp.core import tensors
+from apex_mp.core.checkpoint_view import with_checkpoint_view
+from apex_mp.core.delegating import ForwardingOptimizer
+from apex_mp.core.options import check_number
 
 
 class LARC(ForwardingOptimizer):

@@ -16,16 +16,16 @@ from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import JoinHook
 
-from apex_mp._log import logger
-from apex_mp.parallel import followers, local_gradients
-from apex_mp.parallel._reduction import Reduction, reduce_bucket
-from apex_mp.parallel.flat_calls import (
+from apex_mp.core import local_gradients, parallel_masters
+from apex_mp.core.flat_calls import (
     apply_flat_dist_call,
     extract_tensors,
     flat_dist_call,
     split_by_type,
     split_half_float_double,
 )
+from apex_mp.core.log import logger
+from apex_mp.parallel._reduction import Reduction, reduce_bucket
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
@@ -145,8 +145,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if not self._reduction.is_torchs:
             self._reduce_here()
         self._begin()
-        followers.broadcast(module)
-        followers.follow_join()
+        parallel_masters.broadcast(module)
+        parallel_masters.follow_join()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

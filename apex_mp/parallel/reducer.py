@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from apex_mp.parallel import followers
-from apex_mp.parallel.flat_calls import extract_tensors, flat_dist_call
+from apex_mp.core import parallel_masters
+from apex_mp.core.flat_calls import extract_tensors, flat_dist_call
 
 
 class Reducer:
@@ -32,7 +32,7 @@ class Reducer:
             self.module = module_or_grads_list
             params = [param.detach() for param in self.module.parameters()]
             flat_dist_call(params, dist.broadcast, (0,))
-            followers.broadcast(self.module)
+            parallel_masters.broadcast(self.module)
         else:
             extract_tensors(module_or_grads_list, self.grads)
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from apex_mp._log import logger
+from apex_mp.core.log import logger
 from apex_mp.reparameterization import _computed
 
 R = TypeVar("R", bound=_computed.Computes)

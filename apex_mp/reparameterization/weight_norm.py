@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from apex_mp._log import logger
+from apex_mp.core.log import logger
 from apex_mp.reparameterization.reparameterization import Reparameterization
 
 _logger = logger("apex_mp.reparameterization")

@@ -155,7 +155,7 @@ AMP = {
         "amp/casting.py", "or torch.is_inference_mode_enabled()", "or False", "amp_cast_cache"
     ),
     "a namedtuple becomes a tuple": Mutant(
-        "tensors.py", "return value._make(items)", "return tuple(items)", "amp_casts"
+        "core/tensors.py", "return value._make(items)", "return tuple(items)", "amp_casts"
     ),
     "the inner of two disable_casts switches casts on": Mutant(
         "amp/switch.py", "thread.off -= 1", "thread.off = 0", "amp_threads"
@@ -284,34 +284,34 @@ FP16_UTILS = {
         "fp16_utils/fp16util.py", _FLAT_ZERO, _FLAT_OLD, "fp16util"
     ),
     "a new loss scale leaves old gradients": Mutant(
-        "master_grads.py",
+        "core/master_grads.py",
         "        self._rescale(scaled, before, scale)\n",
         "",
         "fp16_optimizer_accumulation",
     ),
     "gradients of masters are kept for the next backward": Mutant(
-        "master_grads.py",
+        "core/master_grads.py",
         "        self.holding = False\n        for master in self.model_of:\n",
         "        for master in self.model_of:\n",
         "fp16_optimizer_accumulation",
     ),
     "float32 parameters of a mixed model are unscaled twice": Mutant(
-        "master_grads.py", "grads[index] = grad * here", "pass", "fp16_optimizer_legacy"
+        "core/master_grads.py", "grads[index] = grad * here", "pass", "fp16_optimizer_legacy"
     ),
     "a scale survives zero_grad": Mutant(
-        "master_grads.py",
+        "core/master_grads.py",
         "        self._scale = None\n        if not (to_none",
         "        if not (to_none",
         "fp16_optimizer_accumulation",
     ),
     "state that moves to masters stays in float16": Mutant(
-        "master.py", "key: value.float()\n", "key: value\n", "fp16_optimizer_masters"
+        "core/masters.py", "key: value.float()\n", "key: value\n", "fp16_optimizer_masters"
     ),
     "masters do not lie in the flat vector": Mutant(
-        "master.py", "            master.data = view\n", "", "fp16_optimizer_masters"
+        "core/masters.py", "            master.data = view\n", "", "fp16_optimizer_masters"
     ),
     "masters are in the order of their coming": Mutant(
-        "master.py",
+        "core/masters.py",
         "self.master_params = [param for param in params if param in model_of]",
         "self.master_params = [*model_of]",
         "fp16_optimizer_checkpoints",
@@ -341,7 +341,7 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "a beta of 1 is allowed": Mutant(
-        "_options.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
+        "core/options.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
     ),
     "a copy forgets unscale_grads": Mutant(
         "optimizers/_fused.py",
@@ -440,7 +440,7 @@ OPTIMIZERS = {
         "fused_adagrad",
     ),
     "a negative eps is taken": Mutant(
-        "_options.py",
+        "core/options.py",
         '("momentum", "eps", "weight_decay", "max_grad_norm")',
         '("momentum", "weight_decay", "max_grad_norm")',
         "fused_rules",
@@ -503,19 +503,19 @@ CHECKPOINTS = {
         "checkpoint.py", "            receivers.check_complete()\n", "", "load_checkpoint"
     ),
     "good steps of a pickled scaler are lost": Mutant(
-        "_pickled_scalers.py",
+        "checkpointing/pickled_scalers.py",
         'good_steps=state.get("_unskipped", 0)',
         "good_steps=0",
         "load_checkpoint",
     ),
     "the floor of a pickled scaler is lost": Mutant(
-        "_pickled_scalers.py",
+        "checkpointing/pickled_scalers.py",
         'min_scale=state.get("_min_loss_scale") or FLOAT32_SMALLEST_NORMAL',
         "min_scale=FLOAT32_SMALLEST_NORMAL",
         "load_checkpoint",
     ),
     "a pickled static scale becomes dynamic": Mutant(
-        "_pickled_scalers.py",
+        "checkpointing/pickled_scalers.py",
         'if state.get("dynamic", True) is False:',
         "if False:",
         "load_checkpoint",
@@ -536,10 +536,10 @@ CHECKPOINTS = {
         "convert",
     ),
     "inf in a checkpoint counts as too large": Mutant(
-        "_convert_checks.py", " & ~torch.isinf(value)", "", "convert"
+        "checkpointing/convert_checks.py", " & ~torch.isinf(value)", "", "convert"
     ),
     "versions of modules keep their old names": Mutant(
-        "_rename.py", "_renamed_paths(versions, old, new)", "versions", "convert"
+        "checkpointing/rename.py", "_renamed_paths(versions, old, new)", "versions", "convert"
     ),
     "masters of a plain checkpoint are rounded": Mutant(
         "fp16_utils/_checkpoint.py",
@@ -581,19 +581,19 @@ CHECKPOINTS = {
         "amp/scaler.py", 'overflows=state.get("overflows", 0)', "overflows=0", "amp_scaler"
     ),
     "saved masters go on with the run": Mutant(
-        "parallel/checkpoint_view.py",
+        "core/checkpoint_view.py",
         "{name: each.detach().clone() for name, each in self._master(param).items()}",
         "{name: each.detach() for name, each in self._master(param).items()}",
         "distributed_checkpoint",
     ),
     "saving before the first step leaves a learning rate of zero": Mutant(
-        "parallel/checkpoint_view.py", 'group["lr"] = rate\n', "pass\n", "distributed_checkpoint"
+        "core/checkpoint_view.py", 'group["lr"] = rate\n', "pass\n", "distributed_checkpoint"
     ),
     "saving before the first step leaves state": Mutant(
-        "parallel/checkpoint_view.py", "optimizer.state.clear()", "pass", "distributed_checkpoint"
+        "core/checkpoint_view.py", "optimizer.state.clear()", "pass", "distributed_checkpoint"
     ),
     "join of torch's own class leaves masters unequal": Mutant(
-        "parallel/followers.py",
+        "core/parallel_masters.py",
         "return FollowingJoinHook(self, _torchs_join_hook(self, **kwargs))",
         "return _torchs_join_hook(self, **kwargs)",
         "parallel",
@@ -759,22 +759,25 @@ SCALER = {
 # What apex_mp.monitor keeps, and what it says of it.
 MONITOR = {
     "a step that raises is waited for": Mutant(
-        "_step_notes.py", "            listener.withdraw_step()\n", "            pass\n", "monitor"
+        "core/step_log.py",
+        "            listener.withdraw_step()\n",
+        "            pass\n",
+        "monitor",
     ),
     "a norm outlives the step that it was measured for": Mutant(
         "amp/_unscaling.py",
         "            state[NOTED] = norm, clip.divisor.reciprocal()\n",
-        "            _step_notes.measured(self, optimizer, grad_norm=norm)\n",
+        "            step_log.measured(self, optimizer, grad_norm=norm)\n",
         "monitor",
     ),
     "a clip takes the largest factor of all groups": Mutant(
-        "_step_notes.py",
+        "core/step_log.py",
         "return total, min(factors, default=None)",
         "return total, max(factors, default=None)",
         "monitor",
     ),
     "a listener hears other owners' steps": Mutant(
-        "_step_notes.py",
+        "core/step_log.py",
         "for each in listeners.get(owner, ())]",
         "for each in sum(listeners.values(), [])]",
         "monitor",

@@ -15,7 +15,7 @@ from fused_adam_cases import Unchanged, assert_same_state, grad_for
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
-from apex_mp._step_request import StepRequest
+from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam, FusedSGD
 from apex_mp.optimizers._fused import FusedOptimizer
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp.device_scale import DeviceScale
+from apex_mp.core.device_scale import DeviceScale
 
 Lists: TypeAlias = list[list[Tensor | None]]
 Groups: TypeAlias = Sequence[dict[str, Any]]

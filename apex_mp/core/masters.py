@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.tensors import PLAIN_TYPES, is_dense
+from apex_mp.core.tensors import PLAIN_TYPES, is_dense
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

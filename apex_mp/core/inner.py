@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp import grads
-from apex_mp._step_request import StepResult
-from apex_mp.master import LOW_PRECISION, Held
+from apex_mp.core import grads
+from apex_mp.core.masters import LOW_PRECISION, Held
+from apex_mp.core.step import StepResult
 
 # Of masters, and of their model parameters.
 _Norms: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]

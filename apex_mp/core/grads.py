@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C, _ops
-from apex_mp.device_scale import bring
-from apex_mp.tensors import is_dense, is_wrapper
+from apex_mp import _C
+from apex_mp.core import ops
+from apex_mp.core.device_scale import bring
+from apex_mp.core.tensors import is_dense, is_wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def check(groups: Sequence[Sequence[Tensor]]) -> Checked:
     for device, (grads, indices) in by_device.items():
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         sum_sq = torch.zeros(len(groups), dtype=torch.float64, device=device)
-        _ops.check_(grads, indices, found_inf, sum_sq)
+        ops.check_(grads, indices, found_inf, sum_sq)
         # One transfer: the only time the host waits for the device.
         values = torch.cat([found_inf.double(), sum_sq]).tolist()
         found = found or values[0] != 0.0
@@ -150,7 +151,7 @@ def unscale(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float) -> b
     found = []
     for device, (sources, targets) in _by_device(src, dst).items():
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        _ops.unscale_(sources, targets, factor, found_inf)
+        ops.unscale_(sources, targets, factor, found_inf)
         found.append(found_inf)
     return any(flag.item() != 0.0 for flag in found)
 
@@ -170,7 +171,7 @@ def unscale_unwaited(src: Sequence[Tensor], dst: Sequence[Tensor], scale: float 
     for device, (sources, targets) in _by_device(src, dst).items():
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         here = inv_scale if inv_scale.is_cpu else bring(inv_scale, device)
-        _ops.unscale_(sources, targets, here, found_inf)
+        ops.unscale_(sources, targets, here, found_inf)
 
 
 def unscale_wrappers(grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
@@ -207,7 +208,7 @@ def add_unscaled(src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float)
     found = []
     for device, (sources, targets) in _by_device(src, dst).items():
         found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        _ops.axpby_(sources, targets, targets, factor, one, found_inf, tested=0)
+        ops.axpby_(sources, targets, targets, factor, one, found_inf, tested=0)
         found.append(found_inf)
     return any(flag.item() != 0.0 for flag in found)
 

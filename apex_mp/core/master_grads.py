@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C, tensors
-from apex_mp import grads as _grads
-from apex_mp._step_request import Lists
-from apex_mp.device_scale import bring
-from apex_mp.grads import Edits
-from apex_mp.master import MasterGroup, rekey_state, store_grad, stored_grad, write
-from apex_mp.parallel import followers
+from apex_mp import _C
+from apex_mp.core import grads as _grads
+from apex_mp.core import parallel_masters, tensors
+from apex_mp.core.device_scale import bring
+from apex_mp.core.grads import Edits
+from apex_mp.core.masters import MasterGroup, rekey_state, store_grad, stored_grad, write
+from apex_mp.core.step import Lists
 
 Scale: TypeAlias = float | Tensor
 
@@ -71,7 +71,7 @@ class MasterGrads:
         self._edits = _grads.EditWatch()
         self._rescaled = self._sources_are_rescaled = False
         self._aligned: list[tuple[list[Any], list[Tensor | None]]] = []
-        followers.add(self)
+        parallel_masters.add(self)
 
     # Parameters.
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from apex_mp import _extension
 from apex_mp._version import __version__
+from apex_mp.core import extension
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ def survey() -> Report:
     """Look at everything that decides whether and how apex_mp runs; a missing part is a fact."""
     facts = list(_host_facts())
     try:
-        torch = _extension.import_torch()
+        torch = extension.import_torch()
     except ImportError as error:
         facts.append(Fact("torch", "missing", str(error)))
         return Report(tuple(facts), usable=False)
     facts += _torch_facts(torch)
     try:
-        extension = _extension.load()
+        built = extension.load()
     except ImportError as error:
         facts += [Fact("extension", "cannot be loaded", str(error)), *_build_tool_facts()]
         return Report(tuple(facts), usable=False)
-    facts += _extension_facts(extension)
-    facts += _cuda_facts(extension, torch)
+    facts += _extension_facts(built)
+    facts += _cuda_facts(built, torch)
     return Report((*facts, *_build_tool_facts()), usable=True)
 
 
 def _host_facts() -> Iterator[Fact]:
-    yield Fact("apex_mp", f"{__version__} in {Path(__file__).resolve().parent}")
+    yield Fact("apex_mp", f"{__version__} in {Path(__file__).resolve().parents[1]}")
     yield Fact("Python", f"{platform.python_version()} at {sys.executable}")
     yield Fact("machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
 
@@ -73,30 +73,30 @@ def _torch_facts(torch: ModuleType) -> Iterator[Fact]:
     yield Fact("threads", f"{torch.get_num_threads()} in torch, OMP_NUM_THREADS {openmp}")
 
 
-def _extension_facts(extension: ModuleType) -> Iterator[Fact]:
-    debug = ", a DEBUG build" if extension.debug else ""
-    yield Fact("extension", f"built for torch {extension.torch_version}{debug}")
-    yield Fact("compiler", extension.compiler)
-    best, used = extension.cpu_levels()[0], extension.cpu_level()
+def _extension_facts(built: ModuleType) -> Iterator[Fact]:
+    debug = ", a DEBUG build" if built.debug else ""
+    yield Fact("extension", f"built for torch {built.torch_version}{debug}")
+    yield Fact("compiler", built.compiler)
+    best, used = built.cpu_levels()[0], built.cpu_level()
     lower = "" if used == best else f" (this processor could use {best}; see APEX_MP_CPU_LEVEL)"
     yield Fact("instruction set", used + lower)
 
 
-def _cuda_facts(extension: ModuleType, torch: ModuleType) -> Iterator[Fact]:
+def _cuda_facts(built: ModuleType, torch: ModuleType) -> Iterator[Fact]:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     archs = [f"{gpu.major}.{gpu.minor}" for gpu in gpus]
     names = [f"{gpu.name} ({arch})" for gpu, arch in zip(gpus, archs, strict=True)]
     rebuild = ""
-    if extension.with_cuda:
-        value = f"{extension.cuda_version} in this build, for {extension.cuda_archs}"
-        missing = sorted({arch for arch in archs if not runs_on(arch, extension.cuda_archs)})
+    if built.with_cuda:
+        value = f"{built.cuda_version} in this build, for {built.cuda_archs}"
+        missing = sorted({arch for arch in archs if not runs_on(arch, built.cuda_archs)})
         if missing:
-            wanted = ";".join([*extension.cuda_archs.split(), *missing])
+            wanted = ";".join([*built.cuda_archs.split(), *missing])
             rebuild = f'TORCH_CUDA_ARCH_LIST="{wanted}" FORCE_CUDA=1 '
     else:
         value = "not in this build"
         rebuild = "FORCE_CUDA=1 " if gpus else ""
-    yield Fact("CUDA", value, _extension.build_hint(rebuild) if rebuild else "")
+    yield Fact("CUDA", value, extension.build_hint(rebuild) if rebuild else "")
     idle = not gpus and torch.version.cuda is None and shutil.which("nvidia-smi") is not None
     mend = "torch has no CUDA, but nvidia-smi is here: install a CUDA build of torch, then rebuild"
     yield Fact("GPUs", ", ".join(names) or "none that torch sees", mend if idle else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.loss import _Loss
 
-from apex_mp.master import LOW_PRECISION
-from apex_mp.tensors import map_tensors
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.tensors import map_tensors
 
 
 class Float32Part(nn.Module):
@@ -67,6 +68,10 @@ def _with_float32(cls: Any) -> Any:
 def _blank(cls: Any) -> Any:
     kept = _with_float32(cls)
     return kept.__new__(kept)
+
+
+# Models pickled by earlier builds name `_blank` by this module's old path.
+sys.modules["apex_mp._float32_parts"] = sys.modules[__name__]
 
 
 def keep_fp32(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_mp._traced_ops import copy_written_arguments
+from apex_mp.core.traced_ops import copy_written_arguments
 
 for _name in (
     "check_",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.grads import NonFinite
-from apex_mp.master_grads import MasterGrads
+from apex_mp.core.grads import NonFinite
+from apex_mp.core.master_grads import MasterGrads
 
 SKIPS_BEFORE_WARNING = 50
 # torch's wrappers stand between the user's line and ours.

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch.nn import Parameter
 
-from apex_mp import device_scale, grads
-from apex_mp.fp16_utils._skips import warn
-from apex_mp.master import Held
+from apex_mp.core import device_scale, grads
+from apex_mp.core.masters import Held
+from apex_mp.core.skips import warn
 
 _SAMPLES = 256
 _FLOAT16_OVERFLOW = 65520.0  # Less rounds to 65504, the largest float16.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from apex_mp.grads import NonFinite
+from apex_mp.core.grads import NonFinite
 
 
 @dataclasses.dataclass(frozen=True)

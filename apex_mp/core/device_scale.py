@@ -19,14 +19,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from apex_mp import _C, _log, _ops
+from apex_mp import _C
+from apex_mp.core import log, ops
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 
 # Where a scale may live. The host never waits for a CPU.
 DEVICE_TYPES = {"cuda"}
 # How long a process that ends waits for what is on its way to the host.
 SECONDS_AT_EXIT = 5.0
-_LOG = _log.logger("apex_mp.device_scale")
+_LOG = log.logger("apex_mp.device_scale")
 
 
 def bring(values: Tensor, device: torch.device) -> Tensor:
@@ -189,7 +190,7 @@ class DeviceScale:
         value = self._value
         if not isinstance(value, DynamicLossScale):
             return
-        _ops.update_scale_(
+        ops.update_scale_(
             self.scale,
             self._good_steps,
             self._overflows,

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from apex_mp.parallel.flat_calls import flat_dist_call
+from apex_mp.core.flat_calls import flat_dist_call
 
 
 class Holder(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from apex_mp._trainers import has_half_grads
 from apex_mp.amp import GradScaler
+from apex_mp.trainers.common import has_half_grads
 
 
 class ScaledPrecision:

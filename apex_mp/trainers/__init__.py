@@ -1,0 +1,1 @@
+"""What the integrations share: `accelerate`, `lightning` and `pytorch_lightning`."""
