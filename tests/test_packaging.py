@@ -469,7 +469,7 @@ PYBIND11_MODULE(_C, module) {
 def test_a_build_leaves_the_version_of_torch_beside_the_extension(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "module.cpp").write_text(TINY_MODULE)
-    (tmp_path / "apex_mp").mkdir()
+    (tmp_path / "apex_mp" / "core").mkdir(parents=True)
     for name in ("setup.py", "README.md", "apex_mp/core/extension.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "apex_mp" / "__init__.py").touch()

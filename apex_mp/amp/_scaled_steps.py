@@ -17,13 +17,7 @@ from apex_mp.amp._scaled_grads import Measured
 from apex_mp.core import device_scale, step_log, tensors
 from apex_mp.core.grads import NonFinite, locate_nonfinite
 from apex_mp.core.masters import LOW_PRECISION
-from apex_mp.core.skips import (
-    SKIPS_BEFORE_WARNING,
-    ParamNames,
-    mark_step_called,
-    warn,
-    warn_of_endless_skips,
-)
+from apex_mp.core.skips import ParamNames, warn
 from apex_mp.optimizers._state import has_master
 
 _NAMED = 3
@@ -37,9 +31,6 @@ class ScaledSteps:
         optimizer: The optimizer; known weakly.
         model: Returns the module whose names come first, or None.
         scaler: The GradScaler; known weakly.
-
-    Attributes:
-        skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
     """
 
     def __init__(
@@ -51,23 +42,21 @@ class ScaledSteps:
         self._optimizer = weakref.ref(optimizer)
         self._model = model
         self._scaler = weakref.ref(scaler)
+        self._log = step_log.StepLog(optimizer, f"GradScaler: {type(optimizer).__name__}")
         self._found_inf: bool | Tensor = False  # of the last step
-        self._report: list[NonFinite] = []
         self._marks = _C.GradMarks()  # the gradients of the last step
         self._has_looked_at_updates = self._has_seen_zeros = False
-        self.skips_in_a_row = 0
 
     @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped; the host waits until it knows."""
-        device_scale.settle(wait=True)
-        return bool(self._found_inf)
+        return self._log.was_skipped
 
     @property
     def report(self) -> list[NonFinite]:
         """Which gradients held inf or NaN in the last skipped step; the host waits."""
         device_scale.settle(wait=True)
-        return self._report
+        return [*self._log.report]
 
     # The end of a step.
 
@@ -79,7 +68,8 @@ class ScaledSteps:
             sum_sq: Sums of squares that `outcome` has read; empty if nothing was measured.
             measured: What is known of each gradient.
         """
-        self._found_inf = skipped
+        device_scale.settle(wait=True)  # The steps before this one come first.
+        self._found_inf, self._log.captured = skipped, None
         self._take_note(skipped, sum_sq, measured, self._locate)
 
     def end_fused_step(
@@ -98,8 +88,9 @@ class ScaledSteps:
         home = remote[0]
         # A copy: GradScaler.update() writes to one of them.
         found = torch.stack([device_scale.bring(each, home) for each in found_inf.values()]).sum()
-        self._found_inf = found
+        self._found_inf, self._log.captured = found, None
         if device_scale.is_capturing():
+            self._log.captured = found
             return
         sums = [] if measured is None else [*measured.sum_sq.values()]
         self._marks.take(self._params())
@@ -136,47 +127,35 @@ class ScaledSteps:
         measured: Measured | None,
         locate: Callable[[], list[NonFinite]],
     ) -> None:
-        self._count(skipped, locate)
         scaler, optimizer = self._scaler(), self._optimizer()
+        report = locate() if skipped else []
+
+        def note() -> step_log.StepNote:
+            norm = math.sqrt(sum(sum_sq)) if sum_sq else None
+            unscaled = measured is not None and measured.unscaled
+            return step_log.StepNote(
+                skipped,
+                lowest=None if scaler is None else scaler._lowest,
+                grad_norm=norm if unscaled else None,
+                scaled_norm=None if unscaled else norm,
+                overflow=report,
+                optimizer=optimizer,
+            )
+
+        self._log.end(skipped, report, scale=self._scale, owners=[scaler, optimizer], note=note)
         if sum_sq and not any(sum_sq) and not self._has_seen_zeros and optimizer is not None:
             self._has_seen_zeros = True
-            scale = math.nan if scaler is None else scaler.get_scale()
             warn(
                 f"GradScaler: all gradients of {type(optimizer).__name__} are 0 in this step. "
                 "torch's clip_grad_norm_ makes them 0 if the norm of scaled float16 gradients is "
                 "inf: call scaler.clip_grad_norm_(optimizer, max_norm) instead, or "
                 "scaler.unscale_(optimizer) before it. Or they are too small for their dtype at "
-                f"the scale {scale:g}, or the loss does not depend on the parameters"
+                f"the scale {self._scale():g}, or the loss does not depend on the parameters"
             )
-        if scaler is None or not step_log.heard(scaler, optimizer):
-            return
-        norm = math.sqrt(sum(sum_sq)) if sum_sq else None
-        unscaled = measured is not None and measured.unscaled
-        note = step_log.StepNote(
-            skipped,
-            lowest=scaler._lowest,
-            grad_norm=norm if unscaled else None,
-            scaled_norm=None if unscaled else norm,
-            overflow=self._report if skipped else (),
-            optimizer=optimizer,
-        )
-        step_log.after(scaler, optimizer, note=note)
 
-    def _count(self, skipped: bool, locate: Callable[[], list[NonFinite]]) -> None:
-        if not skipped:
-            self.skips_in_a_row = 0
-            return
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return  # It is gone, and nothing can ask for its steps any more.
-        self.skips_in_a_row += 1
-        self._report = locate()
-        mark_step_called(optimizer)
-        if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
-            who = f"GradScaler: {type(optimizer).__name__}"
-            scaler = self._scaler()
-            scale = math.nan if scaler is None else scaler.get_scale()
-            warn_of_endless_skips(self._report, scale, who=who)
+    def _scale(self) -> float:
+        scaler = self._scaler()
+        return math.nan if scaler is None else scaler.get_scale()
 
     # Names.
 

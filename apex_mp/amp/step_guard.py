@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 import weakref
 from collections.abc import Callable
@@ -18,12 +19,7 @@ from apex_mp.core import step_log
 from apex_mp.core.closure import Snapshot, StepAbandonedError
 from apex_mp.core.device_scale import send, settle
 from apex_mp.core.masters import LOW_PRECISION
-from apex_mp.core.skips import (
-    SKIPS_BEFORE_WARNING,
-    Overflow,
-    mark_step_called,
-    warn_of_endless_skips,
-)
+from apex_mp.core.skips import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
 
 _WIDE = (torch.float32, torch.float64)
@@ -57,8 +53,7 @@ class StepGuard:
         # Of the gradients that are there: what the host knows, and what it does not know yet.
         self._overflow: Overflow | None = None
         self._found_inf: Tensor | None = None
-        self._step_was_skipped = False
-        self._skips_in_a_row = 0
+        self._log = step_log.StepLog(optimizer, f"amp: {type(optimizer).__name__}")
         self._is_leaving = False
         self._optimizer = weakref.ref(optimizer)
         self._had_own_step = "step" in vars(optimizer)
@@ -82,8 +77,7 @@ class StepGuard:
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped; the host waits until it knows."""
-        settle(wait=True)
-        return self._step_was_skipped
+        return self._log.was_skipped
 
     # Coming and going.
 
@@ -143,11 +137,10 @@ class StepGuard:
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()
         if overflow is not None:
-            mark_step_called(optimizer)
             for route in routes_of(optimizer):
                 if route.has_master:  # The user may clear only the model's gradients.
                     route.target.grad = None
-            self._end_step_on_host(overflow)
+            self._end_step(overflow, self.scaler, self.scale)
             return None
         if args and callable(args[0]):
             return self._step_with_closure(
@@ -159,7 +152,7 @@ class StepGuard:
                 lambda closure: self._step(optimizer, *args, **{**kwargs, "closure": closure}),
             )
         value = self._step(optimizer, *args, **kwargs)
-        self._end_step_on_host(None)
+        self._end_step(None, self.scaler, self.scale)
         return value
 
     def _refuse_scaled_gradients(self, optimizer: Any) -> None:
@@ -197,47 +190,43 @@ class StepGuard:
         scaler = self.scaler
 
         def tell(found: list[float]) -> None:
-            self._end_step(self.last_overflow if found[0] else None)
-            self._tell(self.last_overflow if found[0] else None, scaler, None)
+            self._end_step(self.last_overflow if found[0] else None, scaler, None)
 
         send([found_inf], tell)
         settle(wait=False)
         return value
 
-    def _end_step(self, overflow: Overflow | None) -> None:
-        self._step_was_skipped = overflow is not None
-        self._skips_in_a_row = self._skips_in_a_row + 1 if overflow is not None else 0
-        if overflow is not None and self._skips_in_a_row == SKIPS_BEFORE_WARNING:
-            warn_of_endless_skips(
-                overflow.report,
-                overflow.scale_after,
-                who=f"amp: {type(self._optimizer()).__name__}",
-            )
-
-    def _end_step_on_host(self, overflow: Overflow | None) -> None:
-        self._end_step(overflow)
-        self._tell(overflow, self.scaler, self.scale)
-
-    def _tell(
+    def _end_step(
         self, overflow: Overflow | None, scaler: LossScaler | None, scale: float | Tensor | None
     ) -> None:
-        """Tell listeners of a step, of the loss that overflowed or else of the last one."""
+        """Record a step.
+
+        Args:
+            overflow: That of the loss for which it was skipped, or None.
+            scaler: Of the last loss.
+            scale: Its scale; None: listeners know it.
+        """
+        skipped = overflow is not None
+        before = scale if overflow is None else overflow.scale_before
+        report = () if overflow is None else overflow.report
         optimizer = self._optimizer()
-        if not step_log.heard(optimizer, scaler):
-            return
-        lowest = None if scaler is None else scaler.lowest
-        if overflow is not None:
-            note = step_log.StepNote(
-                True,
-                overflow.scale_before,
-                lowest=lowest,
-                overflow=overflow.report,
+
+        def note() -> step_log.StepNote:
+            return step_log.StepNote(
+                skipped,
+                None if before is None else float(before),
+                lowest=None if scaler is None else scaler.lowest,
+                overflow=report,
                 optimizer=optimizer,
             )
-        else:
-            scale = None if scale is None else float(scale)
-            note = step_log.StepNote(False, scale, lowest, optimizer=optimizer)
-        step_log.after(optimizer, scaler, note=note)
+
+        self._log.end(
+            skipped,
+            report,
+            scale=lambda: math.nan if overflow is None else overflow.scale_after,
+            owners=[optimizer, scaler],
+            note=note,
+        )
 
     def _step_with_closure(self, closure: Any, step: Callable[[Callable[[], Any]], Any]) -> Any:
         optimizer = self._optimizer()
@@ -249,7 +238,7 @@ class StepGuard:
         except StepAbandonedError:
             before.restore(state)
             value = None
-        self._end_step_on_host(finite.overflow)
+        self._end_step(finite.overflow, self.scaler, self.scale)
         return value
 
 
@@ -310,7 +299,7 @@ def step_was_skipped(optimizer: Any) -> bool:
         TypeError: It is not an optimizer.
     """
     if isinstance(optimizer, FP16_Optimizer):
-        return optimizer._skips_in_a_row > 0
+        return optimizer._log.was_skipped
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"step_was_skipped: optimizer is a {type(optimizer).__name__}; it must be an optimizer"

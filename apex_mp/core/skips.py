@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from apex_mp.core.grads import NonFinite
 from apex_mp.core.master_grads import MasterGrads
 
-SKIPS_BEFORE_WARNING = 50
 # torch's wrappers stand between the user's line and ours.
 _NOT_THE_USERS = (
     *(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__)),
@@ -117,27 +116,6 @@ class Overflow:
         others = len(self.report) - _PARAMETERS_NAMED
         rest = [f"  and {others} more parameters"] if others > 0 else []
         logger.warning("%s", "\n".join([message, *worst, *rest]), extra={"overflow": self})
-
-
-def mark_step_called(optimizer: Any) -> None:
-    """Keep schedulers from warning that `step` was never called on an optimizer that skipped one.
-
-    Or on one inside it, which is an attribute of it: a scheduler may watch either.
-    """
-    for each in (optimizer, *vars(optimizer).values()):
-        if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
-            each._opt_called = True  # type: ignore[attr-defined]
-
-
-def warn_of_endless_skips(
-    report: Sequence[NonFinite], scale: float, *, who: str = "FP16_Optimizer"
-) -> None:
-    """Warn that lowering the scale does not help."""
-    worst = f" The worst: {report[0]}." if report else ""
-    warn(
-        f"{who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is now "
-        f"{scale}. Gradients hold inf or NaN at every scale tried.{worst}"
-    )
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

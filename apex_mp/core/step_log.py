@@ -1,8 +1,9 @@
-"""Notify listeners, such as apex_mp.monitor, of the outcome of steps; without any it is one test.
+"""What became of an optimizer's steps; listeners, such as apex_mp.monitor, are notified of it.
 
-A holder of a loss scale takes a step within `announced`, and calls `after` when it knows what
+A holder of a loss scale takes a step within `announced`, and calls `StepLog.end` when it knows what
 became of the step, in the order of the steps. On a device that the host does not wait for that is
-later. Listeners are kept beside their owner, not on it: a copy of an optimizer has none.
+later. Listeners are kept beside their owner, not on it: a copy of an optimizer has none. Without
+any listener each call is one test.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from apex_mp.core.device_scale import settle
 from apex_mp.core.grads import NonFinite
+from apex_mp.core.skips import warn
+
+SKIPS_BEFORE_WARNING = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +134,80 @@ def measured(
         listener.note(grad_norm=grad_norm, clip=clip)
 
 
-def after(*owners: Any, note: StepNote) -> None:
-    """Notify listeners of the outcome of a step. They may raise: finish the step before.
+class StepLog:
+    """What became of the steps of one optimizer: for its user, schedulers and listeners.
 
-    All are notified; then the first error is raised.
+    Args:
+        optimizer: The optimizer that schedulers watch; known weakly.
+        who: What the warning of endless skips begins with.
+
+    Attributes:
+        report: Which gradients held inf or NaN in the last skipped step, as far as the host knows.
+        skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
+        captured: Not 0 if the last step was skipped that a CUDA graph took, which the host does not
+            hear of; None: the last step was no such step.
     """
+
+    def __init__(self, optimizer: Any, who: str) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._who = who
+        self.report: Sequence[NonFinite] = ()
+        self.skips_in_a_row = 0
+        self.captured: Tensor | None = None
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step was skipped; the host waits until it knows."""
+        settle(wait=True)
+        return self.skips_in_a_row > 0 if self.captured is None else bool(self.captured)
+
+    def end(
+        self,
+        skipped: bool,
+        report: Sequence[NonFinite],
+        *,
+        scale: Callable[[], float],
+        owners: Sequence[Any],
+        note: Callable[[], StepNote],
+    ) -> None:
+        """Record the outcome of a step; steps end in the order in which they were taken.
+
+        Args:
+            skipped: Whether it was skipped.
+            report: Which gradients held inf or NaN.
+            scale: Returns the loss scale of the next step, for the warning.
+            owners: Whose listeners are notified. They may raise: finish the step before. All are
+                notified; then the first error is raised.
+            note: Returns what they are notified of; called if there are any.
+        """
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        if skipped:
+            self.report = report
+            _mark_step_called(self._optimizer())
+        if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
+            worst = f" The worst: {report[0]}." if report else ""
+            warn(
+                f"{self._who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is "
+                f"now {scale()}. Gradients hold inf or NaN at every scale tried.{worst}"
+            )
+        notified = heard(*owners)
+        if notified:
+            _notify(notified, note())
+
+
+def _mark_step_called(optimizer: Any) -> None:
+    """Keep schedulers from warning that `step` was never called on an optimizer that skipped one.
+
+    Or on one inside it, which is an attribute of it: a scheduler may watch either.
+    """
+    for each in (optimizer, *getattr(optimizer, "__dict__", {}).values()):
+        if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
+            each._opt_called = True  # type: ignore[attr-defined]
+
+
+def _notify(notified: Sequence[Listener], note: StepNote) -> None:
     errors = []
-    for listener in heard(*owners):
+    for listener in notified:
         try:
             listener.after_step(note)
         except Exception as error:

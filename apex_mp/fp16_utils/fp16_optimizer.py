@@ -26,13 +26,7 @@ from apex_mp.core.inner import (
 from apex_mp.core.log import logger
 from apex_mp.core.master_grads import MasterGrads, Stage
 from apex_mp.core.masters import LOW_PRECISION, MasterGroup
-from apex_mp.core.skips import (
-    SKIPS_BEFORE_WARNING,
-    Overflow,
-    ParamNames,
-    mark_step_called,
-    warn_of_endless_skips,
-)
+from apex_mp.core.skips import Overflow, ParamNames
 from apex_mp.core.state_checks import as_dict
 from apex_mp.core.step import Outcome, StepRequest, StepResult
 from apex_mp.core.weight_watch import WeightWatch
@@ -156,7 +150,7 @@ class FP16_Optimizer(OldNames, Delegates):
         self.clip = clip
         self.first_closure_call_this_step = True
         self.clip_grad_norm = torch.nn.utils.clip_grad_norm_
-        self._overflow_report: list[grads.NonFinite] = []
+        self._log = step_log.StepLog(inner, "FP16_Optimizer")
         self._grads = MasterGrads(
             lazy=bool(self._legacy_arguments),
             dense=getattr(inner, "_writes_output_params", False),
@@ -172,7 +166,6 @@ class FP16_Optimizer(OldNames, Delegates):
             self._misuse.note_scale_is_known()  # The user has the scaler, and may read it.
         self._overflow: bool | None = False  # None: unknown since the last backward
         self._awaited: StepResult | None = None  # the last step, until its outcome is known
-        self._skips_in_a_row = 0
         self._group_norms: list[float] = []  # of the last step's unscaled gradients, if measured
         self._iteration = 0
         parallel_masters.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
@@ -375,7 +368,7 @@ class FP16_Optimizer(OldNames, Delegates):
         devices.
         """
         device_scale.settle(wait=True)
-        return self._overflow_report
+        return [*self._log.report]
 
     def _forget_overflow(self) -> None:
         self._overflow = None
@@ -581,12 +574,19 @@ class FP16_Optimizer(OldNames, Delegates):
         iteration = scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration
         update_scale(skipped)
         self._iteration += 1
+        report = locate() if skipped else []
         if skipped:
-            self._report_skip(iteration, scale, locate())
-        else:
-            self._skips_in_a_row = 0
-        if step_log.heard(self):
-            step_log.after(self, note=self._note(skipped, scale, norms))
+            self._weights.check_range()
+            if self.verbose:
+                overflow = Overflow(report, scale, scaler.cur_scale)
+                overflow.log(_LOG, self._skip_message(iteration, scale))
+        self._log.end(
+            skipped,
+            report,
+            scale=lambda: self._scaler_now().cur_scale,
+            owners=[self],
+            note=lambda: self._note(skipped, scale, norms),
+        )
 
     def _note(self, skipped: bool, scale: float, norms: list[float]) -> step_log.StepNote:
         value = self._loss_scaler.loss_scale_value
@@ -603,22 +603,11 @@ class FP16_Optimizer(OldNames, Delegates):
             lowest=value.min_scale if isinstance(value, DynamicLossScale) else None,
             grad_norm=norm,
             clip=clip,
-            overflow=self._overflow_report if skipped else (),
+            overflow=self._log.report if skipped else (),
         )
 
     def _locate(self) -> list[grads.NonFinite]:
         return grads.locate_nonfinite(self._names.grads(self.param_groups))
-
-    def _report_skip(self, iteration: int, scale: float, found: list[grads.NonFinite]) -> None:
-        mark_step_called(self.optimizer)
-        self._weights.check_range()
-        self._skips_in_a_row += 1
-        self._overflow_report = found
-        if self.verbose:
-            overflow = Overflow(found, scale, self._loss_scaler.cur_scale)
-            overflow.log(_LOG, self._skip_message(iteration, scale))
-        if self._skips_in_a_row == SKIPS_BEFORE_WARNING:
-            warn_of_endless_skips(found, self._scaler_now().cur_scale)
 
     def _skip_message(self, iteration: int, scale: float) -> str:
         message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"

@@ -3,6 +3,7 @@
 from torch.distributed import ReduceOp
 
 from apex_mp.parallel import LARC
+from apex_mp.parallel import flat_calls as flat_calls
 from apex_mp.parallel.distributed import DistributedDataParallel
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import (

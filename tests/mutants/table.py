@@ -82,12 +82,6 @@ AMP = {
         "if False:",
         "amp_scale_loss",
     ),
-    "skipped steps in a row are counted over good ones": Mutant(
-        "amp/step_guard.py",
-        "self._skips_in_a_row + 1 if overflow is not None else 0",
-        "self._skips_in_a_row + (overflow is not None)",
-        "amp_scale_loss",
-    ),
     "frozen parameters get masters": Mutant(
         "amp/_masters.py",
         "if not is_low(param.dtype) or not param.requires_grad:",
@@ -245,14 +239,14 @@ FP16_UTILS = {
         "fp16_optimizer_closures",
     ),
     "skips are counted over good steps": Mutant(
-        "fp16_utils/fp16_optimizer.py",
-        "        else:\n            self._skips_in_a_row = 0",
-        "        else:\n            pass",
+        "core/step_log.py",
+        "self.skips_in_a_row + 1 if skipped else 0",
+        "self.skips_in_a_row + skipped",
         "fp16_optimizer_overflow",
     ),
     "a skipped step is no step for schedulers": Mutant(
-        "fp16_utils/fp16_optimizer.py",
-        "        mark_step_called(self.optimizer)\n",
+        "core/step_log.py",
+        "            _mark_step_called(self._optimizer())\n",
         "",
         "fp16_optimizer_in_torch",
     ),
@@ -728,12 +722,6 @@ SCALER = {
         "amp/_scaled_steps.py",
         " and not self._marks.differ(self._params())",
         "",
-        "grad_scaler_skips",
-    ),
-    "skips in a row are counted over good steps": Mutant(
-        "amp/_scaled_steps.py",
-        "self.skips_in_a_row = 0\n            return",
-        "return",
         "grad_scaler_skips",
     ),
     "a skipped step counts as one that moved nothing": Mutant(

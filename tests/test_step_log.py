@@ -1,0 +1,118 @@
+"""StepLog: what became of one optimizer's steps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from apex_mp.core import step_log
+from apex_mp.core.grads import NonFinite
+
+pytestmark = pytest.mark.cpu_only
+
+REPORT = [NonFinite("w", (2,), 1, 0), NonFinite("b", (1,), 0, 1)]
+
+
+class Listening:
+    """A listener that keeps its notes, and may raise."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.notes: list[step_log.StepNote] = []
+        self._error = error
+
+    def after_step(self, note: step_log.StepNote) -> None:
+        self.notes.append(note)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def end(log: step_log.StepLog, skipped: bool, *owners: Any) -> None:
+    log.end(
+        skipped,
+        REPORT if skipped else (),
+        scale=lambda: 0.5,
+        owners=owners,
+        note=lambda: step_log.StepNote(skipped),
+    )
+
+
+def test_a_step_that_is_taken_ends_a_row_of_skips_and_leaves_the_last_report(
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    log = step_log.StepLog(optimizer, "it")
+    assert (log.was_skipped, log.skips_in_a_row, [*log.report]) == (False, 0, [])
+    rows = []
+    for skipped in (True, True, False, True):
+        end(log, skipped)
+        rows.append((log.was_skipped, log.skips_in_a_row))
+    assert rows == [(True, 1), (True, 2), (False, 0), (True, 1)]
+    end(log, False)
+    assert log.report == REPORT
+
+
+def test_of_a_captured_step_the_device_is_asked_each_time(optimizer: torch.optim.Optimizer) -> None:
+    log = step_log.StepLog(optimizer, "it")
+    log.captured = torch.zeros(())
+    assert not log.was_skipped
+    log.captured.fill_(2.0)  # a replay
+    assert log.was_skipped
+
+
+def test_the_fiftieth_skip_in_a_row_warns_with_the_worst_and_the_scale(
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    log = step_log.StepLog(optimizer, "it")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for skipped in [True] * 49 + [False] + [True] * 60:
+            end(log, skipped)
+    (message,) = [str(each.message) for each in caught]
+    assert message == (
+        "it has skipped 50 steps in a row; the loss scale is now 0.5. Gradients hold inf or NaN at "
+        "every scale tried. The worst: w [2]: 1 inf, 0 NaN."
+    )
+
+
+def test_a_skipped_step_counts_for_schedulers_of_the_optimizer_and_of_one_inside_it(
+    optimizer: torch.optim.Optimizer, recwarn: pytest.WarningsRecorder
+) -> None:
+    outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    outer.inside = optimizer  # type: ignore[attr-defined]
+    log = step_log.StepLog(outer, "it")
+    for each in (outer, optimizer):
+        scheduler = torch.optim.lr_scheduler.StepLR(each, 1)
+        end(log, True)
+        scheduler.step()
+    assert not recwarn
+
+
+def test_all_listeners_are_notified_once_the_step_is_recorded_though_one_raises(
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    log, other = step_log.StepLog(optimizer, "it"), type("Owner", (), {})()
+    first, second = Listening(ValueError("first")), Listening(ValueError("second"))
+    step_log.listen(optimizer, first)  # type: ignore[arg-type]
+    step_log.listen(other, second)  # type: ignore[arg-type]
+    step_log.listen(other, first)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="first"):
+        end(log, True, optimizer, None, other)
+    assert log.was_skipped
+    assert (
+        [note.skipped for note in first.notes] == [note.skipped for note in second.notes] == [True]
+    )
+    step_log.unlisten(first)  # type: ignore[arg-type]
+    step_log.unlisten(second)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_is_gone_is_not_marked() -> None:
+    log = step_log.StepLog(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), "it")
+    end(log, True)
+    assert log.skips_in_a_row == 1
