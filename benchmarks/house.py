@@ -56,7 +56,7 @@ def source_figures(root: Path, package: str = "apex_mp") -> dict[str, Figure]:
     words, places = source.retired_words(home)
     found = {
         "scale": source.scale_holders(home),
-        "unscale": source.unscaling_functions(home),
+        "unscale": source.unscaling_files(home),
         "wrappers": source.delegating_optimizers(home),
         "patching": source.patching_modules(home),
         "masters": source.masters_adopted(home),
@@ -65,7 +65,7 @@ def source_figures(root: Path, package: str = "apex_mp") -> dict[str, Figure]:
     }
     lines = {
         "scale": ("classes with a loss scale and a method that updates it", "5"),
-        "unscale": ("functions that call an operator which unscales", "1"),
+        "unscale": ("files that call an operator which unscales", "1"),
         "wrappers": ("optimizers whose param_groups are another's", "1"),
         "patching": ("files that set attributes by name and delete them again", "1"),
         "masters": ("classes with a method adopt()", "1"),

@@ -189,16 +189,15 @@ def masters_adopted(package: Path) -> list[str]:
     return [p for p, node in classes(package) if any(m.name == "adopt" for m in methods(node))]
 
 
-def unscaling_functions(package: Path) -> list[str]:
-    """Return functions that call an operator which unscales, but for the operators of apex."""
+def unscaling_files(package: Path) -> list[str]:
+    """Return files that call an operator which unscales, but for the operators of apex."""
     return [
-        f"{path.relative_to(package.parent)}:{node.lineno} {node.name}"
+        str(path.relative_to(package.parent))
         for path in python_files(package)
         if "multi_tensor_apply" not in path.parts
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.FunctionDef)
         and any(
-            isinstance(n, ast.Call) and ast.unparse(n.func) in UNSCALING for n in ast.walk(node)
+            isinstance(node, ast.Call) and ast.unparse(node.func) in UNSCALING
+            for node in ast.walk(parse(path))
         )
     ]
 

@@ -13,7 +13,7 @@ from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from torch.nn import Parameter
 
 from apex_mp import amp, fp16_utils, optimizers, parallel
-from apex_mp.amp import GradScaler, _scaled_grads
+from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
 
 MAKES = {"FusedAdam": OURS["FusedAdam"], "SGD": OF_TORCH["SGD"]}
@@ -236,16 +236,6 @@ def test_a_fused_step_of_torch_checks_gradients_of_any_layout(
     assert [param.tolist() for param in params] == [[[expected] * 3] * 2] * 2
     scaler.update()
     assert scaler.get_scale() == (512.0 if bad else 1024.0)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("flags", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 1.0)])
-def test_overflows_on_several_devices_are_one_overflow(flags: tuple[float, ...]) -> None:
-    devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")]
-    found = {each: torch.tensor(flag) for each, flag in zip(devices, flags, strict=True)}
-    joined = _scaled_grads.join_flags(found)
-    assert joined is found
-    assert sum(flag.item() for flag in joined.values()) == max(flags)
 
 
 @each_call

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from apex_mp.amp import GradScaler
 from apex_mp.amp._scaled_grads import collect, unscale
 from apex_mp.core import ops
+from apex_mp.core.found_inf import FoundInf
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam, FusedLAMB
 
@@ -159,7 +160,7 @@ def test_norms_are_those_of_the_gradients_that_unscale_leaves(
     groups = [{"params": params[:2]}, {"params": []}, {"params": params[2:]}]
     grads = collect(groups)
     factor = torch.tensor(2.0**-20, device=device)
-    measured = unscale(grads, factor, {}, sums=True)
+    measured = unscale(grads, factor, FoundInf(), sums=True)
     assert measured.is_of(params)
     wanted = [
         sum((_double(param).square().sum() for param in group["params"]), torch.zeros(())).sqrt()
@@ -180,7 +181,8 @@ def test_a_shared_gradient_counts_for_each_of_its_parameters(device: torch.devic
     params[0].grad = params[2].grad = torch.full((3,), 2.0, device=device)
     params[1].grad = torch.ones(3, device=device)
     groups = [{"params": params[:2]}, {"params": params[2:]}]
-    measured = unscale(collect(groups), torch.tensor(0.5, device=device), {}, sums=True)
+    half = torch.tensor(0.5, device=device)
+    measured = unscale(collect(groups), half, FoundInf(), sums=True)
     norms = [norm.item() ** 2 for norm in measured.norms(groups)]
     assert norms == pytest.approx([3.0 + 0.75, 3.0], rel=1e-12)
 

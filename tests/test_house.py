@@ -70,7 +70,7 @@ def test_each_rule_finds_what_it_is_for(tiny: Path) -> None:
     wrapper = "tiny/unused.py:12 Wrapper"
     assert source.scale_holders(tiny) == [f"{wrapper}: cur_scale"]
     assert source.delegating_optimizers(tiny) == source.masters_adopted(tiny) == [wrapper]
-    assert source.unscaling_functions(tiny) == ["tiny/core.py:4 unscale"]
+    assert source.unscaling_files(tiny) == ["tiny/core.py"]
     assert source.patching_modules(tiny) == ["tiny/core.py"]
 
 
@@ -116,8 +116,10 @@ def test_no_modules_of_apex_mp_import_each_other_in_a_circle() -> None:
     assert source.import_circles(house.ROOT / "apex_mp") == []
 
 
-def test_no_internal_module_lies_at_the_top_level() -> None:
-    assert house.source_figures(house.ROOT)["loose"].items == []
+def test_no_internal_module_lies_at_the_top_level_and_one_file_unscales() -> None:
+    figures = house.source_figures(house.ROOT)
+    assert figures["loose"].items == []
+    assert figures["unscale"].items == ["apex_mp/core/found_inf.py"]
 
 
 def test_one_class_delegates_to_an_inner_optimizer() -> None:

@@ -10,10 +10,25 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from apex_mp.amp._unscalers import Unscaler
 from apex_mp.core import grads as _grads
 from apex_mp.core import tensors
+from apex_mp.core.found_inf import FoundInf, inverse
 from apex_mp.core.tensors import is_wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class Unscaling:
+    """The scale of a loss, and what is found while its gradients are divided by it.
+
+    Attributes:
+        scale: What the loss was multiplied by; 0-dim on a device that the host does not wait for.
+        found_inf: Of the scaled gradients.
+        found_in_sum: Of unscaled ones, whose inf and NaN are not the fault of the scale.
+    """
+
+    scale: float | Tensor
+    found_inf: FoundInf = dataclasses.field(default_factory=FoundInf)
+    found_in_sum: FoundInf = dataclasses.field(default_factory=FoundInf)
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,11 +92,11 @@ def set_aside(routes: Iterable[Route]) -> None:
                     route.copy = route.seen.clone()
 
 
-def check_before(routes: Iterable[Route], unscaler: Unscaler) -> None:
+def check_before(routes: Iterable[Route], unscaling: Unscaling) -> None:
     """Look for inf and NaN in what was set aside."""
     before = [dense_values(route.before) for route in routes if route.before is not None]
     if before:
-        unscaler.check([_real(_writable(grad)) for grad in before])
+        unscaling.found_in_sum.check([_real(_writable(grad)) for grad in before])
 
 
 def put_back(routes: Iterable[Route]) -> None:
@@ -128,12 +143,12 @@ def _clear_with_model(route: Route) -> None:
 
 
 @torch.no_grad()
-def unscale(routes: Iterable[Route], unscaler: Unscaler) -> None:
+def unscale(routes: Iterable[Route], unscaling: Unscaling) -> None:
     """Give every target its unscaled gradient, with the one that it had before.
 
     Args:
         routes: As `set_aside` left them, with the gradients of backward.
-        unscaler: Divides by the scale and notes inf and NaN.
+        unscaling: The scale; what is found is added to it.
 
     Raises:
         RuntimeError: A gradient holds no numbers, or numbers that cannot be scaled.
@@ -162,19 +177,15 @@ def unscale(routes: Iterable[Route], unscaler: Unscaler) -> None:
             _append(fresh, grad, target.grad)
         else:
             _append(fresh, grad, grad)
-    if fresh[0]:
-        unscaler.unscale(*fresh)
-    if added[0]:
-        unscaler.add_unscaled(*added)
-    wrappers = [grad for _, grad in new if is_wrapper(grad)]
-    if wrappers:
-        unscaler.unscale_wrappers(wrappers)
+    found_inf, inv_scale = unscaling.found_inf, inverse(unscaling.scale)
+    found_inf.unscale(*fresh, inv_scale)
+    found_inf.add_unscaled(*added, inv_scale)
+    found_inf.unscale_wrappers([grad for _, grad in new if is_wrapper(grad)], inv_scale)
     for route, grad in new:
         route.target.grad = _sum(grad, route.before)
     # An unscaled gradient may be too large for float16 where the scaled one was not.
-    half = [grad for pair in (fresh, added) for grad in pair[1] if grad.dtype is torch.float16]
-    if half:
-        unscaler.check(half)
+    both = (*fresh[1], *added[1])
+    unscaling.found_in_sum.check([grad for grad in both if grad.dtype is torch.float16])
 
 
 def _share_memory(grad: Tensor, before: Tensor | None) -> bool:

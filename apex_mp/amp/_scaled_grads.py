@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import ops, tensors
+from apex_mp.core import tensors
 from apex_mp.core.device_scale import bring
+from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.step import Groups
 
 
@@ -37,16 +38,14 @@ class Measured:
 
     Attributes:
         grads: The gradients that were read.
-        found_inf: By device, 0-dim float32: not 0 if a gradient there holds inf or NaN.
-        sum_sq: By device, float64: the sum of squares of each gradient as the pass has left it, in
-            the order of `grads`; empty if that was not measured.
+        found: What it found; if sums of squares were asked for, of each gradient as the pass has
+            left it, in the order of `grads`.
         unscaled: Whether the pass has unscaled them.
         marks: The gradients as the pass has left them.
     """
 
     grads: ScaledGrads
-    found_inf: dict[torch.device, Tensor]
-    sum_sq: dict[torch.device, Tensor]
+    found: FoundInf
     unscaled: bool
     marks: _C.GradMarks
 
@@ -58,7 +57,7 @@ class Measured:
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients, as they lie: 0-dim float64 on a device."""
-        sums = [bring(each.sum(), device) for each in self.sum_sq.values()]
+        sums = [bring(each.sum(), device) for each in self.found.sum_sq.values()]
         if not sums:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(sums).sum().sqrt()
@@ -70,7 +69,7 @@ class Measured:
             groups: Those that the gradients were collected from.
         """
         norms = []
-        for device, sums in self.sum_sq.items():
+        for device, sums in self.found.sum_sq.items():
             on_device = [collect([group]).plain.get(device, []) for group in groups]
             roots = torch.split(sums.sqrt(), [len(params) for params in on_device])
             norms.append(torch.stack(torch._foreach_norm(roots)))
@@ -100,69 +99,39 @@ def collect(groups: Groups) -> ScaledGrads:
 
 def measure(grads: ScaledGrads) -> Measured:
     """Test the plain gradients for inf and NaN and sum their squares; the host does not wait."""
-    found_inf, sum_sq = {}, {}
+    found = FoundInf()
     for device, params in grads.plain.items():
-        found = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-        sums = sum_sq[device] = torch.zeros(len(params), dtype=torch.float64, device=device)
-        ops.check_([_grad_of(param) for param in params], range(len(params)), found, sums)
-    return Measured(grads, found_inf, sum_sq, False, _marks_of(grads))
+        found.check_on(device, [*map(_grad_of, params)], range(len(params)), len(params))
+    return Measured(grads, found, False, _marks_of(grads))
 
 
 @torch.no_grad()
-def unscale(
-    grads: ScaledGrads,
-    inv_scale: Tensor,
-    found_inf: dict[torch.device, Tensor],
-    *,
-    sums: bool,
-) -> Measured:
+def unscale(grads: ScaledGrads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> Measured:
     """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
 
     Args:
         grads: The gradients.
         inv_scale: One float32 element on any device.
-        found_inf: By device, what was found in other gradients; a device that is missing is added.
+        found: What was found in other gradients; added to.
         sums: Measure sums of squares in the same pass.
 
     Returns:
-        What was found, with `found_inf`.
+        What was found, with `found`.
     """
-    sum_sq = {}
     for device, params in grads.plain.items():
-        found = found_inf.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         # Parameters may share a gradient, which is to be unscaled once.
         distinct = {id(grad): grad for grad in map(_grad_of, params)}
-        each = [*distinct.values()]
-        squares = torch.zeros(len(each), dtype=torch.float64, device=device) if sums else None
-        ops.unscale_(each, each, bring(inv_scale, device), found, squares)
-        if squares is None:
-            continue
-        if len(each) < len(params):
-            of_grad = dict(zip(distinct, squares.unbind(), strict=True))
-            squares = torch.stack([of_grad[id(param.grad)] for param in params])
-        sum_sq[device] = squares
-    return Measured(grads, found_inf, sum_sq, True, _marks_of(grads))
+        found.unscale_on(device, [*distinct.values()], inv_scale, sums=sums)
+        if sums and len(distinct) < len(params):
+            of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
+            found.sum_sq[device] = torch.stack([of_grad[id(param.grad)] for param in params])
+    return Measured(grads, found, True, _marks_of(grads))
 
 
 def _marks_of(grads: ScaledGrads) -> _C.GradMarks:
     marks = _C.GradMarks()
     marks.take(grads.params())
     return marks
-
-
-def join_flags(found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-    """Leave one number that is 1 if any is not 0: torch's fused steps skip at a sum of 1, not of 2.
-
-    Args:
-        found_inf: By device, not 0 if a gradient there holds inf or NaN; written.
-    """
-    if len(found_inf) > 1:
-        # GPUs come first: the CPU would have to wait for their numbers.
-        flags = sorted(found_inf.values(), key=lambda flag: flag.is_cpu)
-        for other in flags[1:]:
-            flags[0].copy_(torch.maximum(flags[0], bring(other, flags[0].device)))
-            other.zero_()
-    return found_inf
 
 
 def _has_kernels(device: torch.device) -> bool:

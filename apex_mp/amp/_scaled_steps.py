@@ -92,7 +92,7 @@ class ScaledSteps:
         if device_scale.is_capturing():
             self._log.captured = found
             return
-        sums = [] if measured is None else [*measured.sum_sq.values()]
+        sums = [] if measured is None else [*measured.found.sum_sq.values()]
         self._marks.take(self._params())
         numbers = torch.cat([found.double().view(1), *(device_scale.bring(s, home) for s in sums)])
         device_scale.send_tensor(numbers, functools.partial(self._told, measured))
@@ -231,7 +231,7 @@ def outcome(
         Whether any was not 0; and the sums of squares that were measured, a number a device, or NaN
         if gradients there held inf or NaN.
     """
-    sums = {} if measured is None else measured.sum_sq
+    sums = {} if measured is None else measured.found.sum_sq
     skipped, read = False, []
     for device, found in found_inf.items():
         if device in sums:

@@ -17,6 +17,7 @@ from apex_mp.amp._folded_clip import FoldedClip, params_of
 from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.core import step_log
+from apex_mp.core.found_inf import FoundInf
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
@@ -164,7 +165,7 @@ class UnscalingGradScaler(BoundedGradScaler):
     ) -> _scaled_grads.Measured:
         measured = _scaled_grads.measure(grads)
         state = self._per_optimizer_states[id(optimizer)]
-        state[MEASURED], state["found_inf_per_device"] = measured, measured.found_inf
+        state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
         return measured
 
     # What torch calls in `unscale_` and in `step`.
@@ -181,11 +182,12 @@ class UnscalingGradScaler(BoundedGradScaler):
         with self._applying_clip(optimizer) as clip:
             if clip is not None:
                 inv_scale = inv_scale / clip
-            found = self._unscale_others(grads.others, inv_scale, found_inf)
+            found = FoundInf()
+            found.add(self._unscale_others(grads.others, inv_scale, found_inf))
             measured = _scaled_grads.unscale(grads, inv_scale, found, sums=fused)
         if fused:
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured
-        return _scaled_grads.join_flags(found)
+        return found.join()
 
     def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
         """Return the l2 norm of each group's gradients, as they lie, if it is known.
@@ -194,7 +196,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         of torch.distributed change no version counter.
         """
         measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
-        if measured is None or measured.unscaled or not measured.sum_sq:
+        if measured is None or measured.unscaled or not measured.found.sum_sq:
             return None
         if not measured.is_of(params_of(optimizer)):
             return None
@@ -241,12 +243,11 @@ class UnscalingGradScaler(BoundedGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if _CLIPPED not in state:
             grads = _scaled_grads.collect(optimizer.param_groups)
-            found_inf = self._measure(optimizer, grads).found_inf
+            found = self._measure(optimizer, grads).found
             if grads.others:
                 one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-                for device, found in self._unscale_others(grads.others, one, zero).items():
-                    found_inf[device] = torch.maximum(found_inf.get(device, found), found)
-            _scaled_grads.join_flags(found_inf)
+                found.add(self._unscale_others(grads.others, one, zero))
+            found.join()
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from apex_mp.amp import _routes
 from apex_mp.amp._masters import OptimizerMasters
-from apex_mp.amp._unscalers import DeviceUnscaler, HostUnscaler
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
@@ -80,24 +79,24 @@ def scaled_backward(
                 _check_unswitched(were_to_stay, stay_here())
             return
         device = None if delay_overflow_check else _common_device(optimizers, routes)
-        unscaler: HostUnscaler | DeviceUnscaler
         if device is None:
-            unscaler = HostUnscaler(scaler.loss_scale())
+            scale = scaler.loss_scale()
             left = [guard for guard in guards if guard.scaled_by is not None]
-            _leave_scaled([route for route in routes if route.is_scaled], left, unscaler.scale)
+            _leave_scaled([route for route in routes if route.is_scaled], left, scale)
+            unscaling = _routes.Unscaling(scale)
         else:
-            unscaler = DeviceUnscaler(scaler.on(device).scale.clone())
+            unscaling = _routes.Unscaling(scaler.on(device).scale.clone())
         _routes.set_aside(routes)
         try:
             # The gradients for which the last step was skipped may still be there.
             if device is not None or any(guard.step_was_skipped for guard in guards):
-                _routes.check_before(routes, unscaler)
+                _routes.check_before(routes, unscaling)
             with _clearing(optimizers, routes):
-                yield _wide(loss) * unscaler.scale
+                yield _wide(loss) * unscaling.scale
             _check_unswitched(were_to_stay, stay_here())
             if expect_float32:
                 _warn_of_low_precision(routes)
-            _routes.unscale(routes, unscaler)
+            _routes.unscale(routes, unscaling)
         except BaseException:
             _routes.put_back(routes)
             raise
@@ -108,10 +107,10 @@ def scaled_backward(
             guard.scalers.clear()
     announce = announce or _warn
     verdict = _Verdict(optimizers, guards, scaler, [*earlier.values()], names, announce)
-    if isinstance(unscaler, DeviceUnscaler):
-        verdict.give_later(unscaler)
+    if device is not None:
+        verdict.give_later(unscaling, device)
     else:
-        verdict.give(unscaler, update_scale=not delay_overflow_check)
+        verdict.give(unscaling, update_scale=not delay_overflow_check)
 
 
 def _leave_scaled(
@@ -162,31 +161,32 @@ class _Verdict:
     names: Callable[[], Mapping[int, str]]
     announce: Callable[[Overflow], None]
 
-    def give(self, found: HostUnscaler, *, update_scale: bool) -> None:
+    def give(self, found: _routes.Unscaling, *, update_scale: bool) -> None:
+        overflowed = bool(found.found_inf)
         for scaler in self.earlier:
-            scaler.note_overflow(found.found_inf)
+            scaler.note_overflow(overflowed)
             if update_scale:
                 scaler.update_scale()
-        self.scaler.note_overflow(found.found_inf)
+        self.scaler.note_overflow(overflowed)
         backs_off = update_scale and self.scaler.update_scale()
         self._note_scale(found.scale)
-        if not (found.found_inf or found.found_in_sum or backs_off):
+        if not (overflowed or found.found_in_sum or backs_off):
             return
-        overflow = self._overflow(found.scale, self.scaler.loss_scale())
-        if found.found_inf or found.found_in_sum:
+        overflow = self._overflow(float(found.scale), self.scaler.loss_scale())
+        if overflowed or found.found_in_sum:
             for guard in self.guards:
                 guard.overflowed(overflow)
         if backs_off or found.found_in_sum:
             self.announce(overflow)
 
-    def give_later(self, found: DeviceUnscaler) -> None:
-        on_device = self.scaler.on(found.scale.device)
-        on_device.update(found.found_inf)
-        either = torch.maximum(found.found_inf, found.found_in_sum)
+    def give_later(self, found: _routes.Unscaling, device: torch.device) -> None:
+        on_device, found_inf = self.scaler.on(device), found.found_inf.on(device)
+        on_device.update(found_inf)
+        either = torch.maximum(found_inf, found.found_in_sum.on(device))
         for guard in self.guards:
             guard.may_have_overflowed(either)
         self._note_scale(found.scale)
-        send([either, found.scale, on_device.scale], self._tell)
+        send([either, torch.as_tensor(found.scale), on_device.scale], self._tell)
 
     def _note_scale(self, scale: float | Tensor) -> None:
         for guard in self.guards:

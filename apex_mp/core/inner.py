@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp.core import grads
+from apex_mp.core.found_inf import norms
 from apex_mp.core.masters import LOW_PRECISION, Held
 from apex_mp.core.step import StepResult
 
 # Of masters, and of their model parameters.
-_Norms: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+_Norms: TypeAlias = tuple[list[float], list[float]]
 
 
 def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
@@ -117,7 +117,7 @@ class StepWatch:
             )
 
     def _norms(self) -> _Norms:
-        return grads.norms(self._held.master_params()), grads.norms(self._held.model_params())
+        return norms(self._held.master_params()), norms(self._held.model_params())
 
 
 def legacy_arguments(optimizer: Any) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from apex_mp import _C
 from apex_mp.core import grads as _grads
 from apex_mp.core import parallel_masters, tensors
 from apex_mp.core.device_scale import bring
+from apex_mp.core.found_inf import FoundInf, inverse, norms
 from apex_mp.core.grads import Edits
 from apex_mp.core.masters import MasterGroup, rekey_state, store_grad, stored_grad, write
 from apex_mp.core.step import Lists
@@ -260,12 +261,12 @@ class MasterGrads:
     def _norms_of(self, params: list[Parameter], grads: Iterable[Tensor]) -> dict[int, float]:
         if self._lazy and not all(param.is_cpu for param in params):
             return {}
-        return dict(zip(map(id, params), _grads.norms(grads), strict=True))
+        return dict(zip(map(id, params), norms(grads), strict=True))
 
     def norm_as_they_lie(self) -> float:
         """The l2 norm of the gradients that `clip_grad_norm_` sees; the host waits for it."""
         grads = [self._plain(_grad(p), p) for p in self._visible_params() if p.grad is not None]
-        return math.hypot(*_grads.norms(grads))
+        return math.hypot(*norms(grads))
 
     def _own_are_scaled(self) -> bool:
         if self.stage is Stage.STEPPED:
@@ -307,7 +308,7 @@ class MasterGrads:
             before = before.double()
         if isinstance(after, Tensor):
             after = after.double()
-        _grads.unscale_unwaited(grads, grads, before / after)
+        FoundInf().unscale(grads, grads, inverse(before / after))
 
     @torch.no_grad()
     def _make_master_grads(self) -> bool:
@@ -325,10 +326,9 @@ class MasterGrads:
     def _divide_by_scale(self, scaled: list[Tensor], unscaled: list[Tensor]) -> bool:
         """Unscale; return whether there is inf or NaN, or False where the host does not wait."""
         scale = self.scale_of_grads()
-        if self._lazy or isinstance(scale, Tensor):
-            _grads.unscale_unwaited(scaled, unscaled, scale)
-            return False
-        return _grads.unscale(scaled, unscaled, 1.0 / scale)
+        found_inf = FoundInf()
+        found_inf.unscale(scaled, unscaled, inverse(scale))
+        return not (self._lazy or isinstance(scale, Tensor)) and bool(found_inf)
 
     def _release(self) -> None:
         if self._lazy and not self.holding:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch.nn import Parameter
 
-from apex_mp.core import device_scale, grads
+from apex_mp.core import device_scale, found_inf
 from apex_mp.core.masters import Held
 from apex_mp.core.skips import warn
 
@@ -124,7 +124,7 @@ class WeightWatch:
         models = self._held.model_params()
         if not all(param.is_cpu for param in models):
             return {}  # The host would wait.
-        return dict(zip(models, grads.norms(models), strict=True))
+        return dict(zip(models, found_inf.norms(models), strict=True))
 
     @torch.no_grad()
     def check_range(self) -> None:

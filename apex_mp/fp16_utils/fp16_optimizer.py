@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from apex_mp.core import device_scale, grads, parallel_masters, step_log, tensors
 from apex_mp.core.checkpoint_view import CheckpointView, with_checkpoint_view
 from apex_mp.core.closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.inner import (
     StepWatch,
     check_loss,
@@ -349,9 +351,9 @@ class FP16_Optimizer(OldNames, Delegates):
                 return captured  # Until the next replay.
         if self._overflow is None:
             lists, scale = self._grads.collect(self.param_groups)
-            checked = _check(lists)
-            self._overflow = checked.found_inf
-            self._group_norms = _unscaled(checked, scale)
+            found = _check(lists)
+            self._overflow = bool(found)
+            self._group_norms = _unscaled(found, scale)
         return self._overflow
 
     @overflow.setter
@@ -485,25 +487,25 @@ class FP16_Optimizer(OldNames, Delegates):
     def _step_legacy(self) -> tuple[bool, Any]:
         """Step an inner optimizer that takes scaled gradients; return as _step_plain."""
         lists, scale = self._grads.collect(self.param_groups)
-        checked = _check(lists)
-        if checked.found_inf:
+        found = _check(lists)
+        if found:
             return True, None
         if self._optimizer_step_pre_hooks:
             self._call_hooks(self._optimizer_step_pre_hooks)
             lists, scale = self._grads.collect(self.param_groups)  # A hook may edit gradients.
-            checked = _check(lists)
-            if checked.found_inf:
+            found = _check(lists)
+            if found:
                 return True, None
-        self._group_norms = _unscaled(checked, scale)
-        norms = checked.norms
+        self._group_norms = _unscaled(found, scale)
+        norms = found.norms
         if self.clip == "global":
-            norms = (checked.global_norm,) * len(norms)
+            norms = [math.hypot(*norms)] * len(norms)
         model_of = self._grads.model_of
         arguments = {
             "grads": lists,
             "output_params": [[model_of.get(p) for p in g["params"]] for g in self.param_groups],
             "scale": float(scale),
-            "grad_norms": list(norms),
+            "grad_norms": norms,
         }
         value = self.optimizer.step(**{name: arguments[name] for name in self._legacy_arguments})
         self._grads.copy_to_model(except_for=self._written(lists))
@@ -736,10 +738,14 @@ class FP16_Optimizer(OldNames, Delegates):
         self._weights.begin()
 
 
-def _check(lists: list[list[Tensor | None]]) -> grads.Checked:
-    return grads.check([[grad for grad in one if grad is not None] for one in lists])
+def _check(lists: list[list[Tensor | None]]) -> FoundInf:
+    """Check the gradients of each group, and sum its squares."""
+    found = FoundInf()
+    rows = [(grad, row) for row, one in enumerate(lists) for grad in one if grad is not None]
+    found.check([grad for grad, _ in rows], [row for _, row in rows], len(lists))
+    return found
 
 
-def _unscaled(checked: grads.Checked, scale: float | Tensor) -> list[float]:
+def _unscaled(found: FoundInf, scale: float | Tensor) -> list[float]:
     """Return the norms of unscaled gradients; the host has just waited for their device."""
-    return [norm / float(scale) for norm in checked.norms]
+    return [norm / float(scale) for norm in found.norms]

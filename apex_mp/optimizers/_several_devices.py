@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import ops
 from apex_mp.core.device_scale import DeviceScale, bring
+from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.step import Lists
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 
@@ -283,16 +283,17 @@ def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured
 def _look_at(part: Part, groups: int) -> Tensor:
     """Whether there is inf or NaN; norms by group of unscaled and of scaled gradients; flags."""
     gradients = part.plan.gradients
-    found_inf = torch.zeros(1, dtype=torch.float32, device=part.device)
-    sum_sq = torch.zeros(len(gradients), dtype=torch.float64, device=part.device)
-    ops.check_([grad for grad, _, _ in gradients], range(len(gradients)), found_inf, sum_sq)
+    found, count = FoundInf(), len(gradients)
+    found.check_on(part.device, [grad for grad, _, _ in gradients], range(count), count)
+    roots = found.sum_sq[part.device].sqrt()
     # Those that count to one norm, next to each other.
     kinds = [2 * number + scaled for _, number, scaled in gradients]
     order = sorted(range(len(kinds)), key=kinds.__getitem__)
     sizes = [kinds.count(kind) for kind in range(2 * groups)]
-    ordered = sum_sq.sqrt()[order] if order != [*range(len(order))] else sum_sq.sqrt()
+    ordered = roots[order] if order != [*range(count)] else roots
     norms = torch.stack(torch._foreach_norm(torch.split(ordered, sizes)))
-    return torch.cat([found_inf.double(), norms, (~sum_sq.isfinite()).double()])
+    found_inf = found.on(part.device).double().view(1)
+    return torch.cat([found_inf, norms, (~roots.isfinite()).double()])
 
 
 def _number_on(device: torch.device, value: Any) -> Any:

@@ -35,7 +35,7 @@ _NOT_UNDONE = "except BaseException:\n"
 
 AMP = {
     "an overflow does not reach earlier losses": Mutant(
-        "amp/scaling.py", f"{_EARLIER}found.found_inf)", f"{_EARLIER}False)", "amp_scale_loss"
+        "amp/scaling.py", f"{_EARLIER}overflowed)", f"{_EARLIER}False)", "amp_scale_loss"
     ),
     "a loss of two blocks updates its scale twice": Mutant(
         "amp/scaling.py", "earlier.pop(id(scaler), None)", "pass", "amp_scale_loss"
@@ -185,7 +185,7 @@ AMP = {
         "amp_scale_loss",
     ),
     "unscaling into float16 may overflow unseen": Mutant(
-        "amp/_routes.py", "    if half:\n", "    if False:\n", "amp_scale_loss"
+        "amp/_routes.py", "for grad in both if", "for grad in () if", "amp_scale_loss"
     ),
 }
 
@@ -216,8 +216,8 @@ FP16_UTILS = {
     ),
     "a global norm is each group's own": Mutant(
         "fp16_utils/fp16_optimizer.py",
-        "norms = (checked.global_norm,) * len(norms)",
-        "norms = checked.norms",
+        "norms = [math.hypot(*norms)] * len(norms)",
+        "pass",
         "fp16_optimizer_clipping",
     ),
     "masters without a gradient are not written": Mutant(
@@ -703,14 +703,11 @@ SCALER = {
         "{id(param): _grad_of(param) for param in params}",
         "grad_scaler",
     ),
-    "a device that is found later forgets others": Mutant(
-        "amp/_scaled_grads.py",
-        "found = found_inf.setdefault(device, ",
-        "found = found_inf[device] = (",
-        "grad_scaler",
+    "what is found later hides what was found before": Mutant(
+        "core/found_inf.py", "torch.maximum(flag, found)", "found", "found_inf"
     ),
     "overflows on two devices add up to no overflow of torch": Mutant(
-        "amp/_scaled_grads.py", "other.zero_()", "pass", "grad_scaler_misuse"
+        "core/found_inf.py", "other.zero_()", "pass", "found_inf"
     ),
     "the outcome is a tensor that update writes": Mutant(
         "amp/_scaled_steps.py",
@@ -732,9 +729,6 @@ SCALER = {
     ),
     "masters count as missing": Mutant(
         "amp/_scaled_steps.py", "and not has_master(param, group)", "", "grad_scaler_skips"
-    ),
-    "the scheduler warns after a skipped first step": Mutant(
-        "amp/_scaled_steps.py", "mark_step_called(optimizer)", "pass", "grad_scaler_skips"
     ),
     "the model is kept alive": Mutant(
         "amp/grad_scaler.py",

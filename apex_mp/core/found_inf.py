@@ -1,0 +1,215 @@
+"""Check and unscale gradients, whatever devices they are on; owns found_inf, knows no policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp.core import ops
+from apex_mp.core.device_scale import bring
+from apex_mp.core.tensors import is_dense, is_wrapper
+
+
+class FoundInf:
+    """Whether gradients held inf or NaN, and their sums of squares: numbers on their devices.
+
+    Each method reads gradients once, and adds to what others have found; the host does not wait.
+    `bool()` and `norms` wait, once for each device; `on` does not.
+
+    Attributes:
+        flags: By device, 0-dim float32: not 0 if a gradient there held inf or NaN.
+        sum_sq: By device, float64: sums of squares that were asked for last.
+    """
+
+    def __init__(self) -> None:
+        self.flags: dict[torch.device, Tensor] = {}
+        self.sum_sq: dict[torch.device, Tensor] = {}
+        self._count = 0  # elements of `sum_sq`, if no device has any
+        self._read: list[list[float]] | None = None  # both, as the host has read them
+
+    def check(
+        self, grads: Sequence[Tensor], rows: Sequence[int] | None = None, count: int = 0
+    ) -> None:
+        """Look for inf and NaN.
+
+        Args:
+            grads: Floating tensors on any devices; of wrappers such as DTensors no squares are
+                summed.
+            rows: For each the element of `sum_sq` on its device that its squares are added to
+                [None: none].
+            count: The number of these elements [0].
+        """
+        self._count = count
+        by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+        for grad, row in zip(grads, [0] * len(grads) if rows is None else rows, strict=True):
+            if is_wrapper(grad):
+                self.unscale_wrappers([grad], 1.0)
+                continue
+            here, rows_here = by_device.setdefault(grad.device, ([], []))
+            here.append(grad)
+            rows_here.append(row)
+        for device, (here, rows_here) in by_device.items():
+            if rows is not None:
+                self.check_on(device, here, rows_here, count)
+                continue
+            unused = torch.zeros(1, dtype=torch.float64, device=device)
+            ops.check_(here, rows_here, self._flag(device), unused)
+
+    def check_on(
+        self, device: torch.device, grads: Sequence[Tensor], rows: Sequence[int], count: int
+    ) -> None:
+        """As `check`, for gradients that all lie on one device and are no wrappers."""
+        sum_sq = self.sum_sq[device] = torch.zeros(count, dtype=torch.float64, device=device)
+        ops.check_(grads, rows, self._flag(device), sum_sq)
+
+    def unscale(
+        self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor
+    ) -> None:
+        """Write `src[i] * inv_scale` to `dst[i]`.
+
+        Args:
+            src: Scaled gradients on any devices.
+            dst: Where they go, each on the device of its source; may be `src` itself.
+            inv_scale: 1 / loss scale: a number, or 0-dim on a device.
+        """
+        for device, (sources, targets) in _by_device(src, dst).items():
+            ops.unscale_(sources, targets, _on(inv_scale, device), self._flag(device))
+
+    def unscale_on(
+        self, device: torch.device, grads: Sequence[Tensor], inv_scale: Tensor, *, sums: bool
+    ) -> None:
+        """Multiply gradients of one device in place by `inv_scale`.
+
+        Args:
+            device: The device.
+            grads: Scaled gradients there, each once.
+            inv_scale: As in `unscale`.
+            sums: `sum_sq` is to have that of each gradient as it is left.
+        """
+        sum_sq = None
+        if sums:
+            sum_sq = torch.zeros(len(grads), dtype=torch.float64, device=device)
+            self.sum_sq[device] = sum_sq
+        ops.unscale_(grads, grads, _on(inv_scale, device), self._flag(device), sum_sq)
+
+    def add_unscaled(
+        self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor
+    ) -> None:
+        """Add `src[i] * inv_scale` to `dst[i]`, whose own inf and NaN do not count.
+
+        Args:
+            src: Scaled gradients on any devices.
+            dst: Unscaled gradients, each on the device of its source; written.
+            inv_scale: As in `unscale`.
+        """
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        for device, (sources, targets) in _by_device(src, dst).items():
+            factor, flag = _on(inv_scale, device), self._flag(device)
+            ops.axpby_(sources, targets, targets, factor, one, flag, tested=0)
+
+    def unscale_wrappers(self, grads: Sequence[Tensor], inv_scale: float | Tensor) -> None:
+        """Multiply gradients in place by `inv_scale`, by the operator of torch.amp.GradScaler.
+
+        It knows what the operators here do not: DTensors, whose processes agree on what was found.
+
+        Args:
+            grads: Wrappers on any devices.
+            inv_scale: As in `unscale`.
+        """
+        for grad in grads:
+            found = torch.zeros((), dtype=torch.float32, device=grad.device)
+            factor = bring(_on(inv_scale, grad.device).float(), grad.device)
+            torch._amp_foreach_non_finite_check_and_unscale_([grad], found, factor)
+            self.add({grad.device: found})
+
+    def add(self, flags: Mapping[torch.device, Tensor]) -> None:
+        """Add what was found elsewhere: `flags` as here."""
+        for device, found in flags.items():
+            flag = self._flag(device)
+            flag.copy_(torch.maximum(flag, found))
+
+    def __bool__(self) -> bool:
+        """Whether a gradient held inf or NaN; the host waits."""
+        return any(found != 0.0 for found, *_ in self._numbers())
+
+    @property
+    def norms(self) -> list[float]:
+        """The root of each element of `sum_sq`, over all devices; the host waits."""
+        sums = [0.0] * self._count
+        for _, *sum_sq in self._numbers():
+            sums = [a + b for a, b in zip(sums, sum_sq, strict=True)]
+        return [math.sqrt(each) for each in sums]
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return one flag of all devices: 0-dim float32, 0 or 1; the host does not wait."""
+        flags = [bring(flag, device) for flag in self.flags.values()]
+        if len(flags) == 1:
+            return flags[0]
+        return torch.stack([*flags, torch.zeros((), device=device)]).amax()
+
+    def join(self) -> dict[torch.device, Tensor]:
+        """Leave one flag that is 1 if any is not 0, and return all.
+
+        torch's fused steps skip at a sum of 1, not of 2.
+        """
+        # GPUs come first: the CPU would have to wait for their numbers.
+        flags = sorted(self.flags.values(), key=lambda flag: flag.is_cpu)
+        for other in flags[1:]:
+            flags[0].copy_(torch.maximum(flags[0], bring(other, flags[0].device)))
+            other.zero_()
+        return self.flags
+
+    def _flag(self, device: torch.device) -> Tensor:
+        """Return the flag of a device, which is about to be written."""
+        self._read = None
+        flag = self.flags.get(device)
+        if flag is None:
+            flag = self.flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return flag
+
+    def _numbers(self) -> list[list[float]]:
+        """Flag and sums of squares of each device."""
+        if self._read is None:
+            self._read = [
+                torch.cat([flag.double().view(1), self.sum_sq[device]]).tolist()
+                if device in self.sum_sq
+                else [flag.item()]
+                for device, flag in self.flags.items()
+            ]
+        return self._read
+
+
+def inverse(scale: float | Tensor) -> float | Tensor:
+    """Return 1 / scale in float64: a number, or a tensor on the scale's device."""
+    return scale.double().reciprocal() if isinstance(scale, Tensor) else 1.0 / scale
+
+
+@torch.no_grad()
+def norms(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the l2 norm of each tensor; equal bits have equal norms. The host waits."""
+    dense = [t if is_dense(t) else t.contiguous() for t in tensors]
+    found = FoundInf()
+    found.check(dense, range(len(dense)), len(dense))
+    return found.norms
+
+
+def _on(factor: float | Tensor, device: torch.device) -> Tensor:
+    """Return a factor where the operators take it: on their device, or on the CPU."""
+    if not isinstance(factor, Tensor):
+        return torch.tensor(factor, dtype=torch.float64, device="cpu")
+    return factor if factor.is_cpu else bring(factor, device)
+
+
+def _by_device(
+    src: Sequence[Tensor], dst: Sequence[Tensor]
+) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
+    """Both lists, cut by the devices of the first."""
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(src, dst, strict=True):
+        sources, targets = by_device.setdefault(source.device, ([], []))
+        sources.append(source)
+        targets.append(target)
+    return by_device
