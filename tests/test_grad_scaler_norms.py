@@ -17,9 +17,10 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from apex_mp.amp import GradScaler
-from apex_mp.amp._scaled_grads import collect, unscale
+from apex_mp.amp._scaled_grads import unscale
 from apex_mp.core import ops
 from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.grad_slots import GradSlots
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam, FusedLAMB
 
@@ -158,15 +159,15 @@ def test_norms_are_those_of_the_gradients_that_unscale_leaves(
     for param in (params[0], *params[2:]):
         param.grad = torch.randn_like(param)
     groups = [{"params": params[:2]}, {"params": []}, {"params": params[2:]}]
-    grads = collect(groups)
+    grads = GradSlots(groups).read()
     factor = torch.tensor(2.0**-20, device=device)
     measured = unscale(grads, factor, FoundInf(), sums=True)
-    assert measured.is_of(params)
+    assert measured.is_of(GradSlots(groups))
     wanted = [
         sum((_double(param).square().sum() for param in group["params"]), torch.zeros(())).sqrt()
         for group in groups
     ]
-    for norm, want in zip(measured.norms(groups), wanted, strict=True):
+    for norm, want in zip(measured.norms(), wanted, strict=True):
         assert norm.dtype == F64
         assert_near(norm.cpu(), want, SUM_OF_SQUARES_TOLERANCES[dtype])
 
@@ -182,8 +183,8 @@ def test_a_shared_gradient_counts_for_each_of_its_parameters(device: torch.devic
     params[1].grad = torch.ones(3, device=device)
     groups = [{"params": params[:2]}, {"params": params[2:]}]
     half = torch.tensor(0.5, device=device)
-    measured = unscale(collect(groups), half, FoundInf(), sums=True)
-    norms = [norm.item() ** 2 for norm in measured.norms(groups)]
+    measured = unscale(GradSlots(groups).read(), half, FoundInf(), sums=True)
+    norms = [norm.item() ** 2 for norm in measured.norms()]
     assert norms == pytest.approx([3.0 + 0.75, 3.0], rel=1e-12)
 
 

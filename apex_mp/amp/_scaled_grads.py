@@ -1,4 +1,4 @@
-"""The scaled gradients of one optimizer: collected by device, measured, unscaled in place."""
+"""The scaled gradients of one optimizer: measured, or unscaled in place."""
 
 from __future__ import annotations
 
@@ -8,28 +8,9 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import tensors
 from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.step import Groups
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledGrads:
-    """The parameters of an optimizer that have a gradient, in the order of its groups.
-
-    Attributes:
-        plain: By device, those whose gradient the operators of this package read.
-        others: Those whose gradient is sparse, a DTensor, or on a device without kernels: torch's
-            operator unscales them.
-    """
-
-    plain: dict[torch.device, list[Tensor]]
-    others: list[Tensor]
-
-    def params(self) -> list[Tensor]:
-        """Return the parameters with a plain gradient, device by device."""
-        return [param for params in self.plain.values() for param in params]
+from apex_mp.core.grad_slots import Grads, GradSlots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +25,16 @@ class Measured:
         marks: The gradients as the pass has left them.
     """
 
-    grads: ScaledGrads
+    grads: Grads
     found: FoundInf
     unscaled: bool
     marks: _C.GradMarks
 
-    def is_of(self, params: list[Tensor]) -> bool:
-        """Whether the gradients of these parameters are those that were read, unchanged."""
-        now = collect([{"params": params}])
+    def is_of(self, slots: GradSlots) -> bool:
+        """Whether the gradients there are those that were read, unchanged."""
+        now = slots.read()
         same = not now.others and [*map(id, now.params())] == [*map(id, self.grads.params())]
-        return same and not self.marks.differ(params)
+        return same and not self.marks.differ(slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients, as they lie: 0-dim float64 on a device."""
@@ -62,51 +43,28 @@ class Measured:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(sums).sum().sqrt()
 
-    def norms(self, groups: Groups) -> list[Tensor]:
-        """Return the l2 norm of each group's gradients, as they lie: 0-dim float64 on one device.
-
-        Args:
-            groups: Those that the gradients were collected from.
-        """
+    def norms(self) -> list[Tensor]:
+        """Return the l2 norm of each group's gradients, as they lie: 0-dim float64, one device."""
         norms = []
         for device, sums in self.found.sum_sq.items():
-            on_device = [collect([group]).plain.get(device, []) for group in groups]
-            roots = torch.split(sums.sqrt(), [len(params) for params in on_device])
+            rows, _ = self.grads.plain[device]
+            roots = torch.split(sums.sqrt(), self.grads.slots.counts(rows))
             norms.append(torch.stack(torch._foreach_norm(roots)))
         home = norms[0].device
         together = torch.stack([bring(each, home) for each in norms])
         return [*torch.linalg.vector_norm(together, dim=0).unbind()]
 
 
-def collect(groups: Groups) -> ScaledGrads:
-    """Return the parameters of an optimizer's groups that have a gradient."""
-    plain: dict[torch.device, list[Tensor]] = {}
-    others: list[Tensor] = []
-    for group in groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            params = plain.get(grad.device)  # if there is one, the device has kernels
-            if params is not None and tensors.is_usual(grad):
-                params.append(param)
-            elif _has_kernels(grad.device) and _is_plain(grad):
-                plain.setdefault(grad.device, []).append(param)
-            else:
-                others.append(param)
-    return ScaledGrads(plain, others)
-
-
-def measure(grads: ScaledGrads) -> Measured:
+def measure(grads: Grads) -> Measured:
     """Test the plain gradients for inf and NaN and sum their squares; the host does not wait."""
     found = FoundInf()
-    for device, params in grads.plain.items():
-        found.check_on(device, [*map(_grad_of, params)], range(len(params)), len(params))
+    for device, (_, on_device) in grads.plain.items():
+        found.check_on(device, on_device, range(len(on_device)), len(on_device))
     return Measured(grads, found, False, _marks_of(grads))
 
 
 @torch.no_grad()
-def unscale(grads: ScaledGrads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> Measured:
+def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> Measured:
     """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
 
     Args:
@@ -118,31 +76,17 @@ def unscale(grads: ScaledGrads, inv_scale: Tensor, found: FoundInf, *, sums: boo
     Returns:
         What was found, with `found`.
     """
-    for device, params in grads.plain.items():
+    for device, (_, on_device) in grads.plain.items():
         # Parameters may share a gradient, which is to be unscaled once.
-        distinct = {id(grad): grad for grad in map(_grad_of, params)}
+        distinct = {id(grad): grad for grad in on_device}
         found.unscale_on(device, [*distinct.values()], inv_scale, sums=sums)
-        if sums and len(distinct) < len(params):
+        if sums and len(distinct) < len(on_device):
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
-            found.sum_sq[device] = torch.stack([of_grad[id(param.grad)] for param in params])
+            found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
     return Measured(grads, found, True, _marks_of(grads))
 
 
-def _marks_of(grads: ScaledGrads) -> _C.GradMarks:
+def _marks_of(grads: Grads) -> _C.GradMarks:
     marks = _C.GradMarks()
-    marks.take(grads.params())
+    marks.take(grads.slots.params)
     return marks
-
-
-def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and _C.with_cuda)
-
-
-def _is_plain(grad: Tensor) -> bool:
-    return tensors.not_readable(grad) is None and tensors.is_dense(grad)
-
-
-def _grad_of(param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None  # `collect` has seen it.
-    return grad

@@ -18,6 +18,7 @@ from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.core import step_log
 from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.grad_slots import Grads, GradSlots
 
 # Keys beside torch's in the state of an optimizer, which lasts until update().
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
@@ -105,7 +106,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             self._clip_of(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is not OptState.UNSCALED:
-                grads = _scaled_grads.collect(optimizer.param_groups)
+                grads = GradSlots(optimizer.param_groups).read()
                 if not grads.others:
                     return self._clip_scaled(
                         optimizer, grads, max_norm, norm_type, error_if_nonfinite
@@ -122,7 +123,7 @@ class UnscalingGradScaler(BoundedGradScaler):
     def _clip_scaled(
         self,
         optimizer: torch.optim.Optimizer,
-        grads: _scaled_grads.ScaledGrads,
+        grads: Grads,
         max_norm: float,
         norm_type: float,
         error_if_nonfinite: bool,
@@ -151,7 +152,7 @@ class UnscalingGradScaler(BoundedGradScaler):
                 f"GradScaler.clip_grad_norm_: the norm of the gradients is {norm.item()}, so they "
                 "cannot be clipped; with error_if_nonfinite=False the step is skipped"
             )
-        wide = any(param.grad.dtype == torch.float64 for param in grads.params())  # type: ignore[union-attr]
+        wide = any(grad.dtype == torch.float64 for _, each in grads.plain.values() for grad in each)
         state[_CLIPPED] = True
         clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
         if step_log.listeners:
@@ -160,9 +161,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             self.unscale_(optimizer)
         return norm if wide else norm.float()
 
-    def _measure(
-        self, optimizer: torch.optim.Optimizer, grads: _scaled_grads.ScaledGrads
-    ) -> _scaled_grads.Measured:
+    def _measure(self, optimizer: torch.optim.Optimizer, grads: Grads) -> _scaled_grads.Measured:
         measured = _scaled_grads.measure(grads)
         state = self._per_optimizer_states[id(optimizer)]
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
@@ -177,13 +176,13 @@ class UnscalingGradScaler(BoundedGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        grads = _scaled_grads.collect(optimizer.param_groups)
+        grads = GradSlots(optimizer.param_groups).read()
         fused = is_fused(optimizer)
         with self._applying_clip(optimizer) as clip:
             if clip is not None:
                 inv_scale = inv_scale / clip
             found = FoundInf()
-            found.add(self._unscale_others(grads.others, inv_scale, found_inf))
+            found.add(self._unscale_others(grads.other_params(), inv_scale, found_inf))
             measured = _scaled_grads.unscale(grads, inv_scale, found, sums=fused)
         if fused:
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured
@@ -198,9 +197,9 @@ class UnscalingGradScaler(BoundedGradScaler):
         measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
         if measured is None or measured.unscaled or not measured.found.sum_sq:
             return None
-        if not measured.is_of(params_of(optimizer)):
+        if not measured.is_of(GradSlots(optimizer.param_groups)):
             return None
-        norms: list[Tensor] = measured.norms(optimizer.param_groups)
+        norms: list[Tensor] = measured.norms()
         return norms
 
     @contextlib.contextmanager
@@ -242,11 +241,11 @@ class UnscalingGradScaler(BoundedGradScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
         if _CLIPPED not in state:
-            grads = _scaled_grads.collect(optimizer.param_groups)
+            grads = GradSlots(optimizer.param_groups).read()
             found = self._measure(optimizer, grads).found
             if grads.others:
                 one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-                found.add(self._unscale_others(grads.others, one, zero))
+                found.add(self._unscale_others(grads.other_params(), one, zero))
             found.join()
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@
 #include "step/device_loss_scale.h"
 #include "step/grad_marks.h"
 #include "step/plan.h"
+#include "step/read_grads.h"
 
 namespace apex_mp::step {
 
@@ -88,6 +89,14 @@ void define_classes(py::module_& module) {
       .def("differ", [](const GradMarks& marks, const py::list& params) {
         return marks.differ(params.ptr());
       });
+  module.def("read_grads", [](const py::list& params) {
+    Grads found = read_grads(params.ptr());
+    py::list plain;
+    for (DeviceGrads& here : found.plain) {
+      plain.append(py::make_tuple(here.device, std::move(here.rows), std::move(here.grads)));
+    }
+    return py::make_tuple(plain, found.others);
+  });
   // Whether two lists hold the same objects: == would compare tensors by their elements.
   module.def("same_items", [](const py::list& one, const py::list& other) {
     const size_t size = one.size();

@@ -45,13 +45,6 @@ PyObject* item_of(const py::object& lists, const Place& place) {
   return item == Py_None ? nullptr : item;
 }
 
-bool has_kernels(const at::Device& device) {
-#ifdef APEX_MP_WITH_CUDA
-  if (device.is_cuda()) return true;
-#endif
-  return device.is_cpu();
-}
-
 bool is_low_precision(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }

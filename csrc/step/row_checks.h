@@ -26,6 +26,14 @@ constexpr c10::DispatchKeySet kForeign({c10::DispatchKey::Python, c10::DispatchK
                                         c10::DispatchKey::FuncTorchBatched,
                                         c10::DispatchKey::FuncTorchGradWrapper});
 
+// Whether this build has kernels for tensors there.
+inline bool has_kernels(const at::Device& device) {
+#ifdef APEX_MP_WITH_CUDA
+  if (device.is_cuda()) return true;
+#endif
+  return device.is_cpu();
+}
+
 inline bool is_floating(const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||

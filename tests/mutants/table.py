@@ -699,8 +699,8 @@ SCALER = {
     ),
     "a shared gradient is unscaled twice": Mutant(
         "amp/_scaled_grads.py",
-        "{id(grad): grad for grad in map(_grad_of, params)}",
-        "{id(param): _grad_of(param) for param in params}",
+        "{id(grad): grad for grad in on_device}",
+        "{number: grad for number, grad in enumerate(on_device)}",
         "grad_scaler",
     ),
     "what is found later hides what was found before": Mutant(

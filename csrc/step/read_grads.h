@@ -1,0 +1,25 @@
+// The gradients of parameters as backward has left them, in one walk.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/python_headers.h>
+
+#include <vector>
+
+namespace apex_mp::step {
+
+struct DeviceGrads {
+  at::Device device;
+  std::vector<int64_t> rows;  // numbers of the parameters
+  std::vector<at::Tensor> grads;
+};
+
+struct Grads {
+  std::vector<DeviceGrads> plain;  // what the operators of this build read
+  std::vector<int64_t> others;     // numbers of parameters that Python must be asked about
+};
+
+// Reads a list of tensors; those without a gradient are left out.
+Grads read_grads(PyObject* params);
+
+}  // namespace apex_mp::step
