@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
+from apex_mp.amp._loss_grads import dense_values
 from apex_mp.amp._master_state import Masters, MasterState
-from apex_mp.amp._routes import dense_values
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.core import parallel_masters, tensors

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp import _routes
+from apex_mp.amp._loss_grads import LossGrads, Unscaling, named_grads
 from apex_mp.amp._masters import OptimizerMasters
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
@@ -19,6 +19,7 @@ from apex_mp.amp.step_guard import StepGuard, guard_of
 from apex_mp.core import device_scale, local_gradients, parallel_masters
 from apex_mp.core import grads as _grads
 from apex_mp.core.device_scale import send, settle
+from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.log import logger
 from apex_mp.core.skips import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -65,40 +66,42 @@ def scaled_backward(
     parallel_masters.add_scale(scaler, lambda owner: owner, optimizers)
     settle(wait=False)
     with _open_blocks(optimizers) as guards:
-        routes = _all_routes(optimizers, guards)
+        grads = LossGrads(optimizers, [guard.scaled_by for guard in guards])
         # Whether gradients overflow, all processes say together, when they have added theirs.
-        stay_here = functools.partial(local_gradients.stay_here, [each.source for each in routes])
+        stay_here = functools.partial(local_gradients.stay_here, grads.slots.sources)
         were_to_stay = stay_here()
         if delay_unscale or were_to_stay:
             scale = scaler.loss_scale()
-            _leave_scaled(routes, guards, scale)
+            grads.scale_by(scale, only_scaled=False)
             for guard in guards:
+                guard.scaled_by = scale
                 guard.scalers[id(scaler)] = scaler
             yield _wide(loss) * scale
             if were_to_stay and not delay_unscale:
                 _check_unswitched(were_to_stay, stay_here())
             return
-        device = None if delay_overflow_check else _common_device(optimizers, routes)
+        device = None if delay_overflow_check else _common_device(optimizers, grads)
         if device is None:
             scale = scaler.loss_scale()
-            left = [guard for guard in guards if guard.scaled_by is not None]
-            _leave_scaled([route for route in routes if route.is_scaled], left, scale)
-            unscaling = _routes.Unscaling(scale)
+            grads.scale_by(scale, only_scaled=True)
+            for guard in guards:
+                guard.scaled_by = None if guard.scaled_by is None else scale
+            unscaling = Unscaling(scale)
         else:
-            unscaling = _routes.Unscaling(scaler.on(device).scale.clone())
-        _routes.set_aside(routes)
+            unscaling = Unscaling(scaler.on(device).scale.clone())
+        grads.stash()
         try:
             # The gradients for which the last step was skipped may still be there.
             if device is not None or any(guard.step_was_skipped for guard in guards):
-                _routes.check_before(routes, unscaling)
-            with _clearing(optimizers, routes):
+                grads.check_stashed(unscaling)
+            with _clearing(optimizers, grads):
                 yield _wide(loss) * unscaling.scale
             _check_unswitched(were_to_stay, stay_here())
             if expect_float32:
-                _warn_of_low_precision(routes)
-            _routes.unscale(routes, unscaling)
+                _warn_of_low_precision(grads.slots)
+            grads.unscale(unscaling)
         except BaseException:
-            _routes.put_back(routes)
+            grads.restore()
             raise
         earlier = {key: each for guard in guards for key, each in guard.scalers.items()}
         earlier.pop(id(scaler), None)
@@ -113,26 +116,17 @@ def scaled_backward(
         verdict.give(unscaling, update_scale=not delay_overflow_check)
 
 
-def _leave_scaled(
-    routes: Sequence[_routes.Route], guards: Sequence[StepGuard], scale: float
-) -> None:
-    _routes.scale_by(routes, scale)
-    for guard in guards:
-        guard.scaled_by = scale
-
-
-def _common_device(
-    optimizers: Sequence[Any], routes: Sequence[_routes.Route]
-) -> torch.device | None:
+def _common_device(optimizers: Sequence[Any], grads: LossGrads) -> torch.device | None:
     """The device on which an overflow may stay unknown to the host, if there is one."""
     if not all(map(_looks_at_found_inf, optimizers)):
         return None
-    if not routes or any(route.is_scaled for route in routes):
+    pairs = [*grads.slots.pairs()]
+    if not pairs or grads.is_scaled:
         return None
-    device = routes[0].source.device
+    device = pairs[0][0].device
     if device.type not in device_scale.DEVICE_TYPES:
         return None
-    is_common = all(each.source.device == each.target.device == device for each in routes)
+    is_common = all(source.device == param.device == device for source, param in pairs)
     return device if is_common else None
 
 
@@ -161,7 +155,7 @@ class _Verdict:
     names: Callable[[], Mapping[int, str]]
     announce: Callable[[Overflow], None]
 
-    def give(self, found: _routes.Unscaling, *, update_scale: bool) -> None:
+    def give(self, found: Unscaling, *, update_scale: bool) -> None:
         overflowed = bool(found.found_inf)
         for scaler in self.earlier:
             scaler.note_overflow(overflowed)
@@ -179,7 +173,7 @@ class _Verdict:
         if backs_off or found.found_in_sum:
             self.announce(overflow)
 
-    def give_later(self, found: _routes.Unscaling, device: torch.device) -> None:
+    def give_later(self, found: Unscaling, device: torch.device) -> None:
         on_device, found_inf = self.scaler.on(device), found.found_inf.on(device)
         on_device.update(found_inf)
         either = torch.maximum(found_inf, found.found_in_sum.on(device))
@@ -202,7 +196,7 @@ class _Verdict:
             self.announce(overflow)
 
     def _overflow(self, before: float, after: float) -> Overflow:
-        named = _routes.named_grads(self.optimizers, self.names())
+        named = named_grads(self.optimizers, self.names())
         return Overflow(_grads.locate_nonfinite(named), before, after)
 
 
@@ -267,20 +261,18 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
 
 
 @contextlib.contextmanager
-def _clearing(optimizers: Sequence[Any], routes: Sequence[_routes.Route]) -> Iterator[None]:
+def _clearing(optimizers: Sequence[Any], grads: LossGrads) -> Iterator[None]:
     """Let `zero_grad` in a block clear what is set aside, too."""
     missing = object()
     before = [(each, vars(each).get("zero_grad", missing)) for each in optimizers]
     for each in optimizers:
         if not hasattr(each, "zero_grad"):
             continue
-        targets = {id(param) for group in each.param_groups for param in group["params"]}
-        own = [route for route in routes if id(route.target) in targets]
 
         def zero_grad(
-            *args: Any, _zero_grad: Any = each.zero_grad, _own: Any = own, **kwargs: Any
+            *args: Any, _zero_grad: Any = each.zero_grad, _own: Any = each, **kwargs: Any
         ) -> Any:
-            _routes.clear(_own)
+            grads.forget(_own)
             return _zero_grad(*args, **kwargs)
 
         each.zero_grad = zero_grad
@@ -294,20 +286,12 @@ def _clearing(optimizers: Sequence[Any], routes: Sequence[_routes.Route]) -> Ite
                 vars(each).pop("zero_grad", None)
 
 
-def _all_routes(optimizers: Sequence[Any], guards: Sequence[StepGuard]) -> list[_routes.Route]:
-    """The routes to all optimizers, one for a parameter that several of them have."""
-    routes = [
-        route
-        for optimizer, guard in zip(optimizers, guards, strict=True)
-        for route in _routes.routes_of(optimizer, guard.scaled_by)
-    ]
-    return [*{id(route.target): route for route in routes}.values()]
-
-
-def _warn_of_low_precision(routes: Sequence[_routes.Route]) -> None:
+def _warn_of_low_precision(slots: GradSlots) -> None:
     global _warned_of_low_precision
-    grads = [route.source.grad for route in routes if not route.has_master]
-    if not _warned_of_low_precision and any(g is not None and is_low(g.dtype) for g in grads):
+    if _warned_of_low_precision:
+        return
+    grads = (param.grad for source, param in slots.pairs() if source is param)
+    if any(grad is not None and is_low(grad.dtype) for grad in grads):
         _warned_of_low_precision = True
         _LOG.warning(
             "Incoming grads are not fp32 (not master grads). Downscaling non-fp32 grads may "

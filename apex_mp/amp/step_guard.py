@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp.amp._loss_grads import slots_of
 from apex_mp.amp._overflow import FiniteClosure
-from apex_mp.amp._routes import routes_of
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.core import step_log
 from apex_mp.core.closure import Snapshot, StepAbandonedError
@@ -137,9 +137,9 @@ class StepGuard:
             return self._step_on_device(optimizer)
         overflow = self._take_overflow()
         if overflow is not None:
-            for route in routes_of(optimizer):
-                if route.has_master:  # The user may clear only the model's gradients.
-                    route.target.grad = None
+            slots = slots_of(optimizer)
+            for row in slots.with_master:  # The user may clear only the model's gradients.
+                slots.params[row].grad = None
             self._end_step(overflow, self.scaler, self.scale)
             return None
         if args and callable(args[0]):
@@ -158,7 +158,7 @@ class StepGuard:
     def _refuse_scaled_gradients(self, optimizer: Any) -> None:
         if self.scaled_by is None:
             return
-        if any(route.source.grad is not None for route in routes_of(optimizer)):
+        if slots_of(optimizer).read().rows():
             raise RuntimeError(
                 f"step() was called with gradients that are still scaled by {self.scaled_by}: the "
                 "last scale_loss had delay_unscale=True, or its model was in no_sync; before a "
@@ -324,5 +324,5 @@ def _function_of(optimizer: Any) -> Callable[..., Any]:
 
 def _written_by(optimizer: Any) -> list[torch.Tensor]:
     """What a step writes: parameters, and where there are masters those of the model too."""
-    params = [each for route in routes_of(optimizer) for each in (route.target, route.source)]
-    return [*{id(param): param for param in params}.values()]
+    slots = slots_of(optimizer)
+    return [*{id(param): param for param in (*slots.params, *slots.sources)}.values()]

@@ -207,6 +207,9 @@ def _by_device(
     src: Sequence[Tensor], dst: Sequence[Tensor]
 ) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
     """Both lists, cut by the devices of the first."""
+    devices = {source.device for source in src}
+    if len(devices) == 1:
+        return {devices.pop(): ([*src], [*dst])}
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in zip(src, dst, strict=True):
         sources, targets = by_device.setdefault(source.device, ([], []))

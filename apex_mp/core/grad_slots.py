@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +17,39 @@ from apex_mp.core.step import Groups
 
 
 class GradSlots:
-    """The parameters of an optimizer's groups, each with a place for a gradient.
+    """The parameters of an optimizer's groups, and where backward leaves their gradients.
 
     Args:
         param_groups: The groups; later changes of their lists do not count.
+        model_of: The parameter that backward writes to, of each that has a master [none has].
 
     Attributes:
-        params: The parameters, group by group.
+        params: The parameters that are stepped, group by group.
+        sources: For each the one that backward writes to: itself, or that of the model.
+        with_master: Numbers of those that are masters of another.
     """
 
-    def __init__(self, param_groups: Groups) -> None:
+    def __init__(self, param_groups: Groups, model_of: Mapping[Any, Tensor] | None = None) -> None:
         lists = [group["params"] for group in param_groups]
         self.params: list[Tensor] = [*itertools.chain.from_iterable(lists)]
+        self.sources, self.with_master = self.params, list[int]()
+        if model_of:
+            self.sources = [model_of.get(param, param) for param in self.params]
+            pairs = enumerate(self.pairs())
+            self.with_master = [row for row, (source, param) in pairs if source is not param]
         self._ends = [*itertools.accumulate(map(len, lists))]
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameter that backward writes to and the one that is stepped, of each slot."""
+        return zip(self.sources, self.params, strict=True)
 
     def read(self) -> Grads:
         """Return the gradients that there are."""
-        usual, unusual = _C.read_grads(self.params)
+        usual, unusual = _C.read_grads(self.sources)
         plain = {device: (rows, grads) for device, rows, grads in usual}
         others: list[int] = []
         for row in unusual:
-            grad = self.params[row].grad
+            grad = self.sources[row].grad
             if grad is not None:
                 _put(row, grad, plain, others)
         return Grads(self, plain, others)
@@ -63,13 +76,17 @@ class Grads:
     plain: dict[torch.device, tuple[list[int], list[Tensor]]]
     others: list[int]
 
+    def rows(self) -> set[int]:
+        """Return the numbers of all parameters with a gradient."""
+        return set(self.others).union(*(rows for rows, _ in self.plain.values()))
+
     def params(self) -> list[Tensor]:
         """Return the parameters with a plain gradient, device by device."""
-        return [self.slots.params[row] for rows, _ in self.plain.values() for row in rows]
+        return [self.slots.sources[row] for rows, _ in self.plain.values() for row in rows]
 
     def other_params(self) -> list[Tensor]:
         """Return those with another gradient."""
-        return [self.slots.params[row] for row in self.others]
+        return [self.slots.sources[row] for row in self.others]
 
 
 def _put(

@@ -62,7 +62,7 @@ AMP = {
         "amp_opt_levels",
     ),
     "masters keep their gradients after a skipped step": Mutant(
-        "amp/step_guard.py", "route.target.grad = None", "pass", "amp_opt_levels"
+        "amp/step_guard.py", "slots.params[row].grad = None", "pass", "amp_opt_levels"
     ),
     "a step takes scaled gradients": Mutant(
         "amp/step_guard.py",
@@ -170,22 +170,22 @@ AMP = {
         "amp/scaler.py", f"{_UPDATE}False", f"{_UPDATE}should_skip", "amp_scaler"
     ),
     "gradients are added up in another order of memory": Mutant(
-        "amp/_routes.py", "_grads.lie_as(grad, before)", "grad", "amp_scale_loss"
+        "amp/_loss_grads.py", "_grads.lie_as(grad, before)", "grad", "amp_scale_loss"
     ),
     "a block that raised loses the gradients before it": Mutant(
-        "amp/_routes.py",
-        "route.source.grad = route.seen\n            if route.copy",
-        "route.source.grad = None\n            if route.copy",
+        "amp/_loss_grads.py",
+        "source.grad = stashed.source_grad\n",
+        "source.grad = None\n",
         "amp_scale_loss",
     ),
     "gradients left scaled are scaled once more": Mutant(
-        "amp/_routes.py",
-        "mul_(scale / (route.scaled_by or 1.0))",
+        "amp/_loss_grads.py",
+        "mul_(scale / (scaled_by or 1.0))",
         "mul_(scale)",
         "amp_scale_loss",
     ),
     "unscaling into float16 may overflow unseen": Mutant(
-        "amp/_routes.py", "for grad in both if", "for grad in () if", "amp_scale_loss"
+        "amp/_loss_grads.py", "for grad in both if", "for grad in () if", "amp_scale_loss"
     ),
 }
 
