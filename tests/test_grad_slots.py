@@ -85,3 +85,29 @@ def test_without_parameters_there_is_nothing() -> None:
     slots = GradSlots([])
     grads = slots.read()
     assert (grads.plain, grads.others, slots.counts([])) == ({}, [], [])
+
+
+@pytest.mark.cpu_only
+def test_a_master_steps_with_the_gradient_of_its_model() -> None:
+    model, master, own = (Parameter(torch.zeros(2)) for _ in range(3))
+    model.grad = torch.ones(2)
+    groups = [{"params": [own]}, {"params": [master]}]
+    slots = GradSlots(groups, {master: model})
+    assert [each is expected for each, expected in zip(slots.sources, (own, model), strict=True)]
+    assert slots.models[0] == [None]
+    assert slots.models[1][0] is model
+    assert slots.with_master == [1]
+    assert slots.read().rows() == {1}
+    assert slots.read().params()[0] is model
+
+
+@pytest.mark.cpu_only
+def test_slots_fit_as_long_as_the_lists_hold_the_same_parameters() -> None:
+    params = [Parameter(torch.zeros(2)) for _ in range(3)]
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    slots = GradSlots(groups)
+    assert slots.fits([{"params": params[:2]}, {"params": params[2:]}])
+    assert not slots.fits(groups[:1])
+    assert not slots.fits([*groups, {"params": []}])
+    groups[0]["params"][1] = params[2]  # in place
+    assert not slots.fits(groups)

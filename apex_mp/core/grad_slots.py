@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import tensors
-from apex_mp.core.step import Groups
+from apex_mp.core.step import Groups, Lists
 
 
 class GradSlots:
@@ -24,20 +24,32 @@ class GradSlots:
         model_of: The parameter that backward writes to, of each that has a master [none has].
 
     Attributes:
+        groups: The parameters that are stepped, a list for each group.
+        models: As `groups`: the parameter of the model, or None if there is no master of it.
         params: The parameters that are stepped, group by group.
         sources: For each the one that backward writes to: itself, or that of the model.
         with_master: Numbers of those that are masters of another.
     """
 
     def __init__(self, param_groups: Groups, model_of: Mapping[Any, Tensor] | None = None) -> None:
-        lists = [group["params"] for group in param_groups]
-        self.params: list[Tensor] = [*itertools.chain.from_iterable(lists)]
+        self.groups: list[list[Tensor]] = [[*group["params"]] for group in param_groups]
+        self.params = [*itertools.chain.from_iterable(self.groups)]
+        self.models: Lists = [[None] * len(params) for params in self.groups]
         self.sources, self.with_master = self.params, list[int]()
         if model_of:
-            self.sources = [model_of.get(param, param) for param in self.params]
-            pairs = enumerate(self.pairs())
-            self.with_master = [row for row, (source, param) in pairs if source is not param]
-        self._ends = [*itertools.accumulate(map(len, lists))]
+            self.models = [[*map(model_of.get, params)] for params in self.groups]
+            models = [*itertools.chain.from_iterable(self.models)]
+            pairs = zip(models, self.params, strict=True)
+            self.sources = [param if model is None else model for model, param in pairs]
+            self.with_master = [row for row, model in enumerate(models) if model is not None]
+        self._ends = [*itertools.accumulate(map(len, self.groups))]
+
+    def fits(self, param_groups: Groups) -> bool:
+        """Whether the groups still hold the same parameters."""
+        return len(param_groups) == len(self.groups) and all(
+            _C.same_items(group["params"], params)
+            for group, params in zip(param_groups, self.groups, strict=True)
+        )
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the parameter that backward writes to and the one that is stepped, of each slot."""

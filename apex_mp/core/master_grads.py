@@ -22,6 +22,7 @@ from apex_mp.core import grads as _grads
 from apex_mp.core import parallel_masters, tensors
 from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf, inverse, norms
+from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.grads import Edits
 from apex_mp.core.masters import MasterGroup, rekey_state, store_grad, stored_grad, write
 from apex_mp.core.step import Lists
@@ -71,7 +72,7 @@ class MasterGrads:
         self._model_marks, self._own_marks = _C.GradMarks(), _C.GradMarks()
         self._edits = _grads.EditWatch()
         self._rescaled = self._sources_are_rescaled = False
-        self._aligned: list[tuple[list[Any], list[Tensor | None]]] = []
+        self._slots = GradSlots([])
         parallel_masters.add(self)
 
     # Parameters.
@@ -152,14 +153,9 @@ class MasterGrads:
             group.copy_to_model(except_for)
 
     def copy_to_model_of(self, indices: Iterable[tuple[int, int]]) -> None:
-        """Write some masters to the model: those at group and index of what `sources` saw."""
-        pairs = []
-        for group, index in indices:
-            params, models = self._aligned[group]
-            model = models[index]
-            if model is not None:
-                pairs.append((model, params[index]))
-        write(pairs)
+        """Write some masters to the model: those at group and index of the last `slots`."""
+        places = [(self._slots.models[i][k], self._slots.groups[i][k]) for i, k in indices]
+        write([(model, master) for model, master in places if model is not None])
 
     # Backward.
 
@@ -391,22 +387,16 @@ class MasterGrads:
 
         Both are lists as in StepRequest, and the third is the scale of the former.
         """
-        models = [self._models_of(i, group) for i, group in enumerate(param_groups)]
+        models = self.slots(param_groups).models
         if self.holding:
             return [[None] * len(one) for one in models], models, 1.0
         return models, models, self.scale_of_grads()
 
-    def _models_of(self, index: int, param_group: dict[str, Any]) -> list[Tensor | None]:
-        """The model parameter of each master in a group's list, which may change at any time."""
-        params = param_group["params"]
-        del self._aligned[len(self.groups) :]
-        if index == len(self._aligned):
-            self._aligned.append(([], []))
-        seen, models = self._aligned[index]
-        if not _C.same_items(params, seen):
-            models = [self.model_of.get(param) for param in params]
-            self._aligned[index] = [*params], models
-        return models
+    def slots(self, param_groups: list[dict[str, Any]]) -> GradSlots:
+        """Return where gradients come from, which is found anew if lists have changed."""
+        if not self._slots.fits(param_groups):
+            self._slots = GradSlots(param_groups, self.model_of)
+        return self._slots
 
     def collect(
         self, param_groups: list[dict[str, Any]]

@@ -500,10 +500,10 @@ class FP16_Optimizer(OldNames, Delegates):
         norms = found.norms
         if self.clip == "global":
             norms = [math.hypot(*norms)] * len(norms)
-        model_of = self._grads.model_of
+        models = self._grads.slots(self.param_groups).models
         arguments = {
             "grads": lists,
-            "output_params": [[model_of.get(p) for p in g["params"]] for g in self.param_groups],
+            "output_params": models,
             "scale": float(scale),
             "grad_norms": norms,
         }
@@ -517,9 +517,9 @@ class FP16_Optimizer(OldNames, Delegates):
         if not getattr(self.optimizer, "_writes_output_params", False):
             return set()
         return {
-            id(self._grads.model_of.get(param))
-            for one, group in zip(lists, self.param_groups, strict=True)
-            for grad, param in zip(one, group["params"], strict=True)
+            id(model)
+            for one, models in zip(lists, self._grads.slots(self.param_groups).models, strict=True)
+            for grad, model in zip(one, models, strict=True)
             if grad is not None
         }
 
