@@ -151,7 +151,7 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
     Args:
         model: In mixed precision; wrapped, or not.
         optimizer: The one that steps it, or a list: an FP16_Optimizer, one that went through
-            `amp.initialize`, or a FusedAdam with `master_weights=True`.
+            `amp.initialize`, or a fused optimizer with `master_weights=True`.
         report: As for `load`; the first dtype is that of the model's own tensor [None].
 
     Raises:

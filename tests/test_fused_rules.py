@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -110,6 +111,82 @@ def test_gradients_may_be_of_another_dtype_and_a_copy_too(
         assert_stepped(optimizer, expected, in_float32=narrow)
         for param, copied in zip(params, copies, strict=True):
             assert_near(copied, expected[param].param)
+
+
+# --- float32 masters of parameters in low precision.
+
+WITH_MASTERS = {
+    **{name: functools.partial(each.fused, **each.options) for name, each in SUBJECTS.items()},
+    "SGD": functools.partial(FusedSGD, lr=0.1, weight_decay=0.1),
+    "SGD, momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9, dampening=0.5),
+}
+each_with_masters = pytest.mark.parametrize("make", WITH_MASTERS.values(), ids=[*WITH_MASTERS])
+
+
+@each_with_masters
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
+def test_masters_train_as_float32_parameters_and_a_checkpoint_has_them(
+    dtype: torch.dtype, make: Any, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    wide_params = copies_of(params, F32)
+    optimizer, wide = make(params, master_weights=True), make(wide_params)
+    for step in range(6):
+        if step == 3:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(params, master_weights=True)
+            optimizer.load_state_dict(saved)
+        give_grads(params, step, values=dtype)
+        give_grads(wide_params, step, values=dtype)
+        optimizer.step()
+        wide.step()
+        for param, expected in zip(params, wide_params, strict=True):
+            assert_same_bits(optimizer.state[param]["master_param"], expected.detach())
+            assert_same_bits(param.detach(), expected.detach().to(dtype))
+
+
+@each_with_masters
+def test_a_skipped_step_leaves_masters_and_none_are_made_by_a_first_one(
+    make: Any, device: torch.device
+) -> None:
+    params = make_params(device, F16)
+    optimizer = make(params, master_weights=True)
+    scaler = amp.GradScaler(device.type)
+    for bad in (True, False, True):
+        before = [param.detach().clone() for param in params]
+        masters = copy.deepcopy(dict(optimizer.state))
+        scaler.scale(torch.ones((), device=device))
+        give_grads(params, 0)
+        if bad:
+            params[0].grad.fill_(INF)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.step_was_skipped(optimizer) == bad
+        if bad:
+            for param, value in zip(params, before, strict=True):
+                assert_same_bits(param.detach(), value)
+            assert len(optimizer.state) == len(masters)
+
+
+@each_with_masters
+def test_a_checkpoint_without_masters_gets_them_of_the_parameters(
+    make: Any, device: torch.device
+) -> None:
+    params = make_params(device, F16)
+    without = make(params)
+    assert "master_weights" not in without.param_groups[0]
+    train(without, params, range(2))
+    optimizer = make(params, master_weights=True)
+    optimizer.load_state_dict(without.state_dict())
+    assert optimizer.param_groups[0]["master_weights"]
+    expected = make(copies_of(params, F32))
+    expected.load_state_dict(without.state_dict())
+    give_grads(params, 2, values=F16)
+    give_grads(expected.param_groups[0]["params"], 2, values=F16)
+    optimizer.step()
+    expected.step()
+    for param, wide in zip(params, expected.param_groups[0]["params"], strict=True):
+        assert_same_bits(optimizer.state[param]["master_param"], wide.detach())
 
 
 @each_subject

@@ -18,6 +18,7 @@ from apex_mp.core import device_scale, step_log, tensors
 from apex_mp.core.grads import NonFinite, locate_nonfinite
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.skips import ParamNames, warn
+from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import has_master
 
 _NAMED = 3
@@ -194,7 +195,7 @@ class ScaledSteps:
         }
         named = [(name, p) for name, p in self._named_params() if id(p) in without_master]
         self._has_looked_at_updates = not named and len(moving) == len(optimizer.param_groups)
-        return LostUpdateCounter(type(optimizer).__name__, named) if named else None
+        return LostUpdateCounter(optimizer, named) if named else None
 
     def check_updates(self, lost: LostUpdateCounter | None) -> None:
         """Warn once that parameters have no masters, after the first step that was taken."""
@@ -247,13 +248,14 @@ class LostUpdateCounter:
     """Counts the weights that a step leaves as they are although their gradient is not zero.
 
     Args:
-        owner: Name of the optimizer.
+        optimizer: The optimizer.
         named: Its 16-bit parameters without masters, and their names. Of these as many are looked
             at as have about a million elements together.
     """
 
-    def __init__(self, owner: str, named: list[tuple[str, Tensor]]) -> None:
-        self._owner = owner
+    def __init__(self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]]) -> None:
+        self._owner = type(optimizer).__name__
+        self._keeper = self._owner if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
         self._names = [name for name, _ in named]
         self._dtypes = sorted({f"{param.dtype}".removeprefix("torch.") for _, param in named})
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -286,8 +288,8 @@ class LostUpdateCounter:
             f"GradScaler: {self._owner} steps {len(self._names)} parameters of {dtypes} that have "
             f"no float32 masters: {names}. An update of less than half the distance between two "
             f"such numbers is lost: {lost} in the first step. "
-            "FusedAdam(..., master_weights=True) keeps masters; for other optimizers make them "
-            "with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
+            f"{self._keeper}(..., master_weights=True) keeps masters; for other optimizers make "
+            "them with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
         )
 
 

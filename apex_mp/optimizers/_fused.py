@@ -32,6 +32,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: Parameters, (name, parameter) pairs, or parameter groups.
         defaults: The options of groups that lack them.
         unscale_grads: True, False or None.
+        master_weights: Whether parameters in low precision have float32 masters in their state.
     """
 
     # torch.amp.GradScaler then leaves unscaling and skipping to step(): it sets self.grad_scale and
@@ -90,7 +91,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- Options.
 
-    def __init__(self, params: Any, defaults: dict[str, Any], unscale_grads: bool | None) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        unscale_grads: bool | None,
+        master_weights: bool,
+    ) -> None:
+        if master_weights:  # Else groups are as apex and torch have them.
+            defaults = {**defaults, "master_weights": master_weights}
         self._check_new_options(defaults)
         _legacy_call.check_unscale_grads(self._public_name, unscale_grads)
         self.unscale_grads = unscale_grads

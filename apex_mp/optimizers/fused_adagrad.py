@@ -27,6 +27,7 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [True].
         adagrad_w_mode: Decay the weights themselves instead of adding L2 to the gradient [False].
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
+        master_weights: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
 
     Raises:
@@ -49,6 +50,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
         *,
         max_grad_norm: float = 0.0,
+        master_weights: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
@@ -58,7 +60,7 @@ class FusedAdagrad(FusedOptimizer):
             "adagrad_w_mode": adagrad_w_mode,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, unscale_grads)
+        super().__init__(params, defaults, unscale_grads, master_weights)
 
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]

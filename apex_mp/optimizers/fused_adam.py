@@ -87,7 +87,7 @@ class FusedAdam(FusedOptimizer):
             "eps_inside_sqrt": eps_inside_sqrt,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, unscale_grads)
+        super().__init__(params, defaults, unscale_grads, master_weights)
 
     @property
     def eps_mode(self) -> int:

@@ -31,6 +31,7 @@ class FusedLAMB(FusedOptimizer):
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [True].
         max_grad_norm: Clip all gradients by their l2 norm, over all groups; 0 does not clip [1.0].
         use_nvlamb: Multiply the update by the ratio of the norms without weight decay too [False].
+        master_weights: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
 
     Raises:
@@ -60,6 +61,7 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
         *,
+        master_weights: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
@@ -74,4 +76,4 @@ class FusedLAMB(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(params, defaults, unscale_grads)
+        super().__init__(params, defaults, unscale_grads, master_weights)

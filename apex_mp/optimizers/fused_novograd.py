@@ -36,6 +36,7 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: Begin with norm 0, instead of that of the first gradient [False].
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [True].
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
+        master_weights: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
 
     Raises:
@@ -65,6 +66,7 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         max_grad_norm: float = 0.0,
+        master_weights: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
@@ -80,7 +82,7 @@ class FusedNovoGrad(FusedOptimizer):
             "init_zero": init_zero,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, unscale_grads)
+        super().__init__(params, defaults, unscale_grads, master_weights)
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         if group["norm_type"] not in (0, 2):

@@ -11,7 +11,7 @@ from torch.optim.optimizer import required
 
 from apex_mp.core import options
 from apex_mp.optimizers._fused import Before, FusedOptimizer
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._state import MASTER, StateLayout
 
 BUFFER = "momentum_buffer"
 IS_FRESH = "is_fresh"  # float32: not 0 if the buffer holds nothing yet
@@ -44,6 +44,7 @@ class FusedSGD(FusedOptimizer):
             [True].
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
+        master_weights: As of `FusedAdam` [False].
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
             gradients, in which small numbers would underflow [None].
@@ -72,6 +73,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
         *,
         max_grad_norm: float = 0.0,
+        master_weights: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
@@ -85,7 +87,7 @@ class FusedSGD(FusedOptimizer):
         }
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
-        super().__init__(params, defaults, unscale_grads)
+        super().__init__(params, defaults, unscale_grads, master_weights)
 
     @property
     def wd_after_momentum(self) -> bool:
@@ -117,10 +119,11 @@ class FusedSGD(FusedOptimizer):
             )
 
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        if BUFFER in state and state[BUFFER] is None:
-            # torch's, of a parameter that has had no gradient
-            return {key: value for key, value in state.items() if key != BUFFER}
-        return super()._adapt_state(where, state, param)
+        if state.get(BUFFER) is not None or not {BUFFER, MASTER} & state.keys():
+            return super()._adapt_state(where, state, param)
+        # Of a parameter that has had no gradient, as torch has it, or no momentum.
+        rest = {key: value for key, value in state.items() if key != BUFFER}
+        return StateLayout("an SGD", tensors=()).loaded(where, rest, param)
 
     # A step of which the host has yet to hear may not have been taken. A buffer of zeros then does
     # as well as none, but for dampening, which spares a parameter's first gradient: so that a

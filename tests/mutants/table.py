@@ -417,8 +417,8 @@ OPTIMIZERS = {
     ),
     "the state of torch.optim.SGD without a buffer is refused": Mutant(
         "optimizers/fused_sgd.py",
-        "if BUFFER in state and state[BUFFER] is None:",
-        "if False:",
+        "if state.get(BUFFER) is not None or not {BUFFER, MASTER} & state.keys():",
+        "if True:",
         "fused_sgd_state",
     ),
     "FusedAdagrad keeps the steps that torch counts": Mutant(
