@@ -122,7 +122,7 @@ def test_an_overflow_is_told_of_by_the_next_backward_if_it_has_arrived(
     monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: arrives == "at once")
     optimizer = make(params)
     train(optimizer, params, INF, 1.0)
-    assert len(optimizer._overflow_report) == (3 if arrives == "at once" else 0)
+    assert len(optimizer._log.report) == (3 if arrives == "at once" else 0)
 
 
 def test_overflow_after_another_backward_is_that_of_the_new_gradients(params: Any) -> None:
