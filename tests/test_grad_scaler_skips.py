@@ -99,6 +99,27 @@ def test_the_host_waits_for_no_fused_step(make: Any, device: torch.device) -> No
     assert skipped == [False, False, False, True, False]
 
 
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.usefixtures("left_alone")
+def test_a_step_that_the_host_does_not_wait_for_keeps_no_gradient(
+    way: str, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    grads = [weakref.ref(param.grad) for param in params]
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+    elif way == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None] * len(grads)
+    scaler.update()
+    assert not scaler.step_was_skipped(optimizer)
+
+
 @pytest.mark.usefixtures("left_alone")
 def test_of_steps_in_a_graph_the_device_is_asked_each_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch

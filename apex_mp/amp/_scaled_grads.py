@@ -15,25 +15,39 @@ from apex_mp.core.grad_slots import Grads, GradSlots
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one pass over plain gradients found.
+    """What one pass over plain gradients found; it keeps none of them alive.
 
     Attributes:
-        grads: The gradients that were read.
+        slots: The parameters.
+        rows: By device, the numbers of those whose gradient was read.
         found: What it found; if sums of squares were asked for, of each gradient as the pass has
-            left it, in the order of `grads`.
+            left it, in the order of `rows`.
         unscaled: Whether the pass has unscaled them.
         marks: The gradients as the pass has left them.
     """
 
-    grads: Grads
+    slots: GradSlots
+    rows: dict[torch.device, list[int]]
     found: FoundInf
     unscaled: bool
     marks: _C.GradMarks
 
+    @classmethod
+    def of(cls, grads: Grads, found: FoundInf, *, unscaled: bool) -> Measured:
+        """Return what was found in gradients, which are as the pass has left them."""
+        marks = _C.GradMarks()
+        marks.take(grads.slots.params)
+        rows = {device: rows for device, (rows, _) in grads.plain.items()}
+        return cls(grads.slots, rows, found, unscaled, marks)
+
+    def params(self) -> list[Tensor]:
+        """Return the parameters whose gradients were read, device by device."""
+        return [self.slots.params[row] for rows in self.rows.values() for row in rows]
+
     def is_of(self, slots: GradSlots) -> bool:
         """Whether the gradients there are those that were read, unchanged."""
         now = slots.read()
-        same = not now.others and [*map(id, now.params())] == [*map(id, self.grads.params())]
+        same = not now.others and [*map(id, now.params())] == [*map(id, self.params())]
         return same and not self.marks.differ(slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
@@ -47,8 +61,7 @@ class Measured:
         """Return the l2 norm of each group's gradients, as they lie: 0-dim float64, one device."""
         norms = []
         for device, sums in self.found.sum_sq.items():
-            rows, _ = self.grads.plain[device]
-            roots = torch.split(sums.sqrt(), self.grads.slots.counts(rows))
+            roots = torch.split(sums.sqrt(), self.slots.counts(self.rows[device]))
             norms.append(torch.stack(torch._foreach_norm(roots)))
         home = norms[0].device
         together = torch.stack([bring(each, home) for each in norms])
@@ -60,7 +73,7 @@ def measure(grads: Grads) -> Measured:
     found = FoundInf()
     for device, (_, on_device) in grads.plain.items():
         found.check_on(device, on_device, range(len(on_device)), len(on_device))
-    return Measured(grads, found, False, _marks_of(grads))
+    return Measured.of(grads, found, unscaled=False)
 
 
 @torch.no_grad()
@@ -83,10 +96,4 @@ def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> 
         if sums and len(distinct) < len(on_device):
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
             found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
-    return Measured(grads, found, True, _marks_of(grads))
-
-
-def _marks_of(grads: Grads) -> _C.GradMarks:
-    marks = _C.GradMarks()
-    marks.take(grads.slots.params)
-    return marks
+    return Measured.of(grads, found, unscaled=True)

@@ -106,7 +106,7 @@ class ScaledSteps:
             numbers: Whether it was skipped, and the sum of squares of each gradient.
         """
         found, *sums = numbers.tolist()
-        params = [] if measured is None else measured.grads.params()
+        params = [] if measured is None else measured.params()
 
         def locate() -> list[NonFinite]:
             if all(p.grad is not None for p in params) and not self._marks.differ(self._params()):
