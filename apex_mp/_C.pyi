@@ -48,7 +48,13 @@ class DeviceLossScale:
 
 class StepPlan:
     def __init__(
-        self, rule: str, caller: str, *, tensors: Sequence[str], numbers: Sequence[str]
+        self,
+        rule: str,
+        caller: str,
+        *,
+        tensors: Sequence[str],
+        numbers: Sequence[str],
+        once: bool = False,
     ) -> None: ...
     def read(
         self,

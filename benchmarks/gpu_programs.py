@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from apex_mp.core import device_scale, ops
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.multi_tensor_apply import amp_C
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from benchmarks.gpu_machine import ROOT
 
@@ -142,6 +143,25 @@ def replay_a_graph(device: str) -> None:
         graph.replay()
 
 
+def replay_a_step_over_lists(device: str) -> None:
+    """A step of amp_C, which a graph captures with its table; two replays are two steps."""
+    lists = [[torch.ones(size, device=device) for size in SIZES] for _ in range(4)]
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    arguments = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+    plain = [[tensor.clone() for tensor in listed] for listed in lists]
+    for _ in range(2):
+        amp_C.multi_tensor_adam(0, flag, plain, *arguments)
+    if device == "cpu":
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        amp_C.multi_tensor_adam(0, flag, lists, *arguments)
+    for _ in range(2):
+        graph.replay()
+    for ours, theirs in zip(lists, plain, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
 def read_beyond(device: str) -> None:
     """Give check_ a tensor of 4096 numbers with memory for 16."""
     grad = torch.zeros(4096, device=device)
@@ -163,15 +183,16 @@ class Program:
             torch.cuda.synchronize()
 
 
-OPERATOR_KERNELS = """prepare adam check tensor_sums group_sums norms take_fresh sgd unscale
-    unscale_and_sum axpby exponents update_scale"""
+OPERATOR_KERNELS = """check tensor_sums group_sums norms unscale unscale_and_sum axpby exponents
+    update_scale"""
 PROGRAMS = {
     "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
     "clipped": Program(step_clipped, ("few_chunks", *EACH_STEP)),
     "unchecked": Program(step_unchecked, ("few_rows", *EACH_STEP)),
-    "groups": Program(change_many_groups, ("groups", "few_chunks", "step<Adam>")),
+    "groups": Program(change_many_groups, ("upload", "few_chunks", "step<Adam>")),
     "skipped": Program(skip_steps, ("few_chunks", "step<Adam>", "unscale")),
     "graph": Program(replay_a_graph, ("few_chunks", "step<Adam>")),
+    "lists": Program(replay_a_step_over_lists, ("upload", "few_rows", "step<Adam>")),
     "tensors": Program(step_many_tensors, ("chunks", "rows", *EACH_STEP)),
 }
 BEYOND = {"beyond": Program(read_beyond, ("check",))}

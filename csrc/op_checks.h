@@ -6,9 +6,7 @@
 #include <optional>
 
 #include "checks.h"
-#include "math/adam.h"
 #include "math/exponent.h"
-#include "math/sgd.h"
 #include "math/update_scale.h"
 
 namespace apex_mp {
@@ -148,125 +146,6 @@ inline void check_rule(const math::LossScaleRule& rule) {
   check_option(op, "min_scale", rule.min_scale, rule.min_scale > 0.0, "more than 0");
   check_option(op, "max_scale", rule.max_scale, rule.max_scale >= rule.min_scale,
                "min_scale or more");
-}
-
-inline void check_adam_options(const char* op, const math::AdamOptions& options) {
-  check_option(op, "beta1", options.beta1, 0.0 <= options.beta1 && options.beta1 < 1.0,
-               "in [0, 1)");
-  check_option(op, "beta2", options.beta2, 0.0 <= options.beta2 && options.beta2 < 1.0,
-               "in [0, 1)");
-  check_option(op, "eps", options.eps, options.eps >= 0.0, "0 or more");
-  check_option(op, "weight_decay", options.weight_decay, options.weight_decay >= 0.0, "0 or more");
-}
-
-// Moments are of the math type: float64 for a float64 parameter, else float32.
-inline at::ScalarType moment_dtype(const at::Tensor& param) {
-  return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-inline void check_adam(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                       at::TensorList exp_avg_sqs, at::TensorList steps,
-                       const std::optional<at::TensorList>& copies, const at::Tensor& lr,
-                       const at::Tensor& inv_scale, const std::optional<at::Tensor>& found_inf) {
-  const char* op = "adam_";
-  const auto count = params.size();
-  check_same_length(op, "grads", grads.size(), "params", count);
-  check_same_length(op, "exp_avgs", exp_avgs.size(), "params", count);
-  check_same_length(op, "exp_avg_sqs", exp_avg_sqs.size(), "params", count);
-  check_same_length(op, "steps", steps.size(), "params", count);
-  if (copies.has_value()) check_same_length(op, "copies", copies->size(), "params", count);
-  if (count == 0) return;
-  const at::Device device = params[0].device();
-  check_number({op, "lr"}, lr, device);
-  check_number({op, "inv_scale"}, inv_scale, device);
-  if (found_inf.has_value()) {
-    check_one_element({op, "found_inf"}, *found_inf, device, {at::kFloat});
-  }
-  for (int64_t i = 0; i < static_cast<int64_t>(count); ++i) {
-    const Argument param = {op, "params", i};
-    check_element(param, params[i], device);
-    check_writable(param, params[i]);
-    const auto check_peer = [&](const char* name, const at::Tensor& tensor) {
-      check_element({op, name, i}, tensor, device);
-      check_same_layout({op, name, i}, tensor, param, params[i]);
-    };
-    check_peer("grads", grads[i]);
-    check_peer("exp_avgs", exp_avgs[i]);
-    check_writable({op, "exp_avgs", i}, exp_avgs[i]);
-    check_dtype({op, "exp_avgs", i}, exp_avgs[i], {moment_dtype(params[i])});
-    check_peer("exp_avg_sqs", exp_avg_sqs[i]);
-    check_writable({op, "exp_avg_sqs", i}, exp_avg_sqs[i]);
-    check_dtype({op, "exp_avg_sqs", i}, exp_avg_sqs[i], {moment_dtype(params[i])});
-    check_one_element({op, "steps", i}, steps[i], device, {at::kFloat});
-    check_writable({op, "steps", i}, steps[i]);
-    if (copies.has_value()) {
-      check_peer("copies", (*copies)[i]);
-      check_has_memory({op, "copies", i}, (*copies)[i]);
-      check_writable({op, "copies", i}, (*copies)[i]);
-    }
-  }
-}
-
-inline void check_sgd_options(const math::SgdOptions& options, bool has_buffers, bool has_fresh) {
-  const char* op = "sgd_";
-  check_option(op, "momentum", options.momentum, options.momentum >= 0.0, "0 or more");
-  check_option(op, "weight_decay", options.weight_decay, options.weight_decay >= 0.0, "0 or more");
-  TORCH_CHECK(has_buffers == (options.momentum != 0.0), op, ": momentum is ", options.momentum,
-              has_buffers ? ", but there are" : ", but there are no",
-              " momentum_buffers; they must be given if momentum is not 0, and then only");
-  TORCH_CHECK(has_buffers || !has_fresh, op,
-              ": fresh was given without momentum_buffers; it says which of those are");
-}
-
-// Momentum buffers may be of any dtype: apex had float16 ones.
-inline void check_sgd(at::TensorList params, at::TensorList grads,
-                      const std::optional<at::TensorList>& momentum_buffers,
-                      const std::optional<at::TensorList>& fresh,
-                      const std::optional<at::TensorList>& copies, const at::Tensor& lr,
-                      const at::Tensor& inv_scale, const std::optional<at::Tensor>& found_inf,
-                      const math::SgdOptions& options) {
-  const char* op = "sgd_";
-  const auto count = params.size();
-  const auto check_length = [&](const char* name, const std::optional<at::TensorList>& list) {
-    if (list.has_value()) check_same_length(op, name, list->size(), "params", count);
-  };
-  check_sgd_options(options, momentum_buffers.has_value(), fresh.has_value());
-  check_same_length(op, "grads", grads.size(), "params", count);
-  check_length("momentum_buffers", momentum_buffers);
-  check_length("fresh", fresh);
-  check_length("copies", copies);
-  if (count == 0) return;
-  const at::Device device = params[0].device();
-  check_number({op, "lr"}, lr, device);
-  check_number({op, "inv_scale"}, inv_scale, device);
-  if (found_inf.has_value()) {
-    check_one_element({op, "found_inf"}, *found_inf, device, {at::kFloat});
-  }
-  for (int64_t i = 0; i < static_cast<int64_t>(count); ++i) {
-    const Argument param = {op, "params", i};
-    check_element(param, params[i], device);
-    check_writable(param, params[i]);
-    check_element({op, "grads", i}, grads[i], device);
-    check_same_layout({op, "grads", i}, grads[i], param, params[i]);
-    // Dispatch does not look into an optional list.
-    const auto check_peer = [&](const char* name, const std::optional<at::TensorList>& list) {
-      if (!list.has_value()) return;
-      const Argument argument = {op, name, i};
-      check_element(argument, (*list)[i], device);
-      check_same_layout(argument, (*list)[i], param, params[i]);
-      check_has_memory(argument, (*list)[i]);
-      check_writable(argument, (*list)[i]);
-    };
-    check_peer("momentum_buffers", momentum_buffers);
-    check_peer("copies", copies);
-    if (fresh.has_value()) {
-      const Argument argument = {op, "fresh", i};
-      check_dense(argument, (*fresh)[i]);
-      check_one_element(argument, (*fresh)[i], device, {at::kFloat});
-      check_has_memory(argument, (*fresh)[i]);
-      check_writable(argument, (*fresh)[i]);
-    }
-  }
 }
 
 }  // namespace apex_mp

@@ -33,22 +33,6 @@ TORCH_LIBRARY(apex_mp, m) {
       "update_scale_(Tensor(a!) scale, Tensor(b!) good_steps, Tensor(c!) overflows, "
       "Tensor found_inf, *, float growth_factor, float backoff_factor, int growth_interval, "
       "float min_scale, float max_scale, int hysteresis) -> ()");
-
-  // One Adam step for every tensor, unless found_inf; steps[i] counts the steps of params[i];
-  // copies[i] receives params[i] in its own dtype.
-  m.def(
-      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] steps, Tensor(e!)[]? copies, Tensor lr, Tensor inv_scale, Tensor? found_inf, "
-      "*, float beta1, float beta2, float eps, float weight_decay, bool adam_w_mode=True, "
-      "bool bias_correction=True, bool eps_inside_sqrt=False) -> ()");
-
-  // One SGD step for every tensor, unless found_inf. A buffer whose fresh[i] is not 0 holds nothing
-  // yet and becomes the gradient; fresh[i] becomes 0.
-  m.def(
-      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[]? momentum_buffers, "
-      "Tensor(c!)[]? fresh, Tensor(d!)[]? copies, Tensor lr, Tensor inv_scale, Tensor? found_inf, "
-      "*, float momentum, float dampening, float weight_decay, bool nesterov=False, "
-      "bool wd_after_momentum=False) -> ()");
 }
 
 namespace {
@@ -85,8 +69,8 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
 }
 
 void refuse_all(torch::Library& m) {
-  for (const char* name : {"check_", "unscale_", "axpby_", "l2_norm_", "exponents_",
-                           "update_scale_", "adam_", "sgd_"}) {
+  for (const char* name :
+       {"check_", "unscale_", "axpby_", "l2_norm_", "exponents_", "update_scale_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }

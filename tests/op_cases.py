@@ -180,49 +180,10 @@ DTYPES: dict[str, list[Sequence[Dtypes]]] = {
         ((F16,), (BF16,), (F64,)),
         (MIXED, MIXED[::-1], MIXED[1:]),
     ],
-    # params, grads, copies; moments follow params
-    "adam_": [
-        ((F32,), (F32,), (None,)),
-        ((F32,), (F32,), (F16,)),
-        ((F32,), (F16,), (F16,)),  # fp32 masters of an fp16 model
-        ((F32,), (BF16,), (BF16,)),  # fp32 masters of a bf16 model
-        ((F64,), (F64,), (None,)),
-        ((F64,), (F64,), (F32,)),
-        ((F16,), (F16,), (None,)),  # an fp16 model without masters
-        ((BF16,), (BF16,), (None,)),
-        ((F32,), (F64,), (BF16,)),
-        (MIXED, MIXED[::-1], (None,)),
-        (MIXED, (F16, BF16, F16, F64), MIXED[::-1]),
-    ],
-    # params, grads, momentum buffers, copies; unscaled gradients only beside copies
-    "sgd_": [
-        ((F32,), (F32,), (F32,), (None,)),
-        ((F32,), (F32,), (None,), (F16,)),
-        ((F32,), (F16,), (F32,), (F16,)),  # fp32 masters of an fp16 model
-        ((F32,), (BF16,), (F32,), (BF16,)),  # fp32 masters of a bf16 model
-        ((F64,), (F64,), (F64,), (F32,)),
-        ((F16,), (F16,), (F16,), (None,)),  # an fp16 model without masters, as in apex
-        ((BF16,), (BF16,), (F32,), (None,)),
-        ((F16,), (F16,), (None,), (None,)),
-        ((F32,), (BF16,), (F64,), (F64,)),
-        (MIXED, MIXED[::-1], MIXED[1:], (None,)),
-        (MIXED, (F16, BF16, F16, F64), (F32, F64), MIXED[::-1]),
-    ],
 }
-# Lists of one float32 number for each tensor: step counts, and flags.
-OF_ONE_NUMBER = {"steps", "fresh"}
 
 # Every triple, for lists of one shape.
 ALL_TRIPLES = [((x,), (y,), (out,)) for x in FLOATS for y in FLOATS for out in FLOATS]
-ALL_ADAM = [
-    ((param,), (grad,), (copy,)) for param in FLOATS for grad in FLOATS for copy in (None, *FLOATS)
-]
-ALL_SGD = [
-    ((param,), (grad,), (buffer,), (copy,))
-    for param in FLOATS
-    for grad in FLOATS
-    for buffer, copy in zip((None, *FLOATS), (F16, BF16, None, F64, F32), strict=True)
-]
 
 
 def name_of(dtypes: Sequence[Dtypes]) -> str:
@@ -302,55 +263,6 @@ def sample_update_scale(
     }
 
 
-def sample_adam(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
-    moments = [F64 if dtype == F64 else F32 for dtype in dtypes[0]]
-    params = make_list(case, dtypes[0], device)
-    copies = None if None in dtypes[2] else make_list(case, dtypes[2], device, position=4)
-    return {
-        "params": params,
-        "grads": make_list(case, dtypes[1], device, position=1),
-        "exp_avgs": make_list(case, moments, device, position=2),
-        "exp_avg_sqs": make_list(case, moments, device, position=3, fill=fill_positive),
-        "steps": list(torch.arange(len(params), dtype=F32, device=device).unbind()),
-        "copies": copies,
-        "lr": number(0.01, device, F64),
-        "inv_scale": number(0.5, device),
-        "found_inf": torch.zeros(1, device=device),
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "eps": 1e-3,
-        "weight_decay": 0.1,
-        "adam_w_mode": True,
-        "bias_correction": True,
-        "eps_inside_sqrt": False,
-    }
-
-
-def sample_sgd(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
-    params = make_list(case, dtypes[0], device)
-    has_momentum = None not in dtypes[2]
-    # Some buffers hold nothing yet, and others in each launch of a long list.
-    fresh = [number(float(i % 7 == 1), device) for i in range(len(params))]
-    copies = None if None in dtypes[3] else make_list(case, dtypes[3], device, position=3)
-    return {
-        "params": params,
-        "grads": make_list(case, dtypes[1], device, position=1),
-        "momentum_buffers": (
-            make_list(case, dtypes[2], device, position=2) if has_momentum else None
-        ),
-        "fresh": fresh if has_momentum else None,
-        "lr": number(0.01, device, F64),
-        "inv_scale": number(0.5, device),
-        "found_inf": torch.zeros(1, device=device),
-        "momentum": 0.9 if has_momentum else 0.0,
-        "dampening": 0.2,
-        "weight_decay": 0.1,
-        "nesterov": False,
-        "wd_after_momentum": False,
-        "copies": copies,
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """How to call an operator, and which of its arguments it writes."""
@@ -382,18 +294,6 @@ OPERATORS = [
     Operator("l2_norm_", sample_l2_norm, ("tensors",), ("norm", "norms")),
     Operator("exponents_", sample_exponents, ("tensors",), ("counts",)),
     Operator("update_scale_", sample_update_scale, (), ("scale", "good_steps", "overflows")),
-    Operator(
-        "adam_",
-        sample_adam,
-        ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps", "copies"),
-        ("params", "exp_avgs", "exp_avg_sqs", "steps", "copies"),
-    ),
-    Operator(
-        "sgd_",
-        sample_sgd,
-        ("params", "grads", "momentum_buffers", "fresh", "copies"),
-        ("params", "momentum_buffers", "fresh", "copies"),
-    ),
 ]
 OPERATOR = {operator.name: operator for operator in OPERATORS}
 

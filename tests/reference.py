@@ -59,7 +59,7 @@ def axpby(x: Tensor, y: Tensor, a: float, b: float, like: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Adam:
-    """One parameter under Adam in float64, with the formulas of the docstring of `ops.adam_`."""
+    """One parameter under Adam in float64 (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019)."""
 
     param: Tensor
     exp_avg: Tensor
@@ -102,7 +102,7 @@ class Adam:
 
 @dataclasses.dataclass
 class Sgd:
-    """One parameter under SGD in float64, with the formulas of the docstring of `ops.sgd_`."""
+    """One parameter under SGD in float64, as torch.optim.SGD; `buffer` None holds nothing yet."""
 
     param: Tensor
     buffer: Tensor | None = None

@@ -10,12 +10,10 @@ import pytest
 import torch
 from op_cases import (
     BF16,
-    DTYPES,
     F16,
     F32,
     LISTS,
     NAMES,
-    OPERATOR,
     OPERATORS,
     Arguments,
     Dtypes,
@@ -25,11 +23,15 @@ from op_cases import (
     name_of,
 )
 from op_cases import tensors_of as tensors_in
+from step_list_cases import RULES, STEP_DTYPES, Rule, sample
+from step_list_cases import assert_same_call as assert_same_step
+from step_list_cases import copy_of as copy_of_step
 from tolerances import assert_same_bits
 from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import ops
+from apex_mp.core.step_lists import step_lists
 
 pytestmark = pytest.mark.cpu_only
 
@@ -135,21 +137,18 @@ class Step:
         flat = (self.param, self.grad, self.exp_avg, self.exp_avg_sq)
         lists = [cut(tensor, start) for tensor, start in zip(flat, starts[:4], strict=True)]
         copies = None if self.copy is None else cut(self.copy, starts[4])
-        steps = list(torch.full((len(sizes), 1), 3.0).unbind())
-        ops.adam_(
-            *lists,
-            steps,
-            copies,
-            lr=torch.tensor(lr),
-            inv_scale=torch.tensor(0.25),
-            found_inf=None,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=lr,
-            adam_w_mode=True,
-            bias_correction=True,
-            eps_inside_sqrt=False,
+        step_lists(
+            "adam",
+            "a_function",
+            *lists[:2],
+            tensors={"exp_avg": lists[2], "exp_avg_sq": lists[3]},
+            numbers={"step": torch.full((len(sizes),), 3.0).unbind()},
+            options={
+                **{"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": lr},
+                **{"adam_w_mode": True, "bias_correction": True, "eps_inside_sqrt": False},
+            },
+            copies=copies,
+            scale=4.0,
         )
 
     def at_baseline(self, *arguments: Any) -> Step:
@@ -201,19 +200,22 @@ def test_a_step_gives_the_same_bits_for_any_bits(
     step.assert_same(expected)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES["sgd_"], ids=name_of)
-def test_a_step_of_sgd_gives_the_same_bits_from_wherever_its_tensors_start(
-    dtypes: list[Dtypes], cpu_level: str
+@pytest.mark.parametrize("dtypes", STEP_DTYPES, ids=name_of)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_step_of_every_rule_gives_the_same_bits(
+    rule: Rule, dtypes: Any, cpu_level: str, restore_threads: None
 ) -> None:
-    case = ListCase("a list", [(1500,), (17,), (2, 300)], "uneven offset")
-    call = OPERATOR["sgd_"].sample(case, dtypes, torch.device("cpu"))
-    expected = copy_of(call)
-    ops.sgd_(**call)
-    _C.set_cpu_level("baseline")
-    ops.sgd_(**expected)
-    for name in ("params", "momentum_buffers", "copies"):
-        for ours, theirs in zip(tensors_in(call[name]), tensors_in(expected[name]), strict=True):
-            assert_same_bits(ours, theirs)
+    uneven = ListCase("a list", [(1500,), (17,), (2, 300)], "uneven offset")
+    for case, threads in ((uneven, 1), (LONG, 2)):
+        call = sample(rule, case, dtypes, CPU)
+        expected = copy_of_step(call)
+        torch.set_num_threads(threads)
+        _C.set_cpu_level(cpu_level)
+        step_lists(**call)
+        torch.set_num_threads(1)
+        _C.set_cpu_level("baseline")
+        step_lists(**expected)
+        assert_same_step(call, expected)
 
 
 @pytest.mark.parametrize("half", [F16, BF16], ids=NAMES.get)

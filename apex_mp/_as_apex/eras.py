@@ -20,10 +20,13 @@ _LATER_OPTIMIZERS = frozenset(
         ("amp_C", "multi_tensor_novograd"),
     }
 )
-_ADAGRAD = frozenset(
+_SINCE_2020 = frozenset(
     {
         ("apex.optimizers", "FusedAdagrad"),
         ("apex.optimizers.fused_adagrad", "FusedAdagrad"),
+        ("amp_C", "multi_tensor_adagrad"),
+        ("amp_C", "multi_tensor_adam_capturable"),
+        ("amp_C", "multi_tensor_adam_capturable_master"),
     }
 )
 _LATER_NORMS = frozenset(
@@ -67,9 +70,9 @@ ERAS = {
                 ("apex.optimizers", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
                 ("apex.optimizers.fp16_optimizer", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
             },
-            _LATER_OPTIMIZERS | _ADAGRAD | _LATER_NORMS,
+            _LATER_OPTIMIZERS | _SINCE_2020 | _LATER_NORMS,
         ),
-        Era("2019-08", _LATER_ADAM, _ADAGRAD | _LATER_NORMS),
+        Era("2019-08", _LATER_ADAM, _SINCE_2020 | _LATER_NORMS),
         Era("2020", _LATER_ADAM, frozenset({("apex.optimizers", "FP16_Optimizer")})),
     )
 }

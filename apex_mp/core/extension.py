@@ -9,7 +9,10 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -77,6 +80,14 @@ def torch_built_for() -> str | None:
         return None
     facts: dict[str, Any] = json.loads(record.read_text())
     return str(facts["torch"])
+
+
+def no_kernels(device: torch.device) -> str:
+    """Say of a tensor on a device that this build has no kernels for it, and what helps."""
+    wish = "it must be on the CPU or on a CUDA device"
+    if device.type == "cuda":
+        wish = build_hint("FORCE_CUDA=1 ")
+    return f"is on {device}, for which this build of apex_mp has no kernels; {wish}"
 
 
 def build_hint(environment: str = "") -> str:

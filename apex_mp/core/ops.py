@@ -6,7 +6,7 @@ hold dense tensors on one device, of float16, bfloat16, float32 or float64 in an
 one index have as many elements and lie in memory in the same order. Empty lists and tensors are
 fine.
 
-Numbers (`inv_scale`, `lr`, `a`, `b`) are tensors of one float32 or float64 element, on the device
+Numbers (`inv_scale`, `a`, `b`) are tensors of one float32 or float64 element, on the device
 of the lists or on the CPU. `found_inf` is a tensor of one float32 element on that device, as in
 `torch.amp.GradScaler`: an operator sets it to 1 if it met inf or NaN, and never clears it.
 """
@@ -27,8 +27,6 @@ for _name in (
     "l2_norm_",
     "exponents_",
     "update_scale_",
-    "adam_",
-    "sgd_",
 ):
     copy_written_arguments(getattr(torch.ops.apex_mp, _name).default)
 
@@ -163,140 +161,6 @@ def update_scale_(
         min_scale=min_scale,
         max_scale=max_scale,
         hysteresis=hysteresis,
-    )
-
-
-def adam_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    copies: Sequence[Tensor] | None,
-    *,
-    lr: Tensor,
-    inv_scale: Tensor,
-    found_inf: Tensor | None,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adam_w_mode: bool,
-    bias_correction: bool,
-    eps_inside_sqrt: bool,
-) -> None:
-    """Take one Adam step (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019) with every tensor.
-
-    With g = grads[i] * inv_scale [+ weight_decay * param, unless adam_w_mode] and t = steps[i] + 1:
-
-        exp_avg    += (1 - beta1) * (g - exp_avg)
-        exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        denom       = sqrt(exp_avg_sq / (1 - beta2**t)) + eps     eps_inside_sqrt: sqrt(... + eps)
-        param       = (1 - lr * weight_decay) * param             only with adam_w_mode
-        param      -= lr / (1 - beta1**t) * exp_avg / denom
-
-    Without bias_correction both `1 - beta**t` are 1. Math is float32, or float64 where a parameter
-    or gradient is.
-
-    Args:
-        params: Parameters, or fp32 masters; written.
-        grads: Gradients as they come, scaled or not, in any floating dtype; only read.
-        exp_avgs: First moments, float32 (float64 for float64 parameters); written.
-        exp_avg_sqs: Second moments, likewise.
-        steps: One float32 element for each parameter: its steps until now; incremented.
-        copies: Where each new parameter is also written, rounded from the math type to the copy's
-            own dtype; or None.
-        lr: Learning rate.
-        inv_scale: Factor on the gradients: 1 / (loss scale * clip), negative to maximise.
-        found_inf: One float32 element; if it is not 0 nothing at all is written.
-        beta1: Decay of the first moment, in [0, 1).
-        beta2: Decay of the second moment, in [0, 1).
-        eps: Added to the denominator.
-        weight_decay: Decay factor.
-        adam_w_mode: Decay the parameter itself (AdamW) or add L2 to the gradient (Adam).
-        bias_correction: Correct the moments' start at zero.
-        eps_inside_sqrt: Add eps under the root.
-    """
-    torch.ops.apex_mp.adam_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        steps,
-        copies,
-        lr,
-        inv_scale,
-        found_inf,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adam_w_mode=adam_w_mode,
-        bias_correction=bias_correction,
-        eps_inside_sqrt=eps_inside_sqrt,
-    )
-
-
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor] | None,
-    fresh: Sequence[Tensor] | None,
-    copies: Sequence[Tensor] | None,
-    *,
-    lr: Tensor,
-    inv_scale: Tensor,
-    found_inf: Tensor | None,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    wd_after_momentum: bool,
-) -> None:
-    """Take one step of stochastic gradient descent, as torch.optim.SGD does, with every tensor.
-
-    With u = grads[i] * inv_scale [+ weight_decay * param, unless wd_after_momentum]:
-
-        buffer  = momentum * buffer + (1 - dampening) * u     where fresh[i]: buffer = u
-        u       = buffer                                      nesterov: u + momentum * buffer
-        u      += weight_decay * param                        only with wd_after_momentum
-        param  -= lr * u
-
-    Without momentum the first two lines are left out. Math is float32, or float64 where a
-    parameter, gradient or buffer is.
-
-    Args:
-        params: Parameters, or fp32 masters; written.
-        grads: Gradients as they come, scaled or not, in any floating dtype; only read.
-        momentum_buffers: Where the gradients' moving sums are, in any floating dtype; written. None
-            if `momentum` is 0, and then only.
-        fresh: One float32 element for each buffer: if it is not 0 the buffer holds nothing yet, and
-            is only written; set to 0. None: all hold something.
-        copies: Where each new parameter is also written, rounded from the math type to the copy's
-            own dtype; or None.
-        lr: Learning rate.
-        inv_scale: Factor on the gradients: 1 / (loss scale * clip).
-        found_inf: One float32 element; if it is not 0 nothing at all is written.
-        momentum: Decay of the buffers, 0 or more.
-        dampening: What the gradient lacks of its full weight in the buffer.
-        weight_decay: Decay factor, 0 or more.
-        nesterov: Step along the gradient plus momentum times buffer.
-        wd_after_momentum: Decay the parameter itself instead of adding L2 to the gradient.
-    """
-    torch.ops.apex_mp.sgd_(
-        params,
-        grads,
-        momentum_buffers,
-        fresh,
-        copies,
-        lr,
-        inv_scale,
-        found_inf,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        wd_after_momentum=wd_after_momentum,
     )
 
 

@@ -98,16 +98,16 @@ def raising(function: str, flag: Tensor) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def speaking_of(function: str, **names: str) -> Iterator[None]:
-    """Let an operator's refusal speak of the function that was called and of its arguments.
+    """Let a refusal of what a function calls speak of the function and of its arguments.
 
     Args:
         function: Its name.
-        **names: For a name that the operator knows, that of the function.
+        **names: For a name that is known there, that of the function.
     """
     try:
         yield
     except RuntimeError as error:
-        said = re.match(r"\w+_: (.*)", str(error), re.DOTALL)
+        said = re.match(r"[\w.]+: (.*)", str(error), re.DOTALL)
         if said is None:
             raise
         words = said[1]

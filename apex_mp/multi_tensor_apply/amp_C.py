@@ -13,8 +13,6 @@ Raises, in every function:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -23,17 +21,30 @@ from apex_mp.multi_tensor_apply._arguments import (
     Lists,
     check_choice,
     check_lists,
-    check_step,
     check_tensor,
     number,
     raising,
     speaking_of,
 )
+from apex_mp.multi_tensor_apply._steps import (
+    multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_lamb,
+    multi_tensor_novograd,
+    multi_tensor_sgd,
+)
 
 __all__ = [
+    "multi_tensor_adagrad",
     "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
+    "multi_tensor_lamb",
+    "multi_tensor_novograd",
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "scale_check_overflow",
@@ -107,119 +118,6 @@ def multi_tensor_l2norm(
     return norm.float().reshape(1), norms.float()
 
 
-def multi_tensor_adam(
-    chunk_size: int,
-    overflow_buf: Tensor,
-    tensor_lists: Lists,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Take one Adam step: `[grads, params, exp_avgs, exp_avg_sqs]`.
-
-    Args:
-        chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
-        tensor_lists: As above; moments of float32 (float64 for float64 parameters).
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        step: This step's number, from 1.
-        mode: 0 adds weight decay to the gradient, 1 decays the parameter (AdamW).
-        bias_correction: Not 0: correct the moments' start at zero.
-        weight_decay: Decay factor.
-    """
-    names = ("grads", "params", "exp_avgs", "exp_avg_sqs")
-    function = "multi_tensor_adam"
-    check_lists(function, tensor_lists, names)
-    check_step(function, step)
-    check_choice(function, "mode", mode, {0: "L2", 1: "AdamW"})
-    grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-    rate = number(function, "lr", lr)
-    with speaking_of(function), raising(function, overflow_buf) as found_inf:
-        ops.adam_(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps_before(step, params),
-            None,
-            lr=rate,
-            inv_scale=number(function, "scale", 1.0),
-            found_inf=found_inf,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            adam_w_mode=mode == 1,
-            bias_correction=bool(bias_correction),
-            eps_inside_sqrt=False,
-        )
-
-
-def multi_tensor_sgd(
-    chunk_size: int,
-    overflow_buf: Tensor,
-    tensor_lists: Lists,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    lr: float | Tensor,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float | Tensor,
-) -> None:
-    """Take one SGD step: `[grads, params, momentum_buffers]` or those and `[copies]`.
-
-    Args:
-        chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
-        tensor_lists: As above; each new parameter is also written to its copy.
-        weight_decay: L2 factor.
-        momentum: Decay of the momentum buffers; with 0 they are left alone.
-        dampening: The gradient enters the buffer times 1 - dampening.
-        lr: Learning rate.
-        nesterov: Step along gradient plus momentum times buffer.
-        first_run: The buffers hold nothing yet, and become the gradients.
-        wd_after_momentum: Add the decay after momentum instead of before.
-        scale: Factor on the gradients.
-    """
-    names = ("grads", "params", "momentum_buffers", "copies")[: max(3, len(tensor_lists))]
-    function = "multi_tensor_sgd"
-    check_lists(function, tensor_lists, names)
-    grads, params, buffers = tensor_lists[:3]
-    rate, inv_scale = number(function, "lr", lr), number(function, "scale", scale)
-    fresh = None
-    if momentum and first_run:
-        fresh = [*torch.ones(len(params), device=params[0].device).unbind()]
-    with (
-        speaking_of(function, inv_scale="scale"),
-        raising(function, overflow_buf) as found_inf,
-    ):
-        ops.sgd_(
-            params,
-            grads,
-            buffers if momentum else None,
-            fresh,
-            tensor_lists[3] if len(tensor_lists) > 3 else None,
-            lr=rate,
-            inv_scale=inv_scale,
-            found_inf=found_inf,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            wd_after_momentum=wd_after_momentum,
-        )
-
-
 def scale_check_overflow(
     grads: Tensor, scale: float, overflow_buf: Tensor, downscaled_grads: Tensor
 ) -> None:
@@ -252,8 +150,3 @@ def scale_check_overflow(
     ):
         factor = number("scale_check_overflow", "scale", scale)
         ops.unscale_([grads], [downscaled_grads], factor, found_inf)
-
-
-def steps_before(step: int, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the step counts that the operator takes: those before this step."""
-    return [torch.full((), float(step - 1), device=param.device) for param in params]

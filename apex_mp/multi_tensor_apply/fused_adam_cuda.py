@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from apex_mp.core import ops
+from apex_mp.core.step_lists import step_lists
 from apex_mp.multi_tensor_apply._arguments import (
     check_choice,
     check_lists,
@@ -14,7 +13,7 @@ from apex_mp.multi_tensor_apply._arguments import (
     number,
     speaking_of,
 )
-from apex_mp.multi_tensor_apply.amp_C import steps_before
+from apex_mp.multi_tensor_apply._steps import steps_before
 
 
 def adam(
@@ -39,7 +38,7 @@ def adam(
         p: The parameter or its master; written.
         out_p: Where the new parameter is also written, rounded to its dtype; an empty tensor, or
             `p` itself, for nowhere.
-        exp_avg: First moment, float32 (float64 for a float64 parameter); written.
+        exp_avg: First moment; written.
         exp_avg_sq: Second moment, likewise.
         grad: The gradient times `scale`.
         lr: Learning rate.
@@ -69,23 +68,24 @@ def adam(
     if out_p.numel() > 0 and out_p.data_ptr() != p.data_ptr():
         check_lists(function, [[p], [out_p]], ("p", "out_p"))
         copies = [out_p]
-    singular = {"params": "p", "grads": "grad", "exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
-    with torch.no_grad(), speaking_of(function, copies="out_p", **singular):
-        ops.adam_(
+    options = {
+        "lr": number(function, "lr", lr),
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": True,
+        "bias_correction": bool(bias_correction),
+        "eps_inside_sqrt": eps_mode == 0,
+    }
+    with speaking_of(function, params="p", grads="grad", output_params="out_p"):
+        step_lists(
+            "adam",
+            function,
             [p],
             [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            steps_before(step, [p]),
-            copies,
-            lr=number(function, "lr", lr),
-            inv_scale=number(function, "scale", 1.0 / scale),
-            found_inf=None,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            adam_w_mode=True,
-            bias_correction=bool(bias_correction),
-            eps_inside_sqrt=eps_mode == 0,
+            tensors={"exp_avg": [exp_avg], "exp_avg_sq": [exp_avg_sq]},
+            numbers={"step": steps_before(step, [p])},
+            options=options,
+            copies=copies,
+            scale=scale,
         )

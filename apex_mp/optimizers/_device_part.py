@@ -96,18 +96,11 @@ class Part:
         """
         if self.plan.can_run:
             return True
-        for place in self.places_with_grad():
-            raise RuntimeError(self._no_kernels(*place))
+        for number, index in self.places_with_grad():
+            raise RuntimeError(
+                f"{self._who}: params[{number}][{index}] {extension.no_kernels(self.device)}"
+            )
         return False
-
-    def _no_kernels(self, number: int, index: int) -> str:
-        wish = "it must be on the CPU or on a CUDA device"
-        if self.device.type == "cuda":
-            wish = extension.build_hint("FORCE_CUDA=1 ")
-        return (
-            f"{self._who}: params[{number}][{index}] is on {self.device}, for which this build of "
-            f"apex_mp has no kernels; {wish}"
-        )
 
     def places_with_grad(self) -> Places:
         """Places in the whole groups of parameters that were read and have a gradient."""

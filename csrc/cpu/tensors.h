@@ -49,18 +49,6 @@ inline std::vector<Out> out(at::TensorList tensors) {
   return arrays;
 }
 
-inline StepChunk part_of(StepChunk chunk, const Chunk& part) {
-  const auto move = [&](auto& array) {
-    if (array.data != nullptr) array = at_element(array, part.begin);
-  };
-  move(chunk.param);
-  move(chunk.grad);
-  move(chunk.copy);
-  for (Out& tensor : chunk.tensors) move(tensor);
-  chunk.count = part.count;
-  return chunk;
-}
-
 inline std::vector<Chunk> chunks_of(at::TensorList tensors) {
   std::vector<int64_t> sizes;
   sizes.reserve(tensors.size());

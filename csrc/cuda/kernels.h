@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "dtype.h"
-#include "math/adam.h"
-#include "math/sgd.h"
 #include "math/update_scale.h"
 
 namespace apex_mp::cuda {
@@ -86,28 +84,5 @@ struct UpdateScale {
   const float* found_inf;
 };
 void update_scale(const math::LossScaleRule& rule, const UpdateScale& task, cudaStream_t stream);
-
-struct Adam {
-  math::AdamOptions options;
-  Number lr;
-  Number inv_scale;
-  const float* found_inf;              // nullptr: the step is always taken
-  math::AdamFactors<double>* factors;  // scratch memory, one for each row
-};
-// Arrays: param, grad, copy, exp_avg, exp_avg_sq. steps[i] points to the step count of rows[i].
-void adam(const std::vector<Row<5>>& rows, const std::vector<float*>& steps, const Adam& task,
-          cudaStream_t stream);
-
-struct Sgd {
-  math::SgdOptions options;
-  Number lr;
-  Number inv_scale;
-  const float* found_inf;  // nullptr: the step is always taken
-  bool* is_fresh;          // scratch memory, one for each row; nullptr: no buffer is fresh
-};
-// Arrays: param, grad, copy, momentum_buffer. fresh[i] points to the flag of rows[i]; none: no
-// buffer is fresh.
-void sgd(const std::vector<Row<4>>& rows, const std::vector<float*>& fresh, const Sgd& task,
-         cudaStream_t stream);
 
 }  // namespace apex_mp::cuda

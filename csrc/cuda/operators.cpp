@@ -144,76 +144,6 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& good_steps,
   bump_version(overflows);
 }
 
-void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-           at::TensorList exp_avg_sqs, at::TensorList steps,
-           const std::optional<at::TensorList>& copies, const at::Tensor& lr,
-           const at::Tensor& inv_scale, const std::optional<at::Tensor>& found_inf, double beta1,
-           double beta2, double eps, double weight_decay, bool adam_w_mode, bool bias_correction,
-           bool eps_inside_sqrt) {
-  check_adam(params, grads, exp_avgs, exp_avg_sqs, steps, copies, lr, inv_scale, found_inf);
-  const math::AdamOptions options = {
-      beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction, eps_inside_sqrt};
-  check_adam_options("adam_", options);
-  if (params.empty()) return;
-  const c10::cuda::CUDAGuard guard(params[0].device());
-  std::vector<Row<5>> rows;
-  std::vector<float*> counts;
-  rows.reserve(params.size());
-  counts.reserve(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]),
-                       Array{nullptr, DType::kHalf}, out(exp_avgs[i]), out(exp_avg_sqs[i])));
-    // Afterwards: a copy in double is no reason to compute in double.
-    if (copies.has_value()) rows.back().arrays[2] = out((*copies)[i]);
-    counts.push_back(steps[i].mutable_data_ptr<float>());
-  }
-  const at::Tensor factors =
-      scratch(params.size() * sizeof(math::AdamFactors<double>), params[0].device());
-  adam(rows, counts,
-       {options, number_of(lr), number_of(inv_scale),
-        found_inf.has_value() ? found_inf->const_data_ptr<float>() : nullptr,
-        static_cast<math::AdamFactors<double>*>(factors.mutable_data_ptr())},
-       stream());
-  bump_versions(params);
-  bump_versions(exp_avgs);
-  bump_versions(exp_avg_sqs);
-  bump_versions(steps);
-  if (copies.has_value()) bump_versions(*copies);
-}
-
-void sgd_(at::TensorList params, at::TensorList grads,
-          const std::optional<at::TensorList>& momentum_buffers,
-          const std::optional<at::TensorList>& fresh, const std::optional<at::TensorList>& copies,
-          const at::Tensor& lr, const at::Tensor& inv_scale,
-          const std::optional<at::Tensor>& found_inf, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool wd_after_momentum) {
-  const math::SgdOptions options = {momentum, dampening, weight_decay, nesterov, wd_after_momentum};
-  check_sgd(params, grads, momentum_buffers, fresh, copies, lr, inv_scale, found_inf, options);
-  if (params.empty()) return;
-  const c10::cuda::CUDAGuard guard(params[0].device());
-  std::vector<Row<4>> rows;
-  std::vector<float*> flags;
-  rows.reserve(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    const Array none = {nullptr, DType::kHalf};
-    const Array buffer = momentum_buffers.has_value() ? out((*momentum_buffers)[i]) : none;
-    rows.push_back(row(params[i].numel(), out(params[i]), in(grads[i]), none, buffer));
-    // Afterwards: a copy in double is no reason to compute in double.
-    if (copies.has_value()) rows.back().arrays[2] = out((*copies)[i]);
-    if (fresh.has_value()) flags.push_back((*fresh)[i].mutable_data_ptr<float>());
-  }
-  const at::Tensor is_fresh = scratch(flags.size() * sizeof(bool), params[0].device());
-  sgd(rows, flags,
-      {options, number_of(lr), number_of(inv_scale),
-       found_inf.has_value() ? found_inf->const_data_ptr<float>() : nullptr,
-       fresh.has_value() ? static_cast<bool*>(is_fresh.mutable_data_ptr()) : nullptr},
-      stream());
-  bump_versions(params);
-  if (momentum_buffers.has_value()) bump_versions(*momentum_buffers);
-  if (fresh.has_value()) bump_versions(*fresh);
-  if (copies.has_value()) bump_versions(*copies);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(apex_mp, CUDA, m) {
@@ -223,8 +153,6 @@ TORCH_LIBRARY_IMPL(apex_mp, CUDA, m) {
   m.impl("l2_norm_", &l2_norm_);
   m.impl("exponents_", &exponents_);
   m.impl("update_scale_", &update_scale_);
-  m.impl("adam_", &adam_);
-  m.impl("sgd_", &sgd_);
 }
 
 }  // namespace apex_mp::cuda

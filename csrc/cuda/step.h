@@ -30,7 +30,7 @@ struct StepOutcome {
 static_assert(sizeof(StepOutcome) % 16 == 0);  // Nothing lies between it and the groups'.
 
 struct StepRun {
-  void* memory;  // StepTable::bytes() of it on the device, which begin with StepTable::image()
+  void* memory;  // StepTable::bytes() of it on the device, after StepTable::upload()
   step::LossScale loss_scale;
   bool norms = false;     // take norms even without clipping
   bool captured = false;  // groups stay in memory as they are: a replay must read them there
@@ -56,8 +56,9 @@ class StepTable {
   // Of device memory, aligned to 16.
   int64_t bytes() const { return bytes_; }
 
-  // What must lie in its first part before the first step: the table, groups included.
-  const std::vector<char>& image() const { return image_; }
+  // Writes the table there, groups included: before the first step. By kernels that carry it as an
+  // argument, so that a graph may capture it.
+  void upload(void* memory, cudaStream_t stream) const;
 
   // Whether groups in device memory are those of the task, after what has been launched.
   bool knows_groups(const step::Task& task) const;
@@ -76,6 +77,7 @@ class StepTable {
   StepMemory memory_at(const void* memory) const;
   void build_image();
   void remember(const std::vector<step::Group>& groups);
+  void upload_groups(void* memory, cudaStream_t stream) const;
 
   int32_t rule_;
   std::vector<step::Row> rows_;

@@ -148,11 +148,6 @@ __global__ void __launch_bounds__(kBlockSize)
   check_chunk_of_block(check);
 }
 
-__global__ void __launch_bounds__(kBlockSize)
-    groups_kernel(const __grid_constant__ FullCheck check) {
-  write_groups(check);
-}
-
 FewCheck with_few(const FullCheck& check) {
   FewCheck few;
   static_cast<StepCheck&>(few) = check;
@@ -175,10 +170,6 @@ void launch_step_check(const FullCheck& check, bool reads_grads, cudaStream_t st
   } else {
     launch(reads_grads ? chunks_kernel : rows_kernel, blocks, stream, check);
   }
-}
-
-void launch_step_groups(const FullCheck& check, cudaStream_t stream) {
-  launch(groups_kernel, 1, stream, check);
 }
 
 }  // namespace apex_mp::cuda

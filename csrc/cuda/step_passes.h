@@ -59,9 +59,6 @@ int32_t blocks_of(const StepCheck& check, bool reads_grads);
 
 void launch_step_check(const FullCheck& check, bool reads_grads, cudaStream_t stream);
 
-// Only writes the options of groups that it carries. Rare.
-void launch_step_groups(const FullCheck& check, cudaStream_t stream);
-
 // Arguments of pass 2: its blocks take the chunks before `end_chunk`, the last one first.
 struct StepUpdate {
   StepMemory memory;

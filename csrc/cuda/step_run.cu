@@ -1,4 +1,5 @@
-// StepTable, continued: which options of groups have changed, and the launches of a step.
+// StepTable, continued: how it comes to the device, which options of groups have changed, and the
+// launches of a step.
 #include <algorithm>
 #include <tuple>
 
@@ -46,15 +47,33 @@ void carry_groups(const std::vector<step::Group>& groups, const ChangedGroups& c
               const_cast<step::Group*>(check.carried_groups()));
 }
 
-// Launches of their own, where there is no room beside gradients.
-void send_groups(const std::vector<step::Group>& groups, ChangedGroups changed, FullCheck& check,
-                 cudaStream_t stream) {
-  const auto room = static_cast<int32_t>(kTableBytes / sizeof(step::Group));
-  while (changed.count > 0) {
-    const ChangedGroups some = {changed.first, std::min(changed.count, room)};
-    carry_groups(groups, some, check);
-    launch_step_groups(check, stream);
-    changed = {some.first + some.count, changed.count - some.count};
+// A part of the table on its way to the device.
+struct Upload {
+  using Word = uint4;
+
+  Word* to;
+  int32_t words;
+  alignas(sizeof(Word)) char carried[kTableBytes];
+};
+
+__global__ void __launch_bounds__(kBlockSize) upload_kernel(const __grid_constant__ Upload part) {
+  const auto word = static_cast<int32_t>(blockIdx.x * kBlockSize + threadIdx.x);
+  if (word >= part.words) return;
+  part.to[word] = reinterpret_cast<const Upload::Word*>(part.carried)[word];
+}
+
+// Bytes `begin` to `end` of the image, both the first of a word.
+void upload(const std::vector<char>& image, size_t begin, size_t end, void* memory,
+            cudaStream_t stream) {
+  constexpr size_t kWordBytes = sizeof(Upload::Word);
+  static_assert(kTableBytes % kWordBytes == 0);
+  Upload part;
+  for (size_t first = begin; first < end; first += kTableBytes) {
+    const size_t bytes = std::min<size_t>(end - first, kTableBytes);
+    part.to = reinterpret_cast<Upload::Word*>(static_cast<char*>(memory) + first);
+    part.words = static_cast<int32_t>(bytes / kWordBytes);
+    std::copy_n(image.data() + first, bytes, part.carried);
+    launch(upload_kernel, count_chunks(part.words, kBlockSize), stream, part);
   }
 }
 
@@ -87,6 +106,16 @@ void for_each_check(const std::vector<int32_t>& first_chunk, const StepChunk* ch
 
 }  // namespace
 
+void StepTable::upload(void* memory, cudaStream_t stream) const {
+  cuda::upload(image_, 0, image_.size(), memory, stream);
+}
+
+void StepTable::upload_groups(void* memory, cudaStream_t stream) const {
+  const auto begin = reinterpret_cast<uintptr_t>(memory_at(nullptr).groups);
+  const auto end = reinterpret_cast<uintptr_t>(memory_at(nullptr).group_chunks);
+  cuda::upload(image_, begin, end, memory, stream);
+}
+
 // What is launched from now on leaves these groups in device memory.
 void StepTable::remember(const std::vector<step::Group>& groups) {
   groups_ = groups;
@@ -98,10 +127,9 @@ bool StepTable::knows_groups(const step::Task& task) const {
 }
 
 void StepTable::refresh_groups(const step::Task& task, void* memory, cudaStream_t stream) {
-  FullCheck check;
-  check.memory = memory_at(memory);
-  send_groups(task.groups, changed_groups(groups_, task.groups), check, stream);
+  if (knows_groups(task)) return;
   remember(task.groups);
+  upload_groups(memory, stream);
 }
 
 void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t stream) {
@@ -118,11 +146,11 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
   ChangedGroups changed = {0, 0};
   if (!run.captured) {
     changed = changed_groups(groups_, task.groups);
-    if (changed.count * sizeof(step::Group) > kTableBytes / 2) {
-      send_groups(task.groups, changed, check, stream);
+    remember(task.groups);
+    if (changed.count * sizeof(step::Group) > kTableBytes / 2) {  // No room beside gradients.
+      upload_groups(run.memory, stream);
       changed = {0, 0};
     }
-    remember(task.groups);
   }
 
   const StepChunk* chunks = memory_at(image_.data()).chunks;

@@ -60,7 +60,6 @@ struct Stepper::Impl {
   void leave();
   bool take_back(const step::Task& task);
   void build(const step::Task& task, const c10::cuda::CUDAStream& current);
-  void upload();
   void refresh(Resident& old, const step::Task& task, cudaStream_t current);
 };
 
@@ -100,16 +99,6 @@ void Stepper::Impl::build(const step::Task& task, const c10::cuda::CUDAStream& c
   resident.emplace(Resident{std::move(table), memory, outcome, task.groups.size()});
 }
 
-// The host waits for nothing: torch keeps the pinned memory until the copy has ended.
-void Stepper::Impl::upload() {
-  const std::vector<char>& image = resident->table.image();
-  const auto size = static_cast<int64_t>(image.size());
-  const at::Tensor pinned =
-      at::empty({size}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  std::memcpy(pinned.mutable_data_ptr(), image.data(), image.size());
-  resident->memory.narrow(0, 0, size).copy_(pinned, /*non_blocking=*/true);
-}
-
 // Groups do not depend on which parameters have a gradient now.
 void Stepper::Impl::refresh(Resident& old, const step::Task& task, cudaStream_t current) {
   if (old.groups != task.groups.size()) return;
@@ -120,7 +109,7 @@ Stepper::Stepper() : impl_(std::make_unique<Impl>()) {}
 Stepper::~Stepper() = default;
 // In steady state the table fits, and nothing is built, allocated or copied.
 step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_scale, bool wait,
-                           const c10::Device& device) {
+                           bool once, const c10::Device& device) {
   const c10::cuda::CUDAGuard guard(device);
   const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device.index());
   const bool fits = impl_->fits(task);
@@ -128,7 +117,7 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
   run.loss_scale = loss_scale;
   run.norms = task.check;  // They cost nothing then, and tell which rows are not finite.
   run.captured = is_capturing();
-  if (run.captured) {
+  if (run.captured && !once) {
     TORCH_CHECK(!wait, task.caller,
                 ": this step cannot be captured in a CUDA graph, because the host waits "
                 "to hear whether it found inf or NaN");
@@ -138,9 +127,10 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
                 "outside of the capture first, with the same parameters, state and options");
     impl_->resident->captured = true;
   } else {
-    impl_->follow(current);
+    if (!run.captured) impl_->follow(current);
     if (!fits && !impl_->take_back(task)) impl_->build(task, current);
-    if (!impl_->resident->ready) impl_->upload();
+    Resident& built = *impl_->resident;
+    if (!built.ready) built.table.upload(built.memory.mutable_data_ptr(), current);
   }
   Resident& resident = *impl_->resident;
   run.memory = resident.memory.mutable_data_ptr();

@@ -15,8 +15,9 @@ class Stepper {
   ~Stepper();
 
   // Launches the step on the device's current stream. The host waits only if it is to: else it does
-  // not know the outcome.
-  step::Outcome run(const step::Task& task, const step::LossScale& loss_scale, bool wait,
+  // not know the outcome. A stepper that steps `once` may do so in a capture: its table is a part
+  // of the graph then.
+  step::Outcome run(const step::Task& task, const step::LossScale& loss_scale, bool wait, bool once,
                     const c10::Device& device);
 
   // What the last step leaves on the device, until the next one: bytes, for read_outcome().

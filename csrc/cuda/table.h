@@ -95,27 +95,6 @@ void for_each_table(const std::vector<Row<kArrays>>& rows, const ChunkLimits& li
   }
 }
 
-// One float for each tensor: a step count, or a flag. Launches are by as many tensors as fit.
-struct FloatTable {
-  static constexpr int kTensors = (kTableBytes - 16) / static_cast<int>(sizeof(float*));
-  float* floats[kTensors];
-  int64_t first_tensor;
-  int64_t tensors;
-};
-
-// Calls body(table) for each launch that the floats need.
-template <typename Body>
-void for_each_float_table(const std::vector<float*>& floats, const Body& body) {
-  const auto count = static_cast<int64_t>(floats.size());
-  FloatTable table;
-  for (int64_t first = 0; first < count; first += FloatTable::kTensors) {
-    table.first_tensor = first;
-    table.tensors = std::min<int64_t>(count - first, FloatTable::kTensors);
-    std::copy_n(floats.begin() + first, table.tensors, table.floats);
-    body(table);
-  }
-}
-
 // The part of a tensor that this block works on: arrays from the chunk's first number on.
 template <int kArrays>
 struct Part {

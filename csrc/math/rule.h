@@ -21,7 +21,9 @@
 //   factors()           from those; a gradient is to be multiplied by `grad_factor`
 //   direction()         if kRatio >= 0: the update of a number, whose norm is meant, from factors
 //                       for a ratio that is not known yet; changes `tensors` as update() does
-//   update()            steps one number: parameter, tensors of state
+//   update()            steps one number: parameter, tensors of state. opmath_t is float, double,
+//   or a
+//                       register of numbers that brings operators and sqrt with it
 //   advance()           a number of state after the step
 #pragma once
 

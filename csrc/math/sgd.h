@@ -7,14 +7,6 @@
 
 namespace apex_mp::math {
 
-struct SgdOptions {
-  double momentum;  // 0: there is no momentum buffer
-  double dampening;
-  double weight_decay;
-  bool nesterov;
-  bool wd_after_momentum;  // decay the update; otherwise add weight_decay * param to the gradient
-};
-
 // What the update needs; the same for a whole tensor.
 template <typename opmath_t>
 struct SgdFactors {
@@ -28,21 +20,6 @@ struct SgdFactors {
   bool is_fresh;  // the buffer holds nothing yet
   bool nesterov;
 };
-
-APEX_MP_MATH SgdFactors<double> sgd_factors(const SgdOptions& options, double lr, double inv_scale,
-                                            bool is_fresh) {
-  SgdFactors<double> factors;
-  factors.inv_scale = inv_scale;
-  factors.lr = lr;
-  factors.momentum = options.momentum;
-  factors.one_minus_dampening = 1.0 - options.dampening;
-  factors.early_decay = options.wd_after_momentum ? 0.0 : options.weight_decay;
-  factors.late_decay = options.wd_after_momentum ? options.weight_decay : 0.0;
-  factors.has_momentum = options.momentum != 0.0;
-  factors.is_fresh = is_fresh;
-  factors.nesterov = options.nesterov;
-  return factors;
-}
 
 // Three of them are no numbers.
 template <typename to_t, typename from_t>
@@ -58,22 +35,6 @@ APEX_MP_MATH SgdFactors<to_t> factors_as(const SgdFactors<from_t>& factors) {
           factors.nesterov};
 }
 
-// The branches are the same for a whole tensor: compilers take them out of the loop. opmath_t as in
-// math/adam.h. Products are rounded before they are added, where torch fuses the two: results
-// differ by that rounding.
-template <typename opmath_t>
-APEX_MP_MATH void sgd(opmath_t& param, opmath_t& buffer, opmath_t scaled_grad,
-                      const SgdFactors<opmath_t>& factors) {
-  opmath_t update = scaled_grad * factors.inv_scale + factors.early_decay * param;
-  if (factors.has_momentum) {
-    buffer = factors.is_fresh ? update
-                              : factors.momentum * buffer + factors.one_minus_dampening * update;
-    update = factors.nesterov ? update + factors.momentum * buffer : buffer;
-  }
-  update = update + factors.late_decay * param;
-  param = param - factors.lr * update;
-}
-
 // What the engine asks of SGD, see rule.h.
 struct Sgd : RuleBase {
   template <typename opmath_t>
@@ -86,17 +47,14 @@ struct Sgd : RuleBase {
                                         {"weight_decay", Range::kNotNegative},
                                         {"nesterov", Range::kBool},
                                         {"wd_after_momentum", Range::kBool}};
+  enum { kMomentum, kDampening, kWeightDecay, kNesterov, kDecayAfterMomentum };
   static constexpr int kTensors = 1;  // momentum_buffer
   static constexpr bool kAllTensors = false;
   static constexpr int kNumbers = 1;  // not 0: the buffer holds nothing yet; not there: it does
   static constexpr bool kNeedsNumbers = false;
   static constexpr int kPrepared = 1;  // the same
 
-  APEX_MP_MATH SgdOptions options_of(const double* options) {
-    return {options[0], options[1], options[2], options[3] != 0.0, options[4] != 0.0};
-  }
-
-  APEX_MP_MATH int tensors(const double* options) { return options[0] != 0.0 ? 1 : 0; }
+  APEX_MP_MATH int tensors(const double* options) { return options[kMomentum] != 0.0 ? 1 : 0; }
 
   APEX_MP_MATH double prepare(int, const double*, const float* numbers, const Norms&) {
     return numbers[0];
@@ -106,13 +64,33 @@ struct Sgd : RuleBase {
 
   APEX_MP_MATH SgdFactors<double> factors(const double* options, double lr, const double* prepared,
                                           double grad_factor) {
-    return sgd_factors(options_of(options), lr, grad_factor, prepared[0] != 0.0);
+    const double weight_decay = options[kWeightDecay];
+    const bool late = options[kDecayAfterMomentum] != 0.0;
+    return {grad_factor,
+            lr,
+            options[kMomentum],
+            1.0 - options[kDampening],
+            late ? 0.0 : weight_decay,
+            late ? weight_decay : 0.0,
+            options[kMomentum] != 0.0,
+            prepared[0] != 0.0,
+            options[kNesterov] != 0.0};
   }
 
+  // The branches are the same for a whole tensor: compilers take them out of the loop. Products are
+  // rounded before they are added, where torch fuses the two: results differ by that rounding.
   template <typename opmath_t>
-  APEX_MP_MATH void update(opmath_t& param, opmath_t* tensors, opmath_t grad,
+  APEX_MP_MATH void update(opmath_t& param, opmath_t* tensors, opmath_t scaled_grad,
                            const SgdFactors<opmath_t>& factors) {
-    sgd(param, tensors[0], grad, factors);
+    opmath_t& buffer = tensors[0];
+    opmath_t update = scaled_grad * factors.inv_scale + factors.early_decay * param;
+    if (factors.has_momentum) {
+      buffer = factors.is_fresh ? update
+                                : factors.momentum * buffer + factors.one_minus_dampening * update;
+      update = factors.nesterov ? update + factors.momentum * buffer : buffer;
+    }
+    update = update + factors.late_decay * param;
+    param = param - factors.lr * update;
   }
 };
 

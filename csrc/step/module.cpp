@@ -33,9 +33,9 @@ void translate(std::exception_ptr pointer) {
 void define_plan(py::module_& module) {
   py::class_<Plan>(module, "StepPlan")
       .def(py::init<const std::string&, const std::string&, const std::vector<std::string>&,
-                    const std::vector<std::string>&>(),
+                    const std::vector<std::string>&, bool>(),
            py::arg("rule"), py::arg("caller"), py::kw_only(), py::arg("tensors"),
-           py::arg("numbers"))
+           py::arg("numbers"), py::arg("once") = false)
       .def(
           "read",
           [](Plan& plan, const py::list& param_groups, const py::dict& state,

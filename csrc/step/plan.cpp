@@ -94,8 +94,12 @@ struct Plan::Source {
 };
 
 Plan::Plan(const std::string& rule, const std::string& caller,
-           const std::vector<std::string>& tensors, const std::vector<std::string>& numbers)
-    : caller_(caller), rule_(math::AllRules::facts(rule_named(rule))), options_(caller, rule_) {
+           const std::vector<std::string>& tensors, const std::vector<std::string>& numbers,
+           bool once)
+    : caller_(caller),
+      once_(once),
+      rule_(math::AllRules::facts(rule_named(rule))),
+      options_(caller, rule_) {
   task_.rule = rule_named(rule);
   task_.caller = caller_.c_str();
   TORCH_INTERNAL_ASSERT(static_cast<int>(tensors.size()) == rule_.tensors);
@@ -437,7 +441,7 @@ Outcome Plan::run_beside_python(const LossScale& loss_scale, bool wait) {
 
 Outcome Plan::run_on_device(const LossScale& loss_scale, [[maybe_unused]] bool wait) {
 #ifdef APEX_MP_WITH_CUDA
-  if (device_.is_cuda()) return stepper_.run(task_, loss_scale, wait, device_);
+  if (device_.is_cuda()) return stepper_.run(task_, loss_scale, wait, once_, device_);
 #endif
   Outcome outcome = cpu::run(task_, workspace_);
   update(loss_scale, outcome.found_inf);

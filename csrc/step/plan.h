@@ -48,9 +48,10 @@ struct Given {
 class Plan {
  public:
   // `rule` is the kName of one of math/rules.h, `caller` the optimizer's name in messages, and
-  // `tensors` and `numbers` the names of its state in the order of the rule.
+  // `tensors` and `numbers` the names of its state in the order of the rule. A plan that steps
+  // `once` may do so while a CUDA graph is captured.
   Plan(const std::string& rule, const std::string& caller, const std::vector<std::string>& tensors,
-       const std::vector<std::string>& numbers);
+       const std::vector<std::string>& numbers, bool once);
 
   // Reads and checks everything. `make_state(group, index)` is called for a parameter that has no
   // state, or one that lies in memory in another order, and returns its new one; the caller takes
@@ -120,6 +121,7 @@ class Plan {
   const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
 
   const std::string caller_;
+  [[maybe_unused]] const bool once_;  // without CUDA
   const math::RuleFacts& rule_;
   const OptionReader options_;
   StateNames names_;

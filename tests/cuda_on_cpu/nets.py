@@ -12,11 +12,7 @@ from pathlib import Path
 from builder import CXX, ROOT, Library
 
 INSIDE = Path(__file__).resolve().parent / "inside"
-OPERATORS = (
-    "tests/test_operators.py",
-    "tests/test_operator_sgd.py",
-    f"{INSIDE}/test_chunk_edges.py",
-)
+OPERATORS = ("tests/test_operators.py", f"{INSIDE}/test_chunk_edges.py")
 STEP = tuple(f"{INSIDE}/test_step{name}.py" for name in ("", "_decisions", "_table"))
 AROUND_OPERATORS = (
     "tests/test_operator_errors.py",
@@ -40,12 +36,11 @@ PLAN = (
         f"tests/test_fp16_optimizer_{name}.py"
         for name in ("accumulation", "clipping", "closures", "legacy", "masters", "overflow")
     ),
-    *(f"tests/test_step_{name}.py" for name in ("loss_scale", "plan_fp16", "plan_params")),
+    *(f"tests/test_step_{name}.py" for name in ("lists", "loss_scale", "plan_fp16", "plan_params")),
 )
 # What an ordinary test asks of the CPU and not of CUDA: that the host knows found_inf, and that
 # the profiler sees passes by their names.
 NOT_FOR_CUDA = (
-    "tests/test_operator_autograd.py::test_a_skipped_step_leaves_every_version",
     "tests/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
     "tests/test_fused_rules.py::test_a_first_step_that_is_skipped_leaves_no_state",

@@ -13,7 +13,6 @@ from builder import CSRC
 from nets import INSIDE, NETS, Net
 
 TESTS = "tests/test_operators.py"
-SGD_TESTS = "tests/test_operator_sgd.py"
 EDGES = f"{INSIDE}/test_chunk_edges.py"
 LARGE = f"{INSIDE}/test_large.py"
 
@@ -23,7 +22,6 @@ UNSCALE_OFFSETS = f"{EDGES}::test_every_pair_of_offsets_is_computed -k unscale"
 SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k chunk"
 UNSCALED_SUMS = f"{TESTS}::test_unscale_sums_every_square_that_it_writes_exactly_once"
 MANY_SUMS = f"{TESTS}::test_check_sums_every_square_exactly_once -k 2000"
-ONE_STEP = f"{TESTS}::test_adam_takes_one_step -k fp32-fp32"
 LARGE_UNSCALE = f"{LARGE}::test_unscale_finds_the_last_numbers_of_a_large_tensor"
 
 EXPONENTS = f"{TESTS}::test_exponents_counts_every_number_exactly_once -k chunk"
@@ -172,34 +170,6 @@ PLANTED_BUGS = {
         f"{EDGES}::test_launches_that_are_full_of_chunks_are_computed -k unscale",
         WRONG_BITS,
         net="narrow grid, backward",
-    ),
-    "the factors of one launch are written over those of another": PlantedBug(
-        "cuda/adam.cu",
-        "task.factors[table.first_tensor + slot] =",
-        "task.factors[slot] =",
-        f"{TESTS}::test_adam_takes_one_step -k 5000",
-        NOT_CLOSE,
-    ),
-    "threads behind the last step count too": PlantedBug(
-        "cuda/adam.cu",
-        "if (slot >= table.tensors || is_skipped(task)) return;",
-        "if (is_skipped(task)) return;",
-        ONE_STEP,
-        UNDEFINED + "load of misaligned address 0xfefefefefefefefe",
-    ),
-    "the flags of one launch are read in another": PlantedBug(
-        "cuda/sgd.cu",
-        "task.is_fresh[table.launch.first_tensor + part.slot];",
-        "task.is_fresh[part.slot];",
-        f"{SGD_TESTS}::test_sgd_takes_one_step -k 2000",
-        NOT_CLOSE,
-    ),
-    "a momentum buffer that is not there is written": PlantedBug(
-        "cuda/loops.h",
-        "      if (is_there(i)) store<cache>(tensors[i], state[i], index, span);",
-        "      store<cache>(tensors[i], state[i], index, span);",
-        f"{SGD_TESTS}::test_sgd_takes_one_step -k fp16-fp16-none",
-        UNDEFINED + r"(store to null pointer|applying non-zero offset)",
     ),
     # --- sums over blocks
     "the last chunk of a tensor is not summed": PlantedBug(
@@ -392,20 +362,6 @@ PLANTED_BUGS = {
         "if (found_inf && threadIdx.x == 0) *task.found_inf = 1.0f;  // All",
         f"{TESTS}::test_unscale_finds_inf_and_nan_and_passes_them_on -k last",
         r'assert call\["found_inf"\]\.item\(\) == 1',
-    ),
-    "a skipped step is counted": PlantedBug(
-        "cuda/adam.cu",
-        "if (slot >= table.tensors || is_skipped(task)) return;",
-        "if (slot >= table.tensors) return;",
-        f"{TESTS}::test_adam_changes_nothing_when_found_inf_is_set",
-        WRONG_BITS,
-    ),
-    "a skipped step takes the flags of fresh buffers": PlantedBug(
-        "cuda/sgd.cu",
-        "if (slot >= table.tensors || is_skipped(task)) return;",
-        "if (slot >= table.tensors) return;",
-        f"{SGD_TESTS}::test_sgd_changes_nothing_when_found_inf_is_set",
-        WRONG_BITS,
     ),
     "a number that the host read is read again": PlantedBug(
         "cuda/vectors.h",

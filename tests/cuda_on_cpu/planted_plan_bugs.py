@@ -104,6 +104,14 @@ PLANTED_PLAN_BUGS = {
         NOT_REFUSED,
         net=NET,
     ),
+    "a step of one plan alone cannot be captured": PlantedBug(
+        "cuda/stepper.cpp",
+        "if (run.captured && !once) {",
+        "if (run.captured) {",
+        f"{STEPPER}::test_a_step_over_lists_is_captured_with_its_table",
+        "cannot be captured in a CUDA graph",
+        net=NET,
+    ),
     "the step leaves the loss scale as it is": PlantedBug(
         "cuda/stepper.cpp",
         "  run.loss_scale = loss_scale;\n",

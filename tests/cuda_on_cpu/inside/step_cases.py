@@ -1,15 +1,17 @@
-"""Tasks for the fused step, and what the operators and float64 say of them."""
+"""Tasks for the fused step, and what exact formulas and float64 say of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy
 import pytest
-from exact_lists import CPU, OFFSETS, Offsets, assert_nothing_before_was_written
-from exact_lists import sample as sample_call
-from op_cases import F16, F32, F64, OPERATOR, Dtypes, number
+import torch
+from exact_lists import CPU, OFFSETS, Offsets, assert_nothing_before_was_written, moved
+from op_cases import F16, F32, F64, Dtypes, ListCase, fill_positive, make_list
 from step_driver import Adam, Group, Outcome, Row, Sgd, Step, Task
 from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_same_bits
 from torch import Tensor
@@ -33,21 +35,6 @@ GROUPS: dict[str, Sequence[Group]] = {"adam": ADAM_GROUPS, "sgd": SGD_GROUPS}
 each_rule = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The operator that takes the same step, and its lists for the state."""
-
-    operator: str
-    tensors: tuple[str, ...]
-    numbers: str
-
-
-RULES: dict[type[Group], Rule] = {
-    Adam: Rule("adam_", ("exp_avgs", "exp_avg_sqs"), "steps"),
-    Sgd: Rule("sgd_", ("momentum_buffers",), "fresh"),
-}
-
-
 def sample(
     sizes: Sequence[int],
     dtypes: Sequence[Dtypes] = HALF_MODEL,
@@ -62,32 +49,41 @@ def sample(
     Each tensor ends where its memory ends. Adam's rows have taken 0, 1, 2, ... steps; of those of
     SGD some have momentum buffers that hold nothing yet, and some have no flag that says so.
     """
-    rule = RULES[type(groups[0])]
-    param, grad, copy = dtypes
-    if rule.operator == "sgd_":
-        dtypes = (param, grad, [F64 if dtype == F64 else F32 for dtype in param], copy)
-    call = sample_call(rule.operator, sizes, dtypes, offsets)
+    case = ListCase("exact", [(size,) for size in sizes])
+    of_state = [F64 if dtype == F64 else F32 for dtype in dtypes[0]]
+    is_adam = isinstance(groups[0], Adam)
+    kinds = [*dtypes, of_state, *([of_state] if is_adam else [])]
+    params, grads, copies, *state = (
+        _exact_list(case, kind, offsets, j) for j, kind in enumerate(kinds)
+    )
+    if is_adam:
+        for tensor in state[1]:
+            fill_positive(tensor)
     groups = [dataclasses.replace(group) for group in groups]
     rows = []
     for i in range(len(sizes)):
-        group = i * len(groups) // len(sizes)
-        copies = call["copies"]
+        group = groups[number := i * len(groups) // len(sizes)]
+        steps_or_fresh = torch.tensor(float(i if is_adam else i % 7 == 1))
+        tensors = [listed[i] for listed in state]
+        numbers: list[Tensor | None] = [steps_or_fresh if is_adam or i % 5 else None]
+        if not has_state(group):
+            tensors, numbers = [], []
         rows.append(
             Row(
-                call["params"][i],
-                call["grads"][i],
-                None if copies is None else copies[i],
-                [call[name][i] for name in rule.tensors],
-                [call[rule.numbers][i]],
-                group=group,
+                *(params[i], grads[i], copies[i], tensors, numbers),
+                group=number,
                 scaled=i % 3 != 2,
             )
         )
-        if isinstance(groups[group], Sgd) and i % 5 == 0:
-            rows[-1].numbers = [None]
-        if not has_state(groups[group]):
-            rows[-1].tensors, rows[-1].numbers = [], []
     return Task(rows, groups, scale, check=check)
+
+
+def _exact_list(case: ListCase, dtypes: Dtypes, offsets: Offsets, position: int) -> list[Any]:
+    """Return tensors with a storage of their own and no room behind it, or None for each."""
+    if None in dtypes:
+        return [None] * len(case.shapes)
+    tensors = make_list(case, dtypes, CPU)
+    return [moved(tensor, offsets(i, position)) for i, tensor in enumerate(tensors)]
 
 
 def has_state(group: Group) -> bool:
@@ -125,40 +121,88 @@ def copy_of(task: Task) -> Task:
     return dataclasses.replace(task, rows=rows)
 
 
-def step_by_operators(task: Task, outcome: Outcome) -> None:
-    """Take the step with the rule's operator and the factors that the fused step has decided on."""
-    alike: dict[tuple[object, ...], list[Row]] = {}
+def step_exactly(task: Task, outcome: Outcome) -> None:
+    """Take the step in torch, each operation rounded as the rules of csrc/math/ round it.
+
+    Args:
+        task: Rows and options; what a step writes is written, but for gradients.
+        outcome: The factors that the fused step has decided on.
+    """
     for row in task.rows:
-        if row.grad is not None:
-            facts = (row.copy is not None, *(number is not None for number in row.numbers))
-            alike.setdefault((row.group, row.scaled, *facts), []).append(row)
-    for rows in alike.values():
-        factors = outcome.groups[rows[0].group]
-        factor = factors.scaled_factor if rows[0].scaled else factors.plain_factor
-        _operate(rows, task.groups[rows[0].group], factor)
+        if row.grad is None:
+            continue
+        factors = outcome.groups[row.group]
+        factor = factors.scaled_factor if row.scaled else factors.plain_factor
+        arrays = [row.param, row.grad, *row.tensors]
+        dtype = F64 if any(array.dtype == F64 for array in arrays) else F32
+        param, grad, *state = (array.to(dtype) for array in arrays)
+        options = task.groups[row.group]
+        if isinstance(options, Adam):
+            param, state = _adam(options, param, grad, state, row.numbers[0], factor)
+        else:
+            assert isinstance(options, Sgd)
+            param, state = _sgd(options, param, grad, state, row.numbers, factor)
+        row.param.copy_(param)
+        if row.copy is not None:
+            row.copy.copy_(param)
+        for tensor, new in zip(row.tensors, state, strict=True):
+            tensor.copy_(new)
 
 
-def _operate(rows: list[Row], options: Group, factor: float) -> None:
-    rule = RULES[type(options)]
-    first = rows[0]
-    lists = {
-        name: [row.tensors[i] for row in rows] if first.tensors else None
-        for i, name in enumerate(rule.tensors)
-    }
-    has_number = bool(first.numbers) and first.numbers[0] is not None
-    OPERATOR[rule.operator](
-        {
-            "params": [row.param for row in rows],
-            "grads": [row.grad for row in rows],
-            **lists,
-            rule.numbers: [row.numbers[0] for row in rows] if has_number else None,
-            "copies": None if first.copy is None else [row.copy for row in rows],
-            "lr": options.lr if isinstance(options.lr, Tensor) else number(options.lr, CPU, F64),
-            "inv_scale": number(factor, CPU, F64),
-            "found_inf": None,
-            **{name: getattr(options, name) for name in options.OPTIONS},
-        }
-    )
+def _adam(
+    options: Adam, param: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, factor: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the new parameter and moments; factors are found in double and rounded once."""
+    exp_avg, exp_avg_sq = state
+    step += 1
+    lr, decay, eps = value_of(options.lr), options.weight_decay, options.eps
+    corrected = options.bias_correction
+    correction1 = 1.0 - math.pow(options.beta1, step.item()) if corrected else 1.0
+    correction2 = 1.0 - math.pow(options.beta2, step.item()) if corrected else 1.0
+    inside, outside = (eps * correction2, 0.0) if options.eps_inside_sqrt else (0.0, eps)
+    keep, l2 = (1.0 - lr * decay, 0.0) if options.adam_w_mode else (1.0, decay)
+
+    def f(number: float) -> Tensor:
+        return torch.tensor(number, dtype=param.dtype)
+
+    grad = grad * f(factor) + f(l2) * param
+    exp_avg = exp_avg + f(1.0 - options.beta1) * (grad - exp_avg)
+    exp_avg_sq = f(options.beta2) * exp_avg_sq + f(1.0 - options.beta2) * grad * grad
+    denom = _sqrt(exp_avg_sq + f(inside)) * f(1.0 / math.sqrt(correction2)) + f(outside)
+    return f(keep) * param - f(lr / correction1) * exp_avg / denom, [exp_avg, exp_avg_sq]
+
+
+def _sqrt(tensor: Tensor) -> Tensor:
+    """Return the root, rounded correctly; torch's on a CPU is off by an ulp here and there."""
+    with numpy.errstate(invalid="ignore"):
+        return torch.from_numpy(numpy.sqrt(tensor.numpy()))
+
+
+def _sgd(
+    options: Sgd,
+    param: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    fresh: list[Tensor | None],
+    factor: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the new parameter and momentum buffer."""
+    decay = options.weight_decay
+    early, late = (0.0, decay) if options.wd_after_momentum else (decay, 0.0)
+
+    def f(number: float) -> Tensor:
+        return torch.tensor(number, dtype=param.dtype)
+
+    update = grad * f(factor) + f(early) * param
+    if state:
+        is_fresh = fresh[0] is not None and fresh[0].item() != 0.0
+        dampened = f(options.momentum) * state[0] + f(1.0 - options.dampening) * update
+        state = [update if is_fresh else dampened]
+        if fresh[0] is not None:
+            fresh[0].zero_()
+        update = update + f(options.momentum) * state[0] if options.nesterov else state[0]
+    update = update + f(late) * param
+    return param - f(value_of(options.lr)) * update, state
 
 
 def assert_same_rows(task: Task, expected: Task) -> None:
@@ -167,12 +211,12 @@ def assert_same_rows(task: Task, expected: Task) -> None:
             assert_same_bits(tensor, wanted)
 
 
-def assert_steps_like_the_operators(step: Step, task: Task, **options: bool) -> Outcome:
+def assert_steps_exactly(step: Step, task: Task, **options: bool) -> Outcome:
     """Take a step and compare every bit that it wrote; return its outcome."""
     expected = copy_of(task)
     outcome = step.run(task, **options)
     assert outcome.found_inf == 0
-    step_by_operators(expected, outcome)
+    step_exactly(expected, outcome)
     assert_same_rows(task, expected)
     for row in task.rows:
         arrays = [row.param, row.copy, *row.tensors]

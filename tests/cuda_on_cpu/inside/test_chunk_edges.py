@@ -49,8 +49,6 @@ HALF_TO_FLOAT = {
     "exponents_": [(F16,)],
     "unscale_": [(F16,), (F32,)],
     "axpby_": [(F16,), (F16,), (F32,)],
-    "adam_": [(F32,), (F16,), (F16,)],
-    "sgd_": [(F32,), (F16,), (F32,), (F16,)],
 }
 each_operator = pytest.mark.parametrize("operator", HALF_TO_FLOAT)
 SUMS = ("check_", "l2_norm_")  # whose chunks are of one size in all lists

@@ -1,4 +1,4 @@
-"""The fused step does to every number what the operators do, to the bit, whatever the rows."""
+"""The fused step does to every number what its formula says, to the bit, whatever the rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from exact_lists import (
 )
 from on_cuda_kernels import ORDERS, all_blocks, choose
 from op_cases import (
-    ALL_ADAM,
     CHUNK,
-    DTYPES,
     F16,
     F32,
     F64,
@@ -35,31 +33,29 @@ from step_cases import (
     SGD_GROUPS,
     assert_decided_rightly,
     assert_same_rows,
-    assert_steps_like_the_operators,
+    assert_steps_exactly,
     copy_of,
     each_rule,
     sample,
-    step_by_operators,
+    step_exactly,
 )
 from step_driver import Adam, Group, Sgd, Step, Task
+from step_list_cases import ALL_STEP_DTYPES, STEP_DTYPES
 from tolerances import assert_same_bits
 
 SIZES = [*range(18), 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 1, 7]
 A_FEW = [5, 600, 1, CHUNK + 5, 0, 40, 9]
-ADAM_DTYPES = DTYPES["adam_"]
 WRITTEN_DTYPES: list[list[Dtypes]] = [[(F32,), (F32,), (None,)], [MIXED, MIXED[::-1], (F16,)]]
 
 
 @each_rule
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
-@pytest.mark.parametrize("dtypes", ADAM_DTYPES, ids=map(name_of, ADAM_DTYPES))
-def test_a_step_is_that_of_the_operators(
-    dtypes: list[Dtypes], offsets: Offsets, groups: list[Group]
-) -> None:
+@pytest.mark.parametrize("dtypes", STEP_DTYPES, ids=name_of)
+def test_a_step_is_exact(dtypes: list[Dtypes], offsets: Offsets, groups: list[Group]) -> None:
     task = sample(SIZES, dtypes, offsets, groups, check=True)
     for group in task.groups:
         group.max_norm = 0.5
-    outcome = assert_steps_like_the_operators(Step(task), task)
+    outcome = assert_steps_exactly(Step(task), task)
     assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -69,10 +65,11 @@ def test_a_step_has_chunks_of_each_size(chunk: int, groups: list[Group]) -> None
     sizes = around(chunk)
     task = sample(sizes, HALF_MODEL, OFFSETS["each list off by another"], groups, check=True)
     first = copy_of(task)
+    step = Step(first)
     choose()
-    Step(first).run(first)
+    step.run(first)
     assert all_blocks() == 2 * count_chunks(sizes, chunk)  # Both passes.
-    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    outcome = assert_steps_exactly(Step(task), task, norms=True)
     assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -85,10 +82,10 @@ def test_a_step_of_a_million_parameters_has_three_blocks_for_each_multiprocessor
 
 
 @each_rule
-@pytest.mark.parametrize("dtypes", ALL_ADAM, ids=map(name_of, ALL_ADAM))
+@pytest.mark.parametrize("dtypes", ALL_STEP_DTYPES, ids=name_of)
 def test_a_step_takes_any_dtypes(dtypes: list[Dtypes], groups: list[Group]) -> None:
     task = sample([3, 40, 17], dtypes, groups=groups)
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
 
 
 @each_rule
@@ -103,7 +100,7 @@ def test_gradients_are_left_unscaled(
     for i, row in enumerate(task.rows):
         row.writes_grad = i % 3 == 1
     before = [row.grad.clone() for row in task.rows]
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
     for row, grad in zip(task.rows, before, strict=True):
         wanted = reference.unscaled(grad, 1 / 1000, grad) if row.writes_grad else grad
         assert_same_bits(row.grad, wanted)
@@ -118,7 +115,7 @@ def test_every_pair_of_offsets_is_stepped(
 ) -> None:
     pairs = [(one, other) for one in range(9) for other in range(9)]
     task = sample([40] * len(pairs), dtypes, lambda i, j: pairs[i][j % 2], groups, check=check)
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
@@ -173,7 +170,7 @@ def test_steps_follow_each_other(check: bool, groups: list[Group]) -> None:
     for _ in range(4):
         for row in task.rows:
             row.grad = torch.randn(row.param.shape).to(F16)  # Elsewhere: the old one is free.
-        assert_steps_like_the_operators(step, task)
+        assert_steps_exactly(step, task)
 
 
 @each_rule
@@ -189,7 +186,7 @@ def test_a_row_without_a_gradient_is_left_alone(groups: list[Group]) -> None:
         for i, row in enumerate(task.rows):
             row.grad = None if i in absent else grads[i]
         assert step.fits(task)
-        outcome = assert_steps_like_the_operators(step, task)
+        outcome = assert_steps_exactly(step, task)
         assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -197,7 +194,7 @@ def test_a_row_without_a_gradient_is_left_alone(groups: list[Group]) -> None:
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0, 0]], ids=len)
 def test_nothing_to_step_is_no_error(sizes: list[int], check: bool) -> None:
     task = sample(sizes, check=check)
-    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    outcome = assert_steps_exactly(Step(task), task, norms=True)
     assert outcome.norm == 0.0
     assert [row.numbers[0].item() for row in task.rows] == [*range(1, 1 + len(sizes))]
 
@@ -217,7 +214,7 @@ def test_more_rows_than_one_launch_takes_are_stepped(
     task.groups[2].max_norm = 0.5
     step = Step(task)
     task.groups[1].lr = 0.5
-    outcome = assert_steps_like_the_operators(step, task)
+    outcome = assert_steps_exactly(step, task)
     assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -226,7 +223,7 @@ def test_a_group_of_more_chunks_than_a_warp_takes_is_summed() -> None:
     task = sample([1] * (1024 + 1025 + 5), groups=groups, check=True)
     for i, row in enumerate(task.rows):
         row.group = 0 if i < 1024 else 1 if i < 1024 + 1025 else 2
-    outcome = assert_steps_like_the_operators(Step(task), task)
+    outcome = assert_steps_exactly(Step(task), task)
     assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -235,7 +232,7 @@ def test_rows_that_are_full_of_chunks_are_stepped(check: bool) -> None:
     # The narrow grid takes 64 chunks a launch: the third row is cut in two.
     sizes = [40 * SMALLEST_CHUNK, 5, 30 * SMALLEST_CHUNK, 0, 20 * SMALLEST_CHUNK - 1]
     task = sample(sizes, [(F16,), (F16,), (None,)], check=check)
-    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    outcome = assert_steps_exactly(Step(task), task, norms=True)
     assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -246,7 +243,7 @@ def test_the_reference_of_these_tests_sees_each_option(groups: list[Group]) -> N
     results = []
     for options in (groups[0], dataclasses.replace(groups[0], lr=0.011)):
         other = dataclasses.replace(copy_of(task), groups=[options])
-        step_by_operators(other, outcome)
+        step_exactly(other, outcome)
         results.append(other.rows[0].param)
     assert not torch.equal(*results)
 
@@ -267,7 +264,7 @@ def test_sgd_has_every_mode(mode: Sgd, check: bool) -> None:
     task = sample(A_FEW, groups=[mode, SGD_GROUPS[0]], check=check)
     step = Step(task)
     for _ in range(3):
-        assert_steps_like_the_operators(step, task)
+        assert_steps_exactly(step, task)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
@@ -290,4 +287,4 @@ def test_the_first_gradient_of_a_buffer_is_not_dampened(captured: bool) -> None:
         assert [row.numbers[0].item() for row in task.rows] == [0.0] * 3
         for row, grad in zip(task.rows, grads, strict=True):
             assert_same_bits(row.tensors[0], grad)
-        assert_steps_like_the_operators(step, task, captured=captured)  # From now on it is.
+        assert_steps_exactly(step, task, captured=captured)  # From now on it is.

@@ -13,7 +13,7 @@ from op_cases import CHUNK, F16, F32, F64, number
 from step_cases import (
     assert_decided_rightly,
     assert_same_rows,
-    assert_steps_like_the_operators,
+    assert_steps_exactly,
     copy_of,
     each_rule,
     sample,
@@ -48,7 +48,7 @@ def test_inf_and_nan_change_nothing_but_the_loss_scale(
     assert state.value == outcome.loss_scale == (2.0**15, 0, 0)
     # The next step knows nothing of it.
     task.rows[row].grad[element] = 1.0
-    assert_steps_like_the_operators(step, task)
+    assert_steps_exactly(step, task)
 
 
 @each_rule
@@ -56,14 +56,14 @@ def test_inf_and_nan_change_nothing_but_the_loss_scale(
 def test_inf_and_nan_are_stepped_with_if_nobody_checks(bad: float, groups: list[Group]) -> None:
     task = sample(SIZES, groups=groups)
     task.rows[3].grad[7] = bad
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
     assert not task.rows[3].param[7].isfinite()
 
 
 def test_inf_in_a_norm_that_nobody_checks_is_no_overflow() -> None:
     task = sample(SIZES)
     task.rows[3].grad[7] = math.inf
-    outcome = assert_steps_like_the_operators(Step(task), task, norms=True)
+    outcome = assert_steps_exactly(Step(task), task, norms=True)
     assert outcome.norm == math.inf
 
 
@@ -80,7 +80,7 @@ def test_an_overflow_that_is_known_skips_the_step(
     assert step.run(task).found_inf == 1
     assert_same_rows(task, before)
     task.found_inf.zero_()
-    assert_steps_like_the_operators(step, task)
+    assert_steps_exactly(step, task)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 9])
@@ -134,7 +134,7 @@ def test_gradients_are_clipped(
     ]
     task = sample(SIZES, groups=groups, scale=number(24.0, CPU), check=check)
     task.clip_by_global_norm = by_global_norm
-    outcome = assert_steps_like_the_operators(Step(task), task)
+    outcome = assert_steps_exactly(Step(task), task)
     wanted = any(m and norm is None for m, norm in zip(max_norms, norms, strict=True))
     assert_decided_rightly(task, outcome, measured=wanted)
     asked = Step(task).run(task, norms=True)
@@ -146,9 +146,7 @@ def test_scaled_and_plain_gradients_may_be_one_or_the_other_throughout() -> None
         task = sample(SIZES, groups=[Adam(max_norm=0.5), Adam(maximize=True)], scale=1000.0)
         for row in task.rows:
             row.scaled = scaled
-        assert_decided_rightly(
-            task, assert_steps_like_the_operators(Step(task), task), measured=True
-        )
+        assert_decided_rightly(task, assert_steps_exactly(Step(task), task), measured=True)
 
 
 @pytest.mark.parametrize("rule", [RULE, dataclasses.replace(RULE, growth_factor=1.7)], ids=str)
@@ -173,7 +171,7 @@ def test_the_loss_scale_is_that_of_the_host_to_the_bit(rule: DynamicLossScale) -
 def test_a_step_that_reads_no_gradients_counts_for_the_loss_scale() -> None:
     task = sample([40, 3])
     state = LossScaleState.of(RULE)
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
     assert Step(task).run(task).loss_scale == (0.0, 0, 0)
     assert Step(task).run(task, loss_scale=state).loss_scale == (2.0**10, 1, 0)
 
@@ -181,5 +179,5 @@ def test_a_step_that_reads_no_gradients_counts_for_the_loss_scale() -> None:
 @pytest.mark.parametrize("dtype", [F16, F32, F64])
 def test_a_plain_step_reads_no_gradient_in_pass_1(dtype: torch.dtype) -> None:
     task = sample(SIZES, [(dtype,), (dtype,), (None,)])
-    outcome = assert_steps_like_the_operators(Step(task), task)
+    outcome = assert_steps_exactly(Step(task), task)
     assert math.isnan(outcome.norm)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from on_cuda_kernels import choose
 from op_cases import CHUNK, F16, F32
-from step_cases import sample, step_by_operators, written
+from step_cases import sample, step_exactly, written
 from step_driver import Adam, Group, Row, Sgd, Step, Task
 
 ENDS = 2  # blocks run at each end
@@ -39,7 +39,7 @@ def test_a_row_of_more_than_2_to_the_31_numbers_is_stepped_to_its_end(group: Gro
     choose(blocks_at_ends=ENDS)
     outcome = Step(task).run(task)
     choose()
-    step_by_operators(small, outcome)
+    step_exactly(small, outcome)
     results = (written(each.rows[0]).values() for each in (task, small))
     for ours, wanted in zip(*results, strict=True):
         ends = ours if ours.dim() == 0 else torch.cat([ours[:RUN], ours[-RUN:]])

@@ -13,11 +13,11 @@ from op_cases import CHUNK, F64, number
 from step_cases import (
     assert_decided_rightly,
     assert_same_rows,
-    assert_steps_like_the_operators,
+    assert_steps_exactly,
     copy_of,
     each_rule,
     sample,
-    step_by_operators,
+    step_exactly,
 )
 from step_driver import Adam, Group, Row, Sgd, Step, Task
 
@@ -69,12 +69,12 @@ def test_a_table_fits_whatever_becomes_of_gradients_and_options() -> None:
 def test_a_row_gets_its_first_gradient_late() -> None:
     task = sample(SIZES)
     grad, task.rows[3].grad = task.rows[3].grad.double(), None
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
     assert Step(task).fits(task)
     step = Step(task)
     task.rows[3].grad = grad
     assert not step.fits(task)
-    assert_steps_like_the_operators(Step(task), task)
+    assert_steps_exactly(Step(task), task)
 
 
 COMMON: dict[str, Any] = {"lr": 0.5, "max_norm": 0.5, "maximize": True, "norm": 100.0}
@@ -106,10 +106,10 @@ def test_a_changed_option_counts_at_once(rule: type[Group], name: str, check: bo
     assert step.knows_groups(task)
     setattr(task.groups[1], name, OPTIONS[rule][name])
     assert not step.knows_groups(task)
-    outcome = assert_steps_like_the_operators(step, task)
+    outcome = assert_steps_exactly(step, task)
     assert_decided_rightly(task, outcome, measured=True)
     assert step.knows_groups(task)
-    assert_steps_like_the_operators(step, task)  # Now that it lies in memory.
+    assert_steps_exactly(step, task)  # Now that it lies in memory.
 
 
 @each_check
@@ -122,7 +122,7 @@ def test_a_tensor_lr_is_read_by_the_kernel(rule: type[Group], check: bool) -> No
         for lr in lrs:
             lr.mul_(factor)
         assert step.knows_groups(task)
-        assert_steps_like_the_operators(step, task)
+        assert_steps_exactly(step, task)
 
 
 @each_check
@@ -133,7 +133,7 @@ def test_many_groups_may_change_at_once(groups: int, check: bool) -> None:
     for lr in (0.5, 0.25):
         for i, group in enumerate(task.groups):
             group.lr, group.max_norm = lr + i / 1024, lr
-        outcome = assert_steps_like_the_operators(step, task)
+        outcome = assert_steps_exactly(step, task)
         assert_decided_rightly(task, outcome, measured=True)
 
 
@@ -146,11 +146,11 @@ def test_a_replay_sees_groups_that_were_refreshed_and_no_others(groups: int, che
     old.groups = [dataclasses.replace(group) for group in task.groups]
     for group in task.groups:
         group.lr = 0.5
-    step_by_operators(old, step.run(task, captured=True))
+    step_exactly(old, step.run(task, captured=True))
     assert_same_rows(task, old)
     step.refresh_groups(task)
     assert step.knows_groups(task)
-    assert_steps_like_the_operators(step, task, captured=True)
+    assert_steps_exactly(step, task, captured=True)
 
 
 @each_rule
@@ -162,7 +162,7 @@ def test_tables_with_chunks_of_two_sizes_step_in_turns(check: bool, groups: list
         for task in (sample(sizes, groups=groups, check=check) for sizes in lists)
     ]
     for step, task in [*steps, *steps]:
-        assert_steps_like_the_operators(step, task)
+        assert_steps_exactly(step, task)
 
 
 def test_an_upload_has_the_groups_of_the_last_step() -> None:
@@ -172,7 +172,7 @@ def test_an_upload_has_the_groups_of_the_last_step() -> None:
     step.run(task)
     step.memory.fill_(255)
     step.upload()
-    assert_steps_like_the_operators(step, task)
+    assert_steps_exactly(step, task)
 
 
 def test_more_chunks_than_there_are_numbers_for_are_refused() -> None:

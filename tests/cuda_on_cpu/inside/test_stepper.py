@@ -6,15 +6,20 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import on_cuda_kernels
+import op_cases
 import pytest
+import step_list_cases
 import torch
 from fused_adam_cases import Unchanged, assert_same_state, grad_for
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
+from apex_mp import _C
+from apex_mp.core import step_lists
 from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam, FusedSGD
 from apex_mp.optimizers._fused import FusedOptimizer
@@ -469,3 +474,26 @@ def test_the_host_hears_of_norms_and_of_inf() -> None:
     with Unchanged(optimizer):
         outcome = optimizer.step(grads=StepRequest(check=True)).outcome
     assert outcome.found_inf
+
+
+@pytest.mark.parametrize("rule", step_list_cases.RULES, ids=str)
+def test_a_step_over_lists_is_captured_with_its_table(
+    rule: step_list_cases.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = []  # On a GPU the graph keeps their memory.
+
+    def plan(*args: Any, **options: Any) -> Any:
+        plans.append(_C.StepPlan(*args, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(step_lists, "_C", SimpleNamespace(StepPlan=plan))
+    dtypes = step_list_cases.STEP_DTYPES[2]
+    call = step_list_cases.sample(rule, op_cases.A_FEW, dtypes, torch.device("cpu"))
+    plain = step_list_cases.copy_of(call)
+    with capture():
+        step_lists.step_lists(**call)
+    step_list_cases.assert_same_call(call, plain)
+    for _ in range(2):
+        step_lists.step_lists(**plain)
+        SHIM.cuda_on_cpu_replay()
+        step_list_cases.assert_same_call(call, plain)

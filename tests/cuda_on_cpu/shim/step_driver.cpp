@@ -78,9 +78,7 @@ EXPORT bool step_knows_groups(const StepTable* table, const DriverTask* task) {
   return table->knows_groups(task_of(*task));
 }
 
-EXPORT void step_upload(const StepTable* table, void* memory) {
-  std::memcpy(memory, table->image().data(), table->image().size());
-}
+EXPORT void step_upload(const StepTable* table, void* memory) { table->upload(memory, nullptr); }
 
 EXPORT const char* step_refresh_groups(StepTable* table, const DriverTask* task, void* memory) {
   return message_of([&] { table->refresh_groups(task_of(*task), memory, nullptr); });

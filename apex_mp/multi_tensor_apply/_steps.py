@@ -1,0 +1,415 @@
+"""The functions of amp_C that take an optimizer's step, by the rules of the fused optimizers.
+
+All take `(chunk_size, overflow_buf, tensor_lists, ...)`; apex_mp.multi_tensor_apply.amp_C says what
+is so for all. If the flag is up, nothing is written. Gradients are only read; apex's LAMB and its
+first capturable Adam wrote over them. State may be of any floating dtype; math is float32 (float64
+for float64 parameters). A CUDA graph may capture each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.core.step_lists import step_lists
+from apex_mp.multi_tensor_apply._arguments import (
+    Lists,
+    check_choice,
+    check_lists,
+    check_step,
+    check_tensor,
+    number,
+    raising,
+    speaking_of,
+)
+
+_DECAY = {0: "L2", 1: "AdamW"}
+_ADAM_LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Take one Adam step: `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        step: This step's number, from 1.
+        mode: 0 adds weight decay to the gradient, 1 decays the parameter (AdamW).
+        bias_correction: Not 0: correct the moments' start at zero.
+        weight_decay: Decay factor.
+    """
+    function = "multi_tensor_adam"
+    check_lists(function, tensor_lists, _ADAM_LISTS)
+    check_step(function, step)
+    options = _adam_options(function, lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
+    numbers = {"steps": steps_before(step, tensor_lists[1])}
+    _step(function, "adam", overflow_buf, tensor_lists, _ADAM_LISTS, numbers, options)
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: float | Tensor,
+) -> None:
+    """Take one Adam step whose numbers lie on the device: `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above.
+        lr: As of `multi_tensor_adam`, or a tensor of one element, read on the device.
+        beta1: As of `multi_tensor_adam`; likewise the others.
+        beta2: As there.
+        eps: As there.
+        step: As there, or a tensor of one element, read on the device.
+        mode: As there.
+        bias_correction: As there.
+        weight_decay: As there.
+        inv_scale: Factor on the gradients, 1 / loss scale, or a tensor of one element.
+    """
+    function = "multi_tensor_adam_capturable"
+    check_lists(function, tensor_lists, _ADAM_LISTS)
+    options = _adam_options(function, lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
+    numbers = {"steps": steps_before(number(function, "step", step), tensor_lists[1])}
+    scale = number(function, "inv_scale", inv_scale).double().reciprocal()
+    _step(function, "adam", overflow_buf, tensor_lists, _ADAM_LISTS, numbers, options, scale=scale)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: float | Tensor,
+) -> None:
+    """Take that step with masters: `[grads, params, exp_avgs, exp_avg_sqs, master_params]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above; masters are stepped, and rounded to params.
+        lr: As of `multi_tensor_adam_capturable`; likewise the others.
+        beta1: As there.
+        beta2: As there.
+        eps: As there.
+        step: As there.
+        mode: As there.
+        bias_correction: As there.
+        weight_decay: As there.
+        inv_scale: As there.
+    """
+    function = "multi_tensor_adam_capturable_master"
+    check_lists(function, tensor_lists, (*_ADAM_LISTS, "master_params"))
+    grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
+    options = _adam_options(function, lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
+    numbers = {"steps": steps_before(number(function, "step", step), masters)}
+    scale = number(function, "inv_scale", inv_scale).double().reciprocal()
+    lists = [grads, masters, exp_avgs, exp_avg_sqs]
+    with speaking_of(function, params="master_params", copies="params"):
+        _step(
+            *(function, "adam", overflow_buf, lists, _ADAM_LISTS, numbers, options),
+            copies=params,
+            scale=scale,
+        )
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float | Tensor,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float | Tensor,
+) -> None:
+    """Take one SGD step: `[grads, params, momentum_buffers]` or those and `[copies]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above; each new parameter is also written to its copy.
+        weight_decay: L2 factor.
+        momentum: Decay of the momentum buffers; with 0 they are left alone.
+        dampening: The gradient enters the buffer times 1 - dampening.
+        lr: Learning rate.
+        nesterov: Step along gradient plus momentum times buffer.
+        first_run: The buffers hold nothing yet, and become the gradients.
+        wd_after_momentum: Add the decay after momentum instead of before.
+        scale: Factor on the gradients.
+    """
+    function = "multi_tensor_sgd"
+    names = ("grads", "params", "momentum_buffers", "copies")[: max(3, len(tensor_lists))]
+    check_lists(function, tensor_lists, names)
+    lists, copies = tensor_lists[:3], [*tensor_lists[3:], None][0]
+    options = {
+        "lr": number(function, "lr", lr),
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "wd_after_momentum": wd_after_momentum,
+    }
+    numbers = {"fresh": _numbers(float(bool(first_run)), lists[1])}
+    divisor = number(function, "scale", scale).double().reciprocal()
+    _step(
+        *(function, "sgd", overflow_buf, lists, names[:3], numbers, options),
+        copies=copies,
+        scale=divisor,
+    )
+
+
+def multi_tensor_adagrad(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    eps: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """Take one Adagrad step: `[grads, params, sums]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above; sums are those of squared gradients.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        mode: 0 adds weight decay to the gradient, 1 decays the parameter.
+        weight_decay: Decay factor.
+    """
+    function = "multi_tensor_adagrad"
+    names = ("grads", "params", "sums")
+    check_lists(function, tensor_lists, names)
+    check_choice(function, "mode", mode, _DECAY)
+    options = {
+        "lr": number(function, "lr", lr),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adagrad_w_mode": mode == 1,
+    }
+    _step(function, "adagrad", overflow_buf, tensor_lists, names, {}, options)
+
+
+def multi_tensor_novograd(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    grad_norms: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """Take one NovoGrad step: `[grads, params, exp_avgs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above.
+        grad_norms: float32 vector, the second moment of each tensor as a norm; written. Before the
+            first step it holds 0, or the norms of the first gradients.
+        lr: Learning rate.
+        beta1: Decay of the gradients' moment.
+        beta2: Decay of the norms.
+        eps: Added to the norm.
+        step: This step's number, from 1.
+        bias_correction: Not 0: correct the moments' start at zero.
+        weight_decay: Decay factor.
+        grad_averaging: Not 0: multiply gradients by 1 - beta1 on their way into the moment.
+        mode: 0 divides by the norm, and decays, before the moment is taken, 1 after it.
+        norm_type: 2 for the l2 norm, 0 for the maximum norm.
+    """
+    function = "multi_tensor_novograd"
+    names = ("grads", "params", "exp_avgs")
+    check_lists(function, tensor_lists, names)
+    check_step(function, step)
+    check_choice(function, "mode", mode, {0: "inside the moment", 1: "outside"})
+    check_choice(function, "norm_type", norm_type, {0: "maximum norm", 2: "l2 norm"})
+    check_tensor(function, "grad_norms", grad_norms)
+    params = tensor_lists[1]
+    if grad_norms.shape != (len(params),):
+        raise RuntimeError(
+            f"{function}: grad_norms has shape {[*grad_norms.shape]}; it must be a vector with one "
+            f"element for each of the {len(params)} tensors"
+        )
+    options = {
+        "lr": number(function, "lr", lr),
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "bias_correction": bool(bias_correction),
+        "reg_inside_moment": mode == 0,
+        "grad_averaging": bool(grad_averaging),
+        "norm_type": norm_type,
+        "init_zero": True,  # The caller has decided what the norms begin with.
+    }
+    numbers = {"steps": steps_before(step, params), "grad_norms": grad_norms.detach().unbind()}
+    _step(function, "novograd", overflow_buf, tensor_lists, names, numbers, options)
+
+
+def multi_tensor_lamb(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: float | Tensor,
+    max_grad_norm: float | None = None,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """Take one LAMB step: `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is up, nothing is written.
+        tensor_lists: As above.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        step: This step's number, from 1.
+        bias_correction: Not 0: correct the moments' start at zero.
+        weight_decay: Decay factor.
+        grad_averaging: Not 0: multiply gradients by 1 - beta1 on their way into the moment.
+        mode: 0 adds weight decay to the gradient, 1 decays the parameter.
+        global_grad_norm: l2 norm of all gradients of the step, of other calls too.
+        max_grad_norm: Gradients are clipped to this norm; 0 does not clip. None: as in 2019, when
+            there was one argument less, `global_grad_norm` is the maximum, and the norm is that of
+            this call's gradients [None].
+        use_nvlamb: Multiply the update by the ratio of the norms without weight decay too [False].
+    """
+    function = "multi_tensor_lamb"
+    check_lists(function, tensor_lists, _ADAM_LISTS)
+    check_step(function, step)
+    check_choice(function, "mode", mode, _DECAY)
+    norm: Tensor | None = number(function, "global_grad_norm", global_grad_norm)
+    if max_grad_norm is None:
+        max_grad_norm, norm = float(global_grad_norm), None
+    options = {
+        "lr": number(function, "lr", lr),
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "bias_correction": bool(bias_correction),
+        "adam_w_mode": mode == 1,
+        "grad_averaging": bool(grad_averaging),
+        "use_nvlamb": bool(use_nvlamb),
+        "max_grad_norm": max_grad_norm,
+    }
+    numbers = {"steps": steps_before(step, tensor_lists[1])}
+    _step(function, "lamb", overflow_buf, tensor_lists, _ADAM_LISTS, numbers, options, norm=norm)
+
+
+def steps_before(step: float | Tensor, params: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the step counts that a rule takes: those before step number `step`."""
+    return _numbers(step - 1, params)
+
+
+def _numbers(value: float | Tensor, params: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a number for each parameter, on the device of the first."""
+    vector = torch.empty(len(params), dtype=torch.float32, device=params[0].device)
+    return (vector.copy_(value) if isinstance(value, Tensor) else vector.fill_(value)).unbind()
+
+
+def _adam_options(
+    function: str,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> dict[str, Any]:
+    check_choice(function, "mode", mode, _DECAY)
+    return {
+        "lr": number(function, "lr", lr),
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": mode == 1,
+        "bias_correction": bool(bias_correction),
+        "eps_inside_sqrt": False,
+    }
+
+
+def _step(
+    function: str,
+    rule: str,
+    overflow_buf: Tensor,
+    lists: Lists,
+    names: Sequence[str],
+    numbers: Mapping[str, Sequence[Tensor]],
+    options: Mapping[str, Any],
+    **rest: Any,
+) -> None:
+    grads, params, *state = lists
+    with (
+        speaking_of(function, output_params="copies"),
+        raising(function, overflow_buf) as found_inf,
+    ):
+        step_lists(
+            rule,
+            function,
+            params,
+            grads,
+            tensors=dict(zip(names[2:], state, strict=True)),
+            numbers=numbers,
+            options=options,
+            found_inf=found_inf,
+            **rest,
+        )
