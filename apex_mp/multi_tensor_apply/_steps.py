@@ -26,127 +26,8 @@ from apex_mp.multi_tensor_apply._arguments import (
     speaking_of,
 )
 
-_DECAY = {0: "L2", 1: "AdamW"}
-_ADAM_LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
-
-
-def multi_tensor_adam(
-    chunk_size: int,
-    overflow_buf: Tensor,
-    tensor_lists: Lists,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Take one Adam step: `[grads, params, exp_avgs, exp_avg_sqs]`.
-
-    Args:
-        chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
-        tensor_lists: As above.
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        step: This step's number, from 1.
-        mode: 0 adds weight decay to the gradient, 1 decays the parameter (AdamW).
-        bias_correction: Not 0: correct the moments' start at zero.
-        weight_decay: Decay factor.
-    """
-    function = "multi_tensor_adam"
-    check_lists(function, tensor_lists, _ADAM_LISTS)
-    check_step(function, step)
-    options = _adam_options(function, lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
-    numbers = {"steps": steps_before(step, tensor_lists[1])}
-    _step(function, "adam", overflow_buf, tensor_lists, _ADAM_LISTS, numbers, options)
-
-
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    overflow_buf: Tensor,
-    tensor_lists: Lists,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: float | Tensor,
-) -> None:
-    """Take one Adam step whose numbers lie on the device: `[grads, params, exp_avgs, exp_avg_sqs]`.
-
-    Args:
-        chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
-        tensor_lists: As above.
-        lr: As of `multi_tensor_adam`, or a tensor of one element, read on the device.
-        beta1: As of `multi_tensor_adam`; likewise the others.
-        beta2: As there.
-        eps: As there.
-        step: As there, or a tensor of one element, read on the device.
-        mode: As there.
-        bias_correction: As there.
-        weight_decay: As there.
-        inv_scale: Factor on the gradients, 1 / loss scale, or a tensor of one element.
-    """
-    function = "multi_tensor_adam_capturable"
-    check_lists(function, tensor_lists, _ADAM_LISTS)
-    options = _adam_options(function, lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
-    numbers = {"steps": steps_before(number(function, "step", step), tensor_lists[1])}
-    scale = number(function, "inv_scale", inv_scale).double().reciprocal()
-    _step(function, "adam", overflow_buf, tensor_lists, _ADAM_LISTS, numbers, options, scale=scale)
-
-
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    overflow_buf: Tensor,
-    tensor_lists: Lists,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: float | Tensor,
-) -> None:
-    """Take that step with masters: `[grads, params, exp_avgs, exp_avg_sqs, master_params]`.
-
-    Args:
-        chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
-        tensor_lists: As above; masters are stepped, and rounded to params.
-        lr: As of `multi_tensor_adam_capturable`; likewise the others.
-        beta1: As there.
-        beta2: As there.
-        eps: As there.
-        step: As there.
-        mode: As there.
-        bias_correction: As there.
-        weight_decay: As there.
-        inv_scale: As there.
-    """
-    function = "multi_tensor_adam_capturable_master"
-    check_lists(function, tensor_lists, (*_ADAM_LISTS, "master_params"))
-    grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
-    options = _adam_options(function, lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
-    numbers = {"steps": steps_before(number(function, "step", step), masters)}
-    scale = number(function, "inv_scale", inv_scale).double().reciprocal()
-    lists = [grads, masters, exp_avgs, exp_avg_sqs]
-    with speaking_of(function, params="master_params", copies="params"):
-        _step(
-            *(function, "adam", overflow_buf, lists, _ADAM_LISTS, numbers, options),
-            copies=params,
-            scale=scale,
-        )
+DECAY = {0: "L2", 1: "AdamW"}
+ADAM_LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 
 def multi_tensor_sgd(
@@ -190,12 +71,8 @@ def multi_tensor_sgd(
         "wd_after_momentum": wd_after_momentum,
     }
     numbers = {"fresh": _numbers(float(bool(first_run)), lists[1])}
-    divisor = number(function, "scale", scale).double().reciprocal()
-    _step(
-        *(function, "sgd", overflow_buf, lists, names[:3], numbers, options),
-        copies=copies,
-        scale=divisor,
-    )
+    rest = {"copies": copies, "scale": divisor(function, "scale", scale)}
+    take_step(function, "sgd", overflow_buf, lists, names[:3], numbers, options, **rest)
 
 
 def multi_tensor_adagrad(
@@ -221,14 +98,14 @@ def multi_tensor_adagrad(
     function = "multi_tensor_adagrad"
     names = ("grads", "params", "sums")
     check_lists(function, tensor_lists, names)
-    check_choice(function, "mode", mode, _DECAY)
+    check_choice(function, "mode", mode, DECAY)
     options = {
         "lr": number(function, "lr", lr),
         "eps": eps,
         "weight_decay": weight_decay,
         "adagrad_w_mode": mode == 1,
     }
-    _step(function, "adagrad", overflow_buf, tensor_lists, names, {}, options)
+    take_step(function, "adagrad", overflow_buf, tensor_lists, names, {}, options)
 
 
 def multi_tensor_novograd(
@@ -291,7 +168,7 @@ def multi_tensor_novograd(
         "init_zero": True,  # The caller has decided what the norms begin with.
     }
     numbers = {"steps": steps_before(step, params), "grad_norms": grad_norms.detach().unbind()}
-    _step(function, "novograd", overflow_buf, tensor_lists, names, numbers, options)
+    take_step(function, "novograd", overflow_buf, tensor_lists, names, numbers, options)
 
 
 def multi_tensor_lamb(
@@ -333,9 +210,9 @@ def multi_tensor_lamb(
         use_nvlamb: Multiply the update by the ratio of the norms without weight decay too [False].
     """
     function = "multi_tensor_lamb"
-    check_lists(function, tensor_lists, _ADAM_LISTS)
+    check_lists(function, tensor_lists, ADAM_LISTS)
     check_step(function, step)
-    check_choice(function, "mode", mode, _DECAY)
+    check_choice(function, "mode", mode, DECAY)
     norm: Tensor | None = number(function, "global_grad_norm", global_grad_norm)
     if max_grad_norm is None:
         max_grad_norm, norm = float(global_grad_norm), None
@@ -351,7 +228,7 @@ def multi_tensor_lamb(
         "max_grad_norm": max_grad_norm,
     }
     numbers = {"steps": steps_before(step, tensor_lists[1])}
-    _step(function, "lamb", overflow_buf, tensor_lists, _ADAM_LISTS, numbers, options, norm=norm)
+    take_step(function, "lamb", overflow_buf, tensor_lists, ADAM_LISTS, numbers, options, norm=norm)
 
 
 def steps_before(step: float | Tensor, params: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -365,29 +242,12 @@ def _numbers(value: float | Tensor, params: Sequence[Tensor]) -> Sequence[Tensor
     return (vector.copy_(value) if isinstance(value, Tensor) else vector.fill_(value)).unbind()
 
 
-def _adam_options(
-    function: str,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> dict[str, Any]:
-    check_choice(function, "mode", mode, _DECAY)
-    return {
-        "lr": number(function, "lr", lr),
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "adam_w_mode": mode == 1,
-        "bias_correction": bool(bias_correction),
-        "eps_inside_sqrt": False,
-    }
+def divisor(function: str, name: str, factor: float | Tensor) -> Tensor:
+    """Return what gradients are divided by to be multiplied by `factor`."""
+    return number(function, name, factor).double().reciprocal()
 
 
-def _step(
+def take_step(
     function: str,
     rule: str,
     overflow_buf: Tensor,
@@ -397,6 +257,18 @@ def _step(
     options: Mapping[str, Any],
     **rest: Any,
 ) -> None:
+    """Take the step of a rule over lists that were checked.
+
+    Args:
+        function: For messages.
+        rule: As in `step_lists`.
+        overflow_buf: The flag.
+        lists: Gradients, parameters, and the tensors of the rule's state.
+        names: Of the lists.
+        numbers: As in `step_lists`.
+        options: As there.
+        **rest: Further arguments of `step_lists`.
+    """
     grads, params, *state = lists
     with (
         speaking_of(function, output_params="copies"),

@@ -1,0 +1,156 @@
+"""How apex_mp is built: who may import whom, what is called where, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+import apex_mp
+
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
+
+PACKAGE = Path(apex_mp.__file__).parent
+ROOT = PACKAGE.parent
+# A module or package imports from the rows above its own only. A new one is added to its row.
+ROWS = [
+    {"_version", "_C", "loss_scale"},
+    {"core"},
+    {"multi_tensor_apply", "normalization", "parallel", "reparameterization", "RNN"},
+    {"fp16_utils"},
+    {"loss_scale_manager", "optimizers"},
+    {"amp"},
+    {"checkpointing", "monitor"},
+    {"checkpoint", "convert", "trainers"},
+    {"_as_apex"},
+    {"accelerate", "as_apex", "lightning", "pytorch_lightning", "_run"},
+    {"__init__", "__main__"},
+]
+HEIGHTS = {name: height for height, row in enumerate(ROWS) for name in row}
+TREES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION, METHODS_OF_A_CLASS = 400, 60, 25
+# The limits do not hold for these. A row may go, none may come.
+LONGER = {
+    "core/master_grads.py",
+    "core/master_grads.py MasterGrads",
+    "fp16_utils/_old_names.py OldNames",
+    "fp16_utils/fp16_optimizer.py",
+    "fp16_utils/fp16_optimizer.py FP16_Optimizer",
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in TREES}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, in functions and for annotations too."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: import by the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def calls(path: Path, name: str) -> bool:
+    """Whether a file says a dotted name."""
+    attributes = (node for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute))
+    return any(ast.unparse(node) == name for node in attributes)
+
+
+def test_a_package_imports_only_from_packages_below() -> None:
+    wrong = []
+    for path in TREES:
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        inner = {name.split(".")[1] for name in imports(path) if name.startswith("apex_mp.")}
+        higher = [other for other in inner - {own} if HEIGHTS[other] >= HEIGHTS[own]]
+        wrong += [f"{path} imports {other}, which is not below {own}" for other in higher]
+    assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    def modules(path: Path) -> Iterator[str]:
+        for name in imports(path):
+            # `from package import name` imports the package only if `name` is no module.
+            while name and name not in MODULES and name != "apex_mp._C":
+                name = name.rpartition(".")[0]
+            if MODULES.get(name, path) != path:
+                yield name
+
+    left = {name: {*modules(path)} for name, path in MODULES.items()}
+    while True:
+        leaves = {name for name, needed in left.items() if not needed & left.keys()}
+        if not leaves:
+            break
+        left = {name: needed for name, needed in left.items() if name not in leaves}
+    assert not left, f"a circle is among {sorted(left)}"
+
+
+def test_loss_scale_knows_nothing_of_torch() -> None:
+    allowed = {"__future__", "dataclasses", "math", "typing", "collections"}
+    roots = {name.split(".")[0] for name in imports(PACKAGE / "loss_scale.py")}
+    assert roots <= allowed
+
+
+def test_what_only_one_file_may_call_is_called_there() -> None:
+    for name, *where in (
+        ("torch.ops.apex_mp", "core/ops.py"),
+        ("ops.unscale_", "core/found_inf.py", "multi_tensor_apply/amp_C.py"),
+        (
+            "_C.StepPlan",
+            "core/step_lists.py",
+            "optimizers/_device_part.py",
+            "optimizers/_fused.py",
+            "optimizers/_several_devices.py",
+        ),
+    ):
+        calling = [path.relative_to(PACKAGE).as_posix() for path in TREES if calls(path, name)]
+        assert calling == where, name
+
+
+def test_files_classes_and_functions_are_short() -> None:
+    long = set()
+    for path, tree in TREES.items():
+        file = path.relative_to(PACKAGE).as_posix()
+        if len(path.read_text("utf-8").splitlines()) > LINES_OF_A_FILE:
+            long.add(file)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = [item for item in node.body if isinstance(item, Function)]
+                if len(methods) > METHODS_OF_A_CLASS:
+                    long.add(f"{file} {node.name}")
+            elif isinstance(node, Function) and _lines_of_code(node) > LINES_OF_A_FUNCTION:
+                long.add(f"{file} {node.name}")
+    assert long == LONGER
+
+
+def _lines_of_code(node: Function) -> int:
+    """Lines of the body without the docstring."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_internal_modules_lie_in_packages() -> None:
+    public = {"__init__", "__main__", "_version", "loss_scale", "loss_scale_manager", "checkpoint"}
+    public |= {"convert", "as_apex", "accelerate", "lightning", "pytorch_lightning"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == public
+
+
+def test_every_path_in_the_glossary_exists() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    paths = re.findall(r"\| `([^`]+)` \|$", text, re.MULTILINE)
+    assert len(paths) == text.count("\n|") - 2 * text.count("\n| term |")
+    for path in paths:
+        home = ROOT if path.startswith("csrc/") else PACKAGE
+        assert (home / path).exists(), path
