@@ -243,7 +243,7 @@ cuda-link: $(CUDA_BUILT)
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
 	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
-	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=tests $(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(PYTEST_ARGS)
 
 cuda-tests: $(CUDA_BUILT)
 	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)

@@ -25,6 +25,7 @@ TRAINER_PAGES = ("docs/trainers.md", "examples/trainers")
 OPERATORS = ("csrc", "tests/op_cases.py", "tests/test_operators.py")
 SHORT = ("PYTEST_ARGS=--short",)
 NOT_SLOW = ("PYTEST_ARGS=-m 'not slow'",)
+PAIRWISE = ("PYTEST_ARGS=-p pairs",)  # tests/pairs.py
 
 
 class Target(NamedTuple):
@@ -54,7 +55,7 @@ ON_BOTH_CORES = [
     Target("mutants", 15, NIGHTLY_ONLY),
 ]
 ON_ONE_CORE = [
-    Target("cuda-link", 8, EACH_TIME),
+    Target("cuda-link", 8, EACH_TIME, PAIRWISE),
     Target("clients", 3, ("csrc", "apex_mp", "tests/clients")),
     Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.

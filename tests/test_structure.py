@@ -107,13 +107,6 @@ def test_what_only_one_file_may_call_is_called_there() -> None:
     for name, *where in (
         ("torch.ops.apex_mp", "core/ops.py"),
         ("ops.unscale_", "core/found_inf.py", "multi_tensor_apply/amp_C.py"),
-        (
-            "_C.StepPlan",
-            "core/step_lists.py",
-            "optimizers/_device_part.py",
-            "optimizers/_fused.py",
-            "optimizers/_several_devices.py",
-        ),
     ):
         calling = [path.relative_to(PACKAGE).as_posix() for path in TREES if calls(path, name)]
         assert calling == where, name

@@ -133,7 +133,7 @@ def _environment(library: Library, net: Net) -> dict[str, str]:
         **os.environ,
         **options,
         "LD_PRELOAD": " ".join(preloaded),
-        "PYTHONPATH": str(INSIDE),
+        "PYTHONPATH": os.pathsep.join(map(str, (INSIDE, ROOT / "tests"))),
         "OMP_NUM_THREADS": "1",
         "CUDA_ON_CPU_LIBRARY": str(library.path),
         "CUDA_ON_CPU_ORDER": net.order,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nets import INSIDE
+from pairs import covering_every_pair
+
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 
 class Case:
@@ -16,18 +17,10 @@ class Case:
         self.callspec = SimpleNamespace(params=params)
 
 
-@pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(INSIDE), *sys.path])
-    import pairs
-
-    return pairs
-
-
-def test_every_pair_of_parameters_and_of_members_of_tuples_is_covered(pairs: Any) -> None:
+def test_every_pair_of_parameters_and_of_members_of_tuples_is_covered() -> None:
     rows = [row for row in itertools.product("abcd", repeat=3) if row != ("a", "b", "c")]
     cases = [Case(lists=number, dtypes=row) for number in range(20) for row in rows]
-    kept = pairs.covering_every_pair(cases)
+    kept = covering_every_pair(cases)
     assert 20 * 4 <= len(kept) < len(cases) / 10
 
     def tuples(cases: list[Case]) -> set[Any]:
@@ -39,5 +32,5 @@ def test_every_pair_of_parameters_and_of_members_of_tuples_is_covered(pairs: Any
     assert tuples(kept) == tuples(cases)
 
 
-def test_what_has_no_parameters_is_kept(pairs: Any) -> None:
-    assert len(pairs.covering_every_pair([object()])) == 1
+def test_what_has_no_parameters_is_kept() -> None:
+    assert len(covering_every_pair([object()])) == 1
