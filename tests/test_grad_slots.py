@@ -36,7 +36,8 @@ def test_gradients_are_read_with_the_numbers_of_their_parameters(device: torch.d
     params[2].grad = params[0].grad  # shared
     slots = GradSlots([{"params": params[:2]}, {"params": []}, {"params": params[2:]}])
     grads = slots.read()
-    ((rows, tensors),) = grads.plain.values()
+    (here,) = grads.plain.values()
+    rows, tensors = here.rows, here.grads
     assert [*grads.plain] == [params[0].grad.device]  # type: ignore[union-attr]
     assert rows == [0, 2, 3]
     assert all(grad is params[row].grad for row, grad in zip(rows, tensors, strict=True))
@@ -57,8 +58,8 @@ def test_what_the_operators_do_not_read_is_left_to_others(device: torch.device) 
     params.append(Parameter(torch.zeros(2, 3, device=device)))
     params[-1].grad = negative
     grads = GradSlots([{"params": params}]).read()
-    ((rows, _),) = grads.plain.values()
-    assert rows == [1, 3]
+    (here,) = grads.plain.values()
+    assert (here.rows, len(here), here.has_double) == ([1, 3], 2, False)
     assert grads.others == [0, 2, 4]
     assert [*map(id, grads.other_params())] == [id(params[row]) for row in (0, 2, 4)]
 
@@ -74,7 +75,8 @@ def test_a_parameter_of_a_class_of_its_own_is_asked_at_its_place(device: torch.d
     params = make(device, torch.ones(2, 3), torch.ones(2, 3))
     params.insert(1, Lazy(torch.zeros(2, 3, device=device)))
     grads = GradSlots([{"params": params}]).read()
-    ((rows, tensors),) = grads.plain.values()
+    (here,) = grads.plain.values()
+    rows, tensors = here.rows, here.grads
     assert rows == [0, 1, 2]
     assert [tensor[0, 0].item() for tensor in tensors] == [1.0, 7.0, 1.0]
     assert _C.read_grads(params)[1] == [1]

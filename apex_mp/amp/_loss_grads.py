@@ -182,9 +182,10 @@ class LossGrads:
             source.grad, before = self._stash[row].source_grad, self._stash[row].before
             target.grad = None if before is None else _writable(before)
         lists = fresh, added, summed
-        for rows, plain in grads.plain.values():
+        for here in grads.plain.values():
+            plain = here.grads
             if self._stash:
-                for row, grad in zip(rows, plain, strict=True):
+                for row, grad in zip(here.rows, plain, strict=True):
                     self._assign(row, grad, *lists)
             else:
                 fresh[0].extend(plain)

@@ -37,7 +37,7 @@ class Measured:
         """Return what was found in gradients, which are as the pass has left them."""
         marks = _C.GradMarks()
         marks.take(grads.slots.params)
-        rows = {device: rows for device, (rows, _) in grads.plain.items()}
+        rows = {device: here.rows for device, here in grads.plain.items()}
         return cls(grads.slots, rows, found, unscaled, marks)
 
     def params(self) -> list[Tensor]:
@@ -71,8 +71,8 @@ class Measured:
 def measure(grads: Grads) -> Measured:
     """Test the plain gradients for inf and NaN and sum their squares; the host does not wait."""
     found = FoundInf()
-    for device, (_, on_device) in grads.plain.items():
-        found.check_on(device, on_device, range(len(on_device)), len(on_device))
+    for device, here in grads.plain.items():
+        found.check_each(device, here)
     return Measured.of(grads, found, unscaled=False)
 
 
@@ -89,7 +89,8 @@ def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> 
     Returns:
         What was found, with `found`.
     """
-    for device, (_, on_device) in grads.plain.items():
+    for device, here in grads.plain.items():
+        on_device = here.grads
         # Parameters may share a gradient, which is to be unscaled once.
         distinct = {id(grad): grad for grad in on_device}
         found.unscale_on(device, [*distinct.values()], inv_scale, sums=sums)

@@ -152,7 +152,7 @@ class UnscalingGradScaler(BoundedGradScaler):
                 f"GradScaler.clip_grad_norm_: the norm of the gradients is {norm.item()}, so they "
                 "cannot be clipped; with error_if_nonfinite=False the step is skipped"
             )
-        wide = any(grad.dtype == torch.float64 for _, each in grads.plain.values() for grad in each)
+        wide = any(here.has_double for here in grads.plain.values())
         state[_CLIPPED] = True
         clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
         if step_log.listeners:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from apex_mp import _C
 from apex_mp.core import ops
 from apex_mp.core.device_scale import bring
 from apex_mp.core.tensors import is_dense, is_wrapper
@@ -52,18 +53,16 @@ class FoundInf:
             here.append(grad)
             rows_here.append(row)
         for device, (here, rows_here) in by_device.items():
+            sum_sq = torch.zeros(max(count, 1), dtype=torch.float64, device=device)
             if rows is not None:
-                self.check_on(device, here, rows_here, count)
-                continue
-            unused = torch.zeros(1, dtype=torch.float64, device=device)
-            ops.check_(here, rows_here, self._flag(device), unused)
+                self.sum_sq[device] = sum_sq
+            ops.check_(here, rows_here, self._flag(device), sum_sq)
 
-    def check_on(
-        self, device: torch.device, grads: Sequence[Tensor], rows: Sequence[int], count: int
-    ) -> None:
-        """As `check`, for gradients that all lie on one device and are no wrappers."""
-        sum_sq = self.sum_sq[device] = torch.zeros(count, dtype=torch.float64, device=device)
-        ops.check_(grads, rows, self._flag(device), sum_sq)
+    def check_each(self, device: torch.device, grads: _C.DeviceGrads) -> None:
+        """As `check`, for gradients of one device, of which each has its own sum of squares."""
+        sum_sq = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        self.sum_sq[device] = sum_sq
+        grads.check(self._flag(device), sum_sq)
 
     def unscale(
         self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor

@@ -57,8 +57,7 @@ class GradSlots:
 
     def read(self) -> Grads:
         """Return the gradients that there are."""
-        usual, unusual = _C.read_grads(self.sources)
-        plain = {device: (rows, grads) for device, rows, grads in usual}
+        plain, unusual = _C.read_grads(self.sources)
         others: list[int] = []
         for row in unusual:
             grad = self.sources[row].grad
@@ -78,23 +77,23 @@ class Grads:
 
     Attributes:
         slots: The parameters.
-        plain: By device, numbers of parameters, sorted, and their gradients, which the operators of
-            this package read.
+        plain: By device, gradients that the operators of this package read, and the numbers of
+            their parameters, sorted.
         others: Numbers of parameters whose gradient is sparse, a DTensor, or on a device without
             kernels: torch's operators read them.
     """
 
     slots: GradSlots
-    plain: dict[torch.device, tuple[list[int], list[Tensor]]]
+    plain: dict[torch.device, _C.DeviceGrads]
     others: list[int]
 
     def rows(self) -> set[int]:
         """Return the numbers of all parameters with a gradient."""
-        return set(self.others).union(*(rows for rows, _ in self.plain.values()))
+        return set(self.others).union(*(here.rows for here in self.plain.values()))
 
     def params(self) -> list[Tensor]:
         """Return the parameters with a plain gradient, device by device."""
-        return [self.slots.sources[row] for rows, _ in self.plain.values() for row in rows]
+        return [self.slots.sources[row] for here in self.plain.values() for row in here.rows]
 
     def other_params(self) -> list[Tensor]:
         """Return those with another gradient."""
@@ -102,10 +101,7 @@ class Grads:
 
 
 def _put(
-    row: int,
-    grad: Tensor,
-    plain: dict[torch.device, tuple[list[int], list[Tensor]]],
-    others: list[int],
+    row: int, grad: Tensor, plain: dict[torch.device, _C.DeviceGrads], others: list[int]
 ) -> None:
     """Add a gradient that C++ has left to Python, at its place."""
     device = grad.device
@@ -113,7 +109,4 @@ def _put(
     if not has_kernels or tensors.not_readable(grad) or not tensors.is_dense(grad):
         others.append(row)
         return
-    rows, grads = plain.setdefault(device, ([], []))
-    position = bisect.bisect(rows, row)
-    rows.insert(position, row)
-    grads.insert(position, grad)
+    plain.setdefault(device, _C.DeviceGrads(device)).insert(row, grad)

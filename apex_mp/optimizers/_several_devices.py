@@ -283,14 +283,16 @@ def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured
 def _look_at(part: Part, groups: int) -> Tensor:
     """Whether there is inf or NaN; norms by group of unscaled and of scaled gradients; flags."""
     gradients = part.plan.gradients
-    found, count = FoundInf(), len(gradients)
-    found.check_on(part.device, [grad for grad, _, _ in gradients], range(count), count)
+    found, here = FoundInf(), _C.DeviceGrads(part.device)
+    for row, (grad, _, _) in enumerate(gradients):
+        here.insert(row, grad)
+    found.check_each(part.device, here)
     roots = found.sum_sq[part.device].sqrt()
     # Those that count to one norm, next to each other.
     kinds = [2 * number + scaled for _, number, scaled in gradients]
     order = sorted(range(len(kinds)), key=kinds.__getitem__)
     sizes = [kinds.count(kind) for kind in range(2 * groups)]
-    ordered = roots[order] if order != [*range(count)] else roots
+    ordered = roots[order] if order != [*range(len(order))] else roots
     norms = torch.stack(torch._foreach_norm(torch.split(ordered, sizes)))
     found_inf = found.on(part.device).double().view(1)
     return torch.cat([found_inf, norms, (~roots.isfinite()).double()])

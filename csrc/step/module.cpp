@@ -89,12 +89,18 @@ void define_classes(py::module_& module) {
       .def("differ", [](const GradMarks& marks, const py::list& params) {
         return marks.differ(params.ptr());
       });
+  py::class_<DeviceGrads>(module, "DeviceGrads")
+      .def(py::init([](const at::Device& device) { return DeviceGrads{device, {}, {}}; }))
+      .def("insert", &DeviceGrads::insert)
+      .def("check", &DeviceGrads::check, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("has_double", &DeviceGrads::has_double)
+      .def("__len__", [](const DeviceGrads& here) { return here.rows.size(); })
+      .def_readonly("rows", &DeviceGrads::rows)
+      .def_readonly("grads", &DeviceGrads::grads);
   module.def("read_grads", [](const py::list& params) {
     Grads found = read_grads(params.ptr());
-    py::list plain;
-    for (DeviceGrads& here : found.plain) {
-      plain.append(py::make_tuple(here.device, std::move(here.rows), std::move(here.grads)));
-    }
+    py::dict plain;
+    for (DeviceGrads& here : found.plain) plain[py::cast(here.device)] = std::move(here);
     return py::make_tuple(plain, found.others);
   });
   // Whether two lists hold the same objects: == would compare tensors by their elements.

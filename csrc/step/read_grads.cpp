@@ -1,6 +1,11 @@
 // Gradients, cut by device.
 #include "step/read_grads.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <numeric>
+
 #include "step/python_tensors.h"
 #include "step/row_checks.h"
 
@@ -16,6 +21,27 @@ DeviceGrads& on_device(std::vector<DeviceGrads>& plain, const at::Device& device
 }
 
 }  // namespace
+
+void DeviceGrads::insert(int64_t row, const at::Tensor& grad) {
+  const auto place = std::lower_bound(rows.begin(), rows.end(), row) - rows.begin();
+  rows.insert(rows.begin() + place, row);
+  grads.insert(grads.begin() + place, grad);
+}
+
+bool DeviceGrads::has_double() const {
+  return std::any_of(grads.begin(), grads.end(),
+                     [](const at::Tensor& grad) { return grad.scalar_type() == at::kDouble; });
+}
+
+// Not by way of Python, which would make a list of the gradients, and the operator one of that.
+void DeviceGrads::check(const at::Tensor& found_inf, const at::Tensor& sum_sq) const {
+  using Check = void(at::TensorList, at::IntArrayRef, const at::Tensor&, const at::Tensor&);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("apex_mp::check_", "").typed<Check>();
+  std::vector<int64_t> places(grads.size());
+  std::iota(places.begin(), places.end(), 0);
+  op.call(grads, places, found_inf, sum_sq);
+}
 
 Grads read_grads(PyObject* params) {
   Grads found;

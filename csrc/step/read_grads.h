@@ -10,8 +10,16 @@ namespace apex_mp::step {
 
 struct DeviceGrads {
   at::Device device;
-  std::vector<int64_t> rows;  // numbers of the parameters
+  std::vector<int64_t> rows;  // numbers of the parameters, sorted
   std::vector<at::Tensor> grads;
+
+  // Puts a gradient at its place.
+  void insert(int64_t row, const at::Tensor& grad);
+
+  bool has_double() const;
+
+  // Calls the operator check_, which adds the squares of gradient i to sum_sq[i].
+  void check(const at::Tensor& found_inf, const at::Tensor& sum_sq) const;
 };
 
 struct Grads {
