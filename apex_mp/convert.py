@@ -205,7 +205,7 @@ def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, Te
     for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         check_optimizer(function, one)
         if isinstance(one, fp16_utils.FP16_Optimizer):
-            model_of = one._grads.model_of
+            model_of = one._masters.model_of
         else:
             model_of = getattr(one, "_amp_model_of", {})
         stepped = [param for group in one.param_groups for param in group["params"]]

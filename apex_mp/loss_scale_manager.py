@@ -328,7 +328,7 @@ class LossScaleOptimizer(FP16_Optimizer):
     def _variables_of(self, var_list: Iterable[Tensor]) -> list[Tensor]:
         """Return the variables for parameters of the model or variables."""
         mine: dict[int, Tensor] = {id(var): var for var in self._variables()}
-        mine |= {id(param): master for master, param in self._grads.model_of.items()}
+        mine |= {id(param): master for master, param in self._masters.model_of.items()}
         given = [*var_list]
         for number, var in enumerate(given):
             if id(var) not in mine:

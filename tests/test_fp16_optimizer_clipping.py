@@ -153,7 +153,7 @@ def test_max_grad_norm_clips_each_group(
         optimizer.register_step_pre_hook(lambda *_: None)
     params = [
         param
-        for group in optimizer._grads.groups
+        for group in optimizer._masters.groups
         for param in (*group.model_params, *group.own_params)
     ]
     optimizer.backward(pull(*zip(params, GRADS, strict=True)))

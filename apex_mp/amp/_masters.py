@@ -16,8 +16,7 @@ from torch.nn import Parameter
 
 from apex_mp import _C
 from apex_mp.amp._loss_grads import dense_values
-from apex_mp.amp._master_state import Masters, MasterState
-from apex_mp.amp.casting import is_low
+from apex_mp.amp._master_state import MasterState
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.core import parallel_masters, tensors
 from apex_mp.core.checkpoint_view import (
@@ -27,7 +26,7 @@ from apex_mp.core.checkpoint_view import (
 )
 from apex_mp.core.inner import StepWatch
 from apex_mp.core.log import logger
-from apex_mp.core.masters import rekey_state
+from apex_mp.core.masters import Masters
 from apex_mp.core.weight_watch import WeightWatch
 
 _LOG = logger("apex_mp.amp")
@@ -44,7 +43,7 @@ class _Grads(enum.Enum):
     CLEARED = "zero_grad has cleared them"
 
 
-class OptimizerMasters:
+class OptimizerMasters(Masters):
     """The masters in an optimizer's groups, which each step copies to the model.
 
     It has no reference to the optimizer, so that a shallow copy of that shares it.
@@ -53,12 +52,11 @@ class OptimizerMasters:
         model_state: What the models' hooks save and load; not kept alive.
 
     Attributes:
-        model_of: The model's parameter of each master.
         weights: Notices writes to the model between steps.
     """
 
     def __init__(self, model_state: MasterState) -> None:
-        self.model_of: dict[Parameter, Parameter] = {}
+        super().__init__()
         if model_state.masters is None:
             model_state.masters = {}
         self._masters = model_state.masters
@@ -97,47 +95,27 @@ class OptimizerMasters:
 
     # Parameters.
 
-    def adopt(self, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
-        """Put masters into the parameter lists of all groups, in place, as LBFGS keeps its list.
+    def adopt_all(self, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
+        """Put masters into the parameter lists of all groups.
 
         Args:
             optimizer: Its groups and state are changed.
             originals: float32 values of parameters before the model was cast, which become the
                 masters, so nothing is lost by the cast.
         """
+
+        def master_of(param: Parameter) -> Parameter:
+            if param not in self._masters:
+                self._masters[param] = Parameter(originals.get(param, param).data.float())
+            return self._masters[param]
+
         for group in optimizer.param_groups:
-            new: Masters = {}
-            params = group["params"]
-            for index, param in enumerate(params):
-                if not is_low(param.dtype) or not param.requires_grad:
-                    continue
-                if param not in self._masters:
-                    self._masters[param] = Parameter(originals.get(param, param).data.float())
-                params[index] = new[param] = self._masters[param]
-            rekey_state(optimizer.state, new)
-            self.model_of.update({master: model for model, master in new.items()})
+            self.adopt(group["params"], optimizer.state, master_of)
 
-    def masters_of(self, params: Collection[int]) -> list[Tensor]:
-        """Return the masters of parameters of the model, given by id()."""
-        return [master for master, model in self.model_of.items() if id(model) in params]
-
-    def model_params(self) -> list[Parameter]:
-        """The model parameters of all masters."""
-        return [*self.model_of.values()]
-
-    def master_params(self) -> list[Parameter]:
-        """All masters, in the same order."""
-        return [*self.model_of]
-
-    def flats(self) -> list[Tensor]:
-        """The masters, each a tensor of its own."""
-        return [*self.model_of]
-
-    def copy_to_model(self) -> None:
+    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
         """Write each master, rounded, to the model."""
+        super().copy_to_model(except_for)
         if self.model_of:
-            with torch.no_grad():
-                torch._foreach_copy_([*self.model_of.values()], [*self.model_of])
             self.weights.note_masters()
 
     # Gradients of masters are made when a block of scale_loss ends.
@@ -147,7 +125,7 @@ class OptimizerMasters:
 
         Parameters that require grad only now get masters.
         """
-        self.adopt(optimizer, {})
+        self.adopt_all(optimizer, {})
         self.weights.check_masters()
         if self._grads is _Grads.USED:
             for master in self.model_of:
@@ -270,7 +248,7 @@ class OptimizerWithMasters(torch.optim.Optimizer):
             raise ValueError("some parameters appear in more than one parameter group")
         check_group(len(self.param_groups), params, names)
         super().add_param_group(param_group, *args, **kwargs)
-        self._amp_masters.adopt(self, {})
+        self._amp_masters.adopt_all(self, {})
 
     @with_checkpoint_view
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -323,11 +301,11 @@ def give_masters(
 
     Args:
         optimizer: Its groups, state and class are changed.
-        originals: As for `OptimizerMasters.adopt`.
+        originals: As for `OptimizerMasters.adopt_all`.
         model_state: What the models' hooks save and load.
     """
     masters = OptimizerMasters(model_state)
-    masters.adopt(optimizer, originals)
+    masters.adopt_all(optimizer, originals)
     masters.weights.begin()
     masters.weights.note_masters()
     optimizer.__class__ = class_with_masters(optimizer)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core.found_inf import norms
-from apex_mp.core.masters import LOW_PRECISION, Held
+from apex_mp.core.masters import LOW_PRECISION, Masters
 from apex_mp.core.step import StepResult
 
 # Of masters, and of their model parameters.
@@ -83,12 +83,12 @@ class StepWatch:
 
     Args:
         caller: The class or function, for the message.
-        held: The masters and their model parameters.
+        masters: The masters and their model parameters.
     """
 
-    def __init__(self, caller: str, held: Held) -> None:
+    def __init__(self, caller: str, masters: Masters) -> None:
         self._caller = caller
-        self._held = held
+        self._masters = masters
         self._steps_masters = False
         self._before: _Norms | None = None
 
@@ -104,7 +104,7 @@ class StepWatch:
         """
         before, self._before = self._before, None
         after = None if before is None else self._norms()
-        self._held.copy_to_model()
+        self._masters.copy_to_model()
         if before is None or after is None:
             return
         self._steps_masters = before[0] != after[0]
@@ -117,7 +117,7 @@ class StepWatch:
             )
 
     def _norms(self) -> _Norms:
-        return norms(self._held.master_params()), norms(self._held.model_params())
+        return norms(self._masters.master_params()), norms(self._masters.model_params())
 
 
 def legacy_arguments(optimizer: Any) -> tuple[str, ...]:

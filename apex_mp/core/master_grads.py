@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf, inverse, norms
 from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.grads import Edits
-from apex_mp.core.masters import MasterGroup, rekey_state, store_grad, stored_grad, write
+from apex_mp.core.masters import GroupedMasters, store_grad, stored_grad, write
 from apex_mp.core.step import Lists
 
 Scale: TypeAlias = float | Tensor
@@ -53,104 +53,26 @@ class MasterGrads:
             `begin_backward`: a number or a 0-dim tensor.
 
     Attributes:
-        groups: The masters of each parameter group.
-        model_of: The model parameter of each master.
+        masters: The masters.
         stage: See Stage.
         holding: Whether masters hold gradients of their own, unscaled; the model's are then not
             used.
     """
 
     def __init__(self, *, lazy: bool, dense: bool, current_scale: Callable[[], Scale]) -> None:
-        self.groups: list[MasterGroup] = []
-        self.model_of: dict[Parameter, Parameter] = {}
+        # Masters that materialize `.grad` slow down torch's own optimizers, which always read it:
+        # they are for inner optimizers that take scaled gradients.
+        self.masters = GroupedMasters(self.hold if lazy else None, dense=dense)
         self.stage = Stage.READY
         self.holding = False
         self._lazy = lazy
-        self._dense = dense
         self._current_scale = current_scale
         self._scale: Scale | None = None  # of the gradients in the model, once we know
         self._model_marks, self._own_marks = _C.GradMarks(), _C.GradMarks()
         self._edits = _grads.EditWatch()
         self._rescaled = self._sources_are_rescaled = False
         self._slots = GradSlots([])
-        parallel_masters.add(self)
-
-    # Parameters.
-
-    def check_new(self, number: int, params: list[Any], names: Sequence[str] | None = None) -> None:
-        """Raise if the parameters of a group cannot be adopted.
-
-        Args:
-            number: Number of the group.
-            params: Its parameters.
-            names: Of the parameters, empty where there is none [None: none].
-
-        Raises:
-            TypeError: There can be no master of one, or one is not dense and must be.
-            ValueError: A parameter is in a group already.
-        """
-
-        def reason(param: Tensor) -> str | None:
-            unreadable = tensors.not_readable(param)
-            return tensors.not_dense(param) if unreadable is None and self._dense else unreadable
-
-        tensors.check_params("FP16_Optimizer", number, params, reason, names)
-        if not {id(model) for model in self.model_params()}.isdisjoint(map(id, params)):
-            raise ValueError("some parameters appear in more than one parameter group")
-
-    def adopt(self, param_group: dict[str, Any], state: Any) -> None:
-        """Put masters into a new parameter group, and move the optimizer's state to them.
-
-        Raises:
-            TypeError, ValueError: As `check_new`.
-        """
-        self.check_new(len(self.groups), param_group["params"])
-        # Masters that materialize `.grad` slow down torch's own optimizers, which always read it;
-        # so they are for inner optimizers that take scaled gradients.
-        group = MasterGroup(self.hold if self._lazy else None)
-        self._adopt_into(group, param_group, state)
-        self.groups.append(group)
-
-    def masters_of(self, params: Collection[int]) -> list[Tensor]:
-        """Return the masters of parameters of the model, given by id()."""
-        return [master for master, model in self.model_of.items() if id(model) in params]
-
-    def adopt_unfrozen(self, param_groups: list[dict[str, Any]], state: Any) -> None:
-        """Make masters for parameters that have come to require grad."""
-        if len(param_groups) < len(self.groups):
-            raise RuntimeError(
-                f"FP16_Optimizer: the inner optimizer has {len(param_groups)} parameter groups "
-                f"left of {len(self.groups)} that have masters; groups may be added, not removed"
-            )
-        for group, param_group in zip(self.groups, param_groups, strict=False):
-            if any(param.requires_grad for param in group.frozen_params):
-                self._adopt_into(group, param_group, state)
-
-    def _adopt_into(self, group: MasterGroup, param_group: dict[str, Any], state: Any) -> None:
-        new = group.adopt(param_group["params"])
-        rekey_state(state, new)
-        self.model_of.update({master: model for model, master in new.items()})
-
-    def model_params(self) -> list[Parameter]:
-        """The model's low-precision parameters of all groups."""
-        return [param for group in self.groups for param in group.model_params]
-
-    def master_params(self) -> list[Parameter]:
-        """Their masters, in the same order."""
-        return [param for group in self.groups for param in group.master_params]
-
-    def flats(self) -> list[Tensor]:
-        """The flat tensors of all groups, in which the masters lie."""
-        return [flat for group in self.groups for flat in group.flats.values()]
-
-    def own_params(self) -> list[Parameter]:
-        """The parameters of all groups that are their own masters."""
-        return [param for group in self.groups for param in group.own_params]
-
-    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
-        """Write masters to the model, but not to parameters whose id() is in `except_for`."""
-        for group in self.groups:
-            group.copy_to_model(except_for)
+        parallel_masters.add(self.masters)
 
     def copy_to_model_of(self, indices: Iterable[tuple[int, int]]) -> None:
         """Write some masters to the model: those at group and index of the last `slots`."""
@@ -166,7 +88,7 @@ class MasterGrads:
             scale: A tensor that is the same object as at the last backward is the same scale.
             last: Unless this is what it held then.
         """
-        own, scaled = self.own_params(), self.model_params()
+        own, scaled = self.masters.own_params(), self.masters.model_params()
         self._rescaled = not self._own_are_scaled()
         if not self._rescaled:
             scaled += own
@@ -193,7 +115,7 @@ class MasterGrads:
             self._unscale_own()
             self.accept_edits()
         if self._sources_are_rescaled:
-            self._edits.begin(self.model_params(), self._norms())
+            self._edits.begin(self.masters.model_params(), self._norms())
 
     def scale_of_grads(self) -> Scale:
         """The scale of the gradients in the model."""
@@ -225,13 +147,13 @@ class MasterGrads:
     def accept_edits(self) -> None:
         """After a step: take the gradients as they are now for those that it used."""
         if self.stage is Stage.STEPPED:
-            self._model_marks.take(self.model_params())
-            self._own_marks.take(self.own_params())
+            self._model_marks.take(self.masters.model_params())
+            self._own_marks.take(self.masters.own_params())
 
     def came_in(self) -> bool:
         """Whether there are gradients that neither `unscale` nor a step has seen."""
         if self.stage is Stage.STEPPED:
-            return self._model_marks.differ(self.model_params()) or self._own_came_in()
+            return self._model_marks.differ(self.masters.model_params()) or self._own_came_in()
         return self.stage is Stage.SCALED or (
             self.stage is Stage.READY
             and any(param.grad is not None for param in self._visible_params())
@@ -247,11 +169,13 @@ class MasterGrads:
         """Which gradients were edited after masters' were made of the model's."""
         if self.stage is not Stage.UNSCALED or not self.holding:
             return Edits.NONE  # Else a step reads the gradients of the model themselves.
-        return self._edits.find(self.model_params(), self._norms(), self.master_params())
+        return self._edits.find(
+            self.masters.model_params(), self._norms(), self.masters.master_params()
+        )
 
     def _norms(self) -> dict[int, float]:
         """Norms of the model's gradients by id(); none on a GPU where the host does not wait."""
-        given = [param for param in self.model_params() if param.grad is not None]
+        given = [param for param in self.masters.model_params() if param.grad is not None]
         return self._norms_of(given, (self._plain(_grad(param), param) for param in given))
 
     def _norms_of(self, params: list[Parameter], grads: Iterable[Tensor]) -> dict[int, float]:
@@ -270,15 +194,15 @@ class MasterGrads:
         return self.stage is not Stage.UNSCALED
 
     def _own_came_in(self) -> bool:
-        return self._own_marks.differ(self.own_params())
+        return self._own_marks.differ(self.masters.own_params())
 
     def _visible_params(self) -> list[Parameter]:
         """The parameters that a backward gives gradients to."""
-        return self.model_params() + self.own_params()
+        return self.masters.model_params() + self.masters.own_params()
 
     @torch.no_grad()
     def _unscale_own(self) -> bool:
-        grads = self._plain_grads(self.own_params())
+        grads = self._plain_grads(self.masters.own_params())
         return self._divide_by_scale(grads, grads)
 
     def _plain_grads(self, params: list[Parameter]) -> list[Tensor]:
@@ -308,7 +232,7 @@ class MasterGrads:
 
     @torch.no_grad()
     def _make_master_grads(self) -> bool:
-        pairs = [pair for pair in self.model_of.items() if pair[1].grad is not None]
+        pairs = [pair for pair in self.masters.model_of.items() if pair[1].grad is not None]
         masters, models = [master for master, _ in pairs], [model for _, model in pairs]
         scaled = [self._plain(_grad(model), master) for master, model in pairs]
         unscaled = [torch.empty_like(master, requires_grad=False) for master in masters]
@@ -316,7 +240,11 @@ class MasterGrads:
         for master, grad in zip(masters, unscaled, strict=True):
             store_grad(master, grad)
         self.holding = True
-        self._edits.begin(self.model_params(), self._norms_of(models, scaled), self.master_params())
+        self._edits.begin(
+            self.masters.model_params(),
+            self._norms_of(models, scaled),
+            self.masters.master_params(),
+        )
         return found
 
     def _divide_by_scale(self, scaled: list[Tensor], unscaled: list[Tensor]) -> bool:
@@ -330,13 +258,13 @@ class MasterGrads:
         if self._lazy and not self.holding:
             return  # No master has a gradient; assigning `.grad` would materialize it.
         self.holding = False
-        for master in self.model_of:
+        for master in self.masters.model_of:
             store_grad(master, None)
 
     def zero(self, *, to_none: bool) -> None:
         """Clear all gradients: set them to None, or to zero where they exist."""
         self._release()
-        for group in self.groups:
+        for group in self.masters.groups:
             for param in (*group.model_params, *group.own_params, *group.frozen_params):
                 if param.grad is not None:
                     param.grad = None if to_none else param.grad.detach().zero_()
@@ -356,7 +284,7 @@ class MasterGrads:
 
     def grad_of(self, param: Parameter) -> Tensor | None:
         """The gradient to step `param` with: its own, or while masters hold none the model's."""
-        model = self.model_of.get(param)
+        model = self.masters.model_of.get(param)
         grad = stored_grad(param) if model is None or self.holding else model.grad
         return None if grad is None else self._plain(grad, param)
 
@@ -371,16 +299,8 @@ class MasterGrads:
         plain = _grads.lie_as(grad, param)
         reason = tensors.not_readable(plain)
         if reason is not None:
-            raise RuntimeError(f"FP16_Optimizer: grads{self._place_of(param)} {reason}")
+            raise RuntimeError(f"FP16_Optimizer: grads{self.masters.place_of(param)} {reason}")
         return plain
-
-    def _place_of(self, param: Parameter) -> str:
-        """Group and index of a parameter of the model, or of its master."""
-        for number, group in enumerate(self.groups):
-            for index, own in enumerate(group.params):
-                if own is param or self.model_of.get(own) is param:
-                    return f"[{number}][{index}]"
-        return ""
 
     def sources(self, param_groups: list[dict[str, Any]]) -> tuple[Lists, Lists, Scale]:
         """Return for each parameter whose gradient to step with, and its model parameter.
@@ -395,7 +315,7 @@ class MasterGrads:
     def slots(self, param_groups: list[dict[str, Any]]) -> GradSlots:
         """Return where gradients come from, which is found anew if lists have changed."""
         if not self._slots.fits(param_groups):
-            self._slots = GradSlots(param_groups, self.model_of)
+            self._slots = GradSlots(param_groups, self.masters.model_of)
         return self._slots
 
     def collect(
@@ -404,7 +324,7 @@ class MasterGrads:
         """Return the gradients of each group as they lie, and the one scale that they all have."""
         lists = [[self.grad_of(param) for param in group["params"]] for group in param_groups]
         pending = not self.holding and any(
-            model.grad is not None for model in self.model_of.values()
+            model.grad is not None for model in self.masters.model_of.values()
         )
         if not pending:
             return lists, 1.0
@@ -414,7 +334,7 @@ class MasterGrads:
             for grads, group in zip(lists, param_groups, strict=True):
                 for index, param in enumerate(group["params"]):
                     grad = grads[index]
-                    if grad is not None and param not in self.model_of:
+                    if grad is not None and param not in self.masters.model_of:
                         here = bring(scale, grad.device) if isinstance(scale, Tensor) else scale
                         grads[index] = grad * here
         return lists, scale

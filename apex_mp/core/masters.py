@@ -8,13 +8,14 @@ they can be saved or edited as one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.core import tensors
 from apex_mp.core.tensors import PLAIN_TYPES, is_dense
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -23,29 +24,66 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 _TENSOR_GRAD: Any = torch.Tensor.grad
 
 
-class Held(Protocol):
-    """The masters of an optimizer.
+class Masters:
+    """The masters of an optimizer, each in the parameter lists of its groups.
 
     Attributes:
         model_of: The model parameter of each master.
     """
 
-    model_of: dict[Parameter, Parameter]
+    def __init__(self) -> None:
+        self.model_of: dict[Parameter, Parameter] = {}
 
-    def model_params(self) -> list[Parameter]:
-        """The model parameters of all masters."""
+    def adopt(
+        self, params: list[Any], state: Any, new_master: Callable[[Parameter], Parameter]
+    ) -> bool:
+        """Put masters into a list in place of low-precision parameters that require grad.
 
-    def master_params(self) -> list[Parameter]:
-        """All masters, in the same order."""
+        Can be called again when others have come to require grad.
 
-    def flats(self) -> list[Tensor]:
-        """The elements of all masters, in as few tensors as there are."""
+        Args:
+            params: Of a group; the list itself is changed, because optimizers such as LBFGS keep
+                it.
+            state: The optimizer's, which is moved to the masters, moments as float32.
+            new_master: Returns the master of a parameter.
+
+        Returns:
+            Whether there are new ones.
+        """
+        new: dict[Parameter, Parameter] = {}
+        for index, param in enumerate(params):
+            if param.dtype in LOW_PRECISION and param.requires_grad:
+                params[index] = new[param] = new_master(param)
+        for param, master in new.items():
+            if param in state:
+                state[master] = {key: _widened(value) for key, value in state.pop(param).items()}
+        self.model_of.update({master: model for model, master in new.items()})
+        return bool(new)
 
     def masters_of(self, params: Collection[int]) -> list[Tensor]:
         """Return the masters of parameters of the model, given by id()."""
+        return [master for master, model in self.model_of.items() if id(model) in params]
 
-    def copy_to_model(self) -> None:
-        """Write each master, rounded, to the model."""
+    def model_params(self) -> list[Parameter]:
+        """The model parameters of all masters."""
+        return [*self.model_of.values()]
+
+    def master_params(self) -> list[Parameter]:
+        """All masters, in the same order."""
+        return [*self.model_of]
+
+    def flats(self) -> list[Tensor]:
+        """The elements of all masters, in as few tensors as there are."""
+        return [*self.model_of]
+
+    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
+        """Write each master, rounded, to its model parameter, unless `except_for` has its id()."""
+        pairs = zip(self.model_params(), self.master_params(), strict=True)
+        write([(model, master) for model, master in pairs if id(model) not in except_for])
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 class MasterParameter(Parameter):
@@ -98,10 +136,6 @@ def store_grad(param: Tensor, grad: Tensor | None) -> None:
 class MasterGroup:
     """The masters of one parameter group.
 
-    Args:
-        before_read: Called before a master's `grad` is read or set; None makes the masters
-            plain Parameters, for which torch's optimizers have their fast paths.
-
     Attributes:
         params: The optimizer's list, which holds masters and own parameters.
         model_params: Low-precision parameters of the model that require grad.
@@ -111,52 +145,26 @@ class MasterGroup:
         flats: For each device one float32 vector; the masters are views into it.
     """
 
-    def __init__(self, before_read: Callable[[], None] | None) -> None:
+    def __init__(self) -> None:
         self.params: list[Any] = []
         self.model_params: list[Parameter] = []
         self.master_params: list[Parameter] = []
         self.own_params: list[Parameter] = []
         self.frozen_params: list[Parameter] = []
         self.flats: dict[torch.device, Tensor] = {}
-        self._before_read = _weak(before_read) if before_read is not None else None
 
-    def adopt(self, params: list[Any]) -> dict[Parameter, Parameter]:
-        """Put masters into the list `params` in place of its low-precision parameters.
-
-        The list itself is changed, because optimizers such as LBFGS keep it. Can be called again
-        when frozen parameters have come to require grad.
-
-        Returns:
-            The new masters, by model parameter.
-        """
+    def arrange(self, params: list[Any], model_of: Mapping[Parameter, Parameter]) -> None:
+        """Sort a list that masters were put into."""
         self.params = params
-        model_of = dict(zip(self.master_params, self.model_params, strict=True))
-        new: dict[Parameter, Parameter] = {}
-        self.own_params, self.frozen_params = [], []
-        for index, param in enumerate(params):
-            if param in model_of:
-                continue
-            if param.dtype not in LOW_PRECISION:
-                self.own_params.append(param)
-            elif not param.requires_grad:
-                self.frozen_params.append(param)
-            else:
-                params[index] = new[param] = self._new_master(param)
-        if new:
-            model_of.update({master: model for model, master in new.items()})
-            # In the order of the group, whenever a parameter came to require grad.
-            self.master_params = [param for param in params if param in model_of]
-            self.model_params = [model_of[master] for master in self.master_params]
+        rest = [param for param in params if param not in model_of]
+        self.own_params = [param for param in rest if param.dtype not in LOW_PRECISION]
+        self.frozen_params = [param for param in rest if param.dtype in LOW_PRECISION]
+        known = len(self.master_params)
+        # In the order of the group, whenever a parameter came to require grad.
+        self.master_params = [param for param in params if param in model_of]
+        self.model_params = [model_of[master] for master in self.master_params]
+        if len(self.master_params) > known:
             self._flatten()
-        return new
-
-    def _new_master(self, param: Parameter) -> Parameter:
-        data = param.detach().float()
-        if self._before_read is None:
-            return Parameter(data)
-        master = MasterParameter(data)
-        master._before_read = self._before_read
-        return master
 
     def _flatten(self) -> None:
         sizes: dict[torch.device, int] = {}
@@ -191,14 +199,103 @@ class MasterGroup:
             )
         return next(iter(self.flats.values()), torch.empty(0))
 
-    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
-        """Write each master, rounded, to its model parameter, unless `except_for` has its id()."""
-        pairs = [
-            (model, master)
-            for model, master in zip(self.model_params, self.master_params, strict=True)
-            if id(model) not in except_for
-        ]
-        write(pairs)
+
+class GroupedMasters(Masters):
+    """Masters that lie group by group in flat tensors.
+
+    Args:
+        before_read: Called before a master's `grad` is read or set; None makes the masters plain
+            Parameters, for which torch's optimizers have their fast paths.
+        dense: Parameters must be dense, because the optimizer itself writes the model's.
+
+    Attributes:
+        groups: The masters of each parameter group.
+    """
+
+    def __init__(self, before_read: Callable[[], None] | None, *, dense: bool) -> None:
+        super().__init__()
+        self.groups: list[MasterGroup] = []
+        self._before_read = None if before_read is None else _weak(before_read)
+        self._dense = dense
+
+    def check_new(self, number: int, params: list[Any], names: Sequence[str] | None = None) -> None:
+        """Raise if the parameters of a group cannot be adopted.
+
+        Args:
+            number: Number of the group.
+            params: Its parameters.
+            names: Of the parameters, empty where there is none [None: none].
+
+        Raises:
+            TypeError: There can be no master of one, or one is not dense and must be.
+            ValueError: A parameter is in a group already.
+        """
+
+        def reason(param: Tensor) -> str | None:
+            unreadable = tensors.not_readable(param)
+            return tensors.not_dense(param) if unreadable is None and self._dense else unreadable
+
+        tensors.check_params("FP16_Optimizer", number, params, reason, names)
+        if not {id(model) for model in self.model_params()}.isdisjoint(map(id, params)):
+            raise ValueError("some parameters appear in more than one parameter group")
+
+    def add_group(self, param_group: dict[str, Any], state: Any) -> None:
+        """Put masters into a new parameter group, and move the optimizer's state to them.
+
+        Raises:
+            TypeError, ValueError: As `check_new`.
+        """
+        self.check_new(len(self.groups), param_group["params"])
+        group = MasterGroup()
+        self._adopt_into(group, param_group, state)
+        self.groups.append(group)
+
+    def adopt_unfrozen(self, param_groups: list[dict[str, Any]], state: Any) -> None:
+        """Make masters for parameters that have come to require grad."""
+        if len(param_groups) < len(self.groups):
+            raise RuntimeError(
+                f"FP16_Optimizer: the inner optimizer has {len(param_groups)} parameter groups "
+                f"left of {len(self.groups)} that have masters; groups may be added, not removed"
+            )
+        for group, param_group in zip(self.groups, param_groups, strict=False):
+            if any(param.requires_grad for param in group.frozen_params):
+                self._adopt_into(group, param_group, state)
+
+    def _adopt_into(self, group: MasterGroup, param_group: dict[str, Any], state: Any) -> None:
+        self.adopt(param_group["params"], state, self._new_master)
+        group.arrange(param_group["params"], self.model_of)
+
+    def _new_master(self, param: Parameter) -> Parameter:
+        data = param.detach().float()
+        if self._before_read is None:
+            return Parameter(data)
+        master = MasterParameter(data)
+        master._before_read = self._before_read
+        return master
+
+    def model_params(self) -> list[Parameter]:
+        """The model's low-precision parameters of all groups."""
+        return [param for group in self.groups for param in group.model_params]
+
+    def master_params(self) -> list[Parameter]:
+        """Their masters, in the same order."""
+        return [param for group in self.groups for param in group.master_params]
+
+    def own_params(self) -> list[Parameter]:
+        """The parameters of all groups that are their own masters."""
+        return [param for group in self.groups for param in group.own_params]
+
+    def flats(self) -> list[Tensor]:
+        """The flat tensors of all groups, in which the masters lie."""
+        return [flat for group in self.groups for flat in group.flats.values()]
+
+    def place_of(self, param: Parameter) -> str:
+        """Group and index of a parameter of the model, or of its master, for messages."""
+        for number, group in enumerate(self.groups):
+            for index, own in enumerate(group.params):
+                if own is param or self.model_of.get(own) is param:
+                    return f"[{number}][{index}]"
+        return ""
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -206,18 +303,6 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         with torch.no_grad():
             torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
-
-
-def rekey_state(state: Any, new: dict[Parameter, Parameter]) -> None:
-    """Move what an optimizer knows of a parameter to its master, moments as float32."""
-    for param, master in new.items():
-        if param in state:
-            state[master] = {
-                key: value.float()
-                if torch.is_tensor(value) and value.is_floating_point()
-                else value
-                for key, value in state.pop(param).items()
-            }
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:

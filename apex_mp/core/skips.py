@@ -32,13 +32,13 @@ class ParamNames:
     """Names for messages of the parameters of an optimizer.
 
     Args:
-        held: The masters and their model parameters; None: parameters have no masters.
+        grads: The gradients and masters; None: parameters have no masters.
         model: The module whose names come first; then come `param_names` of the groups, and last
             group and index [None].
     """
 
-    def __init__(self, held: MasterGrads | None, model: torch.nn.Module | None) -> None:
-        self._held = held
+    def __init__(self, grads: MasterGrads | None, model: torch.nn.Module | None) -> None:
+        self._grads = grads
         named = () if model is None else model.named_parameters()
         self._of_model = {id(param): name for name, param in named}
 
@@ -59,7 +59,7 @@ class ParamNames:
     def grads(self, param_groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         """Yield every gradient that there is, with the name of its parameter."""
         for name, param in self.params(param_groups):
-            grad = param.grad if self._held is None else self._held.grad_of(param)
+            grad = param.grad if self._grads is None else self._grads.grad_of(param)
             if grad is not None:
                 yield name, grad
 
@@ -87,7 +87,7 @@ class ParamNames:
                 yield param, group, (number, index)
 
     def _name(self, param: Parameter, group: Mapping[str, Any], place: tuple[int, int]) -> str:
-        own = param if self._held is None else self._held.model_of.get(param, param)
+        own = param if self._grads is None else self._grads.masters.model_of.get(param, param)
         name = self._of_model.get(id(own))
         if name is not None:
             return name

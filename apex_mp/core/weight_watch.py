@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp.core import device_scale, found_inf
-from apex_mp.core.masters import Held
+from apex_mp.core.masters import Masters
 from apex_mp.core.skips import warn
 
 _SAMPLES = 256
@@ -27,7 +27,7 @@ class WeightWatch:
 
     Args:
         caller: The class or function, for the message.
-        held: The masters and their model parameters.
+        masters: The masters and their model parameters.
         name_of: Returns the name of a master.
         advice: What to do instead of writing to the model.
     """
@@ -35,10 +35,10 @@ class WeightWatch:
     _all: ClassVar[weakref.WeakSet[WeightWatch]] = weakref.WeakSet()
 
     def __init__(
-        self, caller: str, held: Held, name_of: Callable[[Parameter], str], advice: str
+        self, caller: str, masters: Masters, name_of: Callable[[Parameter], str], advice: str
     ) -> None:
         self._caller = caller
-        self._held = held
+        self._masters = masters
         self._name_of = name_of
         self._advice = advice
         self._steps = 0
@@ -55,7 +55,7 @@ class WeightWatch:
 
     def begin(self) -> None:
         """Remember the weights, just after masters were written to the model."""
-        models = self._held.model_params()
+        models = self._masters.model_params()
         if not self._warned_of_writes:
             step = -(-len(models) // _SAMPLES) or 1
             self._sample = [param for param in models[::step] if not param.is_inference()]
@@ -80,7 +80,7 @@ class WeightWatch:
         # Weights that were replaced and put back agree; so do weights written with their masters.
         lost = [
             master
-            for master, model in self._held.model_of.items()
+            for master, model in self._masters.model_of.items()
             if model in written and not _agree(master, model)
         ]
         if lost:
@@ -88,7 +88,7 @@ class WeightWatch:
 
     def note_masters(self) -> None:
         """Remember the masters, just after they were written to the model."""
-        masters = self._held.master_params()
+        masters = self._masters.master_params()
         step = -(-len(masters) // _SAMPLES) or 1
         self._master_versions = {master: master._version for master in masters[::step]}
 
@@ -97,7 +97,7 @@ class WeightWatch:
         if self._warned_of_lag:
             return
         for master, version in self._master_versions.items():
-            model = self._held.model_of.get(master)
+            model = self._masters.model_of.get(master)
             if master._version == version or model is None or _agree(master, model):
                 continue
             self._warned_of_lag = True
@@ -111,8 +111,10 @@ class WeightWatch:
     def _warn_of_writes(self, masters: list[Parameter]) -> None:
         self.mute()
         more = f" and {len(masters) - 1} more parameters" if len(masters) > 1 else ""
-        models = {id(self._held.model_of[master]) for master in masters}
-        others = [each for each in self._all if each is not self and each._held.masters_of(models)]
+        models = {id(self._masters.model_of[master]) for master in masters}
+        others = [
+            each for each in self._all if each is not self and each._masters.masters_of(models)
+        ]
         cause = f"; another {self._caller} has masters of the same parameters" if others else ""
         warn(
             f"{self._caller}: the model's {self._name_of(masters[0])}{more} changed since the last "
@@ -121,7 +123,7 @@ class WeightWatch:
         )
 
     def _norms_now(self) -> dict[Parameter, float]:
-        models = self._held.model_params()
+        models = self._masters.model_params()
         if not all(param.is_cpu for param in models):
             return {}  # The host would wait.
         return dict(zip(models, found_inf.norms(models), strict=True))
@@ -129,10 +131,10 @@ class WeightWatch:
     @torch.no_grad()
     def check_range(self) -> None:
         """Warn of the first master that is finite and rounds to inf in float16."""
-        flats = [] if self._warned_of_range else self._held.flats()
+        flats = [] if self._warned_of_range else self._masters.flats()
         if not any(_peak(flat) >= _FLOAT16_OVERFLOW for flat in flats):
             return
-        for master, model in self._held.model_of.items():
+        for master, model in self._masters.model_of.items():
             peak = _peak(master)
             if model.dtype == torch.float16 and peak >= _FLOAT16_OVERFLOW:
                 self._warned_of_range = True

@@ -41,7 +41,7 @@ class Misuse:
         """Note a backward of a scaled loss; it may produce gradients for other optimizers too."""
         self.note_scale_is_known()
         if self._may_be_clipped:
-            self._after_backward.take(self._grads.model_params())
+            self._after_backward.take(self._grads.masters.model_params())
         for other in [*self._unsure]:
             if other._grads.came_in():
                 other.note_scale_is_known()
@@ -83,7 +83,7 @@ class Misuse:
         """
         if not self._may_be_clipped or device_scale.is_capturing():
             return
-        params = self._grads.model_params()
+        params = self._grads.masters.model_params()
         if all(param.grad is None for param in params):
             return
         self._may_be_clipped = self._after_backward.differ(params)

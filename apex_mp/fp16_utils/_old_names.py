@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.master_grads import MasterGrads
+from apex_mp.core.masters import GroupedMasters
 from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._given_scale import is_true, scaler_of
 from apex_mp.fp16_utils._misuse import Misuse
@@ -24,7 +24,7 @@ class OldNames:
     _loss_scaler: LossScaler | DynamicLossScaler
     _steps: DeviceSteps
     _misuse: Misuse
-    _grads: MasterGrads
+    _masters: GroupedMasters
     _iteration: int
     _dynamic_args: dict[str, Any]
 
@@ -131,37 +131,37 @@ class OldNames:
     @property
     def fp16_groups(self) -> list[list[Parameter]]:
         """The model's low-precision parameters, by group."""
-        return [group.model_params for group in self._grads.groups]
+        return [group.model_params for group in self._masters.groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
         """Their masters, by group."""
-        return [group.master_params for group in self._grads.groups]
+        return [group.master_params for group in self._masters.groups]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
         """Parameters that are their own masters, by group."""
-        return [group.own_params for group in self._grads.groups]
+        return [group.own_params for group in self._masters.groups]
 
     @property
     def all_fp16_params(self) -> list[Parameter]:
         """The model's low-precision parameters."""
-        return self._grads.model_params()
+        return self._masters.model_params()
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Parameter]:
         """Their masters."""
-        return self._grads.master_params()
+        return self._masters.master_params()
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Parameter]:
         """Parameters that are their own masters."""
-        return self._grads.own_params()
+        return self._masters.own_params()
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
         """Each group's masters as one vector; the next step sees writes, and writes the model."""
-        return [group.flat for group in self._grads.groups]
+        return [group.flat for group in self._masters.groups]
 
     @property
     def fp16_groups_flat(self) -> list[Tensor]:
@@ -170,5 +170,5 @@ class OldNames:
             torch.cat([param.detach().reshape(-1) for param in group.model_params])
             if group.model_params
             else torch.empty(0, dtype=torch.float16)
-            for group in self._grads.groups
+            for group in self._masters.groups
         ]

@@ -158,11 +158,12 @@ class FP16_Optimizer(OldNames, Delegates):
             dense=getattr(inner, "_writes_output_params", False),
             current_scale=self._scale_now,
         )
+        self._masters = self._grads.masters
         self._names = ParamNames(self._grads, model)
         self._misuse = Misuse(self._grads)
-        self._watch = StepWatch("FP16_Optimizer", self._grads)
+        self._watch = StepWatch("FP16_Optimizer", self._masters)
         self._weights = WeightWatch(
-            "FP16_Optimizer", self._grads, self._name_of, _ADVICE_FOR_WRITES
+            "FP16_Optimizer", self._masters, self._name_of, _ADVICE_FOR_WRITES
         )
         if self._loss_scaler in (static_loss_scale, dynamic_loss_scale):
             self._misuse.note_scale_is_known()  # The user has the scaler, and may read it.
@@ -186,12 +187,12 @@ class FP16_Optimizer(OldNames, Delegates):
         self._weights.begin()
 
     def _check_new(self, number: int, params: list[Any], names: list[str] | None) -> None:
-        self._grads.check_new(number, params, names or [*map(self._names.of_model, params)])
+        self._masters.check_new(number, params, names or [*map(self._names.of_model, params)])
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        self._grads.adopt(group, self.state)
+        self._masters.add_group(group, self.state)
         if self.verbose:
-            self._announce(len(self._grads.groups) - 1, self._grads.groups[-1])
+            self._announce(len(self._masters.groups) - 1, self._masters.groups[-1])
 
     def _announce(self, index: int, group: MasterGroup) -> None:
         _LOG.info("FP16_Optimizer processing param group %d:", index)
@@ -215,8 +216,8 @@ class FP16_Optimizer(OldNames, Delegates):
 
     def _adopt_new(self) -> None:
         """Make masters for what came to require grad, and for groups that came to the inner one."""
-        self._grads.adopt_unfrozen(self.param_groups, self.state)
-        for group in self.param_groups[len(self._grads.groups) :]:
+        self._masters.adopt_unfrozen(self.param_groups, self.state)
+        for group in self.param_groups[len(self._masters.groups) :]:
             self._adopt(group)
 
     def _name_of(self, master: Parameter) -> str:
@@ -508,7 +509,7 @@ class FP16_Optimizer(OldNames, Delegates):
             "grad_norms": norms,
         }
         value = self.optimizer.step(**{name: arguments[name] for name in self._legacy_arguments})
-        self._grads.copy_to_model(except_for=self._written(lists))
+        self._masters.copy_to_model(except_for=self._written(lists))
         self._call_hooks(self._optimizer_step_post_hooks)
         return False, value
 
@@ -627,15 +628,15 @@ class FP16_Optimizer(OldNames, Delegates):
             value = self.optimizer.step(lambda: self._evaluate(closure))
         except StepAbandonedError:
             before.restore(self.state)
-            self._grads.copy_to_model()
+            self._masters.copy_to_model()
             return True, None
-        self._grads.copy_to_model()
+        self._masters.copy_to_model()
         self._call_hooks(self._optimizer_step_post_hooks)
         return False, value
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if not self.first_closure_call_this_step:
-            self._grads.copy_to_model()  # A line search has moved the masters.
+            self._masters.copy_to_model()  # A line search has moved the masters.
         self.first_closure_call_this_step = False
         return evaluate(closure, self._overflowed, self._back_off)
 
@@ -672,7 +673,7 @@ class FP16_Optimizer(OldNames, Delegates):
         return {
             **self._scale_state(),
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": _checkpoint.masters(self._grads.groups),
+            "fp32_from_fp16": _checkpoint.masters(self._masters.groups),
         }
 
     def _scale_state(self) -> dict[str, Any]:
@@ -688,7 +689,7 @@ class FP16_Optimizer(OldNames, Delegates):
         return CheckpointView(
             self.optimizer,
             self._load_view,
-            self._grads.model_of,
+            self._masters.model_of,
             self._scale_state(),
             saves_masters=True,
         )
@@ -697,7 +698,7 @@ class FP16_Optimizer(OldNames, Delegates):
         self, inner: dict[str, Any], masters: list[list[Any]], scale: dict[str, Any]
     ) -> None:
         self.load_state_dict(
-            _checkpoint.joined(inner, masters, scale, self.param_groups, self._grads.model_of)
+            _checkpoint.joined(inner, masters, scale, self.param_groups, self._masters.model_of)
         )
 
     @with_checkpoint_view
@@ -721,7 +722,7 @@ class FP16_Optimizer(OldNames, Delegates):
         loaded = _checkpoint.read(
             state_dict,
             self.optimizer,
-            self._grads.groups,
+            self._masters.groups,
             self._scaler_now(),
             iteration=self._iteration,
             dynamic_args=self._dynamic_args,
@@ -734,7 +735,7 @@ class FP16_Optimizer(OldNames, Delegates):
         with torch.no_grad():
             for master, saved in loaded.masters:
                 master.copy_(saved)
-        self._grads.copy_to_model()
+        self._masters.copy_to_model()
         self._weights.begin()
 
 

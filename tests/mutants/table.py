@@ -25,7 +25,7 @@ _EARLIER = "for scaler in self.earlier:\n            scaler.note_overflow("
 _UNSCALED = "for guard in guards:\n            guard.scaled_by = "
 _UPDATE = "self.value = self.value.update(should_skip)\n        self._has_overflow = "
 _LOADED_MASTERS = (
-    "        self._grads.copy_to_model()\n        self._weights.begin()\n\n\ndef _check"
+    "        self._masters.copy_to_model()\n        self._weights.begin()\n\n\ndef _check"
 )
 _LOADED = "        self._weights.begin()\n\n\ndef _check"
 _FLAT_ZERO = "place.zero_() if param.grad is None else place.copy_"
@@ -83,9 +83,9 @@ AMP = {
         "amp_scale_loss",
     ),
     "frozen parameters get masters": Mutant(
-        "amp/_masters.py",
-        "if not is_low(param.dtype) or not param.requires_grad:",
-        "if not is_low(param.dtype):",
+        "core/masters.py",
+        "if param.dtype in LOW_PRECISION and param.requires_grad:",
+        "if param.dtype in LOW_PRECISION:",
         "amp_opt_levels",
     ),
     "masters begin with rounded values": Mutant(
@@ -95,7 +95,10 @@ AMP = {
         "amp_opt_levels",
     ),
     "state stays with the model's parameters": Mutant(
-        "amp/_masters.py", "            rekey_state(optimizer.state, new)\n", "", "amp_opt_levels"
+        "core/masters.py",
+        "            if param in state:\n",
+        "            if False:\n",
+        "amp_opt_levels",
     ),
     "gradients of a step count again": Mutant(
         "amp/_masters.py",
@@ -228,7 +231,7 @@ FP16_UTILS = {
     ),
     "a line search sees old weights": Mutant(
         "fp16_utils/fp16_optimizer.py",
-        "self._grads.copy_to_model()  # A line search has moved the masters.",
+        "self._masters.copy_to_model()  # A line search has moved the masters.",
         "pass",
         "fp16_optimizer_closures",
     ),
@@ -285,8 +288,8 @@ FP16_UTILS = {
     ),
     "gradients of masters are kept for the next backward": Mutant(
         "core/master_grads.py",
-        "        self.holding = False\n        for master in self.model_of:\n",
-        "        for master in self.model_of:\n",
+        "        self.holding = False\n        for master in self.masters.model_of:\n",
+        "        for master in self.masters.model_of:\n",
         "fp16_optimizer_accumulation",
     ),
     "float32 parameters of a mixed model are unscaled twice": Mutant(
@@ -299,7 +302,7 @@ FP16_UTILS = {
         "fp16_optimizer_accumulation",
     ),
     "state that moves to masters stays in float16": Mutant(
-        "core/masters.py", "key: value.float()\n", "key: value\n", "fp16_optimizer_masters"
+        "core/masters.py", "return value.float() if ", "return value if ", "fp16_optimizer_masters"
     ),
     "masters do not lie in the flat vector": Mutant(
         "core/masters.py", "            master.data = view\n", "", "fp16_optimizer_masters"
