@@ -19,12 +19,17 @@ from torch.nn import Parameter
 
 from apex_mp import _C
 from apex_mp.core import grads as _grads
-from apex_mp.core import parallel_masters, tensors
+from apex_mp.core import parallel_masters
 from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf, inverse, norms
 from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.grads import Edits
-from apex_mp.core.masters import GroupedMasters, store_grad, stored_grad, write
+from apex_mp.core.masters import (
+    GroupedMasters,
+    existing_grad,
+    store_grad,
+    stored_grad,
+)
 from apex_mp.core.step import Lists
 
 Scale: TypeAlias = float | Tensor
@@ -74,11 +79,6 @@ class MasterGrads:
         self._slots = GradSlots([])
         parallel_masters.add(self.masters)
 
-    def copy_to_model_of(self, indices: Iterable[tuple[int, int]]) -> None:
-        """Write some masters to the model: those at group and index of the last `slots`."""
-        places = [(self._slots.models[i][k], self._slots.groups[i][k]) for i, k in indices]
-        write([(model, master) for model, master in places if model is not None])
-
     # Backward.
 
     def begin_backward(self, scale: Scale, last: Tensor | None = None) -> None:
@@ -99,9 +99,9 @@ class MasterGrads:
         self._sources_are_rescaled = (
             self.holding and before is not scale and self.model_edits() is Edits.NONE
         )
-        self._rescale(scaled, before, scale)
+        _rescale(self.masters, scaled, before, scale)
         if self._rescaled:
-            self._rescale(own, 1.0, scale)
+            _rescale(self.masters, own, 1.0, scale)
         self._scale = scale
 
     def end_backward(self) -> None:
@@ -153,16 +153,19 @@ class MasterGrads:
     def came_in(self) -> bool:
         """Whether there are gradients that neither `unscale` nor a step has seen."""
         if self.stage is Stage.STEPPED:
-            return self._model_marks.differ(self.masters.model_params()) or self._own_came_in()
+            return self._model_marks.differ(self.masters.model_params()) or self._own_marks.differ(
+                self.masters.own_params()
+            )
         return self.stage is Stage.SCALED or (
             self.stage is Stage.READY
-            and any(param.grad is not None for param in self._visible_params())
+            and any(param.grad is not None for param in self.masters.visible_params())
         )
 
     def any_nonzero(self) -> bool:
         """Whether gradients that came in since are more than the zeros of a `zero_grad`."""
         return self.came_in() and any(
-            param.grad is not None and bool(param.grad.any()) for param in self._visible_params()
+            param.grad is not None and bool(param.grad.any())
+            for param in self.masters.visible_params()
         )
 
     def model_edits(self) -> Edits:
@@ -176,7 +179,9 @@ class MasterGrads:
     def _norms(self) -> dict[int, float]:
         """Norms of the model's gradients by id(); none on a GPU where the host does not wait."""
         given = [param for param in self.masters.model_params() if param.grad is not None]
-        return self._norms_of(given, (self._plain(_grad(param), param) for param in given))
+        return self._norms_of(
+            given, (self.masters.plain(existing_grad(param), param) for param in given)
+        )
 
     def _norms_of(self, params: list[Parameter], grads: Iterable[Tensor]) -> dict[int, float]:
         if self._lazy and not all(param.is_cpu for param in params):
@@ -185,56 +190,28 @@ class MasterGrads:
 
     def norm_as_they_lie(self) -> float:
         """The l2 norm of the gradients that `clip_grad_norm_` sees; the host waits for it."""
-        grads = [self._plain(_grad(p), p) for p in self._visible_params() if p.grad is not None]
+        grads = [
+            self.masters.plain(existing_grad(p), p)
+            for p in self.masters.visible_params()
+            if p.grad is not None
+        ]
         return math.hypot(*norms(grads))
 
     def _own_are_scaled(self) -> bool:
         if self.stage is Stage.STEPPED:
-            return self._own_came_in()
+            return self._own_marks.differ(self.masters.own_params())
         return self.stage is not Stage.UNSCALED
-
-    def _own_came_in(self) -> bool:
-        return self._own_marks.differ(self.masters.own_params())
-
-    def _visible_params(self) -> list[Parameter]:
-        """The parameters that a backward gives gradients to."""
-        return self.masters.model_params() + self.masters.own_params()
 
     @torch.no_grad()
     def _unscale_own(self) -> bool:
-        grads = self._plain_grads(self.masters.own_params())
+        grads = self.masters.plain_grads(self.masters.own_params())
         return self._divide_by_scale(grads, grads)
-
-    def _plain_grads(self, params: list[Parameter]) -> list[Tensor]:
-        """Return the gradients of parameters, which get plain ones first, to write to."""
-        given = [param for param in params if param.grad is not None]
-        plain = [self._plain(_grad(param), param) for param in given]
-        for param, grad in zip(given, plain, strict=True):
-            if param.grad is not grad:
-                param.grad = grad
-        return plain
-
-    @torch.no_grad()
-    def _rescale(self, params: list[Parameter], before: Scale, after: Scale) -> None:
-        """Give the gradients that there are another scale."""
-        if before is after:
-            return
-        if not (isinstance(before, Tensor) or isinstance(after, Tensor)) and before == after:
-            return
-        grads = self._plain_grads(params)
-        if not grads:
-            return
-        if isinstance(before, Tensor):
-            before = before.double()
-        if isinstance(after, Tensor):
-            after = after.double()
-        FoundInf().unscale(grads, grads, inverse(before / after))
 
     @torch.no_grad()
     def _make_master_grads(self) -> bool:
         pairs = [pair for pair in self.masters.model_of.items() if pair[1].grad is not None]
         masters, models = [master for master, _ in pairs], [model for _, model in pairs]
-        scaled = [self._plain(_grad(model), master) for master, model in pairs]
+        scaled = [self.masters.plain(existing_grad(model), master) for master, model in pairs]
         unscaled = [torch.empty_like(master, requires_grad=False) for master in masters]
         found = self._divide_by_scale(scaled, unscaled)
         for master, grad in zip(masters, unscaled, strict=True):
@@ -286,21 +263,7 @@ class MasterGrads:
         """The gradient to step `param` with: its own, or while masters hold none the model's."""
         model = self.masters.model_of.get(param)
         grad = stored_grad(param) if model is None or self.holding else model.grad
-        return None if grad is None else self._plain(grad, param)
-
-    def _plain(self, grad: Tensor, param: Parameter) -> Tensor:
-        """Return the gradient with its elements in memory in the order of a parameter.
-
-        Raises:
-            RuntimeError: The operators cannot read it.
-        """
-        if tensors.is_usual(grad) and param.is_contiguous():
-            return grad
-        plain = _grads.lie_as(grad, param)
-        reason = tensors.not_readable(plain)
-        if reason is not None:
-            raise RuntimeError(f"FP16_Optimizer: grads{self.masters.place_of(param)} {reason}")
-        return plain
+        return None if grad is None else self.masters.plain(grad, param)
 
     def sources(self, param_groups: list[dict[str, Any]]) -> tuple[Lists, Lists, Scale]:
         """Return for each parameter whose gradient to step with, and its model parameter.
@@ -340,7 +303,18 @@ class MasterGrads:
         return lists, scale
 
 
-def _grad(param: Parameter) -> Tensor:
-    grad = param.grad
-    assert grad is not None  # The caller has looked.
-    return grad
+@torch.no_grad()
+def _rescale(masters: GroupedMasters, params: list[Parameter], before: Scale, after: Scale) -> None:
+    """Give the gradients that there are another scale."""
+    if before is after:
+        return
+    if not (isinstance(before, Tensor) or isinstance(after, Tensor)) and before == after:
+        return
+    grads = masters.plain_grads(params)
+    if not grads:
+        return
+    if isinstance(before, Tensor):
+        before = before.double()
+    if isinstance(after, Tensor):
+        after = after.double()
+    FoundInf().unscale(grads, grads, inverse(before / after))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core import tensors
+from apex_mp.core.grads import lie_as
 from apex_mp.core.tensors import PLAIN_TYPES, is_dense
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -289,7 +290,34 @@ class GroupedMasters(Masters):
         """The flat tensors of all groups, in which the masters lie."""
         return [flat for group in self.groups for flat in group.flats.values()]
 
-    def place_of(self, param: Parameter) -> str:
+    def visible_params(self) -> list[Parameter]:
+        """The parameters that a backward gives gradients to."""
+        return self.model_params() + self.own_params()
+
+    def plain_grads(self, params: list[Parameter]) -> list[Tensor]:
+        """Return the gradients of parameters, which get plain ones first, to write to."""
+        given = [param for param in params if param.grad is not None]
+        plain = [self.plain(existing_grad(param), param) for param in given]
+        for param, grad in zip(given, plain, strict=True):
+            if param.grad is not grad:
+                param.grad = grad
+        return plain
+
+    def plain(self, grad: Tensor, param: Parameter) -> Tensor:
+        """Return the gradient with its elements in memory in the order of a parameter.
+
+        Raises:
+            RuntimeError: The operators cannot read it.
+        """
+        if tensors.is_usual(grad) and param.is_contiguous():
+            return grad
+        plain = lie_as(grad, param)
+        reason = tensors.not_readable(plain)
+        if reason is not None:
+            raise RuntimeError(f"FP16_Optimizer: grads{self._place_of(param)} {reason}")
+        return plain
+
+    def _place_of(self, param: Parameter) -> str:
         """Group and index of a parameter of the model, or of its master, for messages."""
         for number, group in enumerate(self.groups):
             for index, own in enumerate(group.params):
@@ -303,6 +331,13 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         with torch.no_grad():
             torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
+
+
+def existing_grad(param: Parameter) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    grad = param.grad
+    assert grad is not None  # The caller has looked.
+    return grad
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:

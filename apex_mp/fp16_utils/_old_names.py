@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.masters import GroupedMasters
-from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._given_scale import is_true, scaler_of
-from apex_mp.fp16_utils._misuse import Misuse
+from apex_mp.fp16_utils._parts import Parts
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import StaticLossScale
 
 
-class OldNames:
-    """Properties over `loss_scaler` and the masters."""
-
-    _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
-    _loss_scaler: LossScaler | DynamicLossScaler
-    _steps: DeviceSteps
-    _misuse: Misuse
-    _masters: GroupedMasters
-    _iteration: int
-    _dynamic_args: dict[str, Any]
+class OldScale(Parts):
+    """Properties over `loss_scaler`."""
 
     @property
     def loss_scaler(self) -> LossScaler | DynamicLossScaler:
@@ -127,6 +116,10 @@ class OldNames:
         if not isinstance(scaler, DynamicLossScaler):
             raise AttributeError(f"FP16_Optimizer has {name} only if dynamic_loss_scale is True")
         return scaler
+
+
+class OldNames(OldScale):
+    """Properties over the masters."""
 
     @property
     def fp16_groups(self) -> list[list[Parameter]]:

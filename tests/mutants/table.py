@@ -25,9 +25,10 @@ _EARLIER = "for scaler in self.earlier:\n            scaler.note_overflow("
 _UNSCALED = "for guard in guards:\n            guard.scaled_by = "
 _UPDATE = "self.value = self.value.update(should_skip)\n        self._has_overflow = "
 _LOADED_MASTERS = (
-    "        self._masters.copy_to_model()\n        self._weights.begin()\n\n\ndef _check"
+    "                master.copy_(saved)\n"
+    "        self._masters.copy_to_model()\n        self._weights.begin()\n"
 )
-_LOADED = "        self._weights.begin()\n\n\ndef _check"
+_LOADED = "                master.copy_(saved)\n        self._weights.begin()\n"
 _FLAT_ZERO = "place.zero_() if param.grad is None else place.copy_"
 _FLAT_OLD = "None if param.grad is None else place.copy_"
 _UNDONE = "except BaseException:\n            self._take_back(before)\n"
@@ -194,7 +195,7 @@ AMP = {
 
 FP16_UTILS = {
     "a legacy step is told of no loss scale": Mutant(
-        "fp16_utils/fp16_optimizer.py",
+        "fp16_utils/_stepping.py",
         '"scale": float(scale),',
         '"scale": 1.0,',
         "fp16_optimizer_in_torch",
@@ -212,31 +213,31 @@ FP16_UTILS = {
         "fp16_optimizer_accumulation",
     ),
     "inf that an edit brings in is not seen": Mutant(
-        "fp16_utils/fp16_optimizer.py",
+        "fp16_utils/_stepping.py",
         "self._overflow = None  # An edit, by",
         "pass  # An edit, by",
         "fp16_optimizer_overflow",
     ),
     "a global norm is each group's own": Mutant(
-        "fp16_utils/fp16_optimizer.py",
+        "fp16_utils/_stepping.py",
         "norms = [math.hypot(*norms)] * len(norms)",
         "pass",
         "fp16_optimizer_clipping",
     ),
     "masters without a gradient are not written": Mutant(
-        "fp16_utils/fp16_optimizer.py",
-        "self._grads.copy_to_model_of(result.without_grad)",
+        "fp16_utils/_stepping.py",
+        "write([(model, master) for model, master in places if model is not None])",
         "pass",
         "fp16_optimizer_masters",
     ),
     "a line search sees old weights": Mutant(
-        "fp16_utils/fp16_optimizer.py",
+        "fp16_utils/_stepping.py",
         "self._masters.copy_to_model()  # A line search has moved the masters.",
         "pass",
         "fp16_optimizer_closures",
     ),
     "FP16_Optimizer keeps an abandoned line search": Mutant(
-        "fp16_utils/fp16_optimizer.py",
+        "fp16_utils/_stepping.py",
         "            before.restore(self.state)\n",
         "",
         "fp16_optimizer_closures",
@@ -282,7 +283,7 @@ FP16_UTILS = {
     ),
     "a new loss scale leaves old gradients": Mutant(
         "core/master_grads.py",
-        "        self._rescale(scaled, before, scale)\n",
+        "        _rescale(self.masters, scaled, before, scale)\n",
         "",
         "fp16_optimizer_accumulation",
     ),
@@ -557,10 +558,10 @@ CHECKPOINTS = {
         "fp16_optimizer_checkpoints",
     ),
     "loaded masters are not written to the model": Mutant(
-        "fp16_utils/fp16_optimizer.py", _LOADED_MASTERS, _LOADED, "fp16_optimizer_checkpoints"
+        "fp16_utils/_saving.py", _LOADED_MASTERS, _LOADED, "fp16_optimizer_checkpoints"
     ),
     "the number of steps is not loaded": Mutant(
-        "fp16_utils/fp16_optimizer.py",
+        "fp16_utils/_saving.py",
         "        self._iteration = loaded.iteration\n",
         "",
         "fp16_optimizer_checkpoints",

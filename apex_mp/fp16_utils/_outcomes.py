@@ -1,0 +1,164 @@
+"""What became of an FP16_Optimizer's steps: overflow, loss scale, messages, listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from apex_mp.core import device_scale, grads, step_log
+from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.master_grads import Stage
+from apex_mp.core.skips import Overflow
+from apex_mp.core.step import Outcome, StepResult
+from apex_mp.fp16_utils._old_names import OldNames
+from apex_mp.fp16_utils._parts import LOG, eager
+from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
+from apex_mp.loss_scale import DynamicLossScale
+
+
+class Outcomes(OldNames):
+    """The layer that knows whether gradients overflowed, and says so."""
+
+    @property
+    @eager
+    def overflow(self) -> bool:
+        """Whether the present gradients hold inf or NaN; after `step`, whether it was skipped.
+
+        On a GPU the host waits for it.
+        """
+        if self._overflow is None:
+            device_scale.settle(wait=True)
+        if self._overflow is None and self._grads.stage is Stage.STEPPED:
+            captured = self._steps.captured_overflow()
+            if captured is not None:
+                return captured  # Until the next replay.
+        if self._overflow is None:
+            lists, scale = self._grads.collect(self.param_groups)
+            found = check_groups(lists)
+            self._overflow = bool(found)
+            self._group_norms = unscaled_norms(found, scale)
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._forget_overflow()
+        self._overflow = bool(value)
+
+    @property
+    def overflow_report(self) -> list[grads.NonFinite]:
+        """For the last skipped step, which gradients held how many inf and NaN, the worst first.
+
+        On a GPU the host waits for it. If the gradients were cleared before it is read, there are
+        no counts, and only the first eight parameters are named; none if parameters lie on several
+        devices.
+        """
+        device_scale.settle(wait=True)
+        return [*self._log.report]
+
+    def _forget_overflow(self) -> None:
+        self._overflow = None
+        self._awaited = None
+
+    def _end_step(self, *, skipped: bool | None) -> None:
+        if skipped is not None:
+            device_scale.settle(wait=True)  # The steps before this one come first.
+        self._overflow = skipped
+        found = self._locate() if skipped else []  # While masters still have gradients.
+        self._grads.end_step()
+        if skipped is None:
+            assert self._awaited is not None  # The step has left it there.
+            # From here on _told may be called.
+            self._steps.send(self._awaited, verbose=self.verbose)
+            return
+        self._awaited = None
+        norms, self._group_norms = self._group_norms, []
+        self._take_note(skipped, self._loss_scaler.update_scale, lambda: found, norms)
+
+    def _told(self, outcome: Outcome, result: StepResult) -> None:
+        """Handle the result of a step that completed asynchronously."""
+
+        def locate() -> list[grads.NonFinite]:
+            if is_last and self._grads.stage is Stage.STEPPED and not self._grads.came_in():
+                return self._locate()
+            return self._names.rows(outcome.nonfinite_rows, result.without_grad, self.param_groups)
+
+        is_last = result is self._awaited
+        if is_last:
+            self._overflow = outcome.found_inf
+            self._awaited = None
+        if outcome.found_inf and result.undo_state is not None:
+            result.undo_state()
+        self._take_note(
+            outcome.found_inf,
+            lambda skipped: self._steps.update(self._loss_scaler, skipped=skipped),
+            locate,
+            outcome.norms,
+        )
+
+    def _take_note(
+        self,
+        skipped: bool,
+        update_scale: Callable[[bool], None],
+        locate: Callable[[], list[grads.NonFinite]],
+        norms: list[float],
+    ) -> None:
+        """Bring scaler and counts up to date, and say what was skipped."""
+        scaler = self._loss_scaler
+        scale = scaler.cur_scale
+        iteration = scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration
+        update_scale(skipped)
+        self._iteration += 1
+        report = locate() if skipped else []
+        if skipped:
+            self._weights.check_range()
+            if self.verbose:
+                overflow = Overflow(report, scale, scaler.cur_scale)
+                overflow.log(LOG, self._skip_message(iteration, scale))
+        self._log.end(
+            skipped,
+            report,
+            scale=lambda: self._scaler_now().cur_scale,
+            owners=[self],
+            note=lambda: self._note(skipped, scale, norms),
+        )
+
+    def _note(self, skipped: bool, scale: float, norms: list[float]) -> step_log.StepNote:
+        value = self._loss_scaler.loss_scale_value
+        is_clipped = "grad_norms" in self._legacy_arguments
+        always_global = getattr(self.optimizer, "_clips_by_global_norm", False)  # as FusedLAMB
+        norm, clip = step_log.norm_and_clip(
+            norms,
+            self.param_groups if is_clipped else [{}] * len(norms),
+            by_global_norm=always_global or self.clip == "global",
+        )
+        return step_log.StepNote(
+            skipped,
+            scale,
+            lowest=value.min_scale if isinstance(value, DynamicLossScale) else None,
+            grad_norm=norm,
+            clip=clip,
+            overflow=self._log.report if skipped else (),
+        )
+
+    def _locate(self) -> list[grads.NonFinite]:
+        return grads.locate_nonfinite(self._names.grads(self.param_groups))
+
+    def _skip_message(self, iteration: int, scale: float) -> str:
+        message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"
+        if not self.dynamic_loss_scale:
+            return message
+        return f"{message}, reducing to {self._scaler_now().cur_scale}"
+
+
+def check_groups(lists: list[list[Tensor | None]]) -> FoundInf:
+    """Check the gradients of each group, and sum its squares."""
+    found = FoundInf()
+    rows = [(grad, row) for row, one in enumerate(lists) for grad in one if grad is not None]
+    found.check([grad for grad, _ in rows], [row for _, row in rows], len(lists))
+    return found
+
+
+def unscaled_norms(found: FoundInf, scale: float | Tensor) -> list[float]:
+    """Return the norms of unscaled gradients; the host has just waited for their device."""
+    return [norm / float(scale) for norm in found.norms]

@@ -1,0 +1,64 @@
+"""What the layers of FP16_Optimizer share: its attributes, and what a layer calls of one above."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from apex_mp.core import step_log
+from apex_mp.core.inner import StepWatch
+from apex_mp.core.log import logger
+from apex_mp.core.master_grads import MasterGrads
+from apex_mp.core.masters import GroupedMasters
+from apex_mp.core.skips import ParamNames
+from apex_mp.core.step import StepResult
+from apex_mp.core.weight_watch import WeightWatch
+from apex_mp.fp16_utils._delegates import Delegates
+from apex_mp.fp16_utils._device_steps import DeviceSteps
+from apex_mp.fp16_utils._misuse import Misuse
+from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+
+LOG = logger("apex_mp.fp16_utils")
+# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
+eager = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+class Parts(Delegates):
+    """The lowest layer: OldNames, Outcomes, Stepping, Checkpoints, FP16_Optimizer follow.
+
+    Attributes:
+        optimizer: The inner optimizer.
+        verbose: Whether messages are logged.
+        clip: "group" or "global".
+        first_closure_call_this_step: As apex had it.
+    """
+
+    _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
+
+    verbose: bool
+    clip: str
+    first_closure_call_this_step: bool
+    _legacy_arguments: tuple[str, ...]  # that the inner optimizer's step takes
+    _loss_scaler: LossScaler | DynamicLossScaler
+    _dynamic_args: dict[str, Any]
+    _steps: DeviceSteps
+    _grads: MasterGrads
+    _masters: GroupedMasters
+    _names: ParamNames
+    _misuse: Misuse
+    _watch: StepWatch
+    _weights: WeightWatch
+    _log: step_log.StepLog
+    _overflow: bool | None  # None: unknown since the last backward
+    _awaited: StepResult | None  # the last step, until its outcome is known
+    _group_norms: list[float]  # of the last step's unscaled gradients, if measured
+    _iteration: int
+    _optimizer_step_pre_hooks: OrderedDict[int, Any]
+    _optimizer_step_post_hooks: OrderedDict[int, Any]
+
+    def update_master_grads(self) -> None:
+        """Unscale what backward has accumulated; FP16_Optimizer does."""
+        raise NotImplementedError
