@@ -458,6 +458,13 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         "multi_tensor_novograd: norm_type is 1; it must be 0 (maximum norm) or 2 (l2 norm)",
     ),
     (
+        lambda: amp_C.multi_tensor_adam_capturable(
+            1, FLAG, [ones()] * 4, *ADAM[:4], 0, *ADAM[5:], 1.0
+        ),
+        ValueError,
+        "multi_tensor_adam_capturable: step is 0; the first step is 1",
+    ),
+    (
         lambda: amp_C.multi_tensor_adam_capturable_master(
             1, FLAG, [*[ones()] * 4, [torch.ones(3, 2).t()]], *ADAM, 1.0
         ),

@@ -84,7 +84,7 @@ def multi_tensor_adam_capturable(
     """
     function = "multi_tensor_adam_capturable"
     check_lists(function, tensor_lists, ADAM_LISTS)
-    step = number(function, "step", step)
+    step = _step_number(function, step)
     numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     scale = divisor(function, "inv_scale", inv_scale)
     _adam(function, overflow_buf, tensor_lists, *numbers, scale=scale)
@@ -124,11 +124,17 @@ def multi_tensor_adam_capturable_master(
     check_lists(function, tensor_lists, (*ADAM_LISTS, "master_params"))
     grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
     lists = [grads, masters, exp_avgs, exp_avg_sqs]
-    step = number(function, "step", step)
+    step = _step_number(function, step)
     numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     scale = divisor(function, "inv_scale", inv_scale)
     with speaking_of(function, params="master_params", copies="params"):
         _adam(function, overflow_buf, lists, *numbers, copies=params, scale=scale)
+
+
+def _step_number(function: str, step: int | Tensor) -> Tensor:
+    if not isinstance(step, Tensor):  # The host does not look at one on a device.
+        check_step(function, step)
+    return number(function, "step", step)
 
 
 def _adam(
