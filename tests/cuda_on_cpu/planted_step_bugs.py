@@ -86,7 +86,7 @@ PLANTED_STEP_BUGS = {
         "alignas(16) char carried[kBytes];",
         "char carried[kBytes];",
         ONE_STEP,
-        rf"{READ_BEHIND}|{UNDEFINED}",
+        rf"{READ_BEHIND}|{UNDEFINED}|assert outcome\.found_inf == 0",
     ),
     "all launches carry few gradients": PlantedBug(
         "cuda/step_check.cu",
