@@ -133,6 +133,15 @@ def test_what_a_device_tells_later_comes_in_order(
     assert [found.name for found in steps[0].overflow] == ["group 0, parameter 0"]
 
 
+def test_a_norm_on_its_way_to_the_host_is_that_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+    monitor = Monitor(wrap(torch.optim.SGD([ones(2)], lr=1.0)))
+    for norm in (7.0, 9.0):  # As of a loop of the user's own.
+        monitor.note(grad_norm=torch.tensor(norm))
+        monitor.after_step(step_log.StepNote(skipped=False, scale=8.0))
+    assert [step.grad_norm for step in monitor.history.steps] == [7.0, 9.0]
+
+
 def test_a_closure_is_one_step() -> None:
     weight = ones(2)
     optimizer = wrap(torch.optim.LBFGS([weight], max_iter=3))

@@ -37,7 +37,7 @@ class Masters:
 
     def adopt(
         self, params: list[Any], state: Any, new_master: Callable[[Parameter], Parameter]
-    ) -> bool:
+    ) -> None:
         """Put masters into a list in place of low-precision parameters that require grad.
 
         Can be called again when others have come to require grad.
@@ -47,9 +47,6 @@ class Masters:
                 it.
             state: The optimizer's, which is moved to the masters, moments as float32.
             new_master: Returns the master of a parameter.
-
-        Returns:
-            Whether there are new ones.
         """
         new: dict[Parameter, Parameter] = {}
         for index, param in enumerate(params):
@@ -59,7 +56,6 @@ class Masters:
             if param in state:
                 state[master] = {key: _widened(value) for key, value in state.pop(param).items()}
         self.model_of.update({master: model for model, master in new.items()})
-        return bool(new)
 
     def masters_of(self, params: Collection[int]) -> list[Tensor]:
         """Return the masters of parameters of the model, given by id()."""

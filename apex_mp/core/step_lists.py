@@ -66,7 +66,7 @@ def step_lists(
     plan = _C.StepPlan(rule, caller, tensors=[*tensors], numbers=[*numbers], once=True)
     group = {"max_grad_norm": 0.0, **options, "params": [*params]}
     with torch.no_grad(), _as_wide_as_the_math(params, tensors) as wide, _without_group():
-        state = {param: {} for param in params}  # type: dict[Tensor, dict[str, Tensor]]
+        state: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
         for name, listed in {**wide, **numbers}.items():
             for param, tensor in zip(params, listed, strict=True):
                 state[param][name] = tensor
