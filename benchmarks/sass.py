@@ -3,7 +3,7 @@
 No GPU is needed, but nvcc.
 
 python -m benchmarks.sass                            print the tables, and what is wrong
-python -m benchmarks.sass --archs 90 --files adam.cu    of one architecture and file
+python -m benchmarks.sass --archs 90 --files check.cu    of one architecture and file
 python -m benchmarks.sass --save-results benchmarks/results/sass.json    what the tests compare with
 """
 
@@ -82,7 +82,7 @@ def kernels_of(source: Path, archs: Sequence[str]) -> list[Row]:
         for cubin in Path(folder).glob("*.cubin"):
             graph = run([nvdisasm, "-bbcfg", "-poff", str(cubin)])
             facts = {name: facts_of(function) for name, function in functions_in(graph).items()}
-            # nvcc names adam.compute_90.cubin; of a single architecture, adam.cubin.
+            # nvcc names check.compute_90.cubin; of a single architecture, check.cubin.
             arch = cubin.stem.partition(".compute_")[2] or archs[0]
             for row in rows:
                 if row["sm"] == arch:
@@ -227,7 +227,7 @@ def published() -> Row:
 def main(argv: list[str] | None = None) -> Row:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--archs", nargs="+", default=ARCHS, metavar="ARCH", help="such as 90")
-    parser.add_argument("--files", nargs="+", metavar="FILE", help="such as adam.cu; default: all")
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="such as check.cu; default: all")
     parser.add_argument("--save-results", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     files = sources(ROOT / "csrc")

@@ -334,7 +334,7 @@ def test_every_source_is_built(cuda_extension: cpp_extension.CUDAExtension) -> N
 
 
 def test_no_two_sources_share_an_object_file(cuda_extension: cpp_extension.CUDAExtension) -> None:
-    # adam.cpp and adam.cu in one folder would both become adam.o.
+    # check.cpp and check.cu in one folder would both become check.o.
     objects = [str(Path(source).with_suffix("")) for source in cuda_extension.sources]
     assert len(set(objects)) == len(objects)
 
