@@ -32,8 +32,8 @@ def step_lists(
 ) -> None:
     """Take one step with every parameter; the host waits for nothing.
 
-    Lists hold one tensor for each parameter, on its device and laid out as it is. They may be
-    stepped while a CUDA graph is captured.
+    Lists hold one tensor for each parameter, on its device and laid out as it is. A CUDA graph may
+    capture the step; numbers that are no tensors are then the same at each replay.
 
     Args:
         rule: `kName` of one of csrc/math/rules.h.

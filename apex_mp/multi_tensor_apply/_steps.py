@@ -3,7 +3,8 @@
 All take `(chunk_size, overflow_buf, tensor_lists, ...)`; apex_mp.multi_tensor_apply.amp_C says what
 is so for all. If the flag is up, nothing is written. Gradients are only read; apex's LAMB and its
 first capturable Adam wrote over them. State may be of any floating dtype; math is float32 (float64
-for float64 parameters). A CUDA graph may capture each of them.
+for float64 parameters). A CUDA graph may capture each of them; numbers that are no tensors, such as
+`step`, are then the same at each replay.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def multi_tensor_lamb(
         global_grad_norm: l2 norm of all gradients of the step, of other calls too.
         max_grad_norm: Gradients are clipped to this norm; 0 does not clip. None: as in 2019, when
             there was one argument less, `global_grad_norm` is the maximum, and the norm is that of
-            this call's gradients [None].
+            this call's gradients; the host waits for a maximum that is a tensor [None].
         use_nvlamb: Multiply the update by the ratio of the norms without weight decay too [False].
     """
     function = "multi_tensor_lamb"
