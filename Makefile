@@ -62,11 +62,12 @@ TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patchi
   operator_autograd operators packaging parallel \
   parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
   run_modernize sync_batchnorm torch_optimizer_database two_processes)
+DOCS_READY := $(VENV)/.done-docs
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
+.PHONY: help build demo docs test test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -82,6 +83,7 @@ help:
 	@echo 'make trainers   train with accelerate, transformers, Lightning, timm and PEFT'
 	@echo 'make recipes    run the recipes of examples/ small, and see that they do what they are for'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
+	@echo 'make docs       build the site from docs/ in build/docs/; warnings, dead links and gaps in docstrings are errors'
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
@@ -165,6 +167,12 @@ sdist: $(BUILT)
 	  > ../collected.txt || { tail -n 40 ../collected.txt; exit 1; }
 	@echo "The tests of $$(ls build/sdist/*.tar.gz) can start."
 
+# Afresh: Sphinx warns of a page only when it reads it.
+docs: $(DOCS_READY) $(BUILT)
+	rm -rf build/docs
+	$(VENV)/bin/sphinx-build -q -W --keep-going docs build/docs
+	@echo 'The site is build/docs/index.html.'
+
 clients: $(CLIENTS_READY)
 	$(CLIENTS_VENV)/bin/python -m pytest -q tests/clients $(PYTEST_ARGS)
 
@@ -195,6 +203,10 @@ $(TORCH_READY):
 $(BUILT): export FORCE_CUDA := $(or $(FORCE_CUDA),0)
 $(BUILT): $(TORCH_READY) $(RECIPE)
 	$(VENV)/bin/python -m pip install -qq --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
+	touch $@
+
+$(DOCS_READY): docs/requirements.txt $(TORCH_READY)
+	$(VENV)/bin/python -m pip install -qq -r $<
 	touch $@
 
 # fairseq without pip's cache, which does not ask for which torch a wheel was compiled.

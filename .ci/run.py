@@ -60,6 +60,7 @@ ON_ONE_CORE = [
     Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.
     Target("coverage", 9, NIGHTLY_ONLY),
+    Target("docs", 0.5, EACH_TIME),
     Target("types", 0.5, EACH_TIME),
     Target("sdist", 0.5, EACH_TIME),
     Target("lint", 0.2, EACH_TIME),

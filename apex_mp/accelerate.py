@@ -19,6 +19,10 @@ try:
 except ModuleNotFoundError as error:
     raise missing_package(__name__, error) from error
 
+__all__ = [
+    "attach_scaler",
+]
+
 
 def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
     """Have an Accelerator scale losses by `scaler`, and know which steps it skipped.

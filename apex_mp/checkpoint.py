@@ -16,6 +16,11 @@ from torch import _weights_only_unpickler
 from apex_mp.checkpointing.pickled_names import names_in
 from apex_mp.checkpointing.pickled_scalers import Receivers
 
+__all__ = [
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
 # How torch.save begins: an archive, or, until PyTorch 1.6, the pickle of a certain number.
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -8,6 +8,10 @@ try:
 except ModuleNotFoundError as error:
     raise missing_package(__name__, error) from error
 
+__all__ = [
+    "FP16Plugin",
+]
+
 
 class FP16Plugin(ScaledPrecision, MixedPrecision):  # type: ignore[misc]
     __doc__ = ScaledPrecision.__doc__

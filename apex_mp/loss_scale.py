@@ -22,6 +22,16 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "StaticLossScale",
+    "from_dict",
+    "from_grad_scaler",
+    "to_dict",
+]
+
 FLOAT32_MAX = math.ldexp(2.0 - 2.0**-23, 127)
 # The least scale: its inverse is still finite in float32, and no device flushes it to zero.
 FLOAT32_SMALLEST_NORMAL = 2.0**-126
@@ -43,7 +53,11 @@ class NoOpLossScale:
         return 1.0
 
     def update(self, found_inf: bool) -> NoOpLossScale:
-        """Return this value: nothing changes it."""
+        """Return this value: nothing changes it.
+
+        Args:
+            found_inf: Ignored.
+        """
         return self
 
 
@@ -70,7 +84,11 @@ class StaticLossScale:
         return 1.0 / self.scale
 
     def update(self, found_inf: bool) -> StaticLossScale:
-        """Return this value: an overflow skips the step, the scale stays."""
+        """Return this value: an overflow skips the step, the scale stays.
+
+        Args:
+            found_inf: Ignored.
+        """
         return self
 
 
@@ -180,13 +198,20 @@ _KINDS: dict[str, type[NoOpLossScale | StaticLossScale | DynamicLossScale]] = {
 
 
 def to_dict(loss_scale: LossScale) -> dict[str, Any]:
-    """Return a loss scale as plain values for a checkpoint: its kind and its fields."""
+    """Return a loss scale as plain values for a checkpoint: its kind and its fields.
+
+    Args:
+        loss_scale: One of the three of this module.
+    """
     kind = next(kind for kind, cls in _KINDS.items() if type(loss_scale) is cls)
     return {"kind": kind, **dataclasses.asdict(loss_scale)}
 
 
 def from_dict(values: Mapping[str, Any]) -> LossScale:
     """Return the loss scale that `to_dict` wrote down.
+
+    Args:
+        values: What `to_dict` returned.
 
     Raises:
         TypeError: A field is unknown or missing, or is not a number.
@@ -215,6 +240,9 @@ def is_of_grad_scaler(state: Any) -> bool:
 
 def from_grad_scaler(state: Mapping[str, Any]) -> DynamicLossScale:
     """Return the loss scale that a `torch.amp.GradScaler`'s state_dict describes.
+
+    Args:
+        state: What `state_dict` of the scaler returned.
 
     Raises:
         TypeError: A value is not a number.

@@ -89,6 +89,9 @@ class LossScaleManager:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned; the arguments of the constructor stay.
 
+        Args:
+            state_dict: What `state_dict` returned.
+
         Raises:
             TypeError, ValueError: A key is missing or unknown, or a value is out of range; nothing
                 is changed then.
@@ -319,7 +322,12 @@ class LossScaleOptimizer(FP16_Optimizer):
     def minimize(
         self, loss: Tensor | Callable[[], Tensor], var_list: Iterable[Tensor] | None = None
     ) -> None:
-        """Call `compute_gradients` and `apply_gradients`; arguments and errors are theirs."""
+        """Call `compute_gradients` and `apply_gradients`; arguments and errors are theirs.
+
+        Args:
+            loss: As of `compute_gradients`.
+            var_list: As of `compute_gradients` [None].
+        """
         self.apply_gradients(self.compute_gradients(loss, var_list))
 
     def _variables(self) -> list[Tensor]:
@@ -363,6 +371,9 @@ class LossScaleOptimizer(FP16_Optimizer):
 
         The manager takes the scale and the counts; from the state of an optimizer that was not
         wrapped it takes nothing.
+
+        Args:
+            state_dict: What one of the two returned.
 
         Raises:
             TypeError, ValueError: The state does not fit, or is that of an FP16_Optimizer or a

@@ -126,7 +126,11 @@ class RNNCell(nn.Module):
     # The hidden state
 
     def init_hidden(self, bsz: int) -> None:
-        """Have a hidden state for `bsz` sequences: zeros, unless there is one for as many."""
+        """Have a hidden state for `bsz` sequences: zeros, unless there is one for as many.
+
+        Args:
+            bsz: Sequences in the batch.
+        """
         like = next(self.parameters(), None)
         self._init_hidden(bsz, self.w_ih if like is None else like)
 
@@ -141,12 +145,20 @@ class RNNCell(nn.Module):
         ]
 
     def reset_hidden(self, bsz: int) -> None:
-        """Have a hidden state of zeros for `bsz` sequences."""
+        """Have a hidden state of zeros for `bsz` sequences.
+
+        Args:
+            bsz: Sequences in the batch.
+        """
         self.hidden = [None] * self.n_hidden_states
         self.init_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """Do what `reset_hidden` does: where no gradients are wanted, `torch.no_grad()` says so."""
+        """Do what `reset_hidden` does: where no gradients are wanted, `torch.no_grad()` says so.
+
+        Args:
+            bsz: Sequences in the batch.
+        """
         self.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:

@@ -59,7 +59,7 @@ def GRUCell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Take one step of a GRU: `torch.gru_cell`."""
+    """Return the state after one step of a GRU: `torch.gru_cell`; arguments as of `LSTMCell`."""
     result: Tensor = _VF.gru_cell(input, hidden, w_ih, w_hh, b_ih, b_hh)
     return result
 
@@ -72,7 +72,7 @@ def RNNReLUCell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Take one step of an RNN with ReLU; `hidden` may be a projection, as of `LSTMCell`."""
+    """Return the state after one step of an RNN with ReLU; arguments as of `LSTMCell`."""
     return (functional.linear(input, w_ih, b_ih) + functional.linear(hidden, w_hh, b_hh)).relu()
 
 
@@ -84,7 +84,7 @@ def RNNTanhCell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Take one step of an RNN with tanh; `hidden` may be a projection, as of `LSTMCell`."""
+    """Return the state after one step of an RNN with tanh; arguments as of `LSTMCell`."""
     return (functional.linear(input, w_ih, b_ih) + functional.linear(hidden, w_hh, b_hh)).tanh()
 
 

@@ -113,6 +113,9 @@ def init(
         min_loss_scale: A dynamic scale does not back off below it [None: no floor].
         max_loss_scale: A dynamic scale does not grow above it [2**24].
 
+    Returns:
+        The handle; one that does nothing if `enabled` is False.
+
     Raises:
         TypeError: An argument is of a wrong type, or both `enabled` and `enable` are given.
         ValueError: An argument is out of range.

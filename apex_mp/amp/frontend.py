@@ -52,13 +52,15 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed precision.
 
-    | option                | O0      | O1        | O2        | O3      |
-    |-----------------------|---------|-----------|-----------|---------|
-    | cast_model_type       | float32 | None      | `dtype`   | `dtype` |
-    | patch_torch_functions | False   | True      | False     | False   |
-    | keep_batchnorm_fp32   | None    | None      | True      | False   |
-    | master_weights        | False   | None      | True      | False   |
-    | loss_scale            | 1.0     | "dynamic" | "dynamic" | 1.0     |
+    =====================  =======  =========  =========  =======
+    option                 O0       O1         O2         O3
+    =====================  =======  =========  =========  =======
+    cast_model_type        float32  None       `dtype`    `dtype`
+    patch_torch_functions  False    True       False      False
+    keep_batchnorm_fp32    None     None       True       False
+    master_weights         False    None       True       False
+    loss_scale             1.0      "dynamic"  "dynamic"  1.0
+    =====================  =======  =========  =========  =======
 
     O1 is `amp.init()`. With O2 the optimizer steps float32 masters, `model.state_dict()` holds
     their values, and both load and resume exactly. An option that is not None overrides the level.

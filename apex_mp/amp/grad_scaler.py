@@ -227,13 +227,16 @@ class GradScaler(UnscalingGradScaler):
             clip.is_late = True
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer's last step was skipped, because a gradient held inf or NaN.
+        """Return whether an optimizer's last step was skipped, because a gradient held inf or NaN.
 
         A learning-rate schedule or a moving average of weights follows the steps that were taken:
 
             if not scaler.step_was_skipped(optimizer): scheduler.step()
 
         On a GPU the host waits for the step, if the optimizer is fused.
+
+        Args:
+            optimizer: One that this scaler has stepped.
 
         Raises:
             RuntimeError: This scaler has not stepped the optimizer.
@@ -246,6 +249,9 @@ class GradScaler(UnscalingGradScaler):
 
         The worst come first; the list is empty if no step was skipped. On a GPU the host waits,
         and with a fused optimizer there are no counts if gradients were cleared before.
+
+        Args:
+            optimizer: One that this scaler has stepped.
 
         Raises:
             RuntimeError: This scaler has not stepped the optimizer.

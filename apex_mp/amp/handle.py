@@ -132,7 +132,7 @@ class AmpHandle:
         remove_guards()
 
     def is_active(self) -> bool:
-        """Whether casts and loss scaling are on here."""
+        """Return whether casts and loss scaling are on here."""
         return _current.handle is self and not getattr(self._switched_off, "depth", 0)
 
     def _scales(self) -> bool:
@@ -215,6 +215,9 @@ class AmpHandle:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict`, `amp.state_dict` for one loss, or a GradScaler's, returned.
 
+        Args:
+            state_dict: What one of the three returned.
+
         Raises:
             ValueError: There is the state of another number of scales; nothing is changed.
         """
@@ -249,7 +252,11 @@ class AmpHandle:
         return self._caster.cache
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forget the casts of a parameter."""
+        """Forget the casts of a parameter.
+
+        Args:
+            param: A parameter of the model.
+        """
         self._clear_cache()
 
     def _clear_cache(self) -> None:
@@ -279,11 +286,21 @@ class NoOpHandle:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yield the loss as it is."""
+        """Yield the loss as it is.
+
+        Args:
+            loss: Yielded as it is.
+            optimizer: Ignored.
+        """
         yield loss
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return a wrapper that hands everything to the optimizer."""
+        """Return a wrapper that hands everything to the optimizer.
+
+        Args:
+            optimizer: Any optimizer.
+            num_loss: As of `AmpHandle.wrap_optimizer` [1].
+        """
         return OptimWrapper(optimizer, self, num_loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,7 +308,11 @@ class NoOpHandle:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Do nothing.
+
+        Args:
+            state_dict: Ignored.
+        """
 
     @property
     def has_cache(self) -> bool:
@@ -304,7 +325,11 @@ class NoOpHandle:
         return CastCache()
 
     def remove_cache(self, param: Tensor) -> None:
-        """Do nothing."""
+        """Do nothing.
+
+        Args:
+            param: Ignored.
+        """
 
     def _clear_cache(self) -> None:
         pass

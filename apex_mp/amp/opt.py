@@ -94,6 +94,9 @@ class OptimWrapper(ForwardingOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless a loss overflowed since the last step.
 
+        Args:
+            closure: Refused, unless it is None [None].
+
         Returns:
             What the optimizer's step returned; None if it was skipped.
 
@@ -145,6 +148,9 @@ class OptimWrapper(ForwardingOptimizer):
         Scales stay as they are unless the dict has "loss_scalers", or "loss_scaler0" and so on as
         in `amp.state_dict()`. These alone, or the state of a torch.amp.GradScaler, which had one
         scale for all losses, change the scales and nothing else.
+
+        Args:
+            state_dict: What `state_dict` or one of the others returned.
 
         Raises:
             TypeError, ValueError: There is another number of scales, or the optimizer's part does

@@ -58,6 +58,9 @@ def half_function(fn: F) -> F:
             lists, tuples and dicts among its arguments are cast too. What a Python function or
             a module calls is cast as ever; C functions and torch's own are called as they are.
 
+    Returns:
+        A function that casts, and calls `fn`.
+
     Raises:
         TypeError: It is no function.
     """
@@ -72,6 +75,9 @@ def float_function(fn: F) -> F:
     Args:
         fn: As for `half_function`.
 
+    Returns:
+        A function that casts, and calls `fn`.
+
     Raises:
         TypeError: It is no function.
     """
@@ -83,6 +89,9 @@ def promote_function(fn: F) -> F:
 
     Args:
         fn: As for `half_function`.
+
+    Returns:
+        A function that casts, and calls `fn`.
 
     Raises:
         TypeError: It is no function.

@@ -289,7 +289,7 @@ def remove_guards() -> None:
 
 
 def step_was_skipped(optimizer: Any) -> bool:
-    """Whether an optimizer's last step was skipped, because gradients held inf or NaN.
+    """Return whether an optimizer's last step was skipped, because gradients held inf or NaN.
 
     Args:
         optimizer: Any optimizer, one that `wrap_optimizer` returned or an FP16_Optimizer; False

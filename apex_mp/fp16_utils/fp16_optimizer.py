@@ -189,6 +189,9 @@ class FP16_Optimizer(Checkpoints):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of model parameters; its low-precision ones get masters.
 
+        Args:
+            param_group: `params` and options, as for any optimizer of torch.
+
         Raises:
             TypeError: A parameter is of a dtype that is not floating.
             ValueError: A parameter is in a group already.
@@ -273,6 +276,10 @@ class FP16_Optimizer(Checkpoints):
     @eager
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the unscaled gradients of all groups together by their norm.
+
+        Args:
+            max_norm: The largest norm afterwards.
+            norm_type: The p of the p-norm; `inf` for the largest element [2].
 
         Returns:
             Their norm before clipping, or -1 if they hold inf or NaN; then nothing is clipped.

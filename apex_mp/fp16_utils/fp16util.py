@@ -34,6 +34,9 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
     Those without affine parameters stay as they are: cuDNN takes half running statistics there, and
     networks of 2019 relied on it.
+
+    Args:
+        module: Changed in place, with all modules in it.
     """
     for child in module.modules():
         if isinstance(child, _BatchNorm) and child.affine:
@@ -45,6 +48,10 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's own floating parameters, gradients and buffers, not those of its children.
 
     A part named by `apex_mp.keep_fp32` stays in float32.
+
+    Args:
+        module: Changed in place.
+        dtype: The dtype of its floating tensors afterwards.
     """
     if isinstance(module, Float32Part) and dtype in LOW_PRECISION:
         return
@@ -62,6 +69,10 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast all of a network but affine batch norms, in place, and return it.
 
     Parts named by `apex_mp.keep_fp32` stay as they are too.
+
+    Args:
+        network: Changed in place.
+        dtype: The dtype of its floating tensors afterwards.
     """
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
@@ -77,6 +88,9 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
     The network itself is `result[1]`. `state_dict()` has the network's own keys; dicts of old
     versions, whose keys start with "1.", are loaded too.
+
+    Args:
+        network: Changed in place.
     """
     wrapped = nn.Sequential(tofp16(), BN_convert_float(network.half()))
     hide_prefix(wrapped, "1.")
@@ -184,7 +198,11 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> Any:
-    """Return the number in a tensor of one element, or the first of a sequence."""
+    """Return the number in a tensor of one element, or the first of a sequence.
+
+    Args:
+        t: A tensor of one element, or a sequence.
+    """
     return t.item() if hasattr(t, "item") else t[0]
 
 

@@ -93,11 +93,19 @@ class LossScaler(_ScalesLoss):
         return StaticLossScale(self.cur_scale)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return False: the scale does not depend on it. FP16_Optimizer looks by itself."""
+        """Return False: the scale does not depend on it. FP16_Optimizer looks by itself.
+
+        Args:
+            params: Ignored.
+        """
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Do nothing: the scale never changes."""
+        """Do nothing: the scale never changes.
+
+        Args:
+            overflow: Ignored.
+        """
 
 
 class DynamicLossScaler(_ScalesLoss):
@@ -176,7 +184,11 @@ class DynamicLossScaler(_ScalesLoss):
         )
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of a step: whether it overflowed, and so was skipped."""
+        """Take note of a step: whether it overflowed, and so was skipped.
+
+        Args:
+            overflow: Whether a gradient of the step held inf or NaN.
+        """
         value = self.loss_scale_value.update(overflow)
         self.cur_scale = value.scale
         self.overflows = value.overflows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ from apex_mp.core.step_log import StepNote
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.monitor import _report
 from apex_mp.monitor.exponents import Sampler
-from apex_mp.monitor.history import History, Step
+from apex_mp.monitor.history import History, Step, if_finite
 from apex_mp.monitor.origin import Origin, find_nonfinite
 
 _LOG = logger("apex_mp.monitor")
@@ -222,7 +221,11 @@ class Monitor:
         self._measured.setdefault(number, {})[name] = values[0]
 
     def after_step(self, note: StepNote) -> None:
-        """Record the outcome of a step."""
+        """Record the outcome of a step.
+
+        Args:
+            note: What the optimizer or scaler says of the step.
+        """
         device_scale.settle(wait=True)  # The host knows of the step, so it has waited, if need be.
         number = self._history.total + 1
         self._begun = max(self._begun, number)
@@ -234,8 +237,8 @@ class Monitor:
             number=number,
             scale=scale,
             skipped=bool(note.skipped),
-            grad_norm=None if note.skipped else _if_finite(norm),
-            clip=None if note.skipped else _if_finite(clip),
+            grad_norm=None if note.skipped else if_finite(norm),
+            clip=None if note.skipped else if_finite(clip),
             overflow=tuple(note.overflow),
         )
         self._history.add(step)
@@ -338,7 +341,11 @@ class Monitor:
         _picture.draw(self.history, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is kept as JSON, for `History.load` and `python -m apex_mp report`."""
+        """Write what is kept as JSON, for `History.load` and `python -m apex_mp report`.
+
+        Args:
+            path: The file's name; an existing file is replaced.
+        """
         self.history.save(path)
 
     def postfix(self) -> dict[str, str]:
@@ -352,11 +359,6 @@ class Monitor:
         scale = self._history.steps[-1].scale if self._history.steps else None
         shown = "?" if scale is None else _report.power(scale)
         return {"scale": shown, "skips": str(self._history.skipped)}
-
-
-def _if_finite(value: float | None) -> float | None:
-    """Return a number, or None for inf and NaN, which JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _awaited(source: Any) -> str:

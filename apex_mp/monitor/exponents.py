@@ -57,7 +57,11 @@ class Exponents:
         return sum(self.counts.values()) + self.zeros + self.nonfinite
 
     def of_all(self, count: int) -> float:
-        """Return how many of all elements a count of those that were looked at stands for."""
+        """Return how many of all elements a count of those that were looked at stands for.
+
+        Args:
+            count: How many of the elements that were looked at.
+        """
         return count * self.size / self.total if self.total else 0.0
 
     @property
@@ -76,7 +80,11 @@ class Exponents:
         return self.below(SMALLEST_NORMAL)
 
     def below(self, exponent: int) -> int:
-        """Return how many elements that are not zero lie below a power of two."""
+        """Return how many elements that are not zero lie below a power of two.
+
+        Args:
+            exponent: The power: -24 for 2**-24.
+        """
         return sum(count for e, count in self.counts.items() if e < exponent)
 
 

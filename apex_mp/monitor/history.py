@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,11 @@ class History:
         self.origins: dict[int, str] = {}
 
     def add(self, step: Step) -> None:
-        """Append a step; the oldest goes when there are too many."""
+        """Append a step; the oldest goes when there are too many.
+
+        Args:
+            step: The newest step.
+        """
         self.steps.append(step)
         self.total += 1
         self.skipped += step.skipped
@@ -80,7 +85,11 @@ class History:
         return dict(counts.most_common())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything as JSON."""
+        """Write everything as JSON.
+
+        Args:
+            path: The file's name; an existing file is replaced.
+        """
         values = {
             "apex_mp_monitor": _FORMAT,
             "length": self.steps.maxlen,
@@ -99,7 +108,10 @@ class History:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Read what `save` has written.
+        """Return the history that `save` has written.
+
+        Args:
+            path: The file's name.
 
         Raises:
             ValueError: The file holds something else.
@@ -154,3 +166,8 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             f"it must be {_FORMAT}"
         )
     return values  # type: ignore[no-any-return]
+
+
+def if_finite(value: float | None) -> float | None:
+    """Return a number, or None for inf and NaN, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None

@@ -4,11 +4,9 @@ All take `(chunk_size, overflow_buf, tensor_lists, ...)`. `chunk_size` has no ef
 is a tensor of one element, an int32 in old code; it is raised to 1 and never cleared. Tensors may
 lie on the CPU too. `scale_check_overflow` is from before that convention.
 
-Raises, in every function:
-    RuntimeError: The lists are of the wrong number, empty, or do not fit each other; a tensor is
-        not floating, or lies where the operators cannot take it.
-    TypeError: Something is no list, no tensor or no number.
-    ValueError: A number is out of range.
+Every function raises RuntimeError for lists of the wrong number, empty or of unequal lengths, and
+for a tensor that is not floating or lies where the operators cannot take it; TypeError for what is
+no list, no tensor or no number; ValueError for a number out of range.
 """
 
 from __future__ import annotations
@@ -59,6 +57,12 @@ def multi_tensor_scale(
     """Write `input * scale` to the outputs: `[inputs, outputs]`.
 
     inf and NaN are passed on, and raise the flag. A flag that is up already changes nothing.
+
+    Args:
+        chunk_size: Ignored: the operators choose their own.
+        overflow_buf: One int: the flag, set to 1 where inf or NaN is found.
+        tensor_lists: Two lists of floating tensors, of equal lengths and sizes.
+        scale: The factor.
     """
     check_lists("multi_tensor_scale", tensor_lists, ("inputs", "outputs"))
     factor = number("multi_tensor_scale", "scale", scale)
@@ -101,6 +105,12 @@ def multi_tensor_l2norm(
     chunk_size: int, overflow_buf: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the l2 norm of all tensors of `[tensors]`, and the norm of each if asked for.
+
+    Args:
+        chunk_size: Ignored: the operators choose their own.
+        overflow_buf: One int: the flag, set to 1 where inf or NaN is found.
+        tensor_lists: One list of floating tensors.
+        per_tensor: Return the norm of each tensor, too [None: no].
 
     Returns:
         Two float32 vectors: one element, and as many as there are tensors or none. A norm that is

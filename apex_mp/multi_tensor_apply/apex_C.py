@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = [
+    "flatten",
+    "unflatten",
+]
+
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of all tensors, which are of one dtype, in one new vector.
+
+    Args:
+        tensors: Any shapes, one dtype.
 
     Raises:
         RuntimeError: There is no tensor, or their dtypes differ.
@@ -29,7 +37,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a vector into views of the sizes of `tensors`, in their order.
+    """Return views of a vector with the sizes of `tensors`, in their order.
+
+    Args:
+        flat: A vector with at least as many elements as `tensors` have together.
+        tensors: Their shapes are those of the views.
 
     Raises:
         RuntimeError: `flat` is no vector, or shorter than all tensors together.

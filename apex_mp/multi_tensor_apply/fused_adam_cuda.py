@@ -15,6 +15,10 @@ from apex_mp.multi_tensor_apply._arguments import (
 )
 from apex_mp.multi_tensor_apply._steps import steps_before
 
+__all__ = [
+    "adam",
+]
+
 
 def adam(
     p: Tensor,

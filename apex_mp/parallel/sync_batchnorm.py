@@ -127,6 +127,9 @@ def needs_torchs_check(module: torch.nn.Module) -> bool:
 def create_syncbn_process_group(group_size: int) -> Any:
     """Return this process's group of `group_size` neighbours, for `process_group`; None for 0.
 
+    Args:
+        group_size: How many processes share their statistics; 0 for all.
+
     Raises:
         ValueError: The number of processes is not a multiple of `group_size`.
     """

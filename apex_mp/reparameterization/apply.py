@@ -36,7 +36,16 @@ def apply_weight_norm(
 
 
 def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = False) -> nn.Module:
-    """Make weights parameters again, with the values they have; see `remove_reparameterization`."""
+    """Make weights parameters again, with the values they have; see `remove_reparameterization`.
+
+    Args:
+        module: Changed in place.
+        name: As of `remove_reparameterization` [""].
+        remove_all: As of `remove_reparameterization` [False].
+
+    Returns:
+        The module.
+    """
     return remove_reparameterization(module, WeightNorm, name, remove_all)
 
 

@@ -93,7 +93,12 @@ class Reparameterization:
 
     @staticmethod
     def get_module_and_name(module: nn.Module, name: str) -> tuple[Any, Any]:
-        """Return the module that "path.to.weight" belongs to, and "weight"; for "" twice None."""
+        """Return the module that "path.to.weight" belongs to, and "weight"; for "" twice None.
+
+        Args:
+            module: The root.
+            name: The path of a weight, of names and dots.
+        """
         if not name:
             return None, None
         *path, local = name.split(".")
@@ -102,7 +107,11 @@ class Reparameterization:
         return module, local
 
     def get_params(self, module: nn.Module) -> list[Parameter]:
-        """Return the parameters, of the module that has the weight."""
+        """Return the parameters, of the module that has the weight.
+
+        Args:
+            module: The module that has the weight.
+        """
         return [getattr(module, name) for name in self.reparameterization_names]
 
     def remove(self, module: nn.Module, weight: Parameter | None = None) -> Parameter:

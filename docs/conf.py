@@ -1,0 +1,46 @@
+"""Settings of Sphinx for the site that `make docs` builds from this folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from apex_mp import __version__
+
+sys.path.insert(0, str(Path(__file__).parent / "_site"))
+
+project = "apex_mp"
+author = "apex_mp authors"
+copyright = "apex_mp authors, BSD-3-Clause"  # noqa: A001
+release = version = __version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_parser",
+    "sphinx_copybutton",
+    "docstrings",  # of _site/
+    "repository",
+]
+exclude_patterns = ["_site"]
+html_theme = "furo"
+html_title = f"apex_mp {__version__}"
+html_static_path = ["_site/static"]
+html_css_files = ["apex_mp.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_block", "colon_fence"]
+copybutton_prompt_text = "$ "
+
+default_role = "py:obj"  # `name` in a docstring
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_mock_imports = ["accelerate", "lightning", "pytorch_lightning"]
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+# Those of torch.nn.Module and of torch's process groups.
+autodoc_default_options = {"exclude-members": "forward, join_hook, register_comm_hook"}
