@@ -99,7 +99,7 @@ help:
 build: $(BUILT)
 
 demo: $(BUILT)
-	$(VENV)/bin/python examples/digits.py --compare
+	$(VENV)/bin/python examples/digits/digits.py --compare
 
 # A process for each core; the tests of a file stay together.
 test: $(BUILT)

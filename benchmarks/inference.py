@@ -35,8 +35,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def digits() -> Any:
-    """Return examples/digits_task.py: a network, and the scans."""
-    sys.path.append(str(ROOT / "examples"))
+    """Return examples/digits/digits_task.py: a network, and the scans."""
+    sys.path.append(str(ROOT / "examples" / "digits"))
     try:
         return importlib.import_module("digits_task")
     finally:

@@ -26,7 +26,9 @@ REPORT, ORIGIN = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 
 
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("monitor_example", ROOT / "examples/monitor.py")
+    spec = importlib.util.spec_from_file_location(
+        "monitor_example", ROOT / "examples/monitor/monitor.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,7 +49,7 @@ def test_the_report_of_the_example_is_that_of_the_page() -> None:
 
 
 def test_the_example_makes_its_monitor_as_the_page_says() -> None:
-    assert MADE.strip() in (ROOT / "examples" / "monitor.py").read_text()
+    assert MADE.strip() in (ROOT / "examples" / "monitor" / "monitor.py").read_text()
 
 
 def loop() -> dict[str, Any]:
@@ -159,7 +161,7 @@ def test_the_example_writes_what_it_is_asked_for(
 ) -> None:
     arguments = ["--steps=60", f"--save={tmp_path}/run.json", f"--plot={tmp_path}/run.png"]
     monkeypatch.setattr(sys, "argv", ["monitor.py", *arguments])
-    source = (ROOT / "examples" / "monitor.py").read_text()
+    source = (ROOT / "examples" / "monitor" / "monitor.py").read_text()
     exec(compile(source, "monitor.py", "exec"), {"__name__": "__main__", "__doc__": "A.\n\nB."})
     assert capsys.readouterr().out.startswith("steps           60, ")
     assert json.loads((tmp_path / "run.json").read_text())["total"] == 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def needed(program: Path, seen: set[Path]) -> set[str]:
     here = {program.with_name(f"{name}.py") for name in names}
     for each in {path for path in here if path.exists()} - seen:
         names |= needed(each, seen)
-    ours = {path.stem for path in program.parent.glob("*.py")} | {"torch", "apex_mp"}
+    ours = {path.stem for path in (ROOT / "examples").rglob("*.py")} | {"torch", "apex_mp"}
     return names - sys.stdlib_module_names - ours
 
 
@@ -94,6 +95,14 @@ def test_a_page_says_what_its_program_needs(page: Path) -> None:
     wanted = {PACKAGES.get(name, name) for name in names - COME_ALONG}
     told = {name for line in re.findall(r"pip install ([\w -]+)", text) for name in line.split()}
     assert told == wanted
+
+
+@pytest.mark.parametrize("name", ["bert_classification", "dcgan", "digits", "monitor"])
+def test_a_path_that_a_program_had_before_says_the_new_one(name: str) -> None:
+    command = [sys.executable, ROOT / "examples" / f"{name}.py", "--fp16"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode
+    assert (ROOT / ended.stderr.split()[-1]).is_file()
 
 
 def test_readme_says_with_how_many_threads_the_pages_were_printed() -> None:

@@ -1,4 +1,4 @@
-"""examples/char_lstm.py: it learns in each precision, and goes on where it was saved."""
+"""examples/char_lstm/char_lstm.py: it learns in each precision, and goes on where it was saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "char_lstm"
 SMALL = ["--hidden=32", "--batch_size=8", "--length=32", "--sample=40", "--device=cpu"]
 PRECISIONS = ["", "--amp", "--amp --dtype bfloat16"]
 

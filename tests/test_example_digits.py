@@ -1,4 +1,4 @@
-"""examples/digits.py: its flags train, what it measures is right, and README shows its figures."""
+"""examples/digits: its flags train, what it measures is right, and README shows its figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "examples" / "digits"
 RESULTS = ROOT / "benchmarks" / "results" / "digits-cpu.json"
 
 for module in ("sklearn", "matplotlib", "tqdm"):

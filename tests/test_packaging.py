@@ -439,7 +439,11 @@ def test_the_text_for_a_package_index_has_no_link_that_leads_nowhere(
     assert wheel_metadata["Description-Content-Type"] == "text/markdown"
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", text)
     named = set(re.findall(r"`((?:docs|examples|benchmarks|tests)/[\w./-]+)`", text))
-    assert {"docs/design.md", "examples/digits.py", "benchmarks/results/step-cpu.png"} <= named
+    assert {
+        "docs/design.md",
+        "examples/digits/digits.py",
+        "benchmarks/results/step-cpu.png",
+    } <= named
     assert not [name for name in named if not (ROOT / name).exists()]
 
 

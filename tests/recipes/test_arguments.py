@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-BERT, DCGAN, SPEECH = "bert_classification.py", "dcgan.py", "speech_ctc.py"
+BERT, DCGAN, SPEECH = "bert/bert.py", "dcgan/dcgan.py", "speech_ctc/speech_ctc.py"
 IMAGENET = "imagenet/main_amp.py"
 NO_FILE = "'none'; there is no such file or folder"
 

@@ -1,4 +1,4 @@
-"""examples/bert_classification.py: each API of mixed precision reaches the accuracy of float32."""
+"""examples/bert/bert.py: each API of mixed precision reaches the accuracy of float32."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 from apex_mp import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-SCRIPT = EXAMPLES / "bert_classification.py"
+EXAMPLES = ROOT / "examples" / "bert"
+SCRIPT = EXAMPLES / "bert.py"
 sys.path.append(str(EXAMPLES))
 
+import bert  # noqa: E402
 import bert_apis  # noqa: E402
-import bert_classification as bert  # noqa: E402
 import bert_data  # noqa: E402
 
 SMALL = [

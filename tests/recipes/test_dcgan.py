@@ -1,4 +1,4 @@
-"""examples/dcgan.py: both APIs of amp train two networks with three losses, and resume."""
+"""examples/dcgan/dcgan.py: both APIs of amp train two networks with three losses, and resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ SMALL = ["--imageSize=8", "--ngf=16", "--ndf=16", "--nz=16", "--lr=0.003", "--de
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "examples" / "dcgan.py"), *SMALL, "--outf", str(folder)]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "dcgan" / "dcgan.py"),
+        *SMALL,
+        "--outf",
+        str(folder),
+    ]
     return subprocess.run(
         [*command, *flags],
         env={**os.environ, "PYTHONPATH": path, "MPLBACKEND": "agg"},
@@ -57,7 +63,7 @@ def test_without_learning_nothing_is_drawn(tmp_path: Path) -> None:
 def test_all_layers_of_the_discriminator_but_the_first_have_a_norm(
     channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "dcgan"))
     import dcgan
 
     args = dcgan.parse_args(["--imageSize=16", f"--ndf={channels}", "--device=cpu"])

@@ -1,4 +1,4 @@
-"""examples/speech_ctc.py: a float32 checkpoint goes on in mixed precision, and a killed run too."""
+"""examples/speech_ctc: a float32 checkpoint goes on in mixed precision, and a killed run too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import apex_mp
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "speech_ctc.py"
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "examples" / "speech_ctc" / "speech_ctc.py"
 ON = "gone on"
 
 
@@ -36,7 +36,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(
         module,
         "load_data",
-        lambda folder, load=module.load_data, scanned=module.scanned: (
+        lambda folder, load=module.load_data, scanned=sys.modules["speech_data"].scanned: (
             load(folder) if folder else (scanned(600, 0, 1400, 1), scanned(100, 1400, 1797, 2))
         ),
     )
@@ -200,7 +200,7 @@ def test_recordings_are_read_and_trained_on(
     train, test = recipe.load_data(recordings(tmp_path))
     assert (len(train), len(test)) == (9, 3)
     frames = next(frames for frames, labels in train if labels == [1, 2])
-    assert frames.shape == (41, recipe.BANDS)  # a frame each 10 ms
+    assert frames.shape == (41, sys.modules["speech_data"].BANDS)  # a frame each 10 ms
     loudest = frames.argmax(1)
     assert loudest[5] < loudest[35]  # A 2 has the higher tone.
     recipe.main(f"--data {tmp_path} --steps 2 --more_steps 1 --out {tmp_path / 'out'}".split())

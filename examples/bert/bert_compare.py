@@ -1,4 +1,4 @@
-"""What bert_classification.py --compare does: the same training by each API; a table."""
+"""What bert.py --compare does: the same training by each API; a table."""
 
 from __future__ import annotations
 

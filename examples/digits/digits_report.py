@@ -1,4 +1,4 @@
-"""What examples/digits.py shows: a table, notes, a picture, and a file of results."""
+"""What examples/digits/digits.py shows: a table, notes, a picture, and a file of results."""
 
 from __future__ import annotations
 

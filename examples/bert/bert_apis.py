@@ -1,4 +1,4 @@
-"""The APIs of mixed precision by which bert_classification.py trains, one class for each."""
+"""The APIs of mixed precision by which bert.py trains, one class for each."""
 
 from __future__ import annotations
 

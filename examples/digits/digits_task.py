@@ -1,4 +1,4 @@
-"""What examples/digits.py learns: the network, the scans, and the order they come in."""
+"""What examples/digits/digits.py learns: the network, the scans, and the order they come in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of examples/digits.py: loss, loss scale, accuracy and memory on one page."""
+"""The picture of examples/digits/digits.py: loss, loss scale, accuracy and memory on one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences with labels for bert_classification.py: a TSV, or docstrings of Python's library."""
+"""Sentences with labels for bert.py: a TSV, or docstrings of Python's library."""
 
 from __future__ import annotations
 
