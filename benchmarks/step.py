@@ -132,9 +132,11 @@ def write(results: dict[str, Any], path: Path) -> None:
 
 
 def write_chart(results: dict[str, Any], path: Path) -> str:
-    """Draw the chart of workloads; return what to say of it."""
+    """Draw the chart of two workloads; return what to say of it."""
     if not any(workload["rows"] for workload in results["workloads"]):
         return "No chart: nothing was measured"
+    if not step_report.shown(results):
+        return "No chart: no case of another package was measured beside ours"
     if importlib.util.find_spec("matplotlib") is None:
         return "No chart: matplotlib is not installed"
     from benchmarks.step_chart import draw  # Nothing else here needs matplotlib.

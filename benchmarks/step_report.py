@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.step_cases import BF16, FP16, FP16_CLIP, FP32
+from benchmarks.step_cases import BF16, FP16, FP16_CLIP, FP32, OUR_SCALER
 
 HEAD = ("case", "bytes", "ms", "ns/param", "GB/s", "of memory", "times ours")
 GPU_HEAD = ("case", "bytes", "ms", "ns/param", "GB/s", "of copy", "times ours")
@@ -26,6 +26,65 @@ PROFILE = (
 IN_PLACE = "in place"
 SHOWN = 3  # kernels of a case
 SHOWN_BY_FINDING = "BERT-base"
+MODELS = ("ResNet-50", "BERT-base", "BERT-large")  # of which the summary has the first two
+# What a reader asks for, and the case of ours that does it.
+ASKED = {
+    "float16 weights, clip": FP16_CLIP,
+    "bfloat16 weights": BF16,
+    "float32, GradScaler, clip": OUR_SCALER[1],
+    "float32": FP32,
+}
+
+
+class Pair(NamedTuple):
+    """A case of ours beside the fastest other that does the same work; times in ms."""
+
+    asked: str
+    ours: float
+    other: float
+    name: str
+    ratio: float  # of the rounds' ratios, the median
+
+
+def pairs(workload: dict[str, Any]) -> list[Pair]:
+    """Return what was measured of ASKED in a workload, where something else does the same."""
+    rows = {row["case"]: row for row in workload["rows"]}
+    found = []
+    for asked, case in ASKED.items():
+        ours = rows.get(case)
+        others = [
+            row
+            for row in rows.values()
+            if ours
+            and row["compared_with"] == ours["compared_with"]
+            and not row["case"].startswith(("ours", "our "))
+            and row["times_ours"] is not None
+        ]
+        if ours and others:
+            best = min(others, key=lambda row: float(row["times_ours"]))
+            ratio = best["times_ours"] / ours["times_ours"]
+            found.append(Pair(asked, ours["ms"], best["ms"], best["case"], ratio))
+    return found
+
+
+def shown(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the two workloads of the summary and the chart."""
+    named = [each for each in results["workloads"] if each["workload"] in MODELS and pairs(each)]
+    return (named or [each for each in results["workloads"] if pairs(each)])[:2]
+
+
+def summary(results: dict[str, Any]) -> str:
+    """Return one table of what a reader asks for: ours beside the fastest other."""
+    head = ["step", "model", "ours, ms", "fastest other, ms", "times ours", "the other"]
+    lines = [
+        [
+            *(pair.asked, workload["workload"], significant(pair.ours), significant(pair.other)),
+            *(f"{pair.ratio:.2f}", pair.name),
+        ]
+        for workload in shown(results)
+        for pair in pairs(workload)
+    ]
+    return "\n".join([surroundings(results), "", *markdown(head, lines)])
 
 
 def notes(results: dict[str, Any]) -> str:
@@ -73,7 +132,7 @@ def machine(facts: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return what docs/speed.md shows of results, in paragraphs."""
+    """Return what docs/data.md shows of results, in paragraphs."""
     tables = [table(workload) for workload in results["workloads"]]
     tables += [profile_table(each) for each in results["workloads"] if profiled(each)]
     if results["host"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import amp_cases
@@ -18,7 +17,6 @@ from torch._subclasses import FakeTensorMode
 from apex_mp import amp
 from apex_mp.amp import policy
 from apex_mp.amp.lists import tensor_overrides
-from apex_mp.amp.lists.__main__ import tables
 from apex_mp.amp.policy import Rule
 
 pytestmark = pytest.mark.usefixtures("amp_off")
@@ -277,11 +275,3 @@ def test_tensors_of_the_other_device_are_never_cast(device: torch.device) -> Non
             dtype = F32 if rule.kind == policy.LOW else BF16
             found = outcome(rule, make, Maker(dtype, device=device.type))
             assert found in ({dtype}, "no floats") or isinstance(found, str), rule
-
-
-def test_the_page_of_casts_holds_the_lists() -> None:
-    """`python -m apex_mp.amp.lists` prints what belongs between the two marks."""
-    page = (Path(__file__).parent.parent / "docs" / "casts.md").read_text(encoding="utf-8")
-    _, rest = page.split("<!-- python -m apex_mp.amp.lists -->\n")
-    found, _ = rest.split("<!-- end -->\n")
-    assert found.strip() == tables().strip()

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,14 +16,12 @@ import pytest
 import torch
 
 import apex_mp
-from apex_mp._as_apex.__main__ import tables
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._as_apex.table import MISSING, MODULES, TOP_LEVEL
 from apex_mp.amp import _current
 
 pytestmark = pytest.mark.cpu_only
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "apex_names.md").read_text()
 # The contract: what old scripts import.
 CONTRACT = [
     "apex",
@@ -523,17 +520,3 @@ def test_nothing_is_written_to_disk(tmp_path: Path) -> None:
 
 
 # The page
-
-
-def test_the_page_holds_the_tables() -> None:
-    """`python -m apex_mp._as_apex` prints what belongs between the two marks."""
-    _, rest = PAGE.split("<!-- python -m apex_mp._as_apex -->\n")
-    shown, _ = rest.split("<!-- end -->")
-    assert shown.strip() == tables().strip()
-
-
-def test_each_new_import_that_the_page_names_can_be_imported() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    assert {"amp", "FP16_Optimizer", "FusedAdam", "multi_tensor_applier", "amp_C"} <= set(names)

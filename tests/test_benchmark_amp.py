@@ -86,10 +86,3 @@ def test_keeping_casts_pays_where_a_weight_is_used_again():
     ratios = [r["ratio"]["amp.init / enable_caching=False"] for r in rows if r["model"] == CELL]
     assert len(ratios) == 2
     assert max(ratios) < 0.9
-
-
-@pytest.mark.parametrize("results", [RESULTS, CACHING_RESULTS], ids=lambda path: path.stem)
-def test_the_page_shows_the_published_table(results):
-    table = benchmark.table(json.loads(results.read_text()))
-    page = (ROOT / "docs" / "casts.md").read_text()
-    assert table in page, f"docs/casts.md must hold what {results.name} says:\n{table}"

@@ -13,7 +13,6 @@ from benchmarks import normalization
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
-PAGE = Path(normalization.__file__).resolve().parents[1] / "docs" / "normalization.md"
 PUBLISHED = normalization.RESULTS / "normalization-cpu.json"
 
 
@@ -44,11 +43,3 @@ def test_gradients_are_off_by_a_part_of_the_largest() -> None:
     module, x = Wrong(2, 1, bias=False), torch.ones(3, 2)
     off = normalization.gradients_off(module, module, x, torch.ones(3, 1))
     assert off == pytest.approx(0.25)
-
-
-def test_the_page_shows_the_published_figures_or_says_that_there_are_none() -> None:
-    said = "No figures have been published yet."
-    if PUBLISHED.exists():
-        said = normalization.page(json.loads(PUBLISHED.read_text()))
-    _, shown = PAGE.read_text().split("<!-- python -m benchmarks.normalization -->\n")
-    assert shown.strip().startswith(said), f"docs/normalization.md must hold:\n{said}"

@@ -29,7 +29,7 @@ def instructions(keyword: str) -> list[str]:
 
 def test_the_two_install_lines_are_those_of_readme() -> None:
     section = (ROOT / "README.md").read_text().split("## Install\n")[1].split("\n## ")[0]
-    lines = re.findall(r"^    (pip install .*)$", section, re.MULTILINE)
+    lines = re.findall(r"^(pip install .*)$", section, re.MULTILINE)
     assert len(lines) == 2
     at = instructions("RUN").index(lines[0])
     assert instructions("RUN")[at + 1] == lines[1]

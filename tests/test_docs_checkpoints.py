@@ -50,7 +50,7 @@ def test_the_code_that_converts_runs_and_says_what_the_page_says(
     exec(CONVERT, {"torch": torch, "Net": Net})
     masters = torch.load("masters.pt", weights_only=True)
     assert all(torch.equal(masters[name], value) for name, value in net.state_dict().items())
-    said = re.findall(r"^    (.* from .*)$", PAGE, re.MULTILINE)
+    said = re.findall(r"^(\S+ from \S+ to \S+)$", PAGE, re.MULTILINE)
     assert len(said) == 3
     assert {*said} <= {*capsys.readouterr().out.splitlines()}
 

@@ -18,7 +18,7 @@ from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "migration.md").read_text()
-BEFORE, AFTER, GO_ON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+_, BEFORE, AFTER, GO_ON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def learnable() -> dict[str, Any]:

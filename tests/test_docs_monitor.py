@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.cpu_only
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "monitor.md").read_text()
-MADE, GOES, PLAIN, SAMPLE, FIND, RUN, LOST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-REPORT, ORIGIN = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+MADE, GOES, PLAIN, WATCH, SAMPLE, FIND, RUN, LOST = BLOCKS
+REPORT, _, ORIGIN = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 
 
 def example() -> Any:
@@ -46,6 +48,21 @@ def test_the_report_of_the_example_is_that_of_the_page() -> None:
     said = example().train().report()
     assert words(said) == words(REPORT)
     assert said.splitlines()[0].startswith("steps           600, ")
+
+
+def test_the_handler_hears_of_a_skipped_step(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("apex_mp")
+    before = [*logger.handlers]
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = wrap(torch.optim.SGD([weight], lr=0.1), dynamic_loss_scale=True, verbose=True)
+    optimizer.loss_scale = 16.0
+    try:
+        exec(WATCH, {})
+        optimizer.backward(weight.sum().float() * float("inf"))
+        optimizer.step()
+    finally:
+        logger.handlers[:] = before
+    assert capsys.readouterr().out.splitlines()[-1] == "loss scale: 8.0"
 
 
 def test_the_example_makes_its_monitor_as_the_page_says() -> None:

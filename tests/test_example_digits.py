@@ -1,4 +1,4 @@
-"""examples/digits: its flags train, what it measures is right, and README shows its figures."""
+"""examples/digits: its flags train, what it measures is right, and its page shows its figures."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_in_the_published_figures_fp16_comes_within_a_point_of_fp32(results):
     assert mean["fp16 amp"] > mean["fp32"] - 0.01
 
 
-def test_readme_shows_the_published_table_and_notes(report, results):
-    readme = (ROOT / "README.md").read_text()
+def test_the_page_shows_the_published_table_and_notes(report, results):
+    page = (ROOT / "docs" / "recipes" / "digits.md").read_text()
     for part in (report.table(results), report.notes(results)):
-        assert part in readme, f"README.md must hold what {RESULTS} says:\n{part}"
+        assert part in page, f"docs/recipes/digits.md must hold what {RESULTS} says:\n{part}"

@@ -5,7 +5,6 @@ Without nvcc these tests are skipped, but not in CI, where they fail.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,6 @@ needs_nvcc = pytest.mark.skipif(
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 RENEW = "python -m benchmarks.sass --save-results benchmarks/results/sass.json"
-PAGE = sass.ROOT / "docs" / "speed.md"
 
 # A loop of 4 blocks: the head, two ways to load, the end. BB9 is a loop of its own, in double.
 GRAPH = r"""
@@ -167,17 +165,6 @@ def test_each_fault_is_a_sentence(changes: dict[str, Any], fault: str) -> None:
 
 def test_a_kernel_within_the_slack_has_no_fault() -> None:
     assert faults_of(row_of(instructions=525, registers=63)) == []
-
-
-def test_the_page_shows_the_published_figures() -> None:
-    said = sass.page(sass.published())
-    assert said in PAGE.read_text(), f"docs/speed.md must hold:\n{said}"
-
-
-def test_the_page_shows_what_is_published_of_volta() -> None:
-    said = sass_volta.page(json.loads(sass_volta.RESULTS.read_text()))
-    page = sass.ROOT / "docs" / "gpu.md"
-    assert said in page.read_text(), f"docs/gpu.md must hold:\n{said}"
 
 
 def test_ptx_of_another_target_is_not_taken_for_volta() -> None:

@@ -1,8 +1,14 @@
-"""A Sphinx extension: README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site."""
+"""A Sphinx extension: pages from files in the root of the sources, and tables made by commands.
+
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages. `<!-- output of python -m MODULE -->` on a
+line of its own becomes what the command prints.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +27,20 @@ def _from_docs(link: re.Match[str]) -> str:
     return f"]({_NAMES.get(target, f'../{target}')})"
 
 
+def _output(found: re.Match[str]) -> str:
+    """Return what a command prints."""
+    command = [sys.executable, *found[1].split()[1:]]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def _read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the text of a file before that of its page, which has the navigation alone."""
+    """Bring the text of another file, which stands before the navigation, and tables."""
     if page in PAGES:
         path = ROOT / PAGES[page]
         app.env.note_dependency(str(path))
         text = re.sub(r"\]\((?!\w+:|#)([^)]+)\)", _from_docs, path.read_text("utf-8"))
         source[0] = f"{text}\n{source[0]}"
+    source[0] = re.sub(r"^<!-- output of (python -m .+) -->$", _output, source[0], flags=re.M)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

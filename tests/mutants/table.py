@@ -770,7 +770,7 @@ MONITOR = {
     ),
     "a skipped step counts as clipped": Mutant(
         "monitor/_monitor.py",
-        "clip=None if note.skipped else _if_finite(clip),",
+        "clip=None if note.skipped else if_finite(clip),",
         "clip=clip,",
         "monitor",
     ),

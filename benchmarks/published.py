@@ -1,0 +1,57 @@
+"""Print what a file of benchmarks/results/ holds: `python -m benchmarks.published step-cpu.json`.
+
+The site shows it: docs/data.md has a line for each file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import (
+    activation_report,
+    amp,
+    half_copy,
+    inference,
+    memory_report,
+    monitor,
+    normalization,
+    sass,
+    sass_volta,
+    step_report,
+)
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def _activations(results: dict[str, Any]) -> str:
+    tables = [activation_report.modules_table(model) for model in results["models"]]
+    return "\n\n".join([activation_report.page(results), *tables])
+
+
+PAGES: dict[str, Callable[[Any], str]] = {
+    "activations-cpu.json": _activations,
+    "amp-cpu.json": amp.table,
+    "amp-caching-cpu.json": amp.table,
+    "half-copy-cpu.json": half_copy.page,
+    "inference-cpu.json": inference.page,
+    "memory-cpu.json": memory_report.page,
+    "monitor-cpu.json": monitor.page,
+    "normalization-cpu.json": normalization.page,
+    "sass.json": sass.page,
+    "sass-sm70.json": sass_volta.page,
+    "step-cpu.json": step_report.page,
+    "step-host-cpu.json": step_report.page,
+}
+
+
+def text(name: str) -> str:
+    """Return the tables and notes of a file of results in Markdown."""
+    return PAGES[name](json.loads((RESULTS / name).read_text("utf-8")))
+
+
+if __name__ == "__main__":
+    print(text(sys.argv[1]))
