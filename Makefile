@@ -32,7 +32,7 @@ CUDA_VENV := .venv-cuda
 CLIENTS_VENV := .venv-clients
 TRAINERS_VENV := .venv-trainers
 GPU_VENV := .venv-gpu
-BUILD_TOOLS := setuptools wheel ninja "pybind11>=2.13"
+BUILD_TOOLS := "setuptools>=77" wheel ninja "pybind11>=2.13"
 GPU_TESTS := pytest pytest-xdist hypothesis numpy  # to rehearse make gpu
 
 # A stamp says what was done and with which torch. Folders are listed too: they change when a file

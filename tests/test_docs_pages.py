@@ -6,6 +6,7 @@ comment in the page may say so of `all blocks`. Output is marked `text`.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,3 +89,33 @@ def test_the_tests_named_as_holding_what_works_exist() -> None:
     # Where there is no test, the row must not say that it works.
     for row in re.findall(r"^\| .* \| (\S+) \|.*\|  ?\|$", text, re.MULTILINE):
         assert row == "untested"
+
+
+def test_every_warning_ends_in_a_part_of_troubleshooting_that_is_there() -> None:
+    package = ROOT / "apex_mp"
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    parts = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    named, without = set(), []
+    for path in package.rglob("*.py"):
+        text = path.read_text("utf-8")
+        named |= {*re.findall(r"docs/troubleshooting\.md#([\w-]+)", text)}
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            words = ast.unparse(call)
+            name = ast.unparse(call.func)
+            if name in ("warn", "see", "log.see"):
+                anchors = [a.value for a in call.args if isinstance(a, ast.Constant)]
+                named |= {a for a in anchors if isinstance(a, str) and "-" in a and " " not in a}
+            elif name.endswith(".warning") and "see(" not in words:
+                without.append(path.relative_to(package).as_posix())
+    assert named - {"%s"} <= parts
+    assert len(named) > 12
+    # What apex said, in its words; and a message that is put together in the lines before.
+    assert sorted(without) == [
+        "amp/scaling.py",
+        "core/skips.py",
+        "fp16_utils/_stepping.py",
+        "fp16_utils/fp16_optimizer.py",
+        "monitor/_monitor.py",
+        "parallel/distributed.py",
+    ]

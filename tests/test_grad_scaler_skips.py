@@ -353,7 +353,9 @@ def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
     assert str(one.message).startswith(
         f"GradScaler: {type(optimizer).__name__} has skipped 50 steps in a row; the loss scale is "
     )
-    assert str(one.message).endswith("The worst: second.weight [1, 2]: 2 inf, 0 NaN.")
+    said = str(one.message)
+    assert "The worst: second.weight [1, 2]: 2 inf, 0 NaN." in said
+    assert said.endswith("[docs/troubleshooting.md#every-step-is-skipped]")
 
 
 def test_49_skips_and_a_step_are_no_warning(device: torch.device) -> None:

@@ -224,6 +224,7 @@ def test_a_name_that_is_not_for_it_is_left_with_a_word(
     assert caplog.messages == [
         f"{name} is left as it is: it "
         + ("has no two dimensions" if "bias" in name else "belongs to an embedding")
+        + " [docs/troubleshooting.md#weight-norm]"
     ]
     assert Reparameterization.apply(model, name, 0, WeightNorm) is None
 
@@ -698,7 +699,7 @@ def test_a_row_of_zeros_is_told_and_can_be_loaded_over(caplog: pytest.LogCapture
     apply_weight_norm(module)
     assert caplog.messages == [
         "weight norm of weight in Linear: 1 of 4 norms are zero or not finite; there the weight is "
-        "NaN until other values are loaded"
+        "NaN until other values are loaded [docs/troubleshooting.md#weight-norm]"
     ]
     assert module.weight.isnan().any(dim=1).tolist() == [False, True, False, False]
     module.load_state_dict(apply_weight_norm(nn.Linear(3, 4)).state_dict())

@@ -13,6 +13,8 @@ import pytest
 import apex_mp
 from apex_mp._run.settings import Settings
 
+SEE = "[docs/troubleshooting.md#an-old-script-stops]"
+
 pytestmark = pytest.mark.cpu_only
 
 ROOT = str(Path(apex_mp.__file__).resolve().parent.parent)
@@ -113,7 +115,7 @@ def test_what_an_option_would_have_spared_is_one_line_after_the_traceback(
 ) -> None:
     (tmp_path / "script.py").write_text(f"{line}\n")
     ours, theirs = (python(tmp_path, *start, "script.py") for start in (RUN, ()))
-    assert ours.stderr == f"{theirs.stderr}apex_mp run: {hint}\n"
+    assert ours.stderr == f"{theirs.stderr}apex_mp run: {hint} {SEE}\n"
     assert (ours.returncode, ours.stdout) == (theirs.returncode, "") == (1, "")
     assert hint not in python(tmp_path, *RUN, option, "script.py").stderr
 
@@ -137,7 +139,7 @@ def test_a_child_process_gives_the_hint_too(start: str, tmp_path: Path) -> None:
         what = "--local_rank from launchers that say --local-rank"
         assert "error: unrecognized arguments: --local-rank=1\n" in result.stderr
     assert result.returncode == (2 if "torch" in start else 1)
-    assert result.stderr.endswith(f"apex_mp run: --modernize supplies this: {what}\n")
+    assert result.stderr.endswith(f"apex_mp run: --modernize supplies this: {what} {SEE}\n")
     assert result.stderr.count("apex_mp run:") == 1
 
 

@@ -351,6 +351,7 @@ def test_who_dies_without_it_is_told_that_it_would_help(say: Any) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011
         say()
     hint = "apex_mp run: --device cpu puts on the CPU what the script puts on a GPU"
+    hint += " [docs/troubleshooting.md#an-old-script-stops]"
     assert hints.line_for(raised.value, Settings()) == hint
     assert hints.line_for(raised.value, Settings(device="cpu")) is None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
+from apex_mp.core.log import warn
 from apex_mp.RNN._steps import GRUCell, LSTMCell, RNNReLUCell, RNNTanhCell
 from apex_mp.RNN.cells import mLSTMCell, mLSTMRNNCell
 from apex_mp.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
@@ -169,8 +169,9 @@ def _stack(
     cell: RNNCell, num_layers: int, bidirectional: bool, dropout: float, batch_first: bool
 ) -> stackedRNN | bidirectionalRNN:
     if dropout and num_layers == 1:
-        warnings.warn(
+        warn(
             f"dropout is {dropout!r} and num_layers is 1; dropout acts between layers only",
-            stacklevel=3,
+            "arguments-without-effect",
+            UserWarning,
         )
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)

@@ -104,7 +104,7 @@ def watch_options(replacements: Replacements, settings: Settings) -> None:
 
 
 def _line(text: str) -> str:
-    return f"apex_mp run: {text}"
+    return f"apex_mp run: {text} [docs/troubleshooting.md#an-old-script-stops]"
 
 
 def _supplied(what: str) -> str:

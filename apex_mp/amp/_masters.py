@@ -25,7 +25,7 @@ from apex_mp.core.checkpoint_view import (
     with_checkpoint_view,
 )
 from apex_mp.core.inner import StepWatch
-from apex_mp.core.log import logger
+from apex_mp.core.log import logger, see
 from apex_mp.core.masters import Masters
 from apex_mp.core.weight_watch import WeightWatch
 
@@ -183,6 +183,7 @@ class OptimizerMasters(Masters):
                 "step() uses the gradients that scale_loss gave to the float32 masters; those of "
                 "the model were changed since then, which has no effect: clip, edit and average "
                 "those of amp.master_params(optimizer), and call backward in scale_loss"
+                + see("gradients-edited-twice")
             )
 
     def _with_new_weights(self, closure: Any) -> Any:

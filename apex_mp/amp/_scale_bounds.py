@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import device_scale, ops
-from apex_mp.core.skips import warn
+from apex_mp.core.log import warn
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
 # Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
@@ -121,6 +121,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
             warn(
                 "GradScaler is enabled, but CUDA is not available. Disabling: losses are not "
                 'scaled, and no step is skipped. On the CPU use GradScaler("cpu")',
+                "no-gpu-nothing-is-scaled-or-cast",
                 UserWarning,
             )
             enabled = False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from apex_mp.amp._folded_clip import params_of
 from apex_mp.core import device_scale
-from apex_mp.core.skips import warn
+from apex_mp.core.log import warn
 
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -37,7 +37,8 @@ class ScaledLosses:
                 f"GradScaler.scale: the loss is float16 and the scale is {scale:g}, which is inf "
                 f"in float16, and so is the gradient of the loss: steps are skipped until the "
                 "scale is 32768. Compute the loss in float32, of outputs.float() (loss.float() "
-                "comes too late), or take GradScaler(init_scale=2.0**15, max_scale=2.0**15)"
+                "comes too late), or take GradScaler(init_scale=2.0**15, max_scale=2.0**15)",
+                "a-float16-loss",
             )
 
     def check(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +53,8 @@ class ScaledLosses:
                 "GradScaler.step: scaler.scale(loss) was not called since the last "
                 f"scaler.update(), but the gradients of {type(optimizer).__name__} are divided by "
                 f"the scale, {scaler.get_scale():g}. Call scaler.scale(loss).backward() in each "
-                "iteration, and scaler.update() once at its end"
+                "iteration, and scaler.update() once at its end",
+                "gradients-that-were-not-scaled",
             )
 
     def forget(self) -> None:

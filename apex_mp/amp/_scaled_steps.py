@@ -16,8 +16,9 @@ from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scaled_grads import Measured
 from apex_mp.core import device_scale, step_log, tensors
 from apex_mp.core.grads import NonFinite, locate_nonfinite
+from apex_mp.core.log import warn
 from apex_mp.core.masters import LOW_PRECISION
-from apex_mp.core.skips import ParamNames, warn
+from apex_mp.core.skips import ParamNames
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import has_master
 
@@ -151,7 +152,8 @@ class ScaledSteps:
                 "torch's clip_grad_norm_ makes them 0 if the norm of scaled float16 gradients is "
                 "inf: call scaler.clip_grad_norm_(optimizer, max_norm) instead, or "
                 "scaler.unscale_(optimizer) before it. Or they are too small for their dtype at "
-                f"the scale {self._scale():g}, or the loss does not depend on the parameters"
+                f"the scale {self._scale():g}, or the loss does not depend on the parameters",
+                "clipping-scaled-gradients",
             )
 
     def _scale(self) -> float:
@@ -216,7 +218,7 @@ class ScaledSteps:
         if found_inf or self._has_looked_at_updates:
             return
         self._has_looked_at_updates = True
-        warn(lost.message(int(unchanged), int(total)))
+        warn(lost.message(int(unchanged), int(total)), "updates-are-lost")
 
 
 def outcome(

@@ -19,7 +19,7 @@ from apex_mp.amp.registry import (
     register_promote_function,
 )
 from apex_mp.core import parallel_masters
-from apex_mp.core.log import logger
+from apex_mp.core.log import logger, see
 from apex_mp.loss_scale import LossScale
 
 __all__ = [
@@ -66,7 +66,8 @@ def _knows_the_early_order(init: F) -> F:
             # There, any string that is not empty stood for True.
             _LOG.warning(
                 "amp.init: the second argument is %r; it is taken for enable_caching=True of the "
-                'API before March 2019. A loss scale is a number or "dynamic".',
+                'API before March 2019. A loss scale is a number or "dynamic".'
+                + see("arguments-without-effect"),
                 second,
             )
             second = True
@@ -134,7 +135,10 @@ def init(
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f'amp.init: device_type is {device_type!r}; it must be "cpu" or "cuda"')
     if device_type == "cuda" and not torch.cuda.is_available():
-        _LOG.warning('amp.init: device_type is "cuda", but there is no GPU: nothing will be cast')
+        _LOG.warning(
+            'amp.init: device_type is "cuda", but there is no GPU: nothing will be cast'
+            + see("no-gpu-nothing-is-scaled-or-cast")
+        )
     handle = AmpHandle(
         loss_scale,
         bool(enable_caching),

@@ -126,7 +126,8 @@ def _settle_at_exit() -> None:
     if _in_flight:
         _LOG.warning(
             "%d results of steps are lost, with their messages of an overflow: the device has not "
-            "answered within %g seconds of the end of the process",
+            "answered within %g seconds of the end of the process"
+            + log.see("results-that-were-lost"),
             len(_in_flight),
             SECONDS_AT_EXIT,
         )

@@ -1,14 +1,45 @@
-"""Messages to the user: records of the logger `apex_mp`, which a default handler prints."""
+"""Messages to the user: warnings, and records of `apex_mp`, which a default handler prints."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import io
 import logging
 import os
+import warnings
 
 import torch
 
 _PACKAGE = logging.getLogger("apex_mp")
+# torch's wrappers stand between the user's line and ours.
+_NOT_THE_USERS = (
+    *(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__)),
+    contextlib.__file__,
+)
+
+
+def see(part: str) -> str:
+    """Return the end of a message that has a part in docs/troubleshooting.md.
+
+    Args:
+        part: The part's anchor.
+    """
+    return f" [docs/troubleshooting.md#{part}]"
+
+
+def warn(message: str, part: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warn at the first line outside of apex_mp and torch.
+
+    Args:
+        message: What is wrong, and what to do.
+        part: As for `see`.
+        category: The kind of warning.
+    """
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message + see(part), category, stacklevel=level + 1)
 
 
 def logger(name: str) -> logging.Logger:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import logging
-import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,11 +14,6 @@ from torch.nn import Parameter
 from apex_mp.core.grads import NonFinite
 from apex_mp.core.master_grads import MasterGrads
 
-# torch's wrappers stand between the user's line and ours.
-_NOT_THE_USERS = (
-    *(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__)),
-    contextlib.__file__,
-)
 _PARAMETERS_NAMED = 3
 # A parameter, its group, and the numbers of the group and of the parameter in it.
 _Place: TypeAlias = tuple[Parameter, Mapping[str, Any], tuple[int, int]]
@@ -116,11 +107,3 @@ class Overflow:
         others = len(self.report) - _PARAMETERS_NAMED
         rest = [f"  and {others} more parameters"] if others > 0 else []
         logger.warning("%s", "\n".join([message, *worst, *rest]), extra={"overflow": self})
-
-
-def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn at the first line outside of apex_mp and torch."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level + 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apex_mp.core.device_scale import settle
 from apex_mp.core.grads import NonFinite
-from apex_mp.core.skips import warn
+from apex_mp.core.log import warn
 
 SKIPS_BEFORE_WARNING = 50
 
@@ -188,7 +188,8 @@ class StepLog:
             worst = f" The worst: {report[0]}." if report else ""
             warn(
                 f"{self._who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is "
-                f"now {scale()}. Gradients hold inf or NaN at every scale tried.{worst}"
+                f"now {scale()}. Gradients hold inf or NaN at every scale tried.{worst}",
+                "every-step-is-skipped",
             )
         notified = heard(*owners)
         if notified:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp.core import device_scale, found_inf
+from apex_mp.core.log import warn
 from apex_mp.core.masters import Masters
-from apex_mp.core.skips import warn
 
 _SAMPLES = 256
 _FLOAT16_OVERFLOW = 65520.0  # Less rounds to 65504, the largest float16.
@@ -104,7 +104,8 @@ class WeightWatch:
             warn(
                 f"{self._caller}: the float32 master of the model's {self._name_of(master)} has "
                 "changed outside of the optimizer's step(), and the model has not, so the loss is "
-                "that of other weights; the optimizer that scale_loss is given must take the steps"
+                "that of other weights; the optimizer that scale_loss is given must take the steps",
+                "weights-changed-outside-of-the-step",
             )
             return
 
@@ -119,7 +120,8 @@ class WeightWatch:
         warn(
             f"{self._caller}: the model's {self._name_of(masters[0])}{more} changed since the last "
             f"step, but not the float32 master, which this step writes over it{cause}. "
-            f"{self._advice}"
+            f"{self._advice}",
+            "weights-changed-outside-of-the-step",
         )
 
     def _norms_now(self) -> dict[Parameter, float]:
@@ -141,7 +143,8 @@ class WeightWatch:
                 warn(
                     f"{self._caller}: {self._name_of(master)} has come to {peak:.6g}, beyond 65504,"
                     " the largest float16: the float32 master holds it, the model's copy is inf. "
-                    "Train this parameter in float32 or bfloat16, or bound it by weight decay"
+                    "Train this parameter in float32 or bfloat16, or bound it by weight decay",
+                    "a-weight-beyond-65504",
                 )
                 return
 

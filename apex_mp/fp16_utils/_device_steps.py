@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apex_mp.core import device_scale
 from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.log import logger
+from apex_mp.core.log import logger, see
 from apex_mp.core.step import Outcome, StepResult
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
@@ -152,7 +152,7 @@ class DeviceSteps:
             elif verbose and read(arrived).found_inf:
                 _LOG.warning(
                     "FP16_Optimizer: a gradient overflowed and its step was skipped, which the "
-                    "device told after the optimizer was deleted"
+                    "device told after the optimizer was deleted" + see("results-that-were-lost")
                 )
 
         device_scale.send_tensor(sent, tell)

@@ -9,8 +9,8 @@ from typing import ClassVar
 from apex_mp import _C
 from apex_mp.core import device_scale
 from apex_mp.core.grads import Edits
+from apex_mp.core.log import warn
 from apex_mp.core.master_grads import MasterGrads
-from apex_mp.core.skips import warn
 
 _STEPS_OF_ZEROS = 4  # before a warning
 
@@ -59,7 +59,8 @@ class Misuse:
             "FP16_Optimizer: the gradients do not come from optimizer.backward(loss), and "
             "optimizer.loss_scale was never read, but they are divided by the loss scale, "
             f"{scale}. Call optimizer.backward(loss) instead of loss.backward(); or, if the script "
-            "scales the loss itself, multiply it by optimizer.loss_scale"
+            "scales the loss itself, multiply it by optimizer.loss_scale",
+            "gradients-that-were-not-scaled",
         )
 
     def edits_count(self) -> bool:
@@ -70,7 +71,8 @@ class Misuse:
             warn(
                 "FP16_Optimizer: the model's gradients and those of the masters, in "
                 "optimizer.param_groups, were both edited after backward; the step uses the "
-                "masters'. Call optimizer.update_master_grads() after edits of the model's"
+                "masters'. Call optimizer.update_master_grads() after edits of the model's",
+                "gradients-edited-twice",
             )
         return edits is Edits.OF_MODEL
 
@@ -109,7 +111,8 @@ class Misuse:
                 f"{result}, as clip_grad_norm_(model.parameters(), {max_norm}) leaves them. They "
                 f"are scaled by the loss scale, {scale}, so this clips to {norm / scale:.3g}. Clip "
                 "with optimizer.clip_master_grads(max_norm), or give max_grad_norm= to a fused "
-                "optimizer"
+                "optimizer",
+                "clipping-scaled-gradients",
             )
 
 

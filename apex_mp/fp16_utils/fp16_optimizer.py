@@ -17,6 +17,7 @@ from apex_mp.core.inner import (
     inner_of,
     legacy_arguments,
 )
+from apex_mp.core.log import see
 from apex_mp.core.master_grads import MasterGrads
 from apex_mp.core.masters import LOW_PRECISION, MasterGroup
 from apex_mp.core.skips import ParamNames
@@ -166,7 +167,7 @@ class FP16_Optimizer(Checkpoints):
             self._check_new(number, group["params"], group.get("param_names"))
         dtypes = {param.dtype for group in inner.param_groups for param in group["params"]}
         if verbose and self.dynamic_loss_scale and dtypes & {*LOW_PRECISION} == {torch.bfloat16}:
-            LOG.warning(_SCALE_NOT_NEEDED)
+            LOG.warning(_SCALE_NOT_NEEDED + see("arguments-without-effect"))
         for group in inner.param_groups:
             self._adopt(group)
         self._weights.begin()

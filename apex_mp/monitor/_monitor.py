@@ -15,8 +15,7 @@ from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.core import device_scale, step_log
-from apex_mp.core.log import logger
-from apex_mp.core.skips import warn
+from apex_mp.core.log import logger, see, warn
 from apex_mp.core.step_log import StepNote
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.monitor import _report
@@ -293,6 +292,7 @@ class Monitor:
                 found = f"their origin is unknown: {error}"
             self._history.origins[step.number] = found
             if not is_exhausted:
+                found += see("every-step-is-skipped")
                 _LOG.warning("%d steps in a row were skipped; %s", streak.skips, found)
         if is_exhausted:
             self._act_at_minimum(LossScaleExhaustedError(step, streak.origin), streak)
@@ -304,7 +304,7 @@ class Monitor:
             self._at_minimum(error)
         elif not streak.has_warned:
             streak.has_warned = True
-            warn(str(error))
+            warn(str(error), "the-loss-scale-sinks")
 
     def _pass_on(self, step: Step) -> None:
         if self._writer is not None:

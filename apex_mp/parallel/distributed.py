@@ -24,7 +24,7 @@ from apex_mp.core.flat_calls import (
     split_by_type,
     split_half_float_double,
 )
-from apex_mp.core.log import logger
+from apex_mp.core.log import logger, see
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
@@ -368,6 +368,5 @@ def _one_factor(factor: float, old_name: float | None) -> float:
 def _tell_what_has_no_effect(**given: bool) -> None:
     for name, is_given in given.items():
         if is_given:
-            _LOG.warning(
-                "DistributedDataParallel: %s has no effect: %s", name, _WITHOUT_EFFECT[name]
-            )
+            why = _WITHOUT_EFFECT[name] + see("arguments-without-effect")
+            _LOG.warning("DistributedDataParallel: %s has no effect: %s", name, why)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from apex_mp.core.log import logger
+from apex_mp.core.log import logger, see
 from apex_mp.reparameterization import _computed
 
 R = TypeVar("R", bound=_computed.Computes)
@@ -51,9 +51,10 @@ def plan_one(kind: type[R], module: nn.Module, name: str, dim: int | None) -> Pl
     weight = _weight(owner, local, name)
     if isinstance(owner, EMBEDDINGS) or weight.dim() <= 1:
         _logger.warning(
-            "%s is left as it is: it %s",
+            "%s is left as it is: it %s%s",
             name,
             "belongs to an embedding" if weight.dim() > 1 else "has no two dimensions",
+            see("weight-norm"),
         )
         return None
     others = [other for other, _, _, param in _named(module) if param is weight and other != name]

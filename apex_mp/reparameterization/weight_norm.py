@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from apex_mp.core.log import logger
+from apex_mp.core.log import logger, see
 from apex_mp.reparameterization.reparameterization import Reparameterization
 
 _logger = logger("apex_mp.reparameterization")
@@ -70,11 +70,12 @@ class WeightNorm(Reparameterization):
         if unusable:
             _logger.warning(
                 "weight norm of %s in %s: %d of %d norms are zero or not finite; there the weight "
-                "is NaN until other values are loaded",
+                "is NaN until other values are loaded%s",
                 name,
                 type(self.module).__name__,
                 unusable,
                 g.numel(),
+                see("weight-norm"),
             )
 
 
