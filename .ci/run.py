@@ -52,6 +52,8 @@ ON_BOTH_CORES = [
     Target("cuda-on-cpu", 12, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
     Target("recipes", 5, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
     Target("cuda-tests", 12, NIGHTLY_ONLY),
+    Target("torch-oldest", 15, NIGHTLY_ONLY),
+    Target("release-check", 10, NIGHTLY_ONLY),
     Target("mutants", 15, NIGHTLY_ONLY),
 ]
 ON_ONE_CORE = [

@@ -1,3 +1,3 @@
 """The one version number of apex_mp."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
