@@ -661,28 +661,31 @@ def test_a_scale_that_has_sunk_to_0_is_drawn(tmp_path: Path) -> None:
     assert "loss scale      0 at step 2, from 0 to 2^-149" in monitor.report()
 
 
-def run_report(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_report(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    # In the folder of the sources Python would find these before the package that is installed.
     words = [sys.executable, "-m", "apex_mp", "report", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_the_command_prints_the_report_and_draws_the_picture(tmp_path: Path) -> None:
     monitor = watched_run()
     monitor.save(tmp_path / "run.json")
-    done = run_report(tmp_path / "run.json", "--plot", tmp_path / "run.png")
+    done = run_report(tmp_path, "run.json", "--plot", "run.png")
     assert (done.stdout, done.returncode) == (f"{monitor.report()}\n", 0)
     assert (tmp_path / "run.png").exists()
-    done = run_report(tmp_path / "none.json")
+    done = run_report(tmp_path, "none.json")
     assert done.returncode == 1
     assert done.stderr.startswith("python -m apex_mp report: ")
     assert "none.json" in done.stderr
 
 
-def test_the_package_does_not_import_the_monitor() -> None:
+def test_the_package_does_not_import_the_monitor(tmp_path: Path) -> None:
     code = (
         "import sys, apex_mp; print('apex_mp.monitor' in sys.modules, 'matplotlib' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False False\n"
 
 
