@@ -1,15 +1,15 @@
-"""Run the commands on the pages of docs/recipes/, and write their output there.
+"""Run the commands on the pages of docs/recipes/, and keep their output for the site.
 
     python -m benchmarks.recipes                all pages
     python -m benchmarks.recipes bert dcgan     these
 
-Such a block of a page holds a command and what it prints to stdout:
+Such a block of a page holds a command; the site shows below it what it printed to stdout:
 
     ```console
-    $ python examples/bert.py --amp O1
+    $ python examples/bert/bert.py --amp O1
     ```
 
-The output is kept in benchmarks/results/recipes/ too, with the machine that it comes from.
+The output is kept in benchmarks/results/recipes/, with the machine that it comes from.
 """
 
 from __future__ import annotations
@@ -30,12 +30,21 @@ from benchmarks.amp import environment
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "recipes"
 RESULTS = ROOT / "benchmarks" / "results" / "recipes"
-BLOCK = re.compile(r"```console\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```\n")
+BLOCK = re.compile(r"```console\n\$ (.*)\n```\n")
 
 
-def blocks(page: str) -> list[dict[str, str]]:
-    """Return the commands of a page, each with the output below it."""
-    return [found.groupdict() for found in BLOCK.finditer(page)]
+def commands(page: str) -> list[str]:
+    """Return the commands of a page."""
+    return BLOCK.findall(page)
+
+
+def with_outputs(name: str, page: str) -> str:
+    """Return the text of a page with what its commands printed."""
+    if not commands(page):
+        return page
+    printed = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["blocks"]
+    outputs = {each["command"]: each["output"] for each in printed}
+    return BLOCK.sub(lambda found: f"```console\n$ {found[1]}\n{outputs[found[1]]}```\n", page)
 
 
 def run(command: str) -> str:
@@ -63,19 +72,13 @@ def run(command: str) -> str:
 
 
 def renew(name: str) -> None:
-    """Run the commands of a page, and write their output to the page and to its results."""
-    path = PAGES / f"{name}.md"
-    page = path.read_text()
-    ran = [{**block, "output": run(block["command"])} for block in blocks(page)]
-    outputs = iter(ran)
-    page = BLOCK.sub(
-        lambda _: "```console\n$ {command}\n{output}```\n".format(**next(outputs)), page
-    )
+    """Run the commands of a page, and write their output to its file of results."""
+    page = (PAGES / f"{name}.md").read_text()
+    ran = [{"command": command, "output": run(command)} for command in commands(page)]
     RESULTS.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = {"environment": environment(device), "blocks": ran}
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
-    path.write_text(page)
 
 
 def main() -> None:

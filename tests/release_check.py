@@ -70,7 +70,7 @@ def use(environment: Path) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         (Path(elsewhere) / "loop.py").write_text(loop, "utf-8")
         run("python", "-m", "apex_mp", cwd=Path(elsewhere), of=environment)
-        run("python", "-W", "error", "loop.py", cwd=Path(elsewhere), of=environment)
+        run("python", "-W", "error::RuntimeWarning", "loop.py", cwd=Path(elsewhere), of=environment)
 
 
 def main(torch: str, oldest: str, newest: str) -> None:

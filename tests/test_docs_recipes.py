@@ -20,41 +20,44 @@ PAGES = sorted(recipes.PAGES.glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_a_page_holds_what_its_commands_printed(page: Path) -> None:
-    shown = recipes.blocks(page.read_text())
-    assert page.read_text().count("```console\n") == len(shown), "a block without its command"
-    if shown:
+def test_what_each_command_printed_is_kept(page: Path) -> None:
+    text = page.read_text()
+    commands = recipes.commands(text)
+    assert text.count("```console\n") == len(commands), "a block that is not one command"
+    if commands:
         printed = json.loads((recipes.RESULTS / f"{page.stem}.json").read_text())["blocks"]
-        assert shown == printed, f"run python -m benchmarks.recipes {page.stem}"
+        kept = [each["command"] for each in printed]
+        assert commands == kept, f"run python -m benchmarks.recipes {page.stem}"
+        assert all(each["output"].strip() for each in printed)
 
 
-def test_output_is_written_below_its_command(
+PAGE = "# Sums\n" + "and\n".join(
+    f"```console\n$ python -c 'print({each})'\n```\n" for each in ("{}", "2")
+)
+
+
+def test_the_site_shows_output_below_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipes, "PAGES", tmp_path)
     monkeypatch.setattr(recipes, "RESULTS", tmp_path / "results")
     page = tmp_path / "sums.md"
-    block = "```console\n$ python -c 'print({})'\n{}```\n"
-    page.write_text("# Sums\n" + block.format("1 + 1", "") + "and\n" + block.format("2", "0\n"))
+    page.write_text(PAGE.format("1 + 2"))
     recipes.renew("sums")
-    assert page.read_text() == (
-        "# Sums\n" + block.format("1 + 1", "2\n") + "and\n" + block.format("2", "2\n")
+    assert recipes.with_outputs("sums", page.read_text()) == (
+        "# Sums\n```console\n$ python -c 'print(1 + 2)'\n3\n```\nand\n"
+        "```console\n$ python -c 'print(2)'\n2\n```\n"
     )
-    results = json.loads((tmp_path / "results" / "sums.json").read_text())
-    assert [each["output"] for each in results["blocks"]] == ["2\n", "2\n"]
 
 
-def test_a_command_that_fails_leaves_the_page_as_it_was(
+def test_a_command_that_fails_leaves_the_results_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipes, "PAGES", tmp_path)
     monkeypatch.setattr(recipes, "RESULTS", tmp_path / "results")
-    page = tmp_path / "fails.md"
-    page.write_text("```console\n$ python -c 'raise SystemExit(3)'\nold\n```\n")
-    before = page.read_text()
-    with pytest.raises(SystemExit, match="failed with exit status 3"):
+    (tmp_path / "fails.md").write_text(PAGE.format("1 / 0"))
+    with pytest.raises(SystemExit, match="failed with exit status 1"):
         recipes.renew("fails")
-    assert page.read_text() == before
     assert not (tmp_path / "results").exists()
 
 

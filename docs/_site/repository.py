@@ -1,7 +1,8 @@
 """A Sphinx extension: pages from files in the root of the sources, and tables made by commands.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages. `<!-- output of python -m MODULE -->` on a
-line of its own becomes what the command prints.
+line of its own becomes what the command prints. A command on the page of a recipe is followed by
+what it printed when benchmarks.recipes ran it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+from benchmarks import recipes  # noqa: E402
+
 PAGES = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
 _NAMES = {file: f"{page}.md" for page, file in PAGES.items()}
 
@@ -40,6 +44,8 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
         app.env.note_dependency(str(path))
         text = re.sub(r"\]\((?!\w+:|#)([^)]+)\)", _from_docs, path.read_text("utf-8"))
         source[0] = f"{text}\n{source[0]}"
+    if page.startswith("recipes/"):
+        source[0] = recipes.with_outputs(page.removeprefix("recipes/"), source[0])
     source[0] = re.sub(r"^<!-- output of (python -m .+) -->$", _output, source[0], flags=re.M)
 
 
