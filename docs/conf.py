@@ -24,6 +24,8 @@ extensions = [
 ]
 exclude_patterns = ["_site"]
 html_theme = "furo"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 html_title = f"apex_mp {__version__}"
 html_static_path = ["_site/static"]
 html_css_files = ["apex_mp.css"]
