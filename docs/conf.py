@@ -44,5 +44,10 @@ autodoc_mock_imports = ["accelerate", "lightning", "pytorch_lightning"]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
-# Those of torch.nn.Module and of torch's process groups.
-autodoc_default_options = {"exclude-members": "forward, join_hook, register_comm_hook"}
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": True,  # so that _site/docstrings.py sees them
+    "show-inheritance": True,
+    # Those of torch.nn.Module and of torch's process groups.
+    "exclude-members": "forward, join_hook, register_comm_hook",
+}
