@@ -318,7 +318,8 @@ def test_a_device_that_does_not_answer_does_not_keep_the_process(
     device_scale._settle_at_exit()
     assert caplog.messages == [
         "1 results of steps are lost, with their messages of an overflow: the device has not "
-        "answered within 0.05 seconds of the end of the process"
+        "answered within 0.05 seconds of the end of the process "
+        "[docs/troubleshooting.md#results-that-were-lost]"
     ]
 
 
@@ -343,7 +344,7 @@ def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
     device_scale.settle(wait=True)
     expected = [
         "FP16_Optimizer: a gradient overflowed and its step was skipped, which the device told "
-        "after the optimizer was deleted"
+        "after the optimizer was deleted [docs/troubleshooting.md#results-that-were-lost]"
     ]
     assert caplog.messages == (expected if verbose and found_inf else [])
 
