@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 
 LEAST_TORCH = "2.11"
-TOOLS = "setuptools wheel ninja pybind11"
+TOOLS = '"setuptools>=77" wheel ninja pybind11'
 INSTALL = "pip install --no-build-isolation"
 
 if sys.argv[1:2] in (["install"], ["develop"]):

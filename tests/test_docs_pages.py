@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RECIPES = ROOT / "docs" / "recipes"
 CODE = {"python", "diff", "sh", "console"}
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SAYING = r"<!-- {}(?:run by (?P<by>[^\s;]+)|not run: (?P<why>[^>]+?))(?:;[^>]*)? -->\n"

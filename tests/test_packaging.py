@@ -87,7 +87,7 @@ def test_without_torch_the_build_fails_at_once_with_the_command_to_use() -> None
     # -S hides site-packages, as build isolation does.
     result = run_setup("egg_info", python=("-I", "-S"))
     assert result.returncode == 1
-    first = 'pip install "torch>=2.11" setuptools wheel ninja pybind11'
+    first = 'pip install "torch>=2.11" "setuptools>=77" wheel ninja pybind11'
     assert f"Run both:\n  {first}\n  {INSTALL}\n" in result.stderr
     assert "No module named 'torch'" in result.stderr
     assert "Traceback" not in result.stderr
@@ -170,7 +170,9 @@ def test_the_oldest_torch_is_the_same_wherever_it_is_named(
 
 def test_a_missing_build_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pybind11", None)
-    with pytest.raises(SystemExit, match=r"pybind11 .*Run:  pip install -U setuptools wheel ninja"):
+    with pytest.raises(
+        SystemExit, match=r"pybind11 .*Run:  pip install -U \"setuptools>=77\" wheel ninja"
+    ):
         load_setup()
 
 
@@ -178,7 +180,9 @@ def test_setuptools_that_cannot_read_our_metadata_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(setuptools, "__version__", "65.5.0")
-    with pytest.raises(SystemExit, match=r"setuptools 65\.5\.0 .*Run:  pip install -U setuptools"):
+    with pytest.raises(
+        SystemExit, match=r"setuptools 65\.5\.0 .*Run:  pip install -U \"setuptools>=77\""
+    ):
         load_setup()
 
 

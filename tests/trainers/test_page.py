@@ -89,11 +89,6 @@ def test_the_loop_with_peft_trains() -> None:
     assert len(there["optimizer"].state) == 4  # two adapters of two matrices each
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)h][^)]*)\)", PAGE))
-def test_its_links_lead_somewhere(link: str) -> None:
-    assert (FOLDER.parents[1] / "docs" / link).exists()
-
-
 def example(name: str) -> Callable[..., float]:
     there: dict[str, Any] = {"__name__": name}
     path = FOLDER.parents[1] / "examples" / "trainers" / f"{name}.py"
