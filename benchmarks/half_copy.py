@@ -80,7 +80,7 @@ def saved(ms: dict[str, float]) -> float:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the table, as docs/speed.md shows it."""
+    """Return the table, as docs/data.md shows it."""
     facts, runs = results["environment"], results["runs"]
     where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
     rows = [

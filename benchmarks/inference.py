@@ -102,7 +102,7 @@ def measure(name: str, seeds: int, epochs: int) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the table, as docs/memory.md shows it."""
+    """Return the table, as docs/data.md shows it."""
     head = [
         "trained in fp32",
         "read with",

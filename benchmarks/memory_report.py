@@ -1,4 +1,4 @@
-"""What benchmarks.memory prints, and docs/memory.md shows: tables, and what they say."""
+"""What benchmarks.memory prints, and docs/data.md shows: tables, and what they say."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def shares(run: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the table, as docs/monitor.md shows it."""
+    """Return the table, as docs/data.md shows it."""
     facts, run = results["environment"], results["run"]
     where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
     ms = [f"{run['ms'][name]:.1f}" for name in (PASSES, *TIMED)]

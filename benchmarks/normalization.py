@@ -163,7 +163,7 @@ def gradients_off(module: nn.Module, run: Callable[..., Any], x: Tensor, grad: T
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the table, as docs/normalization.md shows it."""
+    """Return the table, as docs/data.md shows it."""
     facts = results["environment"]
     where = facts["processor"] if facts["device"] == "cpu" else facts["device"]
     said = f"{where}, torch {facts['torch']}, threads: {facts['threads']}"

@@ -182,7 +182,7 @@ def beyond(slacks: dict[str, float], found: Row, published: Row, where: str) -> 
 
 
 def page(results: Row) -> str:
-    """Return what docs/speed.md shows of results."""
+    """Return what docs/data.md shows of results."""
     rows = results["kernels"]
     loops = [row for row in rows if row["loops"]]
     tables = [by_arch("registers", rows, lambda row: str(row["registers"]))]

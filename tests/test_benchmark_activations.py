@@ -1,4 +1,4 @@
-"""benchmarks.activations counts what is held, fp16 halves it, and docs/memory.md shows it."""
+"""benchmarks.activations counts what is held, and fp16 halves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks.amp measures what it says, and docs/casts.md shows what it measured."""
+"""benchmarks.amp measures what it says."""
 
 from __future__ import annotations
 

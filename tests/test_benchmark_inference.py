@@ -1,4 +1,4 @@
-"""benchmarks.inference reads digits with rounded weights, and docs/memory.md shows it."""
+"""benchmarks.inference reads digits with rounded weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks.memory sees what is allocated, ours allocates nothing, and docs/memory.md shows it."""
+"""benchmarks.memory sees what is allocated, and ours allocates nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks.step prints of its results, and what docs/speed.md shows of them."""
+"""What benchmarks.step prints of its results."""
 
 from __future__ import annotations
 

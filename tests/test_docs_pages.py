@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CODE = {"python", "diff", "sh", "console"}
+CODE = {"python", "diff", "sh", "console", "cpp"}
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SAYING = r"<!-- {}(?:run by (?P<by>[^\s;]+)|not run: (?P<why>[^>]+?))(?:;[^>]*)? -->\n"
 OF_ALL, OF_NEXT = re.compile(SAYING.format("all blocks ")), re.compile(SAYING.format("") + "$")
@@ -72,12 +72,36 @@ def test_every_other_block_says_which_test_runs_it_or_why_none_does() -> None:
 
 
 def test_blocks_are_fenced_and_say_what_they_are() -> None:
-    known = CODE | {"text", "json", "mermaid", "{toctree}", "{eval-rst}", "{include}", "cpp", "py"}
+    known = CODE | {"text", "json", "mermaid", "{toctree}", "{eval-rst}", "{include}"}
     assert {block.language for block in BLOCKS} <= known
     for page in PAGES:
         text = FENCE.sub("", page.read_text("utf-8"))
         indented = re.findall(r"^(?![ ]*[-*\d]).*\n\n(    \S.*)", text, re.MULTILINE)
         assert not indented, f"{page.name}: write a fenced block: {indented}"
+
+
+def test_the_rule_that_is_shown_is_that_of_adagrad() -> None:
+    (block,) = [block for block in BLOCKS if block.page == "docs/add_an_optimizer.md"]
+    rule = (ROOT / "csrc" / "math" / "adagrad.h").read_text()
+    assert all(line in rule for line in block.code.splitlines())
+
+
+def test_every_public_package_has_a_page_of_its_api() -> None:
+    shown = {
+        name
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"automodule:: ([\w.]+)", page.read_text())
+    }
+    home = ROOT / "apex_mp"
+    packages = {path.parent.name for path in home.glob("*/__init__.py")} - {
+        "core",
+        "checkpointing",
+        "trainers",
+    }
+    modules = {path.stem for path in home.glob("*.py")} - {"as_apex"}  # an import with an effect
+    public = {name for name in packages | modules if not name.startswith("_")}
+    assert {f"apex_mp.{name}" for name in public - {"RNN"}} <= shown
+    assert "apex_mp.RNN.models" in shown
 
 
 def test_the_tests_named_as_holding_what_works_exist() -> None:

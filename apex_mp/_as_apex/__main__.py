@@ -1,4 +1,4 @@
-"""Print the tables of docs/apex_names.md: `python -m apex_mp._as_apex`."""
+"""Print the tables that the site shows in docs/apex_names.md: `python -m apex_mp._as_apex`."""
 
 from __future__ import annotations
 

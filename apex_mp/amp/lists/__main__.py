@@ -1,4 +1,4 @@
-"""Prints the policy as tables: `python -m apex_mp.amp.lists`. They stand in docs/casts.md."""
+"""Prints the policy as tables, which the site shows: `python -m apex_mp.amp.lists`."""
 
 from __future__ import annotations
 
