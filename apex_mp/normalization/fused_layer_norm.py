@@ -157,7 +157,17 @@ def fused_layer_norm(
     eps: float = _EPS,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Normalise over the last dimensions; `eps` is 1e-6 here, unlike that of the module."""
+    """Normalise over the last dimensions; `eps` is 1e-6 here, unlike that of the module.
+
+    Args:
+        input: `[..., *normalized_shape]`, of any floating dtype.
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        eps: Added to the variance [1e-6].
+        memory_efficient: Accepted, and has no effect [False].
+
+    Returns:
+        Of the input's shape and dtype.
+    """
     return layer_norm(input, as_shape(normalized_shape), None, None, eps)
 
 
@@ -172,7 +182,18 @@ def fused_layer_norm_affine(
 ) -> Tensor:
     """Normalise over the last dimensions, then multiply by `weight` and add `bias`.
 
-    Also `(input, normalized_shape, weight, bias, ...)`, as until 2021. Returns the input's dtype.
+    Also `(input, normalized_shape, weight, bias, ...)`, as until 2021.
+
+    Args:
+        input: `[..., *normalized_shape]`, of any floating dtype.
+        weight: Of shape `normalized_shape`.
+        bias: Of shape `normalized_shape`.
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        eps: Added to the variance [1e-6].
+        memory_efficient: Accepted, and has no effect [False].
+
+    Returns:
+        Of the input's shape and dtype.
     """
     return layer_norm(input, as_shape(normalized_shape), weight, bias, eps)
 
@@ -186,7 +207,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = _EPS,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm_affine`, which returns the weight's dtype."""
+    """Return the norm in the weight's dtype; arguments as of `fused_layer_norm_affine`."""
     return layer_norm(input, as_shape(normalized_shape), weight, bias, eps, like="weight")
 
 
@@ -196,7 +217,17 @@ def fused_rms_norm(
     eps: float = _EPS,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Divide by the root of the mean square over the last dimensions, and of `eps`."""
+    """Divide by the root of the mean square over the last dimensions, and of `eps`.
+
+    Args:
+        input: `[..., *normalized_shape]`, of any floating dtype.
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        eps: Added to the mean square [1e-6].
+        memory_efficient: Accepted, and has no effect [False].
+
+    Returns:
+        Of the input's shape and dtype.
+    """
     return rms_norm(input, as_shape(normalized_shape), None, eps)
 
 
@@ -208,7 +239,15 @@ def fused_rms_norm_affine(
     eps: float = _EPS,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_rms_norm`, then multiplied by `weight`; the shape may also stand second."""
+    """Return `fused_rms_norm` multiplied by `weight`; the shape may also stand second.
+
+    Args:
+        input: `[..., *normalized_shape]`, of any floating dtype.
+        weight: Of shape `normalized_shape`.
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        eps: Added to the mean square [1e-6].
+        memory_efficient: Accepted, and has no effect [False].
+    """
     return rms_norm(input, as_shape(normalized_shape), weight, eps)
 
 
@@ -220,7 +259,7 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = _EPS,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_rms_norm_affine`, which returns the weight's dtype."""
+    """Return the norm in the weight's dtype; arguments as of `fused_rms_norm_affine`."""
     return rms_norm(input, as_shape(normalized_shape), weight, eps, like="weight")
 
 
@@ -233,6 +272,12 @@ def manual_rms_norm(
     """Return the norm that apex took on a CPU: in half precision if the weight is, else float32.
 
     With float64, in float64.
+
+    Args:
+        input: `[..., *normalized_shape]`, of any floating dtype.
+        normalized_shape: The last dimensions of the input: a number or a sequence.
+        weight: Of shape `normalized_shape`, or None.
+        eps: Added to the mean square.
     """
     if weight is None:
         dtype = torch.promote_types(input.dtype, torch.float32)
