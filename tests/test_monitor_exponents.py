@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -469,6 +470,18 @@ def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
     names = [each.name for each in lost_updates(FusedAdam(model.parameters()), model=model)]
     assert names == ["low.weight", "low.bias"]
     assert lost_updates(wrap(FusedAdam(model.parameters()))) == []
+
+
+def test_a_loaded_state_with_masters_is_left_out_too() -> None:
+    params = [nn.Parameter(torch.randn(64).half())]
+    params[0].grad = torch.randn(64).half()
+    optimizer = FusedAdam(params, master_weights=True)
+    optimizer.step()
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    optimizer.load_state_dict(torch.load(buffer))
+    assert lost_updates(optimizer) == []
 
 
 @pytest.mark.parametrize(

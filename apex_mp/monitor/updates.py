@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.skips import ParamNames
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers._state import has_master
+from apex_mp.optimizers._state import MASTER, has_master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,9 @@ def lost_updates(
     twin = copy.deepcopy(optimizer, memo)
     for state in twin.state.values():
         for name, value in state.items():
-            # Step counts are float32 in float64 optimizers, too.
-            if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+            # Step counts and masters are float32 in float64 optimizers, too.
+            kept = name in ("step", MASTER)
+            if isinstance(value, Tensor) and value.is_floating_point() and not kept:
                 state[name] = value.double()
     before = {key: param.detach().clone() for key, param in wide.items()}
     twin.step()
