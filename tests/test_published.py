@@ -14,8 +14,8 @@ from benchmarks import activation_report, monitor, published
 pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-# CI reads the first; the page of the recipe shows the second.
-SHOWN_ELSEWHERE = {"nightly.json", "digits-cpu.json"}
+# CI reads the first; pages of recipes show the others.
+SHOWN_ELSEWHERE = {"nightly.json", "digits-cpu.json", "rl-fp16-cpu.json"}
 
 
 def test_every_file_of_results_has_its_place_on_the_page() -> None:
@@ -84,3 +84,16 @@ def test_the_page_of_norms_quotes_the_slowest_and_the_worst() -> None:
     said = f"up to {slowest:.1f} times as long as torch's own with backward"
     assert said in page("normalization.md")
     assert f"where torch's are off by up to {100 * worst:.0f} %" in page("normalization.md")
+
+
+def test_the_recipe_of_reinforcement_learning_shows_what_it_is_for() -> None:
+    rows = {row["run"]: row for row in results("rl-fp16-cpu.json")["rows"]}
+    assert len(rows["fp16"]["seeds"]) == 3
+    pairs = zip(rows["fp16"]["mismatch"], rows["bf16"]["mismatch"], strict=True)
+    assert all(half <= brain / 5 for half, brain in pairs)
+    assert rows["fp16"]["outside"] == [0.0] * 3
+    assert min(rows["bf16"]["outside"]) > 0.1
+    rewards = {name: row["reward"] for name, row in rows.items()}
+    assert sum(rewards["fp16"]) / 3 >= min(rewards["fp32"])
+    assert max(rewards["bf16, no masters"]) < min(rewards["fp32"])
+    assert min(rows["bf16, no masters"]["lost"]) > 0.85

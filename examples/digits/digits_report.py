@@ -5,43 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from digits_measure import Run
 
-import apex_mp
-from apex_mp import _C
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import machine
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What the figures depend on."""
-    on_gpu = torch.device(args.device).type == "cuda"
     settings = ("optimizer", "learning_rate", "epochs", "batch_size", "scale_window", "seeds")
     return {
-        "apex_mp": apex_mp.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(args.device) if on_gpu else "cpu",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu_level": _C.cpu_level(),
+        **machine.describe(args.device),
         "settings": {name: getattr(args, name) for name in settings},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def summarise(runs: Sequence[Run], environment: dict[str, Any]) -> dict[str, Any]:

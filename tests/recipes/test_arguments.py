@@ -11,7 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BERT, DCGAN, SPEECH = "bert/bert.py", "dcgan/dcgan.py", "speech_ctc/speech_ctc.py"
-IMAGENET = "imagenet/main_amp.py"
+IMAGENET, RL = "imagenet/main_amp.py", "rl/rl_fp16.py"
 NO_FILE = "'none'; there is no such file or folder"
 
 
@@ -41,6 +41,11 @@ def run(folder: Path, script: str, *flags: str, python: tuple[str, ...] = ()) ->
         (SPEECH, "--data none", f"--data: {NO_FILE}"),
         (SPEECH, "--batch_size 0", "'0'; it must be a whole number, at least 1"),
         (SPEECH, "--device cuda", "--device cpu runs anywhere"),
+        (RL, "--resume none", f"--resume: {NO_FILE}"),
+        (RL, "--resume wrong.tsv", "wrong.tsv"),
+        (RL, "--group 0", "'0'; it must be a whole number, at least 1"),
+        (RL, "--group 1", "--group 1: an answer is compared with the others of its group"),
+        (RL, "--width 30", "--width 30: it must be a multiple of 8"),
         (IMAGENET, "none", "there is no such folder; DIR must be"),
         (IMAGENET, "--device cpu --resume none", "--resume none: there is no such file"),
         (IMAGENET, "--loss-scale abc", "'abc'; it must be a number or dynamic"),
@@ -58,11 +63,14 @@ def test_a_wrong_argument_is_a_sentence(
     assert {each.name for each in tmp_path.iterdir()} == {"one_label.tsv", "wrong.tsv"}
 
 
-@pytest.mark.parametrize("script", [BERT, DCGAN, SPEECH])
+@pytest.mark.parametrize(
+    ("script", "package"),
+    [(BERT, "sklearn"), (DCGAN, "sklearn"), (SPEECH, "sklearn"), (RL, "transformers")],
+)
 def test_a_package_that_is_missing_is_a_sentence_with_the_command(
-    script: str, tmp_path: Path
+    script: str, package: str, tmp_path: Path
 ) -> None:
-    block = "import sys, runpy; sys.modules['sklearn'] = None; sys.argv = sys.argv[1:]; "
+    block = f"import sys, runpy; sys.modules['{package}'] = None; sys.argv = sys.argv[1:]; "
     block += "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
     block += "runpy.run_path(sys.argv[0], run_name='__main__')"
     status, printed = run(tmp_path, script, python=("-c", block))
