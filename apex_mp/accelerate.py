@@ -62,7 +62,8 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
     if accelerator.mixed_precision not in ("no", "fp16"):
         raise ValueError(
             f"attach_scaler: mixed_precision is {accelerator.mixed_precision!r}; gradients are "
-            'scaled for "fp16", or for "no" where the model itself is in float16'
+            'scaled for "fp16", or for "no" where the model itself is in float16. TRL takes bf16 '
+            "unless its configuration has bf16=False"
         )
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         raise ValueError(

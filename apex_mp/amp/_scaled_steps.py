@@ -152,7 +152,8 @@ class ScaledSteps:
                 "torch's clip_grad_norm_ makes them 0 if the norm of scaled float16 gradients is "
                 "inf: call scaler.clip_grad_norm_(optimizer, max_norm) instead, or "
                 "scaler.unscale_(optimizer) before it. Or they are too small for their dtype at "
-                f"the scale {self._scale():g}, or the loss does not depend on the parameters",
+                f"the scale {self._scale():g}, or the loss does not depend on the parameters, as "
+                "in a step of reinforcement learning in which all rewards are equal",
                 "clipping-scaled-gradients",
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import tasks
 import test_timm
 import test_transformers
 import torch
+import trl_cases
+from datasets import Dataset
 
 import apex_mp
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("accelerate_state")]
 FOLDER = Path(__file__).parent
 PAGE = (FOLDER.parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
-ACCELERATE, TRANSFORMERS, LIGHTNING, BY_HAND, TIMM, PEFT = re.findall(
+ACCELERATE, TRANSFORMERS, TRL, LIGHTNING, BY_HAND, TIMM, PEFT = re.findall(
     r"```python\n(.*?)```", PAGE, re.DOTALL
 )
 
@@ -26,9 +29,11 @@ ACCELERATE, TRANSFORMERS, LIGHTNING, BY_HAND, TIMM, PEFT = re.findall(
 def test_the_page_names_the_versions_that_are_installed() -> None:
     pins = (FOLDER / "requirements.txt").read_text(encoding="utf-8")
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)$", pins, re.MULTILINE))
-    named = re.findall(r"(accelerate|transformers|pytorch-lightning|timm|peft) ([\d.]+\d)", PAGE)
+    named = re.findall(
+        r"(accelerate|transformers|pytorch-lightning|timm|peft|trl) ([\d.]+\d)", PAGE
+    )
     assert dict(named) == {name: pinned[name] for name, _ in named}
-    assert len(named) == 5
+    assert len(named) == 6
     assert pinned["lightning"] == pinned["pytorch-lightning"]
 
 
@@ -48,6 +53,22 @@ def test_the_loop_with_accelerate_trains() -> None:
     exec(ACCELERATE, there)
     assert loss_on(there["model"]) < 0.5 * before
     assert there["scheduler"].get_last_lr()[0] == pytest.approx(1e-2 * 0.99 ** (tasks.STEPS // 2))
+
+
+def test_the_trainer_of_trl_trains(tmp_path: Path) -> None:
+    there: dict[str, Any] = {
+        "model": trl_cases.llama(),
+        "tokenizer": trl_cases.tokenizer(),
+        "reward": trl_cases.sevens,
+        "dataset": Dataset.from_list(trl_cases.PROMPTS * 2),
+        "folder": tmp_path,
+    }
+    small = "num_generations=8, max_completion_length=6, logging_steps=1, max_steps=60, "
+    exec(TRL.replace("report_to=", f"{small}report_to="), there)
+    history = there["trainer"].state.log_history
+    rewards = [float(row["reward"]) for row in history if "reward" in row]
+    assert sum(rewards[-20:]) > 2 * sum(rewards[:20])
+    assert there["model"].dtype == torch.float16
 
 
 def test_the_trainer_of_transformers_trains(tmp_path: Path) -> None:
@@ -90,8 +111,8 @@ def test_the_loop_with_peft_trains() -> None:
 
 
 def example(name: str) -> Callable[..., float]:
-    there: dict[str, Any] = {"__name__": name}
     path = FOLDER.parents[1] / "examples" / "trainers" / f"{name}.py"
+    there: dict[str, Any] = {"__name__": name, "__file__": path}
     exec(compile(path.read_text(), path, "exec"), there)
     main: Callable[..., float] = there["main"]
     return main
@@ -108,3 +129,20 @@ def example(name: str) -> Callable[..., float]:
 )
 def test_the_examples_learn(name: str, arguments: list[str], least: float) -> None:
     assert example(name)(*arguments) > least
+
+
+def test_the_example_of_trl_learns_by_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    train = example("with_trl")
+    assert train("grpo") > 0.9
+    assert train("sft") < 0.1
+    assert train("dpo") < 0.1
+    with pytest.raises(SystemExit, match="'ppo'; it must be grpo, sft or dpo"):
+        train("ppo")
+
+
+def test_the_example_of_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit, match="this example needs: pip install trl"):
+        example("with_trl")
