@@ -116,6 +116,9 @@ def test_without_bounds_a_checkpoint_has_the_keys_of_torch(device: torch.device)
         ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, r"max_scale is 4\.0; it must lie in"),
         ({"hysteresis": 0}, ValueError, r"hysteresis is 0; it must lie in"),
         ({"hysteresis": 1.5}, TypeError, r"hysteresis is 1\.5; it must be an int"),
+        ({"init_scale": 0.0}, ValueError, r"GradScaler: init_scale is 0\.0; it must lie in \["),
+        ({"init_scale": math.nan}, ValueError, r"GradScaler: init_scale is nan; it must lie in"),
+        ({"init_scale": 2.0**128}, ValueError, r"init_scale is 3\.4\d+e\+38; it must lie in"),
         ({"growth_factor": 1.0}, AssertionError, r"The growth factor must be > 1\.0"),
     ],
 )

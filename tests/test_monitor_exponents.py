@@ -473,15 +473,17 @@ def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
 
 
 def test_a_loaded_state_with_masters_is_left_out_too() -> None:
-    params = [nn.Parameter(torch.randn(64).half())]
-    params[0].grad = torch.randn(64).half()
-    optimizer = FusedAdam(params, master_weights=True)
+    params = [nn.Parameter(torch.randn(64).half()) for _ in range(2)]
+    for param in params:
+        param.grad = torch.randn(64).half()
+    groups = [{"params": params[:1], "master_weights": True}, {"params": params[1:]}]
+    optimizer = FusedAdam(groups)
     optimizer.step()
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
     optimizer.load_state_dict(torch.load(buffer))
-    assert lost_updates(optimizer) == []
+    assert [each.name for each in lost_updates(optimizer)] == ["group 1, parameter 0"]
 
 
 @pytest.mark.parametrize(

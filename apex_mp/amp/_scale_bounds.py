@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apex_mp.core import device_scale, ops
 from apex_mp.core.log import warn
-from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL, DynamicLossScale
+from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
 # Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
 eager = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -125,6 +125,11 @@ class BoundedGradScaler(torch.amp.GradScaler):
                 UserWarning,
             )
             enabled = False
+        if enabled and not FLOAT32_SMALLEST_NORMAL <= init_scale <= FLOAT32_MAX:
+            raise ValueError(
+                f"GradScaler: init_scale is {init_scale}; it must lie in "
+                f"[{FLOAT32_SMALLEST_NORMAL}, {FLOAT32_MAX}]"
+            )
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

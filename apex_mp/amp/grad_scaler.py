@@ -61,6 +61,7 @@ class GradScaler(UnscalingGradScaler):
     Raises:
         AssertionError: A factor is out of range, as torch says it.
         TypeError, ValueError: A bound or `hysteresis` is no number, or out of range.
+        ValueError: `init_scale` is no positive normal float32 number; torch trains on with it.
         TypeError: `model` is no module.
     """
 

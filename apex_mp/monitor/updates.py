@@ -58,6 +58,16 @@ def lost_updates(
     if isinstance(optimizer, FP16_Optimizer):
         return []
     named = [*ParamNames(None, model).params(optimizer.param_groups)]
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    without_master = [
+        (name, param)
+        for name, param in named
+        if param.dtype in LOW_PRECISION
+        and param.grad is not None
+        and not has_master(param, group_of[id(param)])
+    ]
+    if not without_master:
+        return []
     wide = {id(param): _wide(param, scale) for _, param in named}
     memo: Any = dict(wide)
     twin = copy.deepcopy(optimizer, memo)
@@ -69,13 +79,9 @@ def lost_updates(
                 state[name] = value.double()
     before = {key: param.detach().clone() for key, param in wide.items()}
     twin.step()
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     return [
         _count(name, param, before[id(param)], wide[id(param)].detach())
-        for name, param in named
-        if param.dtype in LOW_PRECISION
-        and param.grad is not None
-        and not has_master(param, group_of[id(param)])
+        for name, param in without_master
     ]
 
 

@@ -104,50 +104,44 @@ def _rounded(value: float) -> float:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the rows in Markdown, and what the columns are."""
-    head = (
-        *("run", "reward", "mismatch", "largest", "outside 1±0.01", "ESS lost"),
-        *("updates lost", "skipped", "final scale", "tokens/s"),
-    )
-    lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
-    lines += [_cells(_texts(row)) for row in results["rows"]]
-    seeds = len(results["rows"][0]["seeds"])
-    steps = results["environment"]["settings"]["steps"]
-    several = f", and the lowest and highest of {seeds} seeds" if seeds > 1 else ""
+    """Return the figures in Markdown, a column for each run, and what they are."""
+    columns = [[row["run"], *_texts(row).values()] for row in results["rows"]]
+    columns.insert(0, ["", *_texts(results["rows"][0])])
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "| " + " | ".join(map(str.rjust, cells, widths)) + " |"
+        for cells in zip(*columns, strict=True)
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
     return "\n".join(
         [
             *lines,
             "",
-            f"reward: mean of the last {min(LAST, steps)} of {steps} steps{several}.",
-            "mismatch: |log-probability when trained - when drawn| of a token, mean and largest.",
-            "outside: share of tokens whose ratio of the two probabilities leaves 1 +- 0.01.",
-            "ESS lost: 1 - effective sample size of the answers / their number, mean of the steps.",
-            "updates lost: share of the updates of weights that rounding loses, mean of the steps.",
-            "tokens/s: drawn and trained, median of the steps.",
+            f"reward: mean of the last {LAST} steps.",
+            "mismatch: |log-probability when trained - when drawn| of a token.",
+            "outside: tokens whose ratio of the two probabilities leaves 1 +- 0.01.",
+            "ESS lost: 1 - effective sample size of the answers / their number.",
+            "updates lost: updates of weights that rounding loses.",
+            "Means of the steps and seeds, but for largest (of all) and tokens/s (medians).",
         ]
     )
 
 
-def _texts(row: dict[str, Any]) -> list[str]:
-    reward = row["reward"]
-    spread = f" ({min(reward):.3f}-{max(reward):.3f})" if len(reward) > 1 else ""
-    scales = sorted({scale for scale in row["scale"] if scale is not None})
-    return [
-        row["run"],
-        f"{np.mean(reward):.3f}{spread}",
-        f"{np.mean(row['mismatch']):.1e}",
-        f"{max(row['largest_mismatch']):.1e}",
-        f"{100 * np.mean(row['outside']):.2f} %",
-        f"{1 - np.mean(row['effective']):.1e}",
-        f"{100 * np.mean(row['lost']):.0f} %",
-        str(sum(row["skipped"])),
-        "-".join(f"2^{np.log2(scale):g}" for scale in scales[:: len(scales) - 1 or 1]) or "none",
-        f"{np.mean(row['tokens_per_s']):.0f}",
-    ]
-
-
-def _cells(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(texts) + " |"
+def _texts(row: dict[str, Any]) -> dict[str, str]:
+    reward, scales = row["reward"], sorted({each for each in row["scale"] if each is not None})
+    texts = {
+        "reward": f"{np.mean(reward):.3f}",
+        f"{len(reward)} seeds": f"{min(reward):.3f}-{max(reward):.3f}",
+        "mismatch": f"{np.mean(row['mismatch']):.1e}",
+        "largest": f"{max(row['largest_mismatch']):.1e}",
+        "outside": f"{100 * np.mean(row['outside']):.1f} %",
+        "ESS lost": f"{1 - np.mean(row['effective']):.1e}",
+        "updates lost": f"{100 * np.mean(row['lost']):.0f} %",
+        "skipped": f"{sum(row['skipped'])}",
+        "final scale": "-".join(f"2^{np.log2(each):g}" for each in scales) or "none",
+        "tokens/s": f"{np.mean(row['tokens_per_s']):.0f}",
+    }
+    return {name: text for name, text in texts.items() if name != "1 seeds"}
 
 
 def write(results: dict[str, Any], path: Path) -> list[Path]:

@@ -41,16 +41,22 @@ except ImportError as error:
     sys.exit(f"{error}; this recipe needs: pip install transformers matplotlib tqdm")
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LOG_EVERY = 20  # steps
 LONGEST = 64  # tokens that the policy takes, of prompt and answer
 # Flags that decide what a run computes: a checkpoint of a run with others is refused.
-SETUP = ("precision", "masters", "prompts", "group", "length", "width", "layers", "learning_rate")
-SETUP = (*SETUP, "loss_scale", "seed")
+SETUP = (
+    *("precision", "masters", "prompts", "group", "length", "width", "layers"),
+    *("learning_rate", "loss_scale", "seed"),
+)
 
 
 @dataclass
 class Step:
-    """What is noted of a step. A ratio is that of the probabilities of a token, or of an answer,
-    when it is trained on and when it was drawn; 1 if nothing were rounded."""
+    """What is noted of a step.
+
+    A ratio is that of the probabilities of a token, or of an answer, when it is trained on and when
+    it was drawn: 1 if nothing were rounded.
+    """
 
     reward: float  # mean of the answers
     mismatch: float  # mean |log ratio| of the tokens
@@ -61,6 +67,13 @@ class Step:
     scale: float
     skipped: bool
     tokens_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"reward {self.reward:.3f}, mismatch {self.mismatch:.1e}, largest "
+            f"{self.largest_mismatch:.1e}, outside {100 * self.outside:.1f} %, scale {self.scale:g}"
+            f"{', skipped' * self.skipped}"
+        )
 
 
 class Run:
@@ -131,6 +144,8 @@ class Run:
             step = self.train_step()
             bar.set_postfix_str(f"reward {step.reward:.3f}", refresh=False)
             bar.update()
+            if len(self.steps) % LOG_EVERY == 0 and not self.args.compare:
+                print(f"step {len(self.steps)}: {step}")
 
     # Saving.
 
@@ -161,6 +176,10 @@ class Run:
             getattr(self, name).load_state_dict(state[name])
         self.generator.set_state(state["generator"])
         self.steps = [Step(**step) for step in state["steps"]]
+        if len(self.steps) >= self.args.steps:
+            raise ValueError(
+                f"{path} has {len(self.steps)} steps already, of --steps {self.args.steps}"
+            )
 
 
 def build_policy(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -247,11 +266,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if args.width % 8:
         parser.error(f"--width {args.width}: it must be a multiple of 8, for 4 heads of even size")
+    if args.compare and (args.save or args.resume):
+        parser.error("--compare trains several policies; --save and --resume go without it")
+    if args.save_results and not args.compare:
+        parser.error("--save-results goes with --compare")
     return args
 
 
 def train(args: argparse.Namespace, reward: rl_task.Reward = rl_task.reward) -> Run:
-    """Train one policy, and print a line of figures."""
+    """Train one policy from its start, or from a checkpoint."""
+    if args.save:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
     run = Run(args, reward)
     if args.resume:
         run.load(args.resume)
@@ -274,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
             results = rl_compare.summarise({rl_compare.name_of(args): [train(args)]}, args)
     except (ValueError, OSError, pickle.UnpicklingError) as error:
         sys.exit(f"rl_fp16.py: {error}")
-    print(rl_compare.table(results))
+    print(f"\n{rl_compare.table(results)}")
     if args.compare:
         default = Path(__file__).resolve().parents[1] / "output" / "rl" / "rl.json"
         written = rl_compare.write(results, args.save_results or default)
