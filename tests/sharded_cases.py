@@ -8,20 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+from apex_mp import convert
 from apex_mp.amp import GradScaler
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2
 
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
+    # Of two processes one has 9 rows of the first layer, and all of the last.
+    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 1))
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -29,7 +38,9 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, world: int) -> dict[str, Any]:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, rank: int, world: int, way: str = "unscale_"
+) -> dict[str, Any]:
     """Take STEPS steps, each process with its part of the batch; the last one has an inf in one."""
     scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
     dtype = next(model.parameters()).dtype
@@ -42,8 +53,13 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, world: int) -
         if step == BAD_STEP and rank == world - 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.zeros(())
+        if way == "unscale_":
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        elif way == "clip_grad_norm_":
+            norm = scaler.clip_grad_norm_(optimizer, 0.2)
+            assert type(norm) is Tensor
         before = [full(param) for param in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
@@ -67,6 +83,62 @@ def fully_sharded(dtype: torch.dtype, rank: int, world: int, **options: Any) -> 
     return train(model, optimizer, rank, world)
 
 
+FUSED: dict[str, Any] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "FusedAdam, masters": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3, master_weights=True),
+    "FusedSGD": lambda params: FusedSGD(params, lr=1e-2, momentum=0.9),
+    "FusedAdagrad": lambda params: FusedAdagrad(params, lr=1e-2),
+}
+# Optimizer, dtype, what becomes of gradients, and the mesh or how else it is sharded.
+CASES = [
+    *[(name, torch.float32, "unscale_", (WORLD,)) for name in FUSED],
+    ("FusedAdam, masters", torch.float16, "unscale_", (WORLD,)),
+    ("FusedAdam, masters", torch.float16, "clip_grad_norm_", (WORLD,)),
+    ("FusedAdam, masters", torch.float16, "step", (WORLD,)),
+    ("FusedAdam, masters", torch.float16, "step", (WORLD, 1)),
+    ("FusedAdam, masters", torch.float16, "clip_grad_norm_", (1, WORLD)),
+    ("FusedAdam, masters", torch.bfloat16, "step", (WORLD,)),
+    ("FusedSGD", torch.float16, "step", (WORLD,)),
+    ("FusedAdam", torch.float32, "step", "offload"),
+    ("FusedAdam, masters", torch.float16, "step", "TP"),
+]
+
+
+def sharded(model: Any, how: Any) -> Any:
+    """Shard a model by FSDP2 over a mesh, in one dimension or as HSDP, or by rows and columns."""
+    if how == "TP":
+        mesh = init_device_mesh("cpu", (WORLD,))
+        # Sizes must be divisible; the other layers stay plain.
+        return parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+    options: dict[str, Any] = {}
+    if how == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    else:
+        names = ("replicate", "shard")[-len(how) :]
+        options["mesh"] = init_device_mesh("cpu", how, mesh_dim_names=names)
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def fused(case: int, rank: int, world: int) -> dict[str, Any]:
+    name, dtype, way, how = CASES[case]
+    model: Any = net().to(dtype)
+    if world > 1:
+        sharded(model, how)
+    optimizer = FUSED[name](model.parameters())
+    same_batch = how == "TP"
+    found = train(model, optimizer, 0 if same_batch else rank, 1 if same_batch else world, way)
+    states = [optimizer.state[param] for param in model.parameters()]
+    found["kinds"] = {
+        type(value).__name__
+        for state, param in zip(states, model.parameters(), strict=True)
+        for key, value in state.items()
+        if key != "step" and isinstance(value, Tensor)
+        if isinstance(param, DTensor)
+    }
+    return found
+
+
 def zero(rank: int, world: int) -> dict[str, Any]:
     model: Any = net()
     if world == 1:
@@ -79,17 +151,71 @@ def zero(rank: int, world: int) -> dict[str, Any]:
 def refusals() -> list[str]:
     """Return what the optimizers that cannot step a DTensor say of one."""
     said = []
-    for make in (
-        FusedAdam,
+    makes: list[Any] = [
+        FusedLAMB,
+        FusedNovoGrad,
         lambda params: FP16_Optimizer(torch.optim.SGD(params, lr=0.1), verbose=False),
-    ):
-        model: Any = copy.deepcopy(net())
-        fully_shard(model)
+        lambda params: FP16_Optimizer(FusedAdam(params), verbose=False),
+        lambda params: FusedAdam(params, max_grad_norm=1.0),
+        lambda params: FusedAdam(params).load_state_dict(state_of_plain),
+    ]
+    plain = net()
+    whole = FusedAdam(plain.parameters())
+    for param in plain.parameters():
+        param.grad = torch.ones_like(param)
+    whole.step()
+    state_of_plain = whole.state_dict()
+    for make in makes:
+        model = sharded(net(), (WORLD,))
+        model(torch.ones(1, 6)).sum().backward()
         try:
-            make(model.parameters())
+            make(model.parameters()).step()
         except (TypeError, ValueError, RuntimeError) as error:
             said.append(str(error))
+    model = sharded(net(), (WORLD,))
+    optimizer = FusedAdam(model.parameters())
+    param = next(model.parameters())
+    mesh = param.device_mesh
+    param.grad = DTensor.from_local(torch.ones(17, 6), mesh, [Partial()])
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        said.append(str(error))
+    assert not optimizer.state
+    # The same placement in another object.
+    param.grad = DTensor.from_local(
+        torch.ones_like(param.to_local()), mesh, [Shard(0)], shape=param.shape, stride=(6, 1)
+    )
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1
     return said
+
+
+def resumed(rank: int) -> dict[str, Any]:
+    """Take three steps, and three more from a checkpoint of whole tensors."""
+    model = sharded(net().half(), (WORLD,))
+    optimizer = FUSED["FusedAdam, masters"](model.parameters())
+    train(model, optimizer, rank, WORLD, "clip_grad_norm_")
+    options = StateDictOptions(full_state_dict=True)
+    # Tensors that are whole already are those of the optimizer, which goes on.
+    saved = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    again = sharded(net().half(), (WORLD,))
+    other = FUSED["FusedAdam, masters"](again.parameters())
+    of_model, of_optimizer = copy.deepcopy(saved)  # It is written to.
+    set_state_dict(
+        again, other, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options
+    )
+    runs = [
+        train(each, stepped, rank, WORLD, "clip_grad_norm_")
+        for each, stepped in ((model, optimizer), (again, other))
+    ]
+    masters = convert.masters(model, optimizer)
+    return {
+        "same": [torch.equal(*pair) for pair in zip(*(run["params"] for run in runs), strict=True)],
+        "saved": saved,
+        "params": runs[0]["params"],
+        "masters": {name: full(master) for name, master in masters.items()},
+    }
 
 
 def work(rank: int, folder: str) -> None:
@@ -100,6 +226,8 @@ def work(rank: int, folder: str) -> None:
         "fp16": fully_sharded(torch.float16, rank, WORLD),
         "fp32 fused": fully_sharded(torch.float32, rank, WORLD, fused=True),
         "zero": zero(rank, WORLD),
+        "fused": [fused(case, rank, WORLD) for case in range(len(CASES))],
+        "resumed": resumed(rank),
         "refused": refusals(),
     }
     torch.save(found, f"{folder}/{rank}.pt")

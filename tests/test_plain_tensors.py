@@ -140,7 +140,7 @@ def initialized(level: str, *, later: bool = False) -> Callable[[Any, list[Any]]
 
 
 OLD, NEW = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer
-FUSED = {"integer", "uninitialized"}
+FUSED = {"DTensor", "integer", "uninitialized"}
 MASTERS = {"integer", "gaps"}
 ALL = {"DTensor", "subclass", "negative view", "gaps", "complex", "integer", "uninitialized"}
 CAST = {"gaps", "complex", "integer", "float8"}

@@ -265,19 +265,22 @@ class LostUpdateCounter:
         elements = 0
         for _, param in named:
             if elements < _ELEMENTS_LOOKED_AT and param.grad is not None:
-                self._before.append((param, param.detach().clone()))
-                elements += param.numel()
+                before = tensors.local_part(param).detach().clone()
+                self._before.append((param, before))
+                elements += before.numel()
 
     @torch.no_grad()
     def counts(self) -> Tensor:
         """Return how many weights did not change, and of how many: gradients that are not zero."""
         unchanged = [torch.zeros(2, dtype=torch.float64)]
         for param, before in self._before:
-            grad = param.grad
-            if grad is None or tensors.not_readable(grad) is not None:
+            if param.grad is None:
+                continue
+            grad, after = (tensors.local_part(each) for each in (param.grad, param))
+            if tensors.not_readable(grad) is not None:
                 continue
             moves = grad != 0
-            pair = torch.stack([(moves & (param == before)).sum(), moves.sum()])
+            pair = torch.stack([(moves & (after == before)).sum(), moves.sum()])
             unchanged.append(pair.double())
         home = unchanged[-1].device
         self._before.clear()
@@ -306,5 +309,4 @@ def _numbers_of(grad: Tensor) -> Tensor:
     """Return a gradient as a tensor that can be searched for inf and NaN."""
     if grad.is_sparse:
         return grad._values()
-    local: Any = getattr(grad, "to_local", None)  # of a DTensor
-    return grad if local is None else local()
+    return tensors.local_part(grad)

@@ -16,7 +16,7 @@ from apex_mp.amp import _scaled_grads
 from apex_mp.amp._folded_clip import FoldedClip, params_of
 from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
-from apex_mp.core import step_log
+from apex_mp.core import step_log, tensors
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
 
@@ -115,6 +115,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         norm = torch.nn.utils.clip_grad_norm_(
             params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
         )
+        norm = tensors.whole(norm)
         if self._enabled and norm_type == 2.0 and step_log.listeners:
             clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             self._per_optimizer_states[id(optimizer)][NOTED] = norm, clip

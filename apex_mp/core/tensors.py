@@ -42,6 +42,20 @@ def is_wrapper(tensor: Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a DTensor; another tensor as it is."""
+    if not is_wrapper(tensor):
+        return tensor
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a DTensor as a plain tensor, for which processes communicate; another as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie in memory without gaps or overlap, in any order."""
     if tensor.is_contiguous():
@@ -130,6 +144,11 @@ def not_steppable(tensor: Tensor) -> str | None:
     if is_usual(tensor) or is_lazy(tensor):
         return None
     return not_readable(tensor) or not_dense(tensor)
+
+
+def has_no_steppable_part(tensor: Tensor) -> str | None:
+    """Say why an operator cannot step what this process holds of a parameter."""
+    return not_steppable(local_part(tensor))
 
 
 def check_params(

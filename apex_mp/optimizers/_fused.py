@@ -52,6 +52,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _state_layout: _state.StateLayout
     # Whether groups are clipped by the norm of all, also if nobody asks for that.
     _clips_by_global_norm = False
+    # Whether each element is stepped by itself, so that parts of tensors can be.
+    _steps_parts = True
     # Attributes that pickles have beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads",)
 
@@ -118,7 +120,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_new_options({**self.defaults, **param_group})
         params, names = tensors.listed(param_group)
         number = len(self.param_groups)
-        tensors.check_params(self._public_name, number, params, tensors.not_steppable, names)
+        test = tensors.has_no_steppable_part if self._steps_parts else tensors.not_steppable
+        tensors.check_params(self._public_name, number, params, test, names)
         super().add_param_group(param_group)
 
     def refresh_hyperparameters(self) -> None:

@@ -126,7 +126,13 @@ def _check_like(name: str, value: Any, param: Tensor) -> None:
     if not (torch.is_tensor(value) and value.is_floating_point()):
         kind = value.dtype if torch.is_tensor(value) else type(value).__name__
         raise TypeError(f"{name} is of type {kind}; it must be a floating tensor")
-    reason = tensors.no_numbers(value)
+    is_divided = tensors.is_wrapper(param)
+    if is_divided and not tensors.is_wrapper(value):
+        raise TypeError(
+            f"{name} is a plain tensor, its parameter a {type(param).__name__}; load it by "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    reason = tensors.no_numbers(tensors.local_part(value) if is_divided else value)
     if reason is not None:
         raise TypeError(f"{name} {reason}")
     if value.shape != param.shape:

@@ -45,6 +45,7 @@ class FusedLAMB(FusedOptimizer):
     _rule = "lamb"
     _state_layout = StateLayout("a LAMB", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",))
     _clips_by_global_norm = True
+    _steps_parts = False
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     _public_name = "FusedNovoGrad"
     _rule = "novograd"
+    _steps_parts = False
     _state_layout = StateLayout("a NovoGrad", tensors=("exp_avg",), numbers=("step", "exp_avg_sq"))
 
     def __init__(

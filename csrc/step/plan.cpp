@@ -123,6 +123,7 @@ void Plan::read(const py::list& param_groups, const py::dict& state, const py::f
 void Plan::read_all(const py::list& param_groups, const py::dict& state,
                     const py::function& make_state, const Given& given) {
   without_grad_.clear();
+  has_parts_ = false;
   list_params(param_groups);
   device_ = params_.empty() ? at::Device(at::kCPU) : tensor_of(params_.front()).device();
   can_run_ = has_kernels(device_);
@@ -280,11 +281,18 @@ bool Plan::read_without_grad(const Item& item, const Given& given, const Source&
 bool Plan::read_unusual(Item item, const py::function& make_state, const Given& given,
                         RowTensors& row) {
   const Source source = source_of(item, given);
-  const at::Tensor* grad = source.param == nullptr ? source.usual_grad() : grad_of(source.param);
-  if (grad == nullptr || !grad->defined()) {
+  PyObject* object = grad_of(source);
+  if (object == nullptr) {
     without_grad_.emplace_back(item.place.group, item.place.index);
     return read_without_grad(item, given, source, row);
   }
+  PyObject* part = local_part(item.param);
+  if (part != item.param) {
+    has_parts_ = true;
+    object = local_grad(item, object);
+    item.param = part;
+  }
+  const at::Tensor* grad = &tensor_of(object);
   TORCH_CHECK(grad->layout() == at::kStrided, caller_, " does not support sparse gradients",
               rule_.sparse_advice);
   item.scaled = source.scaled;
@@ -297,11 +305,46 @@ bool Plan::read_unusual(Item item, const py::function& make_state, const Given& 
   return true;
 }
 
-// A subclass may make its gradient when it is asked for it, as MasterParameter does.
-const at::Tensor* Plan::grad_of(PyObject* param) {
-  if (THPVariable_CheckExact(param)) return &tensor_of(param).grad();
-  made_.push_back(py::reinterpret_borrow<py::object>(param).attr("grad"));
-  return made_.back().is_none() ? nullptr : &tensor_of(made_.back().ptr());
+// nullptr: there is none. A subclass may make its gradient when it is asked for it, as
+// MasterParameter does.
+PyObject* Plan::grad_of(const Source& source) {
+  if (source.param == nullptr) return source.grad;
+  const bool has_none =
+      THPVariable_CheckExact(source.param) && !tensor_of(source.param).grad().defined();
+  if (has_none) return nullptr;
+  made_.push_back(py::reinterpret_borrow<py::object>(source.param).attr("grad"));
+  return made_.back().is_none() ? nullptr : made_.back().ptr();
+}
+
+// What this process holds of the gradient of a DTensor, which must be divided as the parameter is.
+PyObject* Plan::local_grad(const Item& item, PyObject* grad) {
+  PyObject* local = local_part(grad);
+  if (local == grad) return grad;  // The caller has given what this process holds.
+  const auto spec_of = [](PyObject* tensor) {
+    return py::reinterpret_borrow<py::object>(tensor).attr("_spec");
+  };
+  const py::object spec = spec_of(item.param);
+  const py::object other = spec_of(grad);
+  const auto equal = [&](const char* name) { return spec.attr(name).equal(other.attr(name)); };
+  TORCH_CHECK(spec.is(other) || (equal("placements") && equal("mesh")), caller_, ": grads[",
+              item.place.group, "][", item.place.index, "] is a DTensor with the placements ",
+              std::string(py::str(other.attr("placements"))), ", its parameter has ",
+              std::string(py::str(spec.attr("placements"))), "; redistribute() it");
+  return local;
+}
+
+// What needs numbers of whole tensors or of all processes, which a plan does not ask for.
+void Plan::check_parts(bool check, bool clip_by_global_norm) const {
+  if (!has_parts_) return;
+  const bool clips =
+      clip_by_global_norm || std::any_of(task_.groups.begin(), task_.groups.end(),
+                                         [](const Group& group) { return group.max_norm != 0.0; });
+  TORCH_CHECK(!clips, caller_,
+              ": max_grad_norm does not clip DTensors; call scaler.clip_grad_norm_(optimizer, "
+              "max_norm) of an apex_mp.amp.GradScaler, or torch.nn.utils.clip_grad_norm_");
+  TORCH_CHECK(!check, caller_,
+              ": DTensors are stepped under apex_mp.amp.GradScaler, whose processes agree on inf "
+              "and NaN, or without a loss scale");
 }
 
 const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& grad,
@@ -340,6 +383,11 @@ void Plan::check_row(const Item& item, const py::function& make_state, const at:
     made_.push_back(make_state(item.place.group, item.place.index));
     state = read_state(made_.back().ptr(), names_);
     TORCH_INTERNAL_ASSERT(state.is_complete(item.needs, with_master));
+    TORCH_CHECK(
+        !lies_otherwise(state, item.needs, param), caller_, ": params[", item.place.group, "][",
+        item.place.index,
+        "] is a DTensor whose part here lies in memory in another order than its state; load "
+        "the state anew");
   }
   row.take(state, item.needs, param, with_master);
 }
@@ -378,6 +426,7 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
   TORCH_INTERNAL_ASSERT(loss_scale == nullptr || found_inf.is_none());
   const auto end = c10::make_scope_exit([this] { clear(); });
   read_norms(norms, NumberReader(caller_, device_, kept_));
+  check_parts(check, clip_by_global_norm);
   task_.clip_by_global_norm = clip_by_global_norm;
   task_.check = check;
   const LossScale scale =

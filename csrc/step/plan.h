@@ -117,7 +117,9 @@ class Plan {
   Outcome run_beside_python(const LossScale& loss_scale, bool wait);
   Outcome run_on_device(const LossScale& loss_scale, bool wait);
   void check_given(const Item& item, const at::Tensor& grad) const;
-  const at::Tensor* grad_of(PyObject* param);
+  PyObject* grad_of(const Source& source);
+  PyObject* local_grad(const Item& item, PyObject* grad);
+  void check_parts(bool check, bool clip_by_global_norm) const;
   const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
 
   const std::string caller_;
@@ -142,7 +144,8 @@ class Plan {
   at::Device device_ = at::kCPU;
   bool is_read_ = false;
   bool can_run_ = true;
-  bool running_ = false;  // beside Python: without the lock that it holds otherwise
+  bool has_parts_ = false;  // of DTensors
+  bool running_ = false;    // beside Python: without the lock that it holds otherwise
 #ifdef APEX_MP_WITH_CUDA
   cuda::Stepper stepper_;
 #endif

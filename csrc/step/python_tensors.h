@@ -13,6 +13,9 @@ inline bool is_tensor(PyObject* object) {
 // Lives as long as the object does.
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 
+// What this process holds of a DTensor; another tensor as it is. The DTensor owns it. Calls Python.
+PyObject* local_part(PyObject* tensor);
+
 // A string that is made once. Python's own literals are the same object, so that a comparison of
 // pointers finds them.
 inline PyObject* interned(const char* text) {

@@ -10,7 +10,7 @@ State read_state(PyObject* dictionary, const StateNames& names) {
   if (dictionary == nullptr || !PyDict_Check(dictionary)) return state;
   const auto look_up = [dictionary](PyObject* name) {
     PyObject* found = name == nullptr ? nullptr : entry(dictionary, name);
-    return found != nullptr && is_tensor(found) ? found : nullptr;
+    return found != nullptr && is_tensor(found) ? local_part(found) : nullptr;
   };
   for (int i = 0; i < math::kMaxTensors; ++i) state.tensors[i] = look_up(names.tensors[i]);
   for (int i = 0; i < math::kMaxNumbers; ++i) state.numbers[i] = look_up(names.numbers[i]);
