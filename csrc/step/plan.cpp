@@ -336,9 +336,8 @@ PyObject* Plan::local_grad(const Item& item, PyObject* grad) {
 // What needs numbers of whole tensors or of all processes, which a plan does not ask for.
 void Plan::check_parts(bool check, bool clip_by_global_norm) const {
   if (!has_parts_) return;
-  const bool clips =
-      clip_by_global_norm || std::any_of(task_.groups.begin(), task_.groups.end(),
-                                         [](const Group& group) { return group.max_norm != 0.0; });
+  bool clips = clip_by_global_norm;
+  for (const Group& group : task_.groups) clips |= group.max_norm != 0.0;
   TORCH_CHECK(!clips, caller_,
               ": max_grad_norm does not clip DTensors; call scaler.clip_grad_norm_(optimizer, "
               "max_norm) of an apex_mp.amp.GradScaler, or torch.nn.utils.clip_grad_norm_");
