@@ -146,7 +146,7 @@ def not_steppable(tensor: Tensor) -> str | None:
     return not_readable(tensor) or not_dense(tensor)
 
 
-def has_no_steppable_part(tensor: Tensor) -> str | None:
+def part_not_steppable(tensor: Tensor) -> str | None:
     """Say why an operator cannot step what this process holds of a parameter."""
     return not_steppable(local_part(tensor))
 

@@ -120,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_new_options({**self.defaults, **param_group})
         params, names = tensors.listed(param_group)
         number = len(self.param_groups)
-        test = tensors.has_no_steppable_part if self._steps_parts else tensors.not_steppable
+        test = tensors.part_not_steppable if self._steps_parts else tensors.not_steppable
         tensors.check_params(self._public_name, number, params, test, names)
         super().add_param_group(param_group)
 

@@ -289,7 +289,7 @@ bool Plan::read_unusual(Item item, const py::function& make_state, const Given& 
   PyObject* part = local_part(item.param);
   if (part != item.param) {
     has_parts_ = true;
-    object = local_grad(item, object);
+    object = local_grad(object, item.param, item.place.in("grads"));
     item.param = part;
   }
   const at::Tensor* grad = &tensor_of(object);
@@ -314,23 +314,6 @@ PyObject* Plan::grad_of(const Source& source) {
   if (has_none) return nullptr;
   made_.push_back(py::reinterpret_borrow<py::object>(source.param).attr("grad"));
   return made_.back().is_none() ? nullptr : made_.back().ptr();
-}
-
-// What this process holds of the gradient of a DTensor, which must be divided as the parameter is.
-PyObject* Plan::local_grad(const Item& item, PyObject* grad) {
-  PyObject* local = local_part(grad);
-  if (local == grad) return grad;  // The caller has given what this process holds.
-  const auto spec_of = [](PyObject* tensor) {
-    return py::reinterpret_borrow<py::object>(tensor).attr("_spec");
-  };
-  const py::object spec = spec_of(item.param);
-  const py::object other = spec_of(grad);
-  const auto equal = [&](const char* name) { return spec.attr(name).equal(other.attr(name)); };
-  TORCH_CHECK(spec.is(other) || (equal("placements") && equal("mesh")), caller_, ": grads[",
-              item.place.group, "][", item.place.index, "] is a DTensor with the placements ",
-              std::string(py::str(other.attr("placements"))), ", its parameter has ",
-              std::string(py::str(spec.attr("placements"))), "; redistribute() it");
-  return local;
 }
 
 // What needs numbers of whole tensors or of all processes, which a plan does not ask for.

@@ -118,7 +118,6 @@ class Plan {
   Outcome run_on_device(const LossScale& loss_scale, bool wait);
   void check_given(const Item& item, const at::Tensor& grad) const;
   PyObject* grad_of(const Source& source);
-  PyObject* local_grad(const Item& item, PyObject* grad);
   void check_parts(bool check, bool clip_by_global_norm) const;
   const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
 

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "step/row_checks.h"
+
 namespace apex_mp::step {
 
 // Parameter and other subclasses too. THPVariable_Check is expensive for subclasses.
@@ -15,6 +17,10 @@ inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack
 
 // What this process holds of a DTensor; another tensor as it is. The DTensor owns it. Calls Python.
 PyObject* local_part(PyObject* tensor);
+
+// Likewise of the gradient of a DTensor. Throws a sentence that names the place unless it is
+// divided as the parameter is.
+PyObject* local_grad(PyObject* grad, PyObject* param, const Place& place);
 
 // A string that is made once. Python's own literals are the same object, so that a comparison of
 // pointers finds them.

@@ -33,16 +33,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "bf16": {"color": "#d55e00", "linewidth": 1.8},
     "bf16, no masters": {"color": "#d55e00", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-LOOK = {
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.axisbelow": True,
-    "grid.color": "#e8e8e8",
-}
+LOOK = {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e8e8e8"}
 
 
 def name_of(args: argparse.Namespace) -> str:
@@ -166,7 +157,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         mismatch.set(title="Mismatch of log-probabilities", xlabel="step", yscale="log")
         _draw_curves(outside, results, "outside", with_masters, 100.0)
         outside.set(title="% of tokens: ratio leaves 1 ± 0.01", xlabel="step")
-        figure.suptitle(finding(results), x=0.01, ha="left", fontsize=13.5, fontweight="bold")
+        figure.suptitle(finding(results), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path)
 
 

@@ -36,15 +36,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", eos_token="<eos>")
 
 
-def llama() -> LlamaForCausalLM:
+def llama(width: int = 64) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
-        initializer_range=0.125,
+        initializer_range=width**-0.5,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,

@@ -58,7 +58,7 @@ def test_the_loop_with_accelerate_trains() -> None:
 def test_the_trainer_of_trl_trains(tmp_path: Path) -> None:
     there: dict[str, Any] = {
         "model": trl_cases.llama(),
-        "tokenizer": trl_cases.tokenizer(),
+        "tokenizer": trl_cases.with_trl.tokenizer(),
         "reward": trl_cases.sevens,
         "dataset": Dataset.from_list(trl_cases.PROMPTS * 2),
         "folder": tmp_path,

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from apex_mp.accelerate import attach_scaler
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "trainers"))
+import with_trl
+
 LR, STEPS, INIT_SCALE = 1e-2, 4, 2.0**10
 # So large that a gradient which is half as large makes a smaller step.
 EPS = 0.05
-WORDS = ["<pad>", "<eos>", *map(str, range(10))]
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.18,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
-    whole = Tokenizer(words)
-    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", eos_token="<eos>")
+    return with_trl.llama(width=32)
 
 
 def counted(first: int, by: int) -> str:
@@ -79,7 +61,11 @@ def make(kind: str, model: Any, optimizer: Any, folder: Path, **options: Any) ->
         "disable_tqdm": True,
     }
     shared |= options
-    given |= {"processing_class": tokenizer(), "optimizers": (optimizer, None), "model": model}
+    given |= {
+        "processing_class": with_trl.tokenizer(),
+        "optimizers": (optimizer, None),
+        "model": model,
+    }
     if kind == "SFT":
         return SFTTrainer(args=SFTConfig(**shared), train_dataset=Dataset.from_list(TEXTS), **given)
     if kind == "DPO":
