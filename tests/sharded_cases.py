@@ -17,20 +17,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apex_mp import convert
 from apex_mp.amp import GradScaler
+from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.shards import agree
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2
 
 
-def net() -> nn.Module:
+def net(inner: int = 17) -> nn.Module:
     torch.manual_seed(0)
     # Of two processes one has 9 rows of the first layer, and all of the last.
-    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 1))
+    return nn.Sequential(nn.Linear(6, inner), nn.Tanh(), nn.Linear(inner, 1))
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -39,30 +42,54 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def train(
-    model: Any, optimizer: torch.optim.Optimizer, rank: int, world: int, way: str = "unscale_"
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    world: int,
+    way: str = "unscale_",
+    *,
+    same_batch: bool = False,
 ) -> dict[str, Any]:
-    """Take STEPS steps, each process with its part of the batch; the last one has an inf in one."""
+    """Take STEPS steps; in one of them the loss of the last process is inf.
+
+    Args:
+        model: The model.
+        optimizer: Of its parameters.
+        rank: Number of this process.
+        world: Of how many.
+        way: What becomes of gradients before the step. With "max_grad_norm" there is no scaler: the
+            optimizer clips by itself.
+        same_batch: All processes have the whole batch, not each its part.
+    """
+    parts, part = (1, 0) if same_batch else (world, rank)
+    if way == "max_grad_norm":
+        return train_without_scaler(model, optimizer, parts, part)
     scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
     dtype = next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     moved, scales, norms = [], [], []
     for step in range(STEPS):
-        x = torch.randn(8, 6, generator=generator).chunk(world)[rank].to(dtype)
+        x = torch.randn(8, 6, generator=generator).chunk(parts)[part].to(dtype)
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
         if step == BAD_STEP and rank == world - 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         norm = torch.zeros(())
-        if way == "unscale_":
-            scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-        elif way == "clip_grad_norm_":
-            norm = scaler.clip_grad_norm_(optimizer, 0.2)
-            assert type(norm) is Tensor
         before = [full(param) for param in model.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
+        with CommDebugMode() as calls:
+            if way == "unscale_":
+                scaler.unscale_(optimizer)
+            elif way == "clip_grad_norm_":
+                norm = scaler.clip_grad_norm_(optimizer, 0.2)
+                assert type(norm) is Tensor
+        if way == "unscale_":
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        with CommDebugMode() as more_calls:
+            scaler.step(optimizer)
+            scaler.update()
+        # One for each process group that a parameter is divided over, and otherwise none.
+        assert all_reduces(calls) + all_reduces(more_calls) == is_divided(model)
         moved.append(
             any(
                 not torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True)
@@ -72,6 +99,34 @@ def train(
         norms.append(full(norm).item())
     params = [full(param) for param in model.parameters()]
     return {"moved": moved, "scales": scales, "norms": norms, "params": params}
+
+
+def train_without_scaler(
+    model: Any, optimizer: torch.optim.Optimizer, parts: int, part: int
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        x = torch.randn(8, 6, generator=generator).chunk(parts)[part]
+        optimizer.zero_grad()
+        model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
+        with CommDebugMode() as calls:
+            optimizer.step()
+        assert all_reduces(calls) == is_divided(model)
+    return {"params": [full(param) for param in model.parameters()]}
+
+
+def all_reduces(calls: CommDebugMode) -> int:
+    counts = calls.get_comm_counts().items()
+    return sum(count for operator, count in counts if "reduce" in str(operator))
+
+
+def is_divided(model: Any) -> bool:
+    return any(
+        not placement.is_replicate() and param.device_mesh.size(dim) > 1
+        for param in model.parameters()
+        if isinstance(param, DTensor)
+        for dim, placement in enumerate(param.placements)
+    )
 
 
 def fully_sharded(dtype: torch.dtype, rank: int, world: int, **options: Any) -> dict[str, Any]:
@@ -85,13 +140,16 @@ def fully_sharded(dtype: torch.dtype, rank: int, world: int, **options: Any) -> 
 
 FUSED: dict[str, Any] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "FusedAdam, max_grad_norm": lambda params: FusedAdam(
+        params, lr=1e-2, eps=1e-3, master_weights=True, max_grad_norm=0.2
+    ),
     "FusedAdam, masters": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3, master_weights=True),
     "FusedSGD": lambda params: FusedSGD(params, lr=1e-2, momentum=0.9),
     "FusedAdagrad": lambda params: FusedAdagrad(params, lr=1e-2),
 }
 # Optimizer, dtype, what becomes of gradients, and the mesh or how else it is sharded.
 CASES = [
-    *[(name, torch.float32, "unscale_", (WORLD,)) for name in FUSED],
+    *[(name, torch.float32, "unscale_", (WORLD,)) for name in FUSED if "max" not in name],
     ("FusedAdam, masters", torch.float16, "unscale_", (WORLD,)),
     ("FusedAdam, masters", torch.float16, "clip_grad_norm_", (WORLD,)),
     ("FusedAdam, masters", torch.float16, "step", (WORLD,)),
@@ -101,15 +159,24 @@ CASES = [
     ("FusedSGD", torch.float16, "step", (WORLD,)),
     ("FusedAdam", torch.float32, "step", "offload"),
     ("FusedAdam, masters", torch.float16, "step", "TP"),
+    ("FusedAdam, masters", torch.float16, "clip_grad_norm_", "TP"),
+    ("FusedAdam, masters", torch.float16, "clip_grad_norm_", "rows"),
+    ("FusedAdam, max_grad_norm", torch.float16, "step", (WORLD,)),
+    ("FusedAdam, max_grad_norm", torch.bfloat16, "max_grad_norm", (WORLD,)),
+    ("FusedAdam, max_grad_norm", torch.bfloat16, "max_grad_norm", (1, WORLD)),
+    ("FusedAdam, max_grad_norm", torch.float32, "max_grad_norm", "TP"),
+    ("FusedAdam, max_grad_norm", torch.float32, "max_grad_norm", "rows"),
 ]
 
 
 def sharded(model: Any, how: Any) -> Any:
     """Shard a model by FSDP2 over a mesh, in one dimension or as HSDP, or by rows and columns."""
-    if how == "TP":
+    if how in ("TP", "rows"):
         mesh = init_device_mesh("cpu", (WORLD,))
-        # Sizes must be divisible; the other layers stay plain.
-        return parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+        rows = RowwiseParallel(input_layouts=Replicate())
+        # Sizes must be divisible. With "rows" the last layer stays plain.
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()} if how == "TP" else {"0": rows}
+        return parallelize_module(model, mesh, plan)
     options: dict[str, Any] = {}
     if how == "offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -122,12 +189,12 @@ def sharded(model: Any, how: Any) -> Any:
 
 def fused(case: int, rank: int, world: int) -> dict[str, Any]:
     name, dtype, way, how = CASES[case]
-    model: Any = net().to(dtype)
+    model: Any = net(16 if how == "TP" else 17).to(dtype)
     if world > 1:
         sharded(model, how)
     optimizer = FUSED[name](model.parameters())
-    same_batch = how == "TP"
-    found = train(model, optimizer, 0 if same_batch else rank, 1 if same_batch else world, way)
+    same_batch = how in ("TP", "rows")
+    found = train(model, optimizer, rank, world, way, same_batch=same_batch)
     states = [optimizer.state[param] for param in model.parameters()]
     found["kinds"] = {
         type(value).__name__
@@ -156,7 +223,6 @@ def refusals() -> list[str]:
         FusedNovoGrad,
         lambda params: FP16_Optimizer(torch.optim.SGD(params, lr=0.1), verbose=False),
         lambda params: FP16_Optimizer(FusedAdam(params), verbose=False),
-        lambda params: FusedAdam(params, max_grad_norm=1.0),
         lambda params: FusedAdam(params).load_state_dict(state_of_plain),
     ]
     plain = net()
@@ -188,6 +254,27 @@ def refusals() -> list[str]:
     )
     optimizer.step()
     assert optimizer.state[param]["step"] == 1
+    return said
+
+
+def agreed(rank: int) -> list[Any]:
+    """Return what `agree` makes of numbers that differ, where one process lacks a gradient."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    params = [
+        torch.ones(3),
+        *[DTensor.from_local(torch.ones(2), mesh, [how]) for how in (Shard(0), Replicate())],
+        DTensor.from_local(torch.ones(2), mesh, [Shard(0)]),
+    ]
+    said: list[Any] = []
+    for bad in (None, 0, 1):
+        rows = [0, 1, 2, 3] if rank == 0 else [0, 2, 3]
+        found, other = FoundInf(), FoundInf()
+        grads = [torch.full((2,), 10.0**row * (1 + rank * (row % 2))) for row in rows]
+        if bad == rank:
+            grads[-1][0] = torch.inf
+        found.check(grads, range(len(grads)), len(grads))
+        agree(params, [found, other], {torch.device("cpu"): rows})
+        said.append([bool(found), bool(other), *found.norms])
     return said
 
 
@@ -229,6 +316,7 @@ def work(rank: int, folder: str) -> None:
         "fused": [fused(case, rank, WORLD) for case in range(len(CASES))],
         "resumed": resumed(rank),
         "refused": refusals(),
+        "agreed": agreed(rank),
     }
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

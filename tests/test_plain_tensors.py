@@ -25,7 +25,7 @@ Grads: TypeAlias = list[Callable[[float], Tensor] | None]
 Step: TypeAlias = Callable[[Grads], None]
 
 NO_NUMBERS = {
-    "DTensor": "is a DTensor, whose numbers do not lie in its memory",
+    "DTensor": "is a DTensor, of which each process holds a part",
     "FakeTensor": "is a FakeTensor, whose numbers do not lie in its memory",
     "subclass": "is a Wrapper, whose numbers do not lie in its memory",
     "negative view": "is a negative view",

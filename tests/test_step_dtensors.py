@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from apex_mp import amp
+from apex_mp.amp import GradScaler
 from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
@@ -64,18 +68,23 @@ def test_a_gradient_must_be_divided_as_its_parameter_is() -> None:
     assert torch.equal(other.to_local(), before)
 
 
-def test_what_needs_numbers_of_all_processes_is_refused() -> None:
-    _, other, _, optimizer = pair(F32)
-    other.grad = spread(torch.ones(5, 3))
-    with pytest.raises(RuntimeError, match=r"DTensors are stepped under apex_mp.amp.GradScaler"):
-        optimizer.step(grads=StepRequest(check=True))
-    optimizer.param_groups[0]["max_grad_norm"] = 1.0
-    with pytest.raises(RuntimeError, match="max_grad_norm does not clip DTensors; call scaler"):
-        optimizer.step()
-    assert not optimizer.state
-    optimizer.param_groups[0]["max_grad_norm"] = 0.0
-    optimizer.step()
-    assert optimizer.state[other]["step"] == 1
+def test_a_step_clips_and_looks_for_inf() -> None:
+    plain, other, expected, optimizer = pair(F32, max_grad_norm=0.1)
+    for number, bad in ((1, False), (1, True), (2, False), (3, False)):
+        grad = torch.randn(5, 3)
+        grad[0, 0] = torch.inf if bad else 1.0
+        plain.grad, other.grad = grad.clone(), spread(grad.clone())
+        results = [
+            each.step(grads=StepRequest(check=True, grads_of=[[param]]))
+            for each, param in ((expected, plain), (optimizer, other))
+        ]
+        assert [result.outcome.found_inf for result in results] == [bad, bad]
+        assert optimizer.state[other]["step"] == number
+        assert torch.equal(other.to_local(), plain)
+    optimizer.param_groups[0]["max_grad_norm"] = expected.param_groups[0]["max_grad_norm"] = 0.0
+    for each in (optimizer, expected):
+        each.step()
+    assert torch.equal(other.to_local(), plain)
 
 
 def test_a_part_that_lies_otherwise_than_its_state_is_refused() -> None:
@@ -103,3 +112,47 @@ def test_a_state_of_plain_tensors_is_refused() -> None:
     again.load_state_dict(optimizer.state_dict())
     (loaded,) = again.state.values()
     assert torch.equal(loaded["exp_avg"].to_local(), expected.state[plain]["exp_avg"])
+
+
+def test_writes_after_clip_grad_norm_are_seen_in_either_tensor() -> None:
+    writes: dict[str, Any] = {
+        "nothing": lambda grad: None,
+        "DTensor": lambda grad: grad.mul_(2.0),
+        "part": lambda grad: grad.to_local().mul_(2.0),  # as FSDP2 adds up
+    }
+    for name, write in writes.items():
+        _, other, _, optimizer = pair(F16, master_weights=True)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        other.grad = spread(torch.ones(5, 3, dtype=F16))
+        assert scaler.clip_grad_norm_(optimizer, 1e-3) == pytest.approx(math.sqrt(15) / 8)
+        with torch.no_grad():
+            write(other.grad)
+        refused = pytest.raises(RuntimeError, match="written or replaced after")
+        with contextlib.nullcontext() if name == "nothing" else refused:
+            scaler.step(optimizer)
+
+
+def test_gradients_may_be_of_another_dtype() -> None:
+    plain, other, expected, optimizer = pair(F16, master_weights=True)
+    for param in (plain, other):
+        param.grad_dtype = None  # any
+    grad = torch.randn(5, 3)
+    plain.grad, other.grad = grad, spread(grad)
+    for each in (expected, optimizer):
+        each.step()
+    assert torch.equal(other.to_local(), plain)
+
+
+@pytest.mark.usefixtures("amp_off")
+def test_scale_loss_adds_up_gradients() -> None:
+    handle = amp.init(enable_caching=False, loss_scale=4.0)
+    plain, other, expected, optimizer = pair(F32)
+    for param, each in ((plain, expected), (other, optimizer)):
+        wrapped = handle.wrap_optimizer(each, num_loss=2)
+        for factor in (1.0, 3.0):
+            with wrapped.scale_loss(param.square().sum() * factor) as loss:
+                loss.backward()
+        wrapped.step()
+    assert torch.equal(other.to_local(), plain)
+    assert torch.equal(other.grad.to_local(), plain.grad)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from apex_mp.core import grads as _grads
-from apex_mp.core import tensors
+from apex_mp.core import shards, tensors
 from apex_mp.core.found_inf import FoundInf, inverse
 from apex_mp.core.grad_slots import GradSlots
-from apex_mp.core.tensors import is_wrapper
+from apex_mp.core.tensors import is_wrapper, local_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class LossGrads:
     def check_stashed(self, unscaling: Unscaling) -> None:
         """Look for inf and NaN in what was stashed."""
         stashed = (each.before for each in self._stash.values())
-        before = [dense_values(grad) for grad in stashed if grad is not None]
+        before = [dense_values(local_part(grad)) for grad in stashed if grad is not None]
         unscaling.found_in_sum.check([_real(_writable(grad)) for grad in before])
 
     def restore(self) -> None:
@@ -200,6 +200,8 @@ class LossGrads:
         # An unscaled gradient may be too large for float16 where the scaled one was not.
         both = (*fresh[1], *added[1])
         unscaling.found_in_sum.check([grad for grad in both if grad.dtype is torch.float16])
+        if grads.has_parts:
+            shards.agree(self.slots.params, [found_inf, unscaling.found_in_sum])
 
     def _assign(
         self,
@@ -231,7 +233,8 @@ class LossGrads:
             _append(fresh, dense_values(grad), dense_values(grad))
             summed.append((target, grad, before))
         elif before is not None:
-            _append(added, _grads.lie_as(grad, before), before)
+            part = local_part(before)
+            _append(added, _grads.lie_as(grad, part), part)
             target.grad = before
         elif source is not target:
             target.grad = torch.empty_like(grad, dtype=target.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
+from apex_mp.core import shards
 from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
@@ -15,7 +16,9 @@ from apex_mp.core.grad_slots import Grads, GradSlots
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one pass over plain gradients found; it keeps none of them alive.
+    """What one pass over gradients found, in all processes that hold parts of them.
+
+    It keeps no gradient alive.
 
     Attributes:
         slots: The parameters.
@@ -73,7 +76,14 @@ def measure(grads: Grads) -> Measured:
     found = FoundInf()
     for device, here in grads.plain.items():
         found.check_each(device, here)
+    _agree(grads, found, sums=True)
     return Measured.of(grads, found, unscaled=False)
+
+
+def _agree(grads: Grads, found: FoundInf, *, sums: bool) -> None:
+    if grads.has_parts:
+        rows = {device: here.rows for device, here in grads.plain.items()} if sums else None
+        shards.agree(grads.slots.params, [found], rows)
 
 
 @torch.no_grad()
@@ -97,4 +107,5 @@ def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> 
         if sums and len(distinct) < len(on_device):
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
             found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
+    _agree(grads, found, sums=sums)
     return Measured.of(grads, found, unscaled=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import ops
 from apex_mp.core.device_scale import bring
-from apex_mp.core.tensors import is_dense, is_wrapper
+from apex_mp.core.tensors import is_dense, is_wrapper, local_part
 
 
 class FoundInf:
@@ -37,15 +37,16 @@ class FoundInf:
         """Look for inf and NaN.
 
         Args:
-            grads: Floating tensors on any devices; of wrappers such as DTensors no squares are
-                summed.
+            grads: Floating tensors on any devices; of DTensors what this process holds is read, and
+                of other wrappers no squares are summed.
             rows: For each the element of `sum_sq` on its device that its squares are added to
                 [None: none].
             count: The number of these elements [0].
         """
         self._count = count
         by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
-        for grad, row in zip(grads, [0] * len(grads) if rows is None else rows, strict=True):
+        for each, row in zip(grads, [0] * len(grads) if rows is None else rows, strict=True):
+            grad = local_part(each)
             if is_wrapper(grad):
                 self.unscale_wrappers([grad], 1.0)
                 continue
@@ -123,6 +124,11 @@ class FoundInf:
             factor = bring(_on(inv_scale, grad.device).float(), grad.device)
             torch._amp_foreach_non_finite_check_and_unscale_([grad], found, factor)
             self.add({grad.device: found})
+
+    def replace_sums(self, device: torch.device, sum_sq: Tensor) -> None:
+        """Put other sums of squares in the place of those of a device."""
+        self._read = None
+        self.sum_sq[device] = sum_sq
 
     def add(self, flags: Mapping[torch.device, Tensor]) -> None:
         """Add what was found elsewhere: `flags` as here."""

@@ -57,13 +57,13 @@ class GradSlots:
 
     def read(self) -> Grads:
         """Return the gradients that there are."""
-        plain, unusual = _C.read_grads(self.sources)
+        plain, unusual, has_parts = _C.read_grads(self.sources)
         others: list[int] = []
         for row in unusual:
             grad = self.sources[row].grad
             if grad is not None:
                 _put(row, grad, plain, others)
-        return Grads(self, plain, others)
+        return Grads(self, plain, others, has_parts)
 
     def counts(self, rows: Sequence[int]) -> list[int]:
         """Return how many of `rows`, which are sorted, lie in each group."""
@@ -78,21 +78,23 @@ class Grads:
     Attributes:
         slots: The parameters.
         plain: By device, gradients that the operators of this package read, and the numbers of
-            their parameters, sorted.
-        others: Numbers of parameters whose gradient is sparse, a DTensor, or on a device without
-            kernels: torch's operators read them.
+            their parameters, sorted. Of a DTensor what this process holds.
+        others: Numbers of parameters whose gradient is sparse, divided otherwise than they are, or
+            on a device without kernels: torch's operators read them.
+        has_parts: Whether a parameter is a DTensor, with or without a gradient.
     """
 
     slots: GradSlots
     plain: dict[torch.device, _C.DeviceGrads]
     others: list[int]
+    has_parts: bool
 
     def rows(self) -> set[int]:
         """Return the numbers of all parameters with a gradient."""
         return set(self.others).union(*(here.rows for here in self.plain.values()))
 
     def params(self) -> list[Tensor]:
-        """Return the parameters with a plain gradient, device by device."""
+        """Return the parameters whose gradients are in `plain`, device by device."""
         return [self.slots.sources[row] for here in self.plain.values() for row in here.rows]
 
     def other_params(self) -> list[Tensor]:

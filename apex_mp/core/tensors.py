@@ -82,10 +82,16 @@ def no_numbers(tensor: Tensor) -> str | None:
     """Say why a tensor's memory does not hold its numbers, one for each element."""
     if is_lazy(tensor):
         return "is not initialized; run the model once before"
+    if local_part(tensor) is not tensor:
+        return (
+            f"is a {type(tensor).__name__}, of which each process holds a part. "
+            "apex_mp.amp.GradScaler with FusedAdam(..., master_weights=True) trains these "
+            "(docs/parallel.md#sharded-parameters); DTensor.to_local() returns a plain tensor"
+        )
     if is_wrapper(tensor):
         return (
             f"is a {type(tensor).__name__}, whose numbers do not lie in its memory; it must be a "
-            "plain tensor (DTensor.to_local() returns one)"
+            "plain tensor"
         )
     sparse = not_strided(tensor)
     if sparse is not None:

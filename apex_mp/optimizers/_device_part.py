@@ -104,13 +104,20 @@ class Part:
 
     def places_with_grad(self) -> Places:
         """Places in the whole groups of parameters that were read and have a gradient."""
+        return self._whole([place for _, place in self._with_grad()])
+
+    def rows_with_grad(self) -> list[int]:
+        """Numbers of the same parameters among those of all groups here."""
+        return [row for row, _ in self._with_grad()]
+
+    def _with_grad(self) -> list[tuple[int, tuple[int, int]]]:
         without = set(self.plan.without_grad)
         places = [
             (number, index)
             for number, group in enumerate(self.groups)
             for index in range(len(group["params"]))
         ]
-        return self._whole([place for place in places if place not in without])
+        return [(row, place) for row, place in enumerate(places) if place not in without]
 
 
 def split(

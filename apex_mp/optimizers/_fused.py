@@ -196,7 +196,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         before: Before = {}
         try:
             self._read(plan, request, scale, before)
-            if not plan.can_run:  # Parameters have come to several devices, or back to one.
+            # Parameters have come to several devices, or back to one.
+            if not plan.can_run or self._must_agree(plan, request):
                 plan = self._plan = self._other_plan(plan)
                 self._read(plan, request, scale, before)
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
@@ -212,6 +213,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+
+    def _must_agree(self, plan: _Plan, request: StepRequest) -> bool:
+        """Whether a plan needs numbers of other processes, for which it does not ask."""
+        if isinstance(plan, SeveralDevices) or not plan.has_parts:
+            return False
+        norms = self._norms(request) or [None] * len(self.param_groups)
+        return request.check or any(
+            norm is None and group["max_grad_norm"]
+            for norm, group in zip(norms, self.param_groups, strict=True)
+        )
 
     def _run(self, plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
         wishes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Steps parameters that lie on several devices: a plan for each, and numbers that they share."""
+"""Steps parameters on several devices, or in several processes, that share numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
+from apex_mp.core import shards
 from apex_mp.core.device_scale import DeviceScale, bring
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.step import Lists
@@ -32,7 +33,8 @@ class SeveralDevices:
 
     Each device has a plan of its own. What they share - whether a gradient is inf or NaN, norms to
     clip by - is added up on one of them, and copied to the others without the host waiting. It
-    waits only for what a step on the CPU needs from elsewhere, and for the outcome of a check.
+    waits only for what a step on the CPU needs from elsewhere, and for the outcome of a check. The
+    processes that hold parts of DTensors add up the same numbers.
 
     Between steps it keeps no tensor but `outcome`, as a plan.
 
@@ -50,6 +52,7 @@ class SeveralDevices:
         self._new_plan = new_plan
         self.without_grad: Places = []
         self.can_run = True
+        self.has_parts = False
         self._plans: dict[torch.device, _C.StepPlan] = {}
         # From `read` to `run`.
         self._parts: list[Part] = []
@@ -94,8 +97,9 @@ class SeveralDevices:
             raise
         self._plans = {part.device: part.plan for part in parts}
         self._scale = scale
+        self.has_parts = any(part.plan.has_parts for part in parts)
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
-        self.can_run = len(parts) > 1 or len(parts) > len(self._parts)
+        self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
 
     def _plan_for(self, device: torch.device) -> _C.StepPlan:
         """That of earlier steps, which knows its part already, or a new one."""
@@ -187,6 +191,7 @@ class SeveralDevices:
         """Whether a group is clipped by a norm that no plan can measure alone."""
         return any(
             clip_by_global_norm
+            or self.has_parts
             or sum(bool(part.groups[number]["params"]) for part in self._parts) > 1
             for number in missing
         )
@@ -287,6 +292,9 @@ def _look_at(part: Part, groups: int) -> Tensor:
     for row, (grad, _, _) in enumerate(gradients):
         here.insert(row, grad)
     found.check_each(part.device, here)
+    if part.plan.has_parts:
+        params = [param for group in part.groups for param in group["params"]]
+        shards.agree(params, [found], {part.device: part.rows_with_grad()})
     roots = found.sum_sq[part.device].sqrt()
     # Those that count to one norm, next to each other.
     kinds = [2 * number + scaled for _, number, scaled in gradients]

@@ -21,15 +21,19 @@ class GradMarks {
 
  private:
   struct Mark {
-    const PyObject* param;  // this and the next: addresses to compare, not owned
+    const PyObject* param;  // this and `grad`: addresses to compare, not owned
+    bool is_part;  // of a DTensor, which is marked, too: writes to one do not count in both
     const at::TensorImpl* grad;
     const void* data;
     c10::VariableVersion counter;
     int64_t version;
   };
 
+  void take(const PyObject* param, const at::Tensor& grad, bool is_part);
+  bool differs(const PyObject* param, const at::Tensor& grad, bool is_part,
+               size_t& likely_index) const;
   static bool fits(const Mark& mark, const at::Tensor& grad);
-  const Mark* find(const PyObject* param, size_t likely_index) const;
+  const Mark* find(const PyObject* param, bool is_part, size_t likely_index) const;
 
   std::vector<Mark> marks_;
 };

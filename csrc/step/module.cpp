@@ -52,6 +52,7 @@ void define_plan(py::module_& module) {
       .def_property_readonly("gradients", &Plan::gradients)
       .def_property_readonly("without_grad", &Plan::without_grad)
       .def_property_readonly("can_run", &Plan::can_run)
+      .def_property_readonly("has_parts", &Plan::has_parts)
       .def_property_readonly("outcome", &Plan::outcome)
       .def_static("read_outcome", &read_outcome)
       .def("refresh_groups", &Plan::refresh_groups);
@@ -101,7 +102,7 @@ void define_classes(py::module_& module) {
     Grads found = read_grads(params.ptr());
     py::dict plain;
     for (DeviceGrads& here : found.plain) plain[py::cast(here.device)] = std::move(here);
-    return py::make_tuple(plain, found.others);
+    return py::make_tuple(plain, found.others, found.has_parts);
   });
   // Whether two lists hold the same objects: == would compare tensors by their elements.
   module.def("same_items", [](const py::list& one, const py::list& other) {

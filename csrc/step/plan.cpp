@@ -316,19 +316,6 @@ PyObject* Plan::grad_of(const Source& source) {
   return made_.back().is_none() ? nullptr : made_.back().ptr();
 }
 
-// What needs numbers of whole tensors or of all processes, which a plan does not ask for.
-void Plan::check_parts(bool check, bool clip_by_global_norm) const {
-  if (!has_parts_) return;
-  bool clips = clip_by_global_norm;
-  for (const Group& group : task_.groups) clips |= group.max_norm != 0.0;
-  TORCH_CHECK(!clips, caller_,
-              ": max_grad_norm does not clip DTensors; call scaler.clip_grad_norm_(optimizer, "
-              "max_norm) of an apex_mp.amp.GradScaler, or torch.nn.utils.clip_grad_norm_");
-  TORCH_CHECK(!check, caller_,
-              ": DTensors are stepped under apex_mp.amp.GradScaler, whose processes agree on inf "
-              "and NaN, or without a loss scale");
-}
-
 const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& grad,
                                   bool writes_grad) {
   const bool as_it_is = lie_alike(grad, param) && !grad.is_neg();
@@ -408,7 +395,6 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
   TORCH_INTERNAL_ASSERT(loss_scale == nullptr || found_inf.is_none());
   const auto end = c10::make_scope_exit([this] { clear(); });
   read_norms(norms, NumberReader(caller_, device_, kept_));
-  check_parts(check, clip_by_global_norm);
   task_.clip_by_global_norm = clip_by_global_norm;
   task_.check = check;
   const LossScale scale =

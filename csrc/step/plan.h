@@ -86,6 +86,10 @@ class Plan {
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 
+  // Whether parts of DTensors were read, whose inf, NaN and norms `run` does not ask other
+  // processes for.
+  bool has_parts() const { return has_parts_; }
+
  private:
   struct Item;    // one parameter while it is read
   struct Source;  // which gradient it is stepped with
@@ -118,7 +122,6 @@ class Plan {
   Outcome run_on_device(const LossScale& loss_scale, bool wait);
   void check_given(const Item& item, const at::Tensor& grad) const;
   PyObject* grad_of(const Source& source);
-  void check_parts(bool check, bool clip_by_global_norm) const;
   const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
 
   const std::string caller_;
@@ -143,8 +146,8 @@ class Plan {
   at::Device device_ = at::kCPU;
   bool is_read_ = false;
   bool can_run_ = true;
-  bool has_parts_ = false;  // of DTensors
-  bool running_ = false;    // beside Python: without the lock that it holds otherwise
+  bool has_parts_ = false;
+  bool running_ = false;  // beside Python: without the lock that it holds otherwise
 #ifdef APEX_MP_WITH_CUDA
   cuda::Stepper stepper_;
 #endif

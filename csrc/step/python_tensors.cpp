@@ -9,6 +9,14 @@ namespace apex_mp::step {
 
 namespace py = pybind11;
 
+namespace {
+
+py::object spec_of(PyObject* tensor) {
+  return py::reinterpret_borrow<py::object>(tensor).attr("_spec");
+}
+
+}  // namespace
+
 PyObject* local_part(PyObject* tensor) {
   if (!tensor_of(tensor).key_set().has(c10::DispatchKey::Python)) return tensor;
   static PyObject* const name = interned("_local_tensor");
@@ -21,23 +29,29 @@ PyObject* local_part(PyObject* tensor) {
   return local;
 }
 
+const at::Tensor& local_part(const at::Tensor& tensor) {
+  if (!tensor.key_set().has(c10::DispatchKey::Python)) return tensor;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  return tensor_of(local_part(object.ptr()));
+}
+
+bool divided_alike(PyObject* one, PyObject* other) {
+  const py::object found = spec_of(one);
+  const py::object expected = spec_of(other);
+  if (found.is(expected)) return true;  // As FSDP2 has it.
+  const auto equal = [&](const char* name) { return found.attr(name).equal(expected.attr(name)); };
+  return equal("placements") && equal("mesh");
+}
+
 PyObject* local_grad(PyObject* grad, PyObject* param, const Place& place) {
   PyObject* local = local_part(grad);
   if (local == grad) return grad;  // The caller has given what this process holds.
-  const auto spec_of = [](PyObject* tensor) {
-    return py::reinterpret_borrow<py::object>(tensor).attr("_spec");
+  const auto placements = [](PyObject* tensor) {
+    return std::string(py::str(spec_of(tensor).attr("placements")));
   };
-  const py::object expected = spec_of(param);
-  const py::object found = spec_of(grad);
-  if (found.is(expected)) return local;  // As FSDP2 has it.
-  const auto equal = [&](const char* name) { return found.attr(name).equal(expected.attr(name)); };
-  const auto placements = [](const py::object& spec) {
-    return std::string(py::str(spec.attr("placements")));
-  };
-  TORCH_CHECK(equal("placements") && equal("mesh"), place.caller, ": ", place.list, '[',
-              place.group, "][", place.index, "] is a DTensor with the placements ",
-              placements(found), ", its parameter has ", placements(expected),
-              "; redistribute() it");
+  TORCH_CHECK(divided_alike(grad, param), place.caller, ": ", place.list, '[', place.group, "][",
+              place.index, "] is a DTensor with the placements ", placements(grad),
+              ", its parameter has ", placements(param), "; redistribute() it");
   return local;
 }
 

@@ -18,7 +18,13 @@ inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack
 // What this process holds of a DTensor; another tensor as it is. The DTensor owns it. Calls Python.
 PyObject* local_part(PyObject* tensor);
 
-// Likewise of the gradient of a DTensor. Throws a sentence that names the place unless it is
+// Likewise, of a tensor that Python has an object of.
+const at::Tensor& local_part(const at::Tensor& tensor);
+
+// Whether two DTensors are divided alike.
+bool divided_alike(PyObject* one, PyObject* other);
+
+// As local_part, of the gradient of a DTensor. Throws a sentence that names the place unless it is
 // divided as the parameter is.
 PyObject* local_grad(PyObject* grad, PyObject* param, const Place& place);
 

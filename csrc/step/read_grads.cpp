@@ -2,6 +2,7 @@
 #include "step/read_grads.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <numeric>
@@ -18,6 +19,14 @@ DeviceGrads& on_device(std::vector<DeviceGrads>& plain, const at::Device& device
   }
   plain.push_back({device, {}, {}});
   return plain.back();
+}
+
+// The gradient itself if it is divided otherwise than its parameter.
+const at::Tensor& part_of_grad(const at::Tensor& grad, PyObject* param) {
+  const at::Tensor& part = local_part(grad);
+  if (&part == &grad) return grad;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(grad));
+  return divided_alike(object.ptr(), param) ? part : grad;
 }
 
 }  // namespace
@@ -47,12 +56,16 @@ Grads read_grads(PyObject* params) {
   Grads found;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
     PyObject* param = PyList_GET_ITEM(params, i);
-    if (!THPVariable_CheckExact(param)) {  // A class of its own may make gradients when asked.
+    const bool is_part = local_part(param) != param;
+    found.has_parts |= is_part;
+    // A class of its own may make gradients when asked.
+    if (!is_part && !THPVariable_CheckExact(param)) {
       found.others.push_back(i);
       continue;
     }
-    const at::Tensor& grad = tensor_of(param).unsafeGetTensorImpl()->grad();  // grad() may warn.
-    if (!grad.defined()) continue;
+    const at::Tensor& whole = tensor_of(param).unsafeGetTensorImpl()->grad();  // grad() may warn.
+    if (!whole.defined()) continue;
+    const at::Tensor& grad = is_part ? part_of_grad(whole, param) : whole;
     if (!is_plain(grad) || !has_kernels(grad.device())) {
       found.others.push_back(i);
       continue;

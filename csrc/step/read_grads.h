@@ -23,8 +23,9 @@ struct DeviceGrads {
 };
 
 struct Grads {
-  std::vector<DeviceGrads> plain;  // what the operators of this build read
+  std::vector<DeviceGrads> plain;  // what the operators of this build read; of DTensors the parts
   std::vector<int64_t> others;     // numbers of parameters that Python must be asked about
+  bool has_parts = false;          // whether a parameter is a DTensor, with or without a gradient
 };
 
 // Reads a list of tensors; those without a gradient are left out.

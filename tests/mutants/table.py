@@ -174,7 +174,7 @@ AMP = {
         "amp/scaler.py", f"{_UPDATE}False", f"{_UPDATE}should_skip", "amp_scaler"
     ),
     "gradients are added up in another order of memory": Mutant(
-        "amp/_loss_grads.py", "_grads.lie_as(grad, before)", "grad", "amp_scale_loss"
+        "amp/_loss_grads.py", "_grads.lie_as(grad, part)", "grad", "amp_scale_loss"
     ),
     "a block that raised loses the gradients before it": Mutant(
         "amp/_loss_grads.py",
@@ -706,6 +706,15 @@ SCALER = {
         "{id(grad): grad for grad in on_device}",
         "{number: grad for number, grad in enumerate(on_device)}",
         "grad_scaler",
+    ),
+    "what is not divided counts once for each process": Mutant(
+        "core/shards.py", "1.0 if divided else 1.0 / size", "1.0", "shards"
+    ),
+    "each process clips by the norm of its own parts": Mutant(
+        "optimizers/_fused.py", "or not plan.has_parts:", "or plan.has_parts:", "shards"
+    ),
+    "inf in one process is unknown to the others": Mutant(
+        "core/shards.py", "(flag != 0.0).float()", "flag.float() * 0.0", "shards"
     ),
     "what is found later hides what was found before": Mutant(
         "core/found_inf.py", "torch.maximum(flag, found)", "found", "found_inf"
