@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex_mp.parallel.LARC import LARC
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_process")]
@@ -204,6 +204,35 @@ def test_asking_a_new_optimizer_for_its_state_takes_no_step() -> None:
     assert run[1].cur_iter == 0
     assert run[1].optimizer.state == {}
     assert run[1].param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (FusedAdam, {}),
+        (FusedSGD, {"momentum": 0.9}),
+        (FusedLAMB, {}),
+        (FusedNovoGrad, {}),
+        (FusedAdagrad, {}),
+    ],
+)
+def test_asking_a_fused_optimizer_for_its_state_counts_no_step(cls: Any, options: Any) -> None:
+    runs = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = net().half()
+        optimizer = cls(model.parameters(), lr=0.1, master_weights=True, **options)
+        if asks:
+            saved = get_optimizer_state_dict(model, optimizer)
+            set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved))
+        for step in range(3):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 1.0 + step)
+            optimizer.step()
+        runs.append([state for param in model.parameters() for state in [optimizer.state[param]]])
+    for one, other in zip(*runs, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_the_state_of_a_float32_run_is_taken_without_masters() -> None:

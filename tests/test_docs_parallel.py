@@ -19,7 +19,7 @@ from apex_mp.parallel import DistributedDataParallel
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_process")]
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "parallel.md").read_text()
-BEFORE, ACCUMULATING, _, AFTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+BEFORE, ACCUMULATING, _, _, AFTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def learnable() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CALLER = "torch.distributed.checkpoint.state_dict"
+_CALLS_BETWEEN = 8  # at most, between torch's call of a step and the step: decorators
 _MASTER, _EXTRA = "master_param", "loss_scaling"
 
 
@@ -43,6 +44,19 @@ def with_checkpoint_view(member: _F) -> _F:
         return member(self, *args, **kwargs)
 
     return cast(_F, wrapper)
+
+
+def is_called_for_state() -> bool:
+    """Whether torch.distributed.checkpoint takes a step to have the state of a new optimizer.
+
+    Its gradients and learning rates are 0, but steps are counted.
+    """
+    frame, calls = sys._getframe(1), 0
+    while frame.f_back is not None and calls < _CALLS_BETWEEN:
+        frame, calls = frame.f_back, calls + 1
+        if frame.f_globals.get("__name__") == _CALLER:
+            return True
+    return False
 
 
 def attribute_with_checkpoint_view(name: str, own_class: type) -> property:

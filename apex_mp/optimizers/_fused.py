@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import options, tensors
+from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.state_checks import as_dict, check_optimizer_state
 from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
 from apex_mp.optimizers import _legacy_call, _state
@@ -180,8 +181,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
         request = _legacy_call.request(self._public_name, self, grads, output_params, grad_norms)
+        is_first = not self.state
         with torch.no_grad():
             result = self._step_by_plan(request, scale, found_inf)
+            if is_first and is_called_for_state():
+                for state in self.state.values():
+                    if "step" in state:
+                        state["step"].zero_()
         return result if request is grads else loss
 
     step.takes_request = True  # type: ignore[attr-defined]

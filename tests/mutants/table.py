@@ -707,6 +707,9 @@ SCALER = {
         "{number: grad for number, grad in enumerate(on_device)}",
         "grad_scaler",
     ),
+    "saving a new run counts as a step": Mutant(
+        "optimizers/_fused.py", 'state["step"].zero_()', "pass", "distributed_checkpoint"
+    ),
     "what is not divided counts once for each process": Mutant(
         "core/shards.py", "1.0 if divided else 1.0 / size", "1.0", "shards"
     ),
