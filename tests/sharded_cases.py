@@ -257,6 +257,27 @@ def refusals() -> list[str]:
     return said
 
 
+def without_gradients(rank: int) -> list[bool]:
+    """Whether each step moved this process's part, where only the first has gradients."""
+    model = sharded(net(), (WORLD,))
+    moved = []
+    for clip in (0.0, 1.0):
+        scaler, optimizer = GradScaler("cpu"), FusedAdam(model.parameters(), max_grad_norm=clip)
+        for scaled in (False, True):
+            optimizer.zero_grad()
+            scaler.scale(torch.ones(()))
+            for param in model.parameters():
+                param.grad = torch.ones_like(param) if rank == 0 else None
+            before = model[0].weight.to_local().clone()
+            if scaled:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            moved.append(not torch.equal(before, model[0].weight.to_local()))
+    return moved
+
+
 def agreed(rank: int) -> list[Any]:
     """Return what `agree` makes of numbers that differ, where one process lacks a gradient."""
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -317,6 +338,7 @@ def work(rank: int, folder: str) -> None:
         "resumed": resumed(rank),
         "refused": refusals(),
         "agreed": agreed(rank),
+        "without gradients": without_gradients(rank),
     }
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

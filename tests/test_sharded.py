@@ -120,10 +120,15 @@ def test_what_needs_whole_tensors_refuses_a_dtensor(found: list[dict[str, Any]])
 def test_processes_agree_on_what_each_has_found(found: list[dict[str, Any]]) -> None:
     # Squares of a plain and of a replicated tensor count once, those of both parts add up.
     squares = [2.0, 2 * 10.0**2, 2 * 100.0**2, 2 * 1000.0**2 * (1 + 2**2)]
-    for rank, rows in ((0, [0, 1, 2, 3]), (1, [0, 2, 3])):
+    for rank in range(WORLD):  # The second has no gradient of the second parameter.
         finite, *others = found[rank]["agreed"]
         assert finite[:2] == [False, False]
-        assert finite[2:] == pytest.approx([squares[row] ** 0.5 for row in rows])
+        assert finite[2:] == pytest.approx([square**0.5 for square in squares])
         for said in others:
             assert said[:2] == [True, False]
             assert said[-1] == math.inf
+
+
+def test_a_process_without_gradients_keeps_no_other_waiting(found: list[dict[str, Any]]) -> None:
+    for rank in range(WORLD):
+        assert found[rank]["without gradients"] == [rank == 0] * 4

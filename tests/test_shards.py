@@ -48,7 +48,7 @@ def test_squares_of_what_is_divided_add_up_and_others_count_once(calls: list[int
         found.check(grads, range(len(rows)), len(rows))
         other.add({CPU: torch.ones(())})
         agree(params, [found, other], {CPU: rows})
-        squares = [2 * 100.0**row * (2 if row == 1 else 1) for row in rows]
+        squares = [2 * 100.0**r * (2 if r == 1 else 1) * (r in rows) for r in range(3)]
         assert found.norms == pytest.approx([square**0.5 for square in squares])
         assert not found
         assert other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ class Measured:
 
     Attributes:
         slots: The parameters.
-        rows: By device, the numbers of those whose gradient was read.
+        read: Those whose gradient was read, device by device.
+        rows: By device, the numbers of those that have a sum of squares; of DTensors all, because
+            another process may have a gradient.
         found: What it found; if sums of squares were asked for, of each gradient as the pass has
             left it, in the order of `rows`.
         unscaled: Whether the pass has unscaled them.
@@ -30,27 +33,41 @@ class Measured:
     """
 
     slots: GradSlots
-    rows: dict[torch.device, list[int]]
+    read: list[Tensor]
+    rows: dict[torch.device, Sequence[int]]
     found: FoundInf
     unscaled: bool
     marks: _C.GradMarks
 
     @classmethod
-    def of(cls, grads: Grads, found: FoundInf, *, unscaled: bool) -> Measured:
-        """Return what was found in gradients, which are as the pass has left them."""
+    def of(cls, grads: Grads, found: FoundInf, *, unscaled: bool, sums: bool) -> Measured:
+        """Return what all processes have found in gradients, which are as the pass has left them.
+
+        Args:
+            grads: The gradients.
+            found: What this process has found; added to.
+            unscaled: Whether the pass has unscaled them.
+            sums: Whether it has summed squares.
+        """
         marks = _C.GradMarks()
         marks.take(grads.slots.params)
+        params = grads.slots.params
+        rows: dict[torch.device, Sequence[int]]
         rows = {device: here.rows for device, here in grads.plain.items()}
-        return cls(grads.slots, rows, found, unscaled, marks)
+        if grads.has_parts:
+            home = shards.agree(params, [found], rows if sums else None)
+            if sums:
+                rows = {home: range(len(params))}
+        return cls(grads.slots, grads.params(), rows, found, unscaled, marks)
 
     def params(self) -> list[Tensor]:
-        """Return the parameters whose gradients were read, device by device."""
+        """Return the parameters that have a sum of squares, device by device."""
         return [self.slots.params[row] for rows in self.rows.values() for row in rows]
 
     def is_of(self, slots: GradSlots) -> bool:
         """Whether the gradients there are those that were read, unchanged."""
         now = slots.read()
-        same = not now.others and [*map(id, now.params())] == [*map(id, self.params())]
+        same = not now.others and [*map(id, now.params())] == [*map(id, self.read)]
         return same and not self.marks.differ(slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
@@ -76,14 +93,7 @@ def measure(grads: Grads) -> Measured:
     found = FoundInf()
     for device, here in grads.plain.items():
         found.check_each(device, here)
-    _agree(grads, found, sums=True)
-    return Measured.of(grads, found, unscaled=False)
-
-
-def _agree(grads: Grads, found: FoundInf, *, sums: bool) -> None:
-    if grads.has_parts:
-        rows = {device: here.rows for device, here in grads.plain.items()} if sums else None
-        shards.agree(grads.slots.params, [found], rows)
+    return Measured.of(grads, found, unscaled=False, sums=True)
 
 
 @torch.no_grad()
@@ -107,5 +117,4 @@ def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> 
         if sums and len(distinct) < len(on_device):
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
             found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
-    _agree(grads, found, sums=sums)
-    return Measured.of(grads, found, unscaled=True)
+    return Measured.of(grads, found, unscaled=True, sums=sums)

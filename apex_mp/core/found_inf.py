@@ -126,9 +126,9 @@ class FoundInf:
             self.add({grad.device: found})
 
     def replace_sums(self, device: torch.device, sum_sq: Tensor) -> None:
-        """Put other sums of squares in the place of those of a device."""
-        self._read = None
-        self.sum_sq[device] = sum_sq
+        """Put sums of squares on one device in the place of all."""
+        self._read, self._count = None, len(sum_sq)
+        self.sum_sq = {device: sum_sq}
 
     def add(self, flags: Mapping[torch.device, Tensor]) -> None:
         """Add what was found elsewhere: `flags` as here."""

@@ -20,25 +20,27 @@ def agree(
     params: Sequence[Tensor],
     founds: Sequence[FoundInf],
     rows: Mapping[torch.device, Sequence[int]] | None = None,
-) -> None:
+) -> torch.device:
     """Have all processes that hold parts of DTensors know what each has found.
 
     Their flags of inf and NaN become that of all, and sums of squares those of whole tensors. There
     is one collective for each process group that a DTensor is divided over, of a number for each
     parameter and flag; none where no parameter is divided. The host does not wait. All processes
-    must call it with the same parameters; which of these have gradients may differ.
+    must call it with the same parameters. Which of these have gradients may differ; norms do not.
 
     Args:
         params: All parameters, in the same order in all processes.
         founds: What was found; flags are agreed on one by one.
         rows: By device, the number of the parameter of each element of `founds[0].sum_sq` [None:
             sums are of no interest].
+
+    Returns:
+        The device where `founds[0].sum_sq` has an element for each of `params` afterwards.
     """
     divided_over = _groups(params)
     groups = dict.fromkeys(group for groups in divided_over for group in groups)
-    if not groups:
-        return
-    home = next(p.device for p, groups in zip(params, divided_over, strict=True) if groups)
+    pairs = zip(params, divided_over, strict=True)
+    home = next((param.device for param, over in pairs if over), params[0].device)
     numbers = torch.stack([found.on(home).double() for found in founds])
     if rows is not None:
         sums = torch.zeros(len(params), dtype=torch.float64, device=home)
@@ -47,14 +49,14 @@ def agree(
         numbers = torch.cat([numbers, sums])
     for group in groups:
         if rows is not None:
-            pattern = (*(group in groups for groups in divided_over),)
+            pattern = (*(group in over for over in divided_over),)
             numbers.mul_(_shares(pattern, len(founds), group.size(), home))
         dist.all_reduce(numbers, group=group)
     for found, flag in zip(founds, numbers, strict=False):
         found.add({home: (flag != 0.0).float()})
-    for device, of_device in (rows or {}).items():
-        whole = _gathered(numbers[len(founds) :], (*of_device,))
-        founds[0].replace_sums(device, bring(whole, device))
+    if rows is not None:
+        founds[0].replace_sums(home, numbers[len(founds) :])
+    return home
 
 
 def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
@@ -85,11 +87,9 @@ def _spread(values: Tensor, numbers: tuple[int, ...], count: int) -> Tensor:
     return values.new_zeros(count).index_copy_(0, _index(numbers, values.device), values)
 
 
-def _gathered(values: Tensor, numbers: tuple[int, ...]) -> Tensor:
-    """Return the elements with some numbers."""
-    if len(numbers) == len(values):
-        return values
-    return values[_index(numbers, values.device)]
+def gathered(values: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Return the elements with some numbers, which are sorted; the host does not wait."""
+    return values if len(numbers) == len(values) else values[_index((*numbers,), values.device)]
 
 
 # The host would wait for each new tensor that it copies to a GPU.

@@ -292,18 +292,24 @@ def _look_at(part: Part, groups: int) -> Tensor:
     for row, (grad, _, _) in enumerate(gradients):
         here.insert(row, grad)
     found.check_each(part.device, here)
+    kinds = [2 * number + scaled for _, number, scaled in gradients]
+    rows: Sequence[int] = range(len(gradients))
     if part.plan.has_parts:
+        rows = part.rows_with_grad()
         params = [param for group in part.groups for param in group["params"]]
-        shards.agree(params, [found], {part.device: part.rows_with_grad()})
+        shards.agree(params, [found], {part.device: rows})
+        # Of those without a gradient another process may have one, which is scaled.
+        known = dict(zip(rows, kinds, strict=True))
+        groups_of = [number for number, group in enumerate(part.groups) for _ in group["params"]]
+        kinds = [known.get(row, 2 * number + 1) for row, number in enumerate(groups_of)]
     roots = found.sum_sq[part.device].sqrt()
     # Those that count to one norm, next to each other.
-    kinds = [2 * number + scaled for _, number, scaled in gradients]
     order = sorted(range(len(kinds)), key=kinds.__getitem__)
     sizes = [kinds.count(kind) for kind in range(2 * groups)]
     ordered = roots[order] if order != [*range(len(order))] else roots
     norms = torch.stack(torch._foreach_norm(torch.split(ordered, sizes)))
     found_inf = found.on(part.device).double().view(1)
-    return torch.cat([found_inf, norms, (~roots.isfinite()).double()])
+    return torch.cat([found_inf, norms, (~shards.gathered(roots, rows).isfinite()).double()])
 
 
 def _number_on(device: torch.device, value: Any) -> Any:

@@ -280,15 +280,16 @@ bool Plan::read_without_grad(const Item& item, const Given& given, const Source&
 // Returns whether there is a row.
 bool Plan::read_unusual(Item item, const py::function& make_state, const Given& given,
                         RowTensors& row) {
+  PyObject* part = local_part(item.param);
+  const bool is_part = part != item.param;
+  has_parts_ |= is_part;  // also without a gradient, which other processes may have
   const Source source = source_of(item, given);
   PyObject* object = grad_of(source);
   if (object == nullptr) {
     without_grad_.emplace_back(item.place.group, item.place.index);
     return read_without_grad(item, given, source, row);
   }
-  PyObject* part = local_part(item.param);
-  if (part != item.param) {
-    has_parts_ = true;
+  if (is_part) {
     object = local_grad(object, item.param, item.place.in("grads"));
     item.param = part;
   }

@@ -32,7 +32,8 @@ PyObject* local_part(PyObject* tensor) {
 const at::Tensor& local_part(const at::Tensor& tensor) {
   if (!tensor.key_set().has(c10::DispatchKey::Python)) return tensor;
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-  return tensor_of(local_part(object.ptr()));
+  PyObject* part = local_part(object.ptr());
+  return part == object.ptr() ? tensor : tensor_of(part);
 }
 
 bool divided_alike(PyObject* one, PyObject* other) {
