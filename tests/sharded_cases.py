@@ -294,7 +294,7 @@ def agreed(rank: int) -> list[Any]:
         if bad == rank:
             grads[-1][0] = torch.inf
         found.check(grads, range(len(grads)), len(grads))
-        agree(params, [found, other], {torch.device("cpu"): rows})
+        agree(params, [found, other], {torch.device("cpu"): rows}, scale=1.0)
         said.append([bool(found), bool(other), *found.norms])
     return said
 
@@ -326,6 +326,28 @@ def resumed(rank: int) -> dict[str, Any]:
     }
 
 
+def misfits(rank: int) -> list[str]:
+    """Return what is said of processes with other loss scales or an other order of parameters."""
+    said = []
+    for what in ("loss scale", "order"):
+        model = sharded(net().half(), (WORLD,))
+        params = [*model.parameters()]
+        if what == "order" and rank == 1:
+            params.reverse()
+        optimizer = FusedAdam(params, master_weights=True)
+        scaler = GradScaler("cpu", init_scale=2.0**8)
+        if what == "loss scale":
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0 ** (8 + rank)})
+        scaler.scale(model(torch.ones(4, 6).half()).float().mean()).backward()
+        before = [full(param) for param in model.parameters()]
+        try:
+            scaler.step(optimizer)
+        except RuntimeError as error:
+            said.append(str(error))
+        assert all(map(torch.equal, before, map(full, model.parameters())))
+    return said
+
+
 def work(rank: int, folder: str) -> None:
     """Be one of the processes; leave what was found in a file."""
     store = f"file://{folder}/store"
@@ -337,6 +359,7 @@ def work(rank: int, folder: str) -> None:
         "fused": [fused(case, rank, WORLD) for case in range(len(CASES))],
         "resumed": resumed(rank),
         "refused": refusals(),
+        "misfits": misfits(rank),
         "agreed": agreed(rank),
         "without gradients": without_gradients(rank),
     }

@@ -132,3 +132,15 @@ def test_processes_agree_on_what_each_has_found(found: list[dict[str, Any]]) -> 
 def test_a_process_without_gradients_keeps_no_other_waiting(found: list[dict[str, Any]]) -> None:
     for rank in range(WORLD):
         assert found[rank]["without gradients"] == [rank == 0] * 4
+
+
+def test_processes_that_do_not_fit_each_other_refuse_the_first_step(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank, other in ((0, 1), (1, 0)):
+        scales, order = found[rank]["misfits"]
+        expected = f"{2.0 ** (8 + rank)} in rank {rank} and {2.0 ** (8 + other)} in rank {other}"
+        assert scales.startswith(f"the loss scale is {expected}. Processes that")
+        shapes = ("[17, 6]", "[1]")
+        here, there = (f"{shapes[each]} in torch.float16 in rank {each}" for each in (rank, other))
+        assert order.startswith(f"parameter 0 is {here} and {there}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex_mp.amp import GradScaler
+from apex_mp.amp.scaler import LossScaler
+from apex_mp.amp.scaling import scaled_backward
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.shards import agree
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.cpu_only
 CPU = torch.device("cpu")
+
+
+# What the other process has, if it is not what this one has: loss scale, and parameters.
+OTHER: dict[str, Any] = {}
 
 
 @pytest.fixture
@@ -30,8 +38,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         sizes.append(numbers.numel())
         numbers.mul_(group.size())
 
+    def all_gather_object(found: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
+        scale, params = mine
+        found[:] = [mine, (OTHER.get("scale", scale), OTHER.get("params", lambda own: own)(params))]
+
+    OTHER.clear()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     yield sizes
     dist.destroy_process_group()
 
@@ -47,7 +61,7 @@ def test_squares_of_what_is_divided_add_up_and_others_count_once(calls: list[int
         grads = [torch.full((2,), 10.0**row) for row in rows]
         found.check(grads, range(len(rows)), len(rows))
         other.add({CPU: torch.ones(())})
-        agree(params, [found, other], {CPU: rows})
+        agree(params, [found, other], {CPU: rows}, scale=1.0)
         squares = [2 * 100.0**r * (2 if r == 1 else 1) * (r in rows) for r in range(3)]
         assert found.norms == pytest.approx([square**0.5 for square in squares])
         assert not found
@@ -56,7 +70,7 @@ def test_squares_of_what_is_divided_add_up_and_others_count_once(calls: list[int
 
 
 def test_there_is_no_collective_without_parts(calls: list[int]) -> None:
-    agree([torch.ones(2), spread(torch.ones(2), Replicate())], [FoundInf()], {})
+    agree([torch.ones(2), spread(torch.ones(2), Replicate())], [FoundInf()], {}, scale=1.0)
     assert not calls
 
 
@@ -97,3 +111,59 @@ def test_inf_of_another_process_is_known(calls: list[int], monkeypatch: pytest.M
     param.grad = spread(torch.ones(2))
     scaler.step(optimizer)
     assert scaler.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"scale": 8.0}, "the loss scale is 4.0 in rank 0 and 8.0 in rank 1. Processes that hold"),
+        (
+            {"params": lambda own: own[::-1]},
+            r"parameter 0 is \[4\] in torch.float16 in rank 0 and \[6, 2\] in torch.float32",
+        ),
+        ({"params": lambda own: own[:1]}, "rank 0 has 2 parameters and rank 1 has 1"),
+    ],
+)
+@pytest.mark.parametrize(
+    "way", ["step", "clip_grad_norm_", "unscale_", "max_grad_norm", "scale_loss"]
+)
+def test_processes_that_do_not_fit_each_other_are_named_before_the_first_step(
+    way: str, other: dict[str, Any], sentence: str, calls: list[int]
+) -> None:
+    if way == "max_grad_norm" and "scale" in other:
+        pytest.skip("there is none")
+    params = [nn.Parameter(spread(torch.ones(2).half())), nn.Parameter(spread(torch.ones(3, 2)))]
+    clip = 0.1 if way == "max_grad_norm" else 0.0
+    optimizer = FusedAdam(params, master_weights=True, max_grad_norm=clip)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+
+    def step() -> None:
+        loss = torch.ones(())
+        with contextlib.ExitStack() as stack:
+            if way == "scale_loss":
+                stack.enter_context(scaled_backward(loss, [optimizer], LossScaler(4.0)))
+            for param in params:
+                param.grad = spread(torch.ones_like(param.to_local()))
+        ways = {
+            "step": lambda: scaler.step(optimizer),
+            "unscale_": lambda: scaler.unscale_(optimizer),
+            "clip_grad_norm_": lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        }
+        ways.get(way, optimizer.step)()
+
+    OTHER.update(other)
+    with pytest.raises(RuntimeError, match=sentence):
+        step()
+    assert all(param.to_local().eq(1.0).all() for param in params)
+    assert not optimizer.state
+
+
+def test_processes_are_compared_at_the_first_step_only(calls: list[int]) -> None:
+    param = nn.Parameter(spread(torch.ones(2)))
+    param.grad = spread(torch.ones(2))
+    optimizer = FusedAdam([param], max_grad_norm=1.0)
+    for _ in range(2):
+        optimizer.step()
+        OTHER["params"] = lambda own: []
+    assert len(calls) == 2

@@ -201,7 +201,8 @@ class LossGrads:
         both = (*fresh[1], *added[1])
         unscaling.found_in_sum.check([grad for grad in both if grad.dtype is torch.float16])
         if grads.has_parts:
-            shards.agree(self.slots.params, [found_inf, unscaling.found_in_sum])
+            founds = [found_inf, unscaling.found_in_sum]
+            shards.agree(self.slots.params, founds, scale=unscaling.scale)
 
     def _assign(
         self,

@@ -40,12 +40,15 @@ class Measured:
     marks: _C.GradMarks
 
     @classmethod
-    def of(cls, grads: Grads, found: FoundInf, *, unscaled: bool, sums: bool) -> Measured:
+    def of(
+        cls, grads: Grads, found: FoundInf, scale: Tensor, *, unscaled: bool, sums: bool
+    ) -> Measured:
         """Return what all processes have found in gradients, which are as the pass has left them.
 
         Args:
             grads: The gradients.
             found: What this process has found; added to.
+            scale: The loss scale, one element.
             unscaled: Whether the pass has unscaled them.
             sums: Whether it has summed squares.
         """
@@ -55,7 +58,7 @@ class Measured:
         rows: dict[torch.device, Sequence[int]]
         rows = {device: here.rows for device, here in grads.plain.items()}
         if grads.has_parts:
-            home = shards.agree(params, [found], rows if sums else None)
+            home = shards.agree(params, [found], rows if sums else None, scale=scale)
             if sums:
                 rows = {home: range(len(params))}
         return cls(grads.slots, grads.params(), rows, found, unscaled, marks)
@@ -88,22 +91,30 @@ class Measured:
         return [*torch.linalg.vector_norm(together, dim=0).unbind()]
 
 
-def measure(grads: Grads) -> Measured:
-    """Test the plain gradients for inf and NaN and sum their squares; the host does not wait."""
+def measure(grads: Grads, scale: Tensor) -> Measured:
+    """Test the plain gradients for inf and NaN and sum their squares; the host does not wait.
+
+    Args:
+        grads: The gradients.
+        scale: The loss scale, one element.
+    """
     found = FoundInf()
     for device, here in grads.plain.items():
         found.check_each(device, here)
-    return Measured.of(grads, found, unscaled=False, sums=True)
+    return Measured.of(grads, found, scale, unscaled=False, sums=True)
 
 
 @torch.no_grad()
-def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> Measured:
+def unscale(
+    grads: Grads, inv_scale: Tensor, found: FoundInf, scale: Tensor, *, sums: bool
+) -> Measured:
     """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
 
     Args:
         grads: The gradients.
         inv_scale: One float32 element on any device.
         found: What was found in other gradients; added to.
+        scale: The loss scale, one element.
         sums: Measure sums of squares in the same pass.
 
     Returns:
@@ -117,4 +128,4 @@ def unscale(grads: Grads, inv_scale: Tensor, found: FoundInf, *, sums: bool) -> 
         if sums and len(distinct) < len(on_device):
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
             found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
-    return Measured.of(grads, found, unscaled=True, sums=sums)
+    return Measured.of(grads, found, scale, unscaled=True, sums=sums)

@@ -163,7 +163,8 @@ class UnscalingGradScaler(BoundedGradScaler):
         return norm if wide else norm.float()
 
     def _measure(self, optimizer: torch.optim.Optimizer, grads: Grads) -> _scaled_grads.Measured:
-        measured = _scaled_grads.measure(grads)
+        scale, _ = self._check_scale_growth_tracker("_measure")
+        measured = _scaled_grads.measure(grads, scale)
         state = self._per_optimizer_states[id(optimizer)]
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
         return measured
@@ -179,12 +180,13 @@ class UnscalingGradScaler(BoundedGradScaler):
     ) -> dict[torch.device, Tensor]:
         grads = GradSlots(optimizer.param_groups).read()
         fused = is_fused(optimizer)
+        scale, _ = self._check_scale_growth_tracker("unscale_")
         with self._applying_clip(optimizer) as clip:
             if clip is not None:
                 inv_scale = inv_scale / clip
             found = FoundInf()
             found.add(self._unscale_others(grads.other_params(), inv_scale, found_inf))
-            measured = _scaled_grads.unscale(grads, inv_scale, found, sums=fused)
+            measured = _scaled_grads.unscale(grads, inv_scale, found, scale, sums=fused)
         if fused:
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured
         return found.join()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from apex_mp.core import tensors
 from apex_mp.core.device_scale import bring
@@ -20,6 +21,8 @@ def agree(
     params: Sequence[Tensor],
     founds: Sequence[FoundInf],
     rows: Mapping[torch.device, Sequence[int]] | None = None,
+    *,
+    scale: float | Tensor,
 ) -> torch.device:
     """Have all processes that hold parts of DTensors know what each has found.
 
@@ -27,20 +30,30 @@ def agree(
     is one collective for each process group that a DTensor is divided over, of a number for each
     parameter and flag; none where no parameter is divided. The host does not wait. All processes
     must call it with the same parameters. Which of these have gradients may differ; norms do not.
+    The first time that parameters are seen, the host waits, and compares them and the loss scale.
 
     Args:
         params: All parameters, in the same order in all processes.
         founds: What was found; flags are agreed on one by one.
         rows: By device, the number of the parameter of each element of `founds[0].sum_sq` [None:
             sums are of no interest].
+        scale: The loss scale, one element; 1 without one.
 
     Returns:
         The device where `founds[0].sum_sq` has an element for each of `params` afterwards.
+
+    Raises:
+        RuntimeError: Processes have other parameters or loss scales than each other.
     """
     divided_over = _groups(params)
     groups = dict.fromkeys(group for groups in divided_over for group in groups)
     pairs = zip(params, divided_over, strict=True)
-    home = next((param.device for param, over in pairs if over), params[0].device)
+    first = next((param for param, over in pairs if over), params[0])
+    home = first.device
+    if groups and first not in _COMPARED:
+        for group in groups:
+            _compare(params, float(scale), group)
+        _COMPARED[first] = True
     numbers = torch.stack([found.on(home).double() for found in founds])
     if rows is not None:
         sums = torch.zeros(len(params), dtype=torch.float64, device=home)
@@ -57,6 +70,34 @@ def agree(
     if rows is not None:
         founds[0].replace_sums(home, numbers[len(founds) :])
     return home
+
+
+# The first of parameters that are known to be the same in all processes.
+_COMPARED = WeakIdKeyDictionary()
+
+
+def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
+    """Raise a RuntimeError if a process has another loss scale or other parameters than this."""
+    mine = [f"{[*param.shape]} in {param.dtype}" for param in params]
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, (scale, mine), group)
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank()
+    for rank, (their_scale, theirs) in zip(ranks, of_ranks, strict=True):
+        differ = next((n for n, (a, b) in enumerate(zip(mine, theirs)) if a != b), None)  # noqa: B905
+        if their_scale != scale:
+            found = f"the loss scale is {scale} in rank {me} and {their_scale} in rank {rank}"
+        elif differ is not None:
+            here, there = mine[differ], theirs[differ]
+            found = f"parameter {differ} is {here} in rank {me} and {there} in rank {rank}"
+        elif len(mine) != len(theirs):
+            found = f"rank {me} has {len(mine)} parameters and rank {rank} has {len(theirs)}"
+        else:
+            continue
+        raise RuntimeError(
+            f"{found}. Processes that hold parts of the same parameters need the same loss scale, "
+            "and the same parameters in the same order"
+        )
 
 
 def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:

@@ -276,7 +276,7 @@ class _Measured:
 
 def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured:
     home = parts[0].device
-    seen = [bring(_look_at(part, groups), home) for part in parts]
+    seen = [bring(_look_at(part, scale, groups), home) for part in parts]
     ends = 1 + 2 * groups
     heads = torch.stack([one[:ends] for one in seen])
     plain, scaled = torch.linalg.vector_norm(heads[:, 1:].view(-1, groups, 2), dim=0).unbind(-1)
@@ -285,7 +285,7 @@ def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured
     return _Measured(heads[:, 0].sum(), of_groups, torch.linalg.vector_norm(of_groups), nonfinite)
 
 
-def _look_at(part: Part, groups: int) -> Tensor:
+def _look_at(part: Part, scale: float | Tensor, groups: int) -> Tensor:
     """Whether there is inf or NaN; norms by group of unscaled and of scaled gradients; flags."""
     gradients = part.plan.gradients
     found, here = FoundInf(), _C.DeviceGrads(part.device)
@@ -297,7 +297,7 @@ def _look_at(part: Part, groups: int) -> Tensor:
     if part.plan.has_parts:
         rows = part.rows_with_grad()
         params = [param for group in part.groups for param in group["params"]]
-        shards.agree(params, [found], {part.device: rows})
+        shards.agree(params, [found], {part.device: rows}, scale=scale)
         # Of those without a gradient another process may have one, which is scaled.
         known = dict(zip(rows, kinds, strict=True))
         groups_of = [number for number, group in enumerate(part.groups) for _ in group["params"]]

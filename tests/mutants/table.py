@@ -716,6 +716,12 @@ SCALER = {
     "each process clips by the norm of its own parts": Mutant(
         "optimizers/_fused.py", "or not plan.has_parts:", "or plan.has_parts:", "shards"
     ),
+    "processes with other loss scales train together": Mutant(
+        "core/shards.py", "if their_scale != scale:", "if False:", "shards"
+    ),
+    "processes are compared at each step": Mutant(
+        "core/shards.py", "_COMPARED[first] = True", "pass", "shards"
+    ),
     "inf in one process is unknown to the others": Mutant(
         "core/shards.py", "(flag != 0.0).float()", "flag.float() * 0.0", "shards"
     ),
