@@ -281,14 +281,6 @@ def test_autocast_and_its_scaler_work_on_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_functions_for_torchscript_may_still_make_tensors() -> None:
-    def more(x: Tensor) -> Tensor:
-        return x + torch.zeros(1)
-
-    assert torch.jit.script(more)(torch.ones(1)).item() == 1.0
-
-
-@pytest.mark.usefixtures("on_cpu")
 def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) -> None:
     torch.distributed.init_process_group(
         "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1

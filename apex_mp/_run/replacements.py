@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
+
+from torch.jit import _builtins
 
 _ABSENT = object()
 
@@ -19,11 +21,23 @@ class Replacements:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class, new or not."""
         before = vars(owner).get(name, _ABSENT)
+        if isinstance(owner, ModuleType) and getattr(value, "__wrapped__", None) is before:
+            self._compile_as(value, before)
         setattr(owner, name, value)
         if before is _ABSENT:
             self.at_undo(lambda: delattr(owner, name))
         else:
             self.at_undo(lambda: setattr(owner, name, before))
+
+    def _compile_as(self, value: Any, before: Any) -> None:
+        """Have torch.jit.script compile what was there instead of a function around it."""
+        operator = _builtins._find_builtin(before)  # type: ignore[no-untyped-call]
+        if operator is not None:
+            _builtins._register_builtin(value, operator)
+            self.at_undo(lambda: (_builtins._builtin_table or {}).pop(id(value), None))
+        else:
+            ready = getattr(before, "__prepare_scriptable__", lambda: before)
+            value.__prepare_scriptable__ = ready
 
     def at_undo(self, call: Callable[[], object]) -> None:
         """Have something else called when all is put back."""

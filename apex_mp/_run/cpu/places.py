@@ -47,4 +47,5 @@ def _stand_in(real: Any) -> type:
         def __subclasscheck__(cls, subclass: type) -> bool:
             return issubclass(subclass, real)
 
-    return Meta(real.__name__, (), {"__module__": "torch", "__doc__": real.__doc__})
+    known = {"__module__": "torch", "__doc__": real.__doc__, "__wrapped__": real}
+    return Meta(real.__name__, (), known)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import _builtins
 from torch.utils import _device
 
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
@@ -32,7 +31,7 @@ _NEW = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_te
 def replace(replacements: Replacements) -> None:
     """Replace what takes a device, in torch, Tensor and Module."""
     for module, name in _factories():
-        replacements.set(module, name, _factory(getattr(module, name)))
+        replacements.set(module, name, _keyword(getattr(module, name)))
     for name in _NEW:
         replacements.set(Tensor, name, _keyword(getattr(Tensor, name)))
     for owner in (Tensor, torch.nn.Module):
@@ -72,14 +71,6 @@ def _keyword(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["pin_memory"] = False
         return original(*args, **kwargs)
 
-    return wrapper
-
-
-def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
-    wrapper = _keyword(original)
-    operator = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]
-    if operator is not None:  # torch.jit.script then takes the one for the other
-        _builtins._register_builtin(wrapper, operator)
     return wrapper
 
 
