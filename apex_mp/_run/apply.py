@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from apex_mp._as_apex.install import ON_THE_COMMAND_LINE, install
-from apex_mp._run import cpu, hints, modernize
+from apex_mp._run import cpu, hints, launched, modernize
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
 
@@ -25,7 +25,7 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     """
     install(settings.era, settings.force, ON_THE_COMMAND_LINE)
     replacements = Replacements()
-    hints.watch_options(replacements, settings)
+    launched.accept_local_rank(replacements)
     if settings.modernize:
         modernize.supply(replacements)
     if settings.device == "cpu":

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import linecache
 import re
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from apex_mp._run.modernize.python import ABSTRACT, NUMPY_NAMES
-from apex_mp._run.replacements import Replacements
+from apex_mp._run.modernize.names import DROPPED
 from apex_mp._run.settings import Settings
 
 _ABSENT = r"module '{0}' has no attribute '({1})'|cannot import name '({1})' from '{0}'"
-_NUMPY = "|".join(NUMPY_NAMES)
+_OF_PACKAGES = {
+    "PIL.Image": ("ANTIALIAS", "CUBIC", "LINEAR"),
+    "transformers": ("AdamW",),
+    "transformers.optimization": ("AdamW",),
+}
+_LINEAR = "linear algebra that torch has moved to torch.linalg"
 # (what an error says, what --modernize supplies)
 _MODERNIZED = [
     (r"No module named 'torch\._six'|module 'torch' has no attribute '_six'", "torch._six"),
     (r"Weights only load failed", "torch.load of any pickle"),
     (r"only supports boolean masks|expected BoolTensor for mask", "masks of uint8"),
     (r"Subtraction, the `-` operator, with (a|two) bool tensor", "subtraction of bool masks"),
-    (_ABSENT.format("inspect", "getargspec"), "inspect.getargspec"),
-    (_ABSENT.format("collections", "|".join(ABSTRACT)), "the abstract classes in collections"),
-    (_ABSENT.format("numpy", _NUMPY), "the names that numpy has dropped"),
-    (rf"`np\.({_NUMPY})` was removed", "the names that numpy has dropped"),
+    *(
+        (_ABSENT.format(re.escape(module), "|".join(names)), f"names that {module} has dropped")
+        for module, names in [*DROPPED.items(), *_OF_PACKAGES.items()]
+    ),
+    (rf"`np\.({'|'.join(DROPPED['numpy'])})` was removed", "names that numpy has dropped"),
+    (r"load\(\) missing 1 required positional argument: 'Loader'", "yaml.load without a Loader"),
+    (
+        r"(?s)This function was deprecated since version 1\.9 and is now.* torch\.(lstsq|symeig)",
+        _LINEAR,
+    ),
+    (r"invalid index of a 0-dim tensor", "an index of a tensor of one number, as in loss.data[0]"),
     (
         r"(LR|LROnPlateau|WarmRestarts)\.__init__\(\) (got an unexpected keyword argument 'verbose'"
         r"|takes from \d+ to \d+ positional arguments)",
         "the argument verbose of schedulers",
     ),
     (r"view size is not compatible with input tensor's size", "view of what is not contiguous"),
-    (
-        r"result type Float can't be cast to the desired output type (Byte|Char|Short|Int|Long)",
-        "division of integers into an integer tensor",
-    ),
     (r"DataLoaderIter' object has no attribute 'next'", "next() of a DataLoader's iterator"),
 ]
+_INTO_INTEGERS = (
+    r"result type Float can't be cast to the desired output type (Byte|Char|Short|Int|Long)"
+)
+_FULL = "torch.full of an int, which had the default floating dtype"
 _WANTS_GPU = re.compile(
     "Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
     "|requires CUDA support|without ATen_cuda library|attribute '_cuda_|NVTX functions not"
@@ -48,7 +57,6 @@ _WANTS_GPU = re.compile(
     "|Cannot access accelerator device when none is available"
 )
 _DEVICE = "--device cpu puts on the CPU what the script puts on a GPU"
-_LOCAL_RANK = re.compile("unrecognized arguments: .*--local-rank")
 
 
 def line_for(error: BaseException, settings: Settings) -> str | None:
@@ -61,8 +69,16 @@ def line_for(error: BaseException, settings: Settings) -> str | None:
     said = "".join(traceback.format_exception_only(type(error), error))
     if settings.device is None and _WANTS_GPU.search(said):
         return _line(_DEVICE)
+    if "nvidia-smi" in said:
+        return _line(
+            "there is no nvidia-smi here; do without it, or put a program of this name on PATH"
+        )
     if settings.modernize:
         return None
+    if re.search(_INTO_INTEGERS, said):
+        divides = re.search(r"/|\bdiv", _last_line(error))
+        what = "division of integers into an integer tensor" if divides else _FULL
+        return _supplied(what)
     for words, what in _MODERNIZED:
         if re.search(words, said):
             return _supplied(what)
@@ -83,24 +99,6 @@ def after(hook: Callable[..., Any], settings: Settings) -> Callable[..., None]:
             print(line, file=sys.stderr)
 
     return excepthook
-
-
-def watch_options(replacements: Replacements, settings: Settings) -> None:
-    """Let argparse, which exits by itself, say it of the option that a launcher gives."""
-    original = argparse.ArgumentParser.error
-
-    @functools.wraps(original)
-    def error(self: argparse.ArgumentParser, message: str) -> NoReturn:
-        try:
-            original(self, message)
-        finally:
-            declared = "--local_rank" in self._option_string_actions
-            if declared and not settings.modernize and _LOCAL_RANK.search(message):
-                print(
-                    _supplied("--local_rank from launchers that say --local-rank"), file=sys.stderr
-                )
-
-    replacements.set(argparse.ArgumentParser, "error", error)
 
 
 def _line(text: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from apex_mp._run.modernize import division, masks, python, torch_functions, training
+from apex_mp._run.modernize import division, masks, names, packages, torch_functions, training
 from apex_mp._run.replacements import Replacements
 
 
 def supply(replacements: Replacements) -> None:
     """Bring back in this process what scripts of 2018-2019 rely on."""
-    for module in (python, torch_functions, division, masks, training):
+    for module in (names, packages, torch_functions, division, masks, training):
         module.supply(replacements)

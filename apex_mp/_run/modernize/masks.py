@@ -22,6 +22,10 @@ def supply(replacements: Replacements) -> None:
         for owner in (Tensor, torch):
             if hasattr(owner, name):
                 replacements.set(owner, name, _masked(name, getattr(owner, name)))
+    for owner in (Tensor, torch):
+        for name in ("index_put", "index_put_"):
+            replacements.set(owner, name, _index_put(name, getattr(owner, name)))
+    replacements.set(Tensor, "__setitem__", _setitem(Tensor.__setitem__))
     replacements.set(torch, "where", _where(torch.where))
     for name in ("__sub__", "__rsub__"):
         replacements.set(Tensor, name, _subtraction(getattr(Tensor, name)))
@@ -53,6 +57,24 @@ def _where(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(_as_bool("where", condition), *args, **kwargs)
 
     return where
+
+
+def _index_put(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def index_put(self: Tensor, indices: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return original(self, [_as_bool(name, index) for index in indices], *args, **kwargs)
+
+    return index_put
+
+
+def _setitem(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __setitem__(self: Tensor, index: Any, value: Any) -> None:  # noqa: N807
+        if isinstance(index, tuple):
+            index = tuple(_as_bool("x[mask] = value", part) for part in index)
+        original(self, _as_bool("x[mask] = value", index), value)
+
+    return __setitem__
 
 
 def _subtraction(original: Callable[..., Any]) -> Callable[..., Any]:

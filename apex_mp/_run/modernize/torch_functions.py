@@ -26,6 +26,7 @@ def supply(replacements: Replacements) -> None:
     replacements.set(torch, "load", _load(torch.load))
     replacements.set(torch, "full", _full(torch.full))
     replacements.set(Tensor, "view", _view(Tensor.view))
+    replacements.set(Tensor, "__getitem__", _getitem(Tensor.__getitem__))
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     replacements.set(iterator, "next", _next)
 
@@ -96,6 +97,19 @@ def _view(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return self.reshape(*args, **kwargs)
 
     return view
+
+
+def _getitem(original: Callable[..., Tensor]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __getitem__(self: Tensor, index: Any) -> Any:  # noqa: N807
+        if index == 0 and type(index) is int and self.dim() == 0:
+            note(
+                "index 0 of a tensor of one number", "is the number, of one with a gradient itself"
+            )
+            return self if self.requires_grad else self.item()
+        return original(self, index)
+
+    return __getitem__
 
 
 def _next(self: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Names that modules have dropped, by module: what a name stood for, made when it is asked for."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import importlib
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.utils import data
+
+from apex_mp._run.modernize.notes import note
+from apex_mp._run.replacements import Replacements
+
+ArgSpec = collections.namedtuple("ArgSpec", "args varargs keywords defaults")
+
+
+def _getargspec(func: Callable[..., Any]) -> ArgSpec:
+    spec = inspect.getfullargspec(func)
+    return ArgSpec(spec.args, spec.varargs, spec.varkw, spec.defaults)
+
+
+def _in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+    numpy = importlib.import_module("numpy")
+    return numpy.isin(numpy.ravel(ar1), ar2, assume_unique=assume_unique, invert=invert)
+
+
+def _asfarray(a: Any, dtype: Any = float) -> Any:
+    return importlib.import_module("numpy").asarray(a, dtype=dtype)
+
+
+def _rfft(
+    input: Tensor,  # noqa: A002
+    signal_ndim: int,
+    normalized: bool = False,
+    onesided: bool = True,
+) -> Tensor:
+    function = torch.fft.rfftn if onesided else torch.fft.fftn
+    dims = [*range(-signal_ndim, 0)]
+    return torch.view_as_real(function(input, dim=dims, norm=_norm(normalized)))
+
+
+def _irfft(
+    input: Tensor,  # noqa: A002
+    signal_ndim: int,
+    normalized: bool = False,
+    onesided: bool = True,
+    signal_sizes: Any = None,
+) -> Tensor:
+    given = torch.view_as_complex(input)
+    dims, sizes = [*range(-signal_ndim, 0)], signal_sizes or None
+    if onesided:
+        real: Tensor = torch.fft.irfftn(given, s=sizes, dim=dims, norm=_norm(normalized))
+    else:
+        real = torch.fft.ifftn(given, s=sizes, dim=dims, norm=_norm(normalized)).real
+    return real
+
+
+def lstsq(input: Tensor, A: Tensor) -> tuple[Tensor, None]:  # noqa: A002, N803
+    """Solve least squares, without the rows of residuals and the QR that torch.lstsq returned."""
+    note("torch.lstsq", "is torch.linalg.lstsq")
+    return torch.linalg.lstsq(A, input).solution, None
+
+
+def symeig(
+    input: Tensor,  # noqa: A002
+    eigenvectors: bool = False,
+    upper: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and vectors as torch.symeig did."""
+    note("torch.symeig", "is torch.linalg.eigh")
+    values, vectors = torch.linalg.eigh(input, UPLO="U" if upper else "L")
+    return values, vectors if eigenvectors else vectors.new_empty(0)
+
+
+def _norm(normalized: bool) -> str:
+    return "ortho" if normalized else "backward"
+
+
+# What is there under the same name in the standard library's or numpy's own words.
+_BUILTINS: dict[str, Any] = {
+    "bool": bool,
+    "complex": complex,
+    "float": float,
+    "int": int,
+    "long": int,
+    "object": object,
+    "str": str,
+    "unicode": str,
+    "in1d": _in1d,
+    "asfarray": _asfarray,
+    "asscalar": lambda a: a.item(),
+}
+_RENAMED = {
+    "Inf": "inf",
+    "Infinity": "inf",
+    "NaN": "nan",
+    "PINF": "inf",
+    "alltrue": "all",
+    "bool8": "bool_",
+    "cumproduct": "cumprod",
+    "float_": "float64",
+    "infty": "inf",
+    "mat": "asmatrix",
+    "product": "prod",
+    "round_": "round",
+    "row_stack": "vstack",
+    "sometrue": "any",
+    "string_": "bytes_",
+    "unicode_": "str_",
+}
+
+
+def _backend() -> str:
+    return distributed.get_backend() if distributed.is_initialized() else "undefined"
+
+
+DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
+    "inspect": {"getargspec": lambda: _getargspec},
+    # Abstract classes were in collections itself until Python 3.10.
+    "collections": {
+        name: functools.partial(getattr, collections.abc, name)
+        for name in collections.abc.__all__
+        if not hasattr(collections, name)
+    },
+    "time": {"clock": lambda: time.process_time},
+    "fractions": {"gcd": lambda: math.gcd},
+    "numpy": {
+        **{
+            name: functools.partial(lambda value: value, value) for name, value in _BUILTINS.items()
+        },
+        **{
+            old: functools.partial(lambda new: getattr(importlib.import_module("numpy"), new), new)
+            for old, new in _RENAMED.items()
+        },
+    },
+    "torch": {"rfft": lambda: _rfft, "irfft": lambda: _irfft, "gels": lambda: lstsq},
+    "torch.distributed": {
+        "_initialized": distributed.is_initialized,
+        "_backend": _backend,
+        "dist_backend": lambda: distributed.Backend,
+    },
+    "torch.utils.data.dataloader": {
+        "_use_shared_memory": lambda: data.get_worker_info() is not None
+    },
+}
+
+
+def supply(replacements: Replacements) -> None:
+    """Add the names where they are missing, and replace what only says that it has gone."""
+    for module, names in DROPPED.items():
+        if module != "numpy" or importlib.util.find_spec("numpy") is not None:
+            _add(replacements, importlib.import_module(module), names)
+    replacements.set(torch, "lstsq", lstsq)
+    replacements.set(torch, "symeig", symeig)
+
+
+def _add(
+    replacements: Replacements, module: ModuleType, names: Mapping[str, Callable[[], Any]]
+) -> None:
+    """Let a module find more names, and say so when one is asked for."""
+    before = getattr(module, "__getattr__", None)
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name in names:
+            note(f"{module.__name__}.{name}", "as it was")
+            return names[name]()
+        if before is not None:
+            return before(name)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    replacements.set(module, "__getattr__", __getattr__)

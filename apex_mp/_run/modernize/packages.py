@@ -1,0 +1,108 @@
+"""Names that other packages have dropped: supplied when a script imports the package."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from apex_mp._run.modernize.notes import note
+from apex_mp._run.replacements import Replacements
+
+_IMAGE = {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}
+
+
+def supply(replacements: Replacements) -> None:
+    """Have the packages changed when they are imported, or now if they have been."""
+    finder = _Finder({name: functools.partial(change, replacements) for name, change in CHANGED})
+    for name, change in CHANGED:
+        if name in sys.modules:
+            change(replacements, sys.modules[name])
+    sys.meta_path.insert(0, finder)
+    replacements.at_undo(lambda: sys.meta_path.remove(finder))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what Python finds, and changes some modules when they have run.
+
+    Args:
+        changes: By name of the module, what to call with it.
+    """
+
+    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        change = self._changes.get(fullname)
+        spec = PathFinder.find_spec(fullname, path) if change is not None else None
+        if change is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            change(sys.modules[fullname])  # transformers puts another in its place.
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _change_yaml(replacements: Replacements, yaml: ModuleType) -> None:
+    original = yaml.load
+
+    @functools.wraps(original)
+    def load(stream: Any, Loader: Any = None) -> Any:  # noqa: N803
+        if Loader is None:
+            note("yaml.load without a Loader", "is yaml.full_load")
+            Loader = yaml.FullLoader  # noqa: N806
+        return original(stream, Loader)
+
+    replacements.set(yaml, "load", load)
+
+
+def _change_image(replacements: Replacements, image: ModuleType) -> None:
+    for old, new in _IMAGE.items():
+        if not hasattr(image, old):
+            replacements.set(image, old, getattr(image, new))
+
+
+def _change_transformers(replacements: Replacements, transformers: ModuleType) -> None:
+    if hasattr(transformers, "AdamW"):
+        return
+    from apex_mp.optimizers import FusedAdam
+
+    class AdamW(FusedAdam):
+        """The optimizer that transformers had until version 5."""
+
+        def __init__(
+            self,
+            params: Any,
+            lr: float = 1e-3,
+            betas: tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-6,
+            weight_decay: float = 0.0,
+            correct_bias: bool = True,
+            no_deprecation_warning: bool = False,
+        ) -> None:
+            note("transformers.AdamW", "is apex_mp.optimizers.FusedAdam")
+            options = {"eps": eps, "weight_decay": weight_decay, "bias_correction": correct_bias}
+            super().__init__(params, lr, betas=betas, **options)  # type: ignore[arg-type]
+
+    replacements.set(transformers, "AdamW", AdamW)
+
+
+CHANGED: tuple[tuple[str, Callable[[Replacements, ModuleType], None]], ...] = (
+    ("yaml", _change_yaml),
+    ("PIL.Image", _change_image),
+    ("transformers", _change_transformers),
+    ("transformers.optimization", _change_transformers),
+)
