@@ -188,11 +188,11 @@ class MasterGrads:
             return {}
         return dict(zip(map(id, params), norms(grads), strict=True))
 
-    def norm_as_they_lie(self) -> float:
-        """The l2 norm of the gradients that `clip_grad_norm_` sees; the host waits for it."""
+    def model_norm(self) -> float:
+        """Return the l2 norm of the model's gradients, as they lie; the host waits for it."""
         grads = [
             self.masters.plain(existing_grad(p), p)
-            for p in self.masters.visible_params()
+            for p in self.masters.model_params()
             if p.grad is not None
         ]
         return math.hypot(*norms(grads))

@@ -13,6 +13,7 @@ from apex_mp.core.log import warn
 from apex_mp.core.master_grads import MasterGrads
 
 _STEPS_OF_ZEROS = 4  # before a warning
+_LEAST = 64.0  # What a clip makes gradients smaller by, and the loss scale, to be worth a warning.
 
 
 class Misuse:
@@ -29,6 +30,7 @@ class Misuse:
         self._grads = grads
         self._unsure.add(self)
         self._after_backward = _C.GradMarks()
+        self._norm_after_backward = 0.0
         self._may_be_clipped = True  # until the first step whose gradients are finite
         self._steps_of_zeros = 0
         self._edits_were_lost = False
@@ -40,8 +42,9 @@ class Misuse:
     def note_backward(self) -> None:
         """Note a backward of a scaled loss; it may produce gradients for other optimizers too."""
         self.note_scale_is_known()
-        if self._may_be_clipped:
+        if self._may_be_clipped and not device_scale.is_capturing():
             self._after_backward.take(self._grads.masters.model_params())
+            self._norm_after_backward = self._grads.model_norm()
         for other in [*self._unsure]:
             if other._grads.came_in():
                 other.note_scale_is_known()
@@ -79,9 +82,8 @@ class Misuse:
     def check_clip(self) -> None:
         """Warn, before the first finite step, if the model's scaled gradients were clipped.
 
-        Clipping leaves the norm `max_norm`, which is a short number such as 1.0 or 0.25; a clip
-        that respects the loss scale leaves that number times the scale; other edits leave any norm.
-        This is a guess, so it only warns. Scales below 64 are ignored: they do little harm.
+        They were if an edit after backward has made them as much smaller as a loss scale is large.
+        Scales below 64 are ignored: they do little harm.
         """
         if not self._may_be_clipped or device_scale.is_capturing():
             return
@@ -91,7 +93,7 @@ class Misuse:
         self._may_be_clipped = self._after_backward.differ(params)
         if not self._may_be_clipped:
             return
-        norm = self._grads.norm_as_they_lie()
+        norm, before = self._grads.model_norm(), self._norm_after_backward
         if not math.isfinite(norm):
             return  # An overflow, which the step reports.
         if norm == 0.0 and self._steps_of_zeros < _STEPS_OF_ZEROS:
@@ -99,24 +101,12 @@ class Misuse:
             return  # A mask, or a clip by a norm that float16 cannot hold.
         self._may_be_clipped = False
         scale = float(self._grads.scale_of_grads())
-        result = ""
-        if 0.01 < norm < 101.0 and _is_short(norm) and not _is_short(norm / scale):
-            result = f"have the norm {norm:.3g}"
-        elif norm == 0.0:
-            result = "are all zero again, maybe as float16 cannot hold their norm"
-        if scale >= 64.0 and result:
-            max_norm = f"{norm:.3g}" if norm else "max_norm"
+        if scale >= _LEAST and before >= _LEAST * norm and before > 0.0:
             warn(
-                "FP16_Optimizer: the model's gradients were edited after backward and now "
-                f"{result}, as clip_grad_norm_(model.parameters(), {max_norm}) leaves them. They "
-                f"are scaled by the loss scale, {scale}, so this clips to {norm / scale:.3g}. Clip "
-                "with optimizer.clip_master_grads(max_norm), or give max_grad_norm= to a fused "
-                "optimizer",
+                "FP16_Optimizer: the model's gradients were edited after backward, which has taken "
+                f"their norm from {before:.3g} to {norm:.3g}. They are scaled by the loss scale, "
+                f"{scale}, so if that was clip_grad_norm_(model.parameters(), max_norm), it clips "
+                f"to {norm / scale:.3g}. Clip with optimizer.clip_master_grads(max_norm), or give "
+                "max_grad_norm= to a fused optimizer",
                 "clipping-scaled-gradients",
             )
-
-
-def _is_short(number: float) -> bool:
-    """Whether a number is one digit, or two of which the second is 5, times a power of ten."""
-    digits = number / 10.0 ** math.floor(math.log10(number)) if number > 0.0 else 0.0
-    return math.isclose(round(2.0 * digits) / 2.0, digits, rel_tol=2e-3)  # of bfloat16
