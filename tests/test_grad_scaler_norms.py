@@ -161,7 +161,7 @@ def test_norms_are_those_of_the_gradients_that_unscale_leaves(
     groups = [{"params": params[:2]}, {"params": []}, {"params": params[2:]}]
     grads = GradSlots(groups).read()
     factor = torch.tensor(2.0**-20, device=device)
-    measured = unscale(grads, factor, FoundInf(), sums=True)
+    measured = unscale(grads, factor, FoundInf(), torch.ones(1), sums=True)
     assert measured.is_of(GradSlots(groups))
     wanted = [
         sum((_double(param).square().sum() for param in group["params"]), torch.zeros(())).sqrt()
@@ -183,7 +183,7 @@ def test_a_shared_gradient_counts_for_each_of_its_parameters(device: torch.devic
     params[1].grad = torch.ones(3, device=device)
     groups = [{"params": params[:2]}, {"params": params[2:]}]
     half = torch.tensor(0.5, device=device)
-    measured = unscale(GradSlots(groups).read(), half, FoundInf(), sums=True)
+    measured = unscale(GradSlots(groups).read(), half, FoundInf(), torch.ones(1), sums=True)
     norms = [norm.item() ** 2 for norm in measured.norms()]
     assert norms == pytest.approx([3.0 + 0.75, 3.0], rel=1e-12)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apex_mp.amp import amp
 from apex_mp.amp._amp_state import _amp_state, warn_or_err
+from apex_mp.amp._eps import warn_of_eps
 from apex_mp.amp._master_state import MasterState
 from apex_mp.amp._masters import check_group, class_with_masters, give_masters
 from apex_mp.amp._options import Options
@@ -91,6 +92,7 @@ class Setup:
             optimizer._amp_initialized = True
             if self._options.cast_model_type is not None:
                 _cast_state(optimizer)
+            warn_of_eps("amp.initialize", optimizer)
         if self._options.saves_float32:
             for model in self._models:
                 model_state.attach(model)

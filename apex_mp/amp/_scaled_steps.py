@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
+from apex_mp.amp._eps import warn_of_eps
 from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scaled_grads import Measured
 from apex_mp.core import device_scale, step_log, tensors
@@ -48,6 +49,7 @@ class ScaledSteps:
         self._found_inf: bool | Tensor = False  # of the last step
         self._marks = _C.GradMarks()  # the gradients of the last step
         self._has_looked_at_updates = self._has_seen_zeros = False
+        warn_of_eps("GradScaler", optimizer)
 
     @property
     def was_skipped(self) -> bool:

@@ -1,0 +1,37 @@
+"""An eps that is 0 in float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from apex_mp.core.log import warn
+from apex_mp.optimizers._fused import FusedOptimizer
+
+_HALF_OF_THE_SMALLEST = 2.0**-25  # Below it a number is 0 in float16.
+
+
+def warn_of_eps(caller: str, optimizer: Any) -> None:
+    """Warn of an optimizer that divides by numbers of float16, to which its eps adds nothing.
+
+    Args:
+        caller: Who says so.
+        optimizer: Any object with param_groups. Fused optimizers, ours and torch's, divide in
+            float32.
+    """
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        eps, is_fused = group.get("eps"), group.get("fused")
+        is_zero = isinstance(eps, float) and 0.0 < eps < _HALF_OF_THE_SMALLEST
+        if is_zero and not is_fused and any(p.dtype == torch.float16 for p in group["params"]):
+            name = type(optimizer).__name__
+            warn(
+                f"{caller}: {name} steps parameters of float16 with eps={eps:g}, which is 0 in "
+                "float16, so that it divides by 0 and weights become NaN. Use FusedAdam or another "
+                "fused optimizer, which compute in float32, or eps=1e-4; opt_level O2 and "
+                "FP16_Optimizer step float32 masters",
+                "nan-from-the-first-step",
+            )
+            return
