@@ -432,6 +432,21 @@ def test_one_loss_of_two_optimizers_skips_both(handle: Any, device: torch.device
     assert_grads(grads(first, second), 2.0, 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_inf_of_one_loss_does_not_skip_an_optimizer_that_only_the_next_is_for(
+    dtype: torch.dtype, handle: Any, device: torch.device
+) -> None:
+    shared, own = (torch.ones(1, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    first, second = sgd([shared]), sgd([own])
+    backward(handle, pull((shared, INF)), first)
+    backward(handle, pull((shared, 1.0), (own, 1.0)), [first, second])
+    assert handle._default_scaler.loss_scale() == SCALE / 2
+    first.step()
+    second.step()
+    assert [amp.step_was_skipped(each) for each in (first, second)] == [True, False]
+    assert_grads(grads(own), 1.0)
+
+
 def test_a_parameter_of_two_optimizers_is_unscaled_once(handle: Any, device: torch.device) -> None:
     weight = param([1.0], device)
     one = sgd([weight])

@@ -167,3 +167,15 @@ def test_processes_are_compared_at_the_first_step_only(calls: list[int]) -> None
         optimizer.step()
         OTHER["params"] = lambda own: []
     assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_part_that_overflows_when_it_is_unscaled_skips_its_optimizers_step() -> None:
+    params = [nn.Parameter(spread(torch.ones(2).half())) for _ in range(2)]
+    optimizers = [FusedAdam([param], lr=0.1) for param in params]
+    with scaled_backward(torch.ones(()), optimizers, LossScaler(2.0**-10)):
+        for param, value in zip(params, (100.0, 1.0), strict=True):
+            param.grad = spread(torch.full((2,), value).half())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [bool(param.to_local().eq(1.0).all()) for param in params] == [True, False]

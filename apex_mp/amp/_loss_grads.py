@@ -24,12 +24,13 @@ class Unscaling:
     Attributes:
         scale: What the loss was multiplied by; 0-dim on a device that the host does not wait for.
         found_inf: Of the scaled gradients.
-        found_in_sum: Of unscaled ones, whose inf and NaN are not the fault of the scale.
+        found_in_sums: For each optimizer, of unscaled ones, whose inf and NaN are not the fault of
+            the scale.
     """
 
     scale: float | Tensor
+    found_in_sums: list[FoundInf]
     found_inf: FoundInf = dataclasses.field(default_factory=FoundInf)
-    found_in_sum: FoundInf = dataclasses.field(default_factory=FoundInf)
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,9 +117,11 @@ class LossGrads:
 
     def check_stashed(self, unscaling: Unscaling) -> None:
         """Look for inf and NaN in what was stashed."""
-        stashed = (each.before for each in self._stash.values())
-        before = [dense_values(local_part(grad)) for grad in stashed if grad is not None]
-        unscaling.found_in_sum.check([_real(_writable(grad)) for grad in before])
+        stashed = {id(self.slots.params[row]): each.before for row, each in self._stash.items()}
+        for optimizer, found in zip(self._optimizers, unscaling.found_in_sums, strict=True):
+            grads = [stashed.get(param) for param in _params_of(optimizer)]
+            before = [dense_values(local_part(grad)) for grad in grads if grad is not None]
+            found.check([_real(_writable(grad)) for grad in before])
 
     def restore(self) -> None:
         """Put back what was stashed, and forget what has come since."""
@@ -198,11 +201,21 @@ class LossGrads:
         for target, grad, before in summed:
             target.grad = _sum(grad, before)
         # An unscaled gradient may be too large for float16 where the scaled one was not.
-        both = (*fresh[1], *added[1])
-        unscaling.found_in_sum.check([grad for grad in both if grad.dtype is torch.float16])
+        self._check_low([*fresh[1], *added[1]], unscaling.found_in_sums)
         if grads.has_parts:
-            founds = [found_inf, unscaling.found_in_sum]
+            founds = [found_inf, *unscaling.found_in_sums]
             shards.agree(self.slots.params, founds, scale=unscaling.scale)
+
+    def _check_low(self, grads: list[Tensor], founds: list[FoundInf]) -> None:
+        """Look for inf and NaN in the float16 gradients of each optimizer."""
+        low = {id(grad): grad for grad in grads if grad.dtype is torch.float16}
+        if not low:
+            return
+        for optimizer, found in zip(self._optimizers, founds, strict=True):
+            own = _params_of(optimizer)
+            mine = [param.grad for param in self.slots.params if id(param) in own]
+            parts = [local_part(grad) for grad in mine if grad is not None]
+            found.check([part for part in parts if id(part) in low])
 
     def _assign(
         self,

@@ -19,6 +19,7 @@ from apex_mp.amp.step_guard import StepGuard, guard_of
 from apex_mp.core import device_scale, local_gradients, parallel_masters
 from apex_mp.core import grads as _grads
 from apex_mp.core.device_scale import send, settle
+from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.log import logger
 from apex_mp.core.skips import Overflow
@@ -81,14 +82,15 @@ def scaled_backward(
                 _check_unswitched(were_to_stay, stay_here())
             return
         device = None if delay_overflow_check else _common_device(optimizers, grads)
+        founds = [FoundInf() for _ in optimizers]
         if device is None:
             scale = scaler.loss_scale()
             grads.scale_by(scale, only_scaled=True)
             for guard in guards:
                 guard.scaled_by = None if guard.scaled_by is None else scale
-            unscaling = Unscaling(scale)
+            unscaling = Unscaling(scale, founds)
         else:
-            unscaling = Unscaling(scaler.on(device).scale.clone())
+            unscaling = Unscaling(scaler.on(device).scale.clone(), founds)
         grads.stash()
         try:
             # The gradients for which the last step was skipped may still be there.
@@ -164,23 +166,24 @@ class _Verdict:
         self.scaler.note_overflow(overflowed)
         backs_off = update_scale and self.scaler.update_scale()
         self._note_scale(found.scale)
-        if not (overflowed or found.found_in_sum or backs_off):
+        if not (overflowed or any(found.found_in_sums) or backs_off):
             return
         overflow = self._overflow(float(found.scale), self.scaler.loss_scale())
-        if overflowed or found.found_in_sum:
-            for guard in self.guards:
+        for guard, found_in_sum in zip(self.guards, found.found_in_sums, strict=True):
+            if overflowed or found_in_sum:
                 guard.overflowed(overflow)
-        if backs_off or found.found_in_sum:
+        if backs_off or any(found.found_in_sums):
             self.announce(overflow)
 
     def give_later(self, found: Unscaling, device: torch.device) -> None:
         on_device, found_inf = self.scaler.on(device), found.found_inf.on(device)
         on_device.update(found_inf)
-        either = torch.maximum(found_inf, found.found_in_sum.on(device))
-        for guard in self.guards:
-            guard.may_have_overflowed(either)
+        either = [torch.maximum(found_inf, each.on(device)) for each in found.found_in_sums]
+        for guard, found_one in zip(self.guards, either, strict=True):
+            guard.may_have_overflowed(found_one)
         self._note_scale(found.scale)
-        send([either, torch.as_tensor(found.scale), on_device.scale], self._tell)
+        either_of_all = torch.stack(either).amax()
+        send([either_of_all, torch.as_tensor(found.scale), on_device.scale], self._tell)
 
     def _note_scale(self, scale: float | Tensor) -> None:
         for guard in self.guards:
