@@ -402,6 +402,29 @@ def test_the_later_fused_adam_clears_gradients_as_it_was_told(set_grad_none: boo
     assert (param.grad is None) == set_grad_none
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler. FusedAdam steps 2 parameters of float16")
+@pytest.mark.parametrize(("era", "later"), [("2019-03", False), ("2019-08", True), ("2020", True)])
+def test_o3_saves_and_fused_adam_leaves_what_they_did_in_each_era(era: str, later: bool) -> None:
+    apex_mp.install_as_apex(era)
+    amp = importlib.import_module("apex.amp")
+    model = torch.nn.Linear(2, 2)
+    optimizer = importlib.import_module("apex.optimizers").FusedAdam(model.parameters(), lr=0.1)
+    assert amp.initialize([model], [optimizer], opt_level="O3", verbosity=0) == (
+        [model],
+        [optimizer],
+    )
+    assert model.weight.dtype == torch.float16
+    saved = model.state_dict()["weight"].dtype
+    assert saved == (torch.float32 if later else torch.float16)
+    scaler = apex_mp.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 16.0)
+    scaler.step(optimizer)
+    assert model.weight.grad is not None
+    assert model.weight.grad.unique().item() == (2.0 if later else 16.0)
+
+
 def test_the_contrib_fused_adam_takes_its_two_arguments() -> None:
     apex_mp.install_as_apex("2020")
     make: Any = importlib.import_module("apex.contrib.optimizers").FusedAdam

@@ -38,7 +38,9 @@ _LATER_NORMS = frozenset(
     )
     for name in names.split()
 )
-_LATER_ADAM = {
+_LATER = {
+    ("apex.amp", "initialize"): f"{_HERE}.since_2019_08",
+    ("apex.amp.frontend", "initialize"): f"{_HERE}.since_2019_08",
     ("apex.optimizers", "FusedAdam"): f"{_HERE}.since_2019_08",
     ("apex.optimizers.fused_adam", "FusedAdam"): f"{_HERE}.since_2019_08",
 }
@@ -72,8 +74,8 @@ ERAS = {
             },
             _LATER_OPTIMIZERS | _SINCE_2020 | _LATER_NORMS,
         ),
-        Era("2019-08", _LATER_ADAM, _SINCE_2020 | _LATER_NORMS),
-        Era("2020", _LATER_ADAM, frozenset({("apex.optimizers", "FP16_Optimizer")})),
+        Era("2019-08", _LATER, _SINCE_2020 | _LATER_NORMS),
+        Era("2020", _LATER, frozenset({("apex.optimizers", "FP16_Optimizer")})),
     )
 }
 

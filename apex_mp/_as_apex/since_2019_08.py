@@ -1,13 +1,27 @@
-"""FusedAdam with the arguments it has had since August 2019."""
+"""FusedAdam with the arguments it has had since August 2019, and what O3 has saved since."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
-from apex_mp import optimizers
+from apex_mp import amp, optimizers
+from apex_mp.amp._amp_state import _amp_state
+from apex_mp.amp._master_state import MasterState
 from apex_mp.multi_tensor_apply import amp_C
+
+
+@functools.wraps(amp.initialize)
+def initialize(models: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `apex_mp.amp.initialize`; `model.state_dict()` is in float32 at O3, too."""
+    result = amp.initialize(models, *args, **kwargs)
+    options = _amp_state.opt_properties
+    if options is not None and options.enabled and options.opt_level == "O3":
+        for model in models if isinstance(models, (list, tuple)) else [models]:
+            MasterState({}).attach(model)
+    return result
 
 
 class FusedAdam(optimizers.FusedAdam):
@@ -23,7 +37,8 @@ class FusedAdam(optimizers.FusedAdam):
         weight_decay: As there.
         amsgrad: As there.
         set_grad_none: Whether `zero_grad()` sets gradients to None instead of zero [True].
-        **options: Further arguments of `apex_mp.optimizers.FusedAdam`, by name.
+        **options: Further arguments of `apex_mp.optimizers.FusedAdam`, by name. `unscale_grads` is
+            True: under GradScaler float16 gradients are left unscaled, too.
     """
 
     # fairseq looks for it, to tell this FusedAdam from the one before.
@@ -42,6 +57,7 @@ class FusedAdam(optimizers.FusedAdam):
         set_grad_none: bool = True,
         **options: Any,
     ) -> None:
+        options.setdefault("unscale_grads", True)
         super().__init__(
             params,
             lr,
