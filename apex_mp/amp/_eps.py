@@ -20,7 +20,7 @@ def warn_of_eps(caller: str, optimizer: Any) -> None:
         optimizer: Any object with param_groups. Fused optimizers, ours and torch's, divide in
             float32.
     """
-    if isinstance(optimizer, FusedOptimizer):
+    if isinstance(getattr(optimizer, "optim", optimizer), FusedOptimizer):  # LARC has it there.
         return
     for group in optimizer.param_groups:
         eps, is_fused = group.get("eps"), group.get("fused")

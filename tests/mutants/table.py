@@ -188,8 +188,11 @@ AMP = {
         "mul_(scale)",
         "amp_scale_loss",
     ),
+    "an optimizer skips for what another one's gradients hold": Mutant(
+        "amp/scaling.py", "if overflowed or found_in_sum:", "if True:", "amp_scale_loss"
+    ),
     "unscaling into float16 may overflow unseen": Mutant(
-        "amp/_loss_grads.py", "for grad in both if", "for grad in () if", "amp_scale_loss"
+        "amp/_loss_grads.py", "for grad in grads if grad.dtype is", "for grad in () if grad.dtype is", "amp_scale_loss"
     ),
 }
 
