@@ -78,7 +78,7 @@ def test_the_same_script_runs_by_the_command(tmp_path: Path) -> None:
         timeout=120,
     )
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("\n") == 2
 
 
 # ImageNet: options, a resumed run, and several processes that a launcher starts.

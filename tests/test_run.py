@@ -263,6 +263,7 @@ def test_spawned_processes_and_workers_see_apex_and_the_cpu(tmp_path: Path) -> N
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
     announced = re.findall("--device cpu: everything that the script puts on", result.stderr)
     assert len(announced) == 1
+    assert result.stderr.count("--dtype bfloat16 casts to bfloat16 instead") == 1
 
 
 LAUNCHED = """

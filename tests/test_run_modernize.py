@@ -405,6 +405,13 @@ def test_packages_have_what_they_dropped(
         del sys.modules[name]
 
 
+def test_a_missing_nvidia_smi_gets_a_hint_where_the_cpu_stands_in() -> None:
+    error = FileNotFoundError(2, "No such file or directory", "nvidia-smi")
+    hint = hints.line_for(error, Settings(device="cpu"))
+    assert hint is not None
+    assert "there is no nvidia-smi here" in hint
+
+
 def test_an_error_in_another_operation_on_integers_is_a_matter_of_full() -> None:
     numbers = torch.full((2,), 1)
     with pytest.raises(RuntimeError) as error:

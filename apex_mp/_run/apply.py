@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from apex_mp._as_apex.install import ON_THE_COMMAND_LINE, install
-from apex_mp._run import cpu, hints, launched, modernize
+from apex_mp._run import bfloat16, cpu, hints, launched, modernize
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
 
@@ -28,9 +28,13 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     launched.accept_local_rank(replacements)
     if settings.modernize:
         modernize.supply(replacements)
+    if settings.dtype == "bfloat16":
+        bfloat16.cast_instead(replacements)
     if settings.device == "cpu":
         if not child:
             print(cpu.ANNOUNCEMENT, file=sys.stderr)
+            if settings.dtype is None:
+                print(cpu.SLOW, file=sys.stderr)
         cpu.redirect(replacements)
     return replacements
 

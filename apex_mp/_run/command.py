@@ -10,7 +10,7 @@ from apex_mp._as_apex.eras import ERAS
 from apex_mp._run.settings import Settings
 from apex_mp.core import extension
 
-_WITH_VALUE = ("--era", "--device")
+_WITH_VALUE = ("--era", "--device", "--dtype")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str]) -> None:
     from apex_mp._run import main_module
     from apex_mp._run.apply import apply
 
-    settings = Settings(options.era, options.force, options.device, options.modernize)
+    settings = Settings(
+        options.era, options.force, options.device, options.modernize, options.dtype
+    )
     program = main_module.Target(name, is_module=is_module)
     program.take_over(rest)
     settings.hand_to_children()
@@ -68,8 +70,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp run",
-        usage="%(prog)s [-h] [--era ERA] [--device cpu] [--modernize] [--force]\n"
-        "       (script.py | -m module) [what it is given ...]",
+        usage="%(prog)s [-h] [--era ERA] [--device cpu] [--dtype bfloat16] [--modernize]\n"
+        "       [--force] (script.py | -m module) [what it is given ...]",
         allow_abbrev=False,
         description="Run an unmodified script of 2018-2019: import apex finds apex_mp, here and in "
         "child processes.",
@@ -79,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", choices=["cpu"], help="cpu: run on the CPU what the script puts on a GPU"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16"],
+        help="bfloat16: cast to it what the script casts to float16",
     )
     parser.add_argument(
         "--modernize",

@@ -20,12 +20,14 @@ class Settings:
         force: See there.
         device: "cpu" to run on the CPU what asks for a GPU, or None.
         modernize: Supply what later versions took away.
+        dtype: "bfloat16" to cast to that where a script casts to float16, or None.
     """
 
     era: str = "2019-03"
     force: bool = False
     device: str | None = None
     modernize: bool = False
+    dtype: str | None = None
 
     def hand_to_children(self) -> None:
         """Write the settings into the environment, and our sitecustomize in front of others."""

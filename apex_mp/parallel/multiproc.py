@@ -2,17 +2,19 @@
 
 Each process runs the script with `--world-size N --rank I` after its own arguments, in place of
 those if it has them, and with the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT), so that `init_process_group("nccl")` needs nothing more. Standard output
-of ranks above 0 goes to `GPU_I.log` in the current folder. If one process fails, all are stopped.
+MASTER_ADDR, MASTER_PORT), so that `init_process_group("nccl")` needs nothing more; an address that
+the script gives, such as `init_method="tcp://127.0.0.1:23456"`, works too. Standard output of ranks
+above 0 goes to `GPU_I.log` in the current folder. If one process fails, all are stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from torch.cuda import device_count
 
 __all__ = ["main"]
 
@@ -36,22 +38,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="how many processes [one for each GPU]",
+        help="how many processes [the --world-size that the script is given, or one for each GPU]",
     )
     parser.add_argument("script", help="a Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
     options = parser.parse_args(arguments)
     count = options.nproc_per_node
     if count is None:
-        count = torch.cuda.device_count()
+        count = _world_size(options.arguments)
+    if count is None:
+        count = device_count()
         if count == 0:
             parser.error("there is no GPU; say by --nproc_per_node how many processes to run")
     if count < 1:
         parser.error(f"--nproc_per_node is {count}; it must be at least 1")
     from torch.distributed import run
 
+    # Else no process of the script opens the store at an address that it gives.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     own = ["--standalone", f"--nproc_per_node={count}", str(_WORKER)]
     run.main([*own, options.script, *options.arguments])
+
+
+def _world_size(arguments: Sequence[str]) -> int | None:
+    """Return the --world-size among the arguments of a script."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int)
+    known, _ = parser.parse_known_args([*arguments])
+    return known.world_size  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

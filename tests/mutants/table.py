@@ -192,7 +192,10 @@ AMP = {
         "amp/scaling.py", "if overflowed or found_in_sum:", "if True:", "amp_scale_loss"
     ),
     "unscaling into float16 may overflow unseen": Mutant(
-        "amp/_loss_grads.py", "for grad in grads if grad.dtype is", "for grad in () if grad.dtype is", "amp_scale_loss"
+        "amp/_loss_grads.py",
+        "for grad in grads if grad.dtype is",
+        "for grad in () if grad.dtype is",
+        "amp_scale_loss",
     ),
 }
 

@@ -14,6 +14,10 @@ ANNOUNCEMENT = (
     "apex_mp run: --device cpu: everything that the script puts on a GPU lies on the CPU; "
     "torch.cuda answers as if there were one"
 )
+SLOW = (
+    "apex_mp run: on a CPU float16 convolutions take many times as long as float32 ones; "
+    "--dtype bfloat16 casts to bfloat16 instead"
+)
 
 
 def redirect(replacements: Replacements) -> None:

@@ -13,6 +13,7 @@ from torch import distributed
 
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
 from apex_mp._run.replacements import Replacements, called_by_torch
+from apex_mp.parallel import multiproc
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
 _NCCL = re.compile(r"nccl|(?=.*\bcuda:nccl\b)\w+:\w+(,\w+:\w+)*")
@@ -36,6 +37,7 @@ def replace(replacements: Replacements) -> None:
     profile = torch.autograd.profiler.profile
     replacements.set(profile, "__init__", _of_cpu(profile.__init__))
     replacements.set(torch.nn.parallel, "data_parallel", _data_parallel)
+    replacements.set(multiproc, "device_count", lambda: 1)
     if not distributed.is_available():
         return
     for name in ("init_process_group", "new_group"):
