@@ -27,6 +27,11 @@ _SINCE_2020 = frozenset(
         ("amp_C", "multi_tensor_adagrad"),
         ("amp_C", "multi_tensor_adam_capturable"),
         ("amp_C", "multi_tensor_adam_capturable_master"),
+        ("amp_C", "multi_tensor_l2norm_mp"),
+        ("amp_C", "multi_tensor_l2norm_scale"),
+        ("amp_C", "multi_tensor_lamb_mp"),
+        ("amp_C", "multi_tensor_unscale_l2norm"),
+        ("amp_C", "update_scale_hysteresis"),
     }
 )
 _LATER_NORMS = frozenset(

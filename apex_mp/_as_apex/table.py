@@ -159,8 +159,9 @@ MODULES: dict[str, dict[str, str]] = {
         "apex_mp.multi_tensor_apply.amp_C": (
             "multi_tensor_adagrad multi_tensor_adam multi_tensor_adam_capturable "
             "multi_tensor_adam_capturable_master multi_tensor_axpby multi_tensor_l2norm "
-            "multi_tensor_lamb multi_tensor_novograd multi_tensor_scale multi_tensor_sgd "
-            "scale_check_overflow"
+            "multi_tensor_l2norm_mp multi_tensor_l2norm_scale multi_tensor_lamb "
+            "multi_tensor_novograd multi_tensor_scale multi_tensor_sgd "
+            "multi_tensor_unscale_l2norm scale_check_overflow update_scale_hysteresis"
         )
     },
     "apex_C": {"apex_mp.multi_tensor_apply.apex_C": "flatten unflatten"},
@@ -212,6 +213,7 @@ MISSING: dict[str, dict[str, str]] = {
     "apex.parallel.optimized_sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "apex.parallel.sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "amp_C": {
+        "multi_tensor_lamb_mp": _LAMB,
         "multi_tensor_lamb_stage1_cuda": _LAMB,
         "multi_tensor_lamb_stage2_cuda": _LAMB,
     },

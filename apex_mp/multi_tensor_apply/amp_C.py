@@ -43,11 +43,15 @@ __all__ = [
     "multi_tensor_adam_capturable_master",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
     "multi_tensor_lamb",
     "multi_tensor_novograd",
     "multi_tensor_scale",
     "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
     "scale_check_overflow",
+    "update_scale_hysteresis",
 ]
 
 
@@ -128,6 +132,94 @@ def multi_tensor_l2norm(
             norm, norms = ops.l2_norm(tensors), torch.empty(0, device=tensors[0].device)
         found_inf.logical_or_(~norm.isfinite())
     return norm.float().reshape(1), norms.float()
+
+
+multi_tensor_l2norm_mp = multi_tensor_l2norm  # It took lists of several dtypes; both do here.
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    inv_scale: float | Tensor,
+    per_tensor: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the norms of `multi_tensor_l2norm` times `inv_scale`; no tensor is changed.
+
+    Args:
+        chunk_size: As there; likewise the others.
+        overflow_buf: As there.
+        tensor_lists: As there.
+        inv_scale: One element.
+        per_tensor: As there.
+    """
+    norm, norms = multi_tensor_l2norm(chunk_size, overflow_buf, tensor_lists, per_tensor)
+    return norm * inv_scale, norms * inv_scale
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    scale: float | Tensor,
+    per_tensor: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write `input * scale` to the outputs, `[inputs, outputs]`, and return the norms of these.
+
+    Args:
+        chunk_size: As for `multi_tensor_scale`; likewise the next three.
+        overflow_buf: As there.
+        tensor_lists: As there.
+        scale: As there.
+        per_tensor: As for `multi_tensor_l2norm`, which says what is returned.
+    """
+    multi_tensor_scale(chunk_size, overflow_buf, tensor_lists, scale)
+    return multi_tensor_l2norm(chunk_size, overflow_buf, [tensor_lists[1]], per_tensor)
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Update a loss scale that backs off after `hysteresis` overflows with no good step between.
+
+    The rule is that of apex: the count of tolerated overflows is filled up by a good step, not by a
+    backoff, so that each further overflow of a row backs off. The host does not wait.
+
+    Args:
+        current_scale: The scale, one float32 element; written.
+        growth_tracker: Good steps since the scale last changed, one int32 element; written.
+        hysteresis_tracker: Overflows until the scale backs off, one int32 element; written.
+        found_inf: One element, greater than 0 after an overflow.
+        growth_factor: What the scale is multiplied by after `growth_interval` good steps, unless
+            it would become inf.
+        backoff_factor: What it is multiplied by when it backs off.
+        growth_interval: See `growth_factor`.
+        hysteresis: What `hysteresis_tracker` is filled up to.
+
+    Returns:
+        `current_scale`.
+    """
+    is_bad = found_inf > 0
+    hysteresis_tracker.sub_(is_bad.to(hysteresis_tracker.dtype))
+    backs_off = is_bad & (hysteresis_tracker <= 0)
+    good = growth_tracker + 1
+    grown = current_scale * growth_factor
+    grows = ~is_bad & (good == growth_interval)
+    scale = torch.where(backs_off, current_scale * backoff_factor, current_scale)
+    current_scale.copy_(torch.where(grows & grown.isfinite(), grown, scale))
+    growth_tracker.copy_(torch.where(is_bad | grows, torch.zeros_like(good), good))
+    hysteresis_tracker.copy_(
+        torch.where(is_bad, hysteresis_tracker, torch.full_like(hysteresis_tracker, hysteresis))
+    )
+    return current_scale
 
 
 def scale_check_overflow(
