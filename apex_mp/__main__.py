@@ -1,6 +1,6 @@
 """`python -m apex_mp`: print what it runs on, exit with 1 if it cannot.
 
-`run`: run a script. `report`: print what a Monitor has saved.
+`run`: run a script. `check`: say what it needs. `report`: print what a Monitor has saved.
 """
 
 import argparse
@@ -13,22 +13,27 @@ from apex_mp.core.environment import survey
 if sys.argv[1:2] == ["run"]:
     main(sys.argv[2:])
     sys.exit()
+if sys.argv[1:2] == ["check"]:
+    from apex_mp._check.command import main as check_main
+
+    sys.exit(check_main(sys.argv[2:]))
 if sys.argv[1:2] == ["report"]:
     from apex_mp.monitor.command import main as report_main
 
     sys.exit(report_main(sys.argv[2:]))
 parser = argparse.ArgumentParser(
     prog="python -m apex_mp",
-    usage="%(prog)s [-h] [--version] [run ...] [report ...]",
+    usage="%(prog)s [-h] [--version] [run ...] [check ...] [report ...]",
     allow_abbrev=False,
     description="Without arguments: print what apex_mp runs on, and for what is missing the "
     "command that mends it. run: run an old script that says import apex; see "
-    "python -m apex_mp run --help. report: print a training that apex_mp.monitor has saved.",
+    "python -m apex_mp run --help. check: say what a script or repository needs to run. report: "
+    "print a training that apex_mp.monitor has saved.",
 )
 parser.add_argument("--version", action="version", version=f"apex_mp {__version__}")
 _, words = parser.parse_known_args()
 if words:
-    parser.error(f"{words[0]!r} is no command; it must be run or report, or nothing")
+    parser.error(f"{words[0]!r} is no command; it must be run, check or report, or nothing")
 report = survey()
 print(report)
 sys.exit(0 if report.usable else 1)

@@ -172,7 +172,7 @@ def test_a_wheel_without_torch_names_the_release_that_it_was_built_for(
         (["--help"], "usage: python -m apex_mp [-h] [--version] [run ...]"),
         (["-h"], "python -m apex_mp run --help"),
         (["--version"], f"apex_mp {apex_mp.__version__}\n"),
-        (["run", "--help"], "--era {2019-03,2019-08,2020}"),
+        (["run", "--help"], "--era {auto,2019-03,2019-08,2020}"),
         (["run", "-h"], "usage: python -m apex_mp run"),
     ],
 )

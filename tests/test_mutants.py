@@ -3,7 +3,16 @@
 from pathlib import Path
 
 import pytest
-from mutants.table import AMP, CHECKPOINTS, FP16_UTILS, MONITOR, MUTANTS, OPTIMIZERS, SCALER
+from mutants.table import (
+    AMP,
+    CHECKPOINTS,
+    FP16_UTILS,
+    MONITOR,
+    MUTANTS,
+    OLD_SCRIPTS,
+    OPTIMIZERS,
+    SCALER,
+)
 
 import apex_mp
 
@@ -14,7 +23,7 @@ PACKAGE = Path(apex_mp.__file__).parent
 
 def test_each_part_of_the_package_has_ten_mutants() -> None:
     assert len(MUTANTS) >= 60
-    parts = (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS, SCALER, MONITOR)
+    parts = (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS, SCALER, MONITOR, OLD_SCRIPTS)
     assert min(map(len, parts)) >= 10
     assert len(MUTANTS) == sum(map(len, parts))
 

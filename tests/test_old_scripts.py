@@ -78,7 +78,8 @@ def test_the_same_script_runs_by_the_command(tmp_path: Path) -> None:
         timeout=120,
     )
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
-    assert result.stderr.count("\n") == 2
+    assert "--era 2019-03, by FP16_Optimizer at script.py:" in result.stderr
+    assert result.stderr.count("\n") == 3
 
 
 # ImageNet: options, a resumed run, and several processes that a launcher starts.

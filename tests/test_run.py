@@ -91,9 +91,12 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     wrong = python(tmp_path, "-m", "apex_mp", "ran")
     assert wrong.returncode == 2
     assert wrong.stderr.endswith(
-        "error: 'ran' is no command; it must be run or report, or nothing\n"
+        "error: 'ran' is no command; it must be run, check or report, or nothing\n"
     )
-    assert "usage: python -m apex_mp [-h] [--version] [run ...] [report ...]" in wrong.stderr
+    assert (
+        "usage: python -m apex_mp [-h] [--version] [run ...] [check ...] [report ...]"
+        in wrong.stderr
+    )
     era = python(tmp_path, *RUN, "--era", "2018", "script.py")
     assert era.returncode == 2
     assert "argument --era: invalid choice: '2018'" in era.stderr
@@ -171,7 +174,7 @@ def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -
 
 def test_a_name_of_another_era_is_told_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB")
-    result = python(tmp_path, *RUN, "script.py")
+    result = python(tmp_path, *RUN, "--era", "2019-03", "script.py")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
         "ImportError: apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' and "

@@ -144,6 +144,11 @@ CASES: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: DIST._backend == DIST.dist_backend.NCCL, False, "torch.distributed.dist_backend"),
     (lambda: torch.utils.data.dataloader._use_shared_memory, False, "_use_shared_memory"),  # type: ignore[attr-defined]
     (lambda: TORCH.rfft(SIGNAL, 2).shape, (2, 4, 3, 2), "torch.rfft"),
+    (
+        lambda: torch.allclose(TORCH.rfft(SIGNAL, 1, True) * 5**0.5, TORCH.rfft(SIGNAL, 1)),
+        True,
+        "torch.rfft",
+    ),
     (lambda: close(TORCH.irfft(TORCH.rfft(SIGNAL, 1), 1, signal_sizes=[5])), True, "torch.irfft"),
     (
         lambda: close(TORCH.irfft(TORCH.rfft(SIGNAL, 2, True, False), 2, True, False)),

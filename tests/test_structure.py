@@ -28,6 +28,7 @@ ROWS = [
     {"checkpoint", "convert", "trainers"},
     {"_as_apex"},
     {"accelerate", "as_apex", "lightning", "pytorch_lightning", "_run"},
+    {"_check"},
     {"__init__", "__main__"},
 ]
 HEIGHTS = {name: height for height, row in enumerate(ROWS) for name in row}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from apex_mp._as_apex import evidence
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._run.settings import Settings
 from apex_mp.core import extension
@@ -34,9 +36,8 @@ def main(arguments: Sequence[str]) -> None:
     from apex_mp._run import main_module
     from apex_mp._run.apply import apply
 
-    settings = Settings(
-        options.era, options.force, options.device, options.modernize, options.dtype
-    )
+    era = _era(name, is_module) if options.era == "auto" else options.era
+    settings = Settings(era, options.force, options.device, options.modernize, options.dtype)
     program = main_module.Target(name, is_module=is_module)
     program.take_over(rest)
     settings.hand_to_children()
@@ -45,6 +46,20 @@ def main(arguments: Sequence[str]) -> None:
     except RuntimeError as error:
         sys.exit(str(error))
     program.execute(settings)
+
+
+def _era(name: str, is_module: bool) -> str:
+    """Return the era that a script was written for, and say by what it is known."""
+    script = Path(name)
+    if is_module:
+        found = evidence.in_module(name)
+    else:
+        found = evidence.in_program(script, script.parent) if script.is_file() else []
+    era = evidence.era_of(found)
+    for each in (each for each in found if era in each.eras):
+        print(f"apex_mp run: --era {era}, by {each.what} at {each.where}", file=sys.stderr)
+        break
+    return era
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -77,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         "child processes.",
     )
     parser.add_argument(
-        "--era", choices=ERAS, default="2019-03", help="whose apex the script knows [2019-03]"
+        "--era",
+        choices=["auto", *ERAS],
+        default="auto",
+        help="whose apex the script knows [auto: by names and arguments, else 2019-03]",
     )
     parser.add_argument(
         "--device", choices=["cpu"], help="cpu: run on the CPU what the script puts on a GPU"

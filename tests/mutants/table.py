@@ -881,4 +881,61 @@ MONITOR = {
     ),
 }
 
-MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS, **SCALER, **MONITOR}
+OLD_SCRIPTS = {
+    "the era is that of the first name": Mutant(
+        "_as_apex/evidence.py",
+        "sum(era in each.eras for each in found)",
+        "era in found[0].eras if found else 0",
+        "check",
+    ),
+    "what a script imports is not read": Mutant(
+        "_as_apex/sources.py", "waiting += sorted(new)", "pass", "check"
+    ),
+    "torch.load is safe": Mutant(
+        "_check/needs.py", '"weights_only" not in keywords', "False", "check"
+    ),
+    "names that are not here pass": Mutant(
+        "_check/needs.py",
+        "return None if instead is None else",
+        "return None if True else",
+        "check",
+    ),
+    "a replacement cannot be compiled": Mutant(
+        "_run/replacements.py",
+        "            self._compile_as(value, before)",
+        "            pass",
+        "run_torchscript",
+    ),
+    "a script is given an option that it does not declare": Mutant(
+        "_run/launched.py",
+        'words[index] = word.replace("--local-rank", "--local_rank", 1)',
+        "pass",
+        "run_modernize",
+    ),
+    "float16 stays float16": Mutant(
+        "_run/bfloat16.py",
+        "torch.bfloat16 if value is torch.float16 else value",
+        "value",
+        "run_bfloat16",
+    ),
+    "a Fourier transform is not normalized": Mutant(
+        "_run/modernize/names.py",
+        'return "ortho" if normalized else "backward"',
+        'return "backward"',
+        "run_modernize",
+    ),
+    "the optimizer of transformers corrects its bias": Mutant(
+        "_run/modernize/packages.py",
+        '"bias_correction": correct_bias',
+        '"bias_correction": True',
+        "run_modernize",
+    ),
+    "uint8 masks in assignments stay": Mutant(
+        "_run/modernize/masks.py",
+        'original(self, _as_bool("x[mask] = value", index), value)',
+        "original(self, index, value)",
+        "run_modernize",
+    ),
+}
+
+MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS, **SCALER, **MONITOR, **OLD_SCRIPTS}

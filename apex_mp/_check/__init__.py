@@ -1,0 +1,1 @@
+"""`python -m apex_mp check`: what a repository needs to run, without running it."""

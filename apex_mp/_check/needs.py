@@ -1,0 +1,166 @@
+"""What a file needs of `--modernize` and `--device cpu`, and what will not work."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+
+from apex_mp._as_apex.sources import Call, Source, Use, is_of_apex, places_of
+from apex_mp._as_apex.table import MISSING, MODULES
+from apex_mp._run.modernize.names import DROPPED
+
+_OF_PACKAGES = {
+    "PIL.Image.ANTIALIAS",
+    "PIL.Image.CUBIC",
+    "PIL.Image.LINEAR",
+    "torch.gels",
+    "torch.lstsq",
+    "torch.symeig",
+    "transformers.AdamW",
+    "transformers.optimization.AdamW",
+}
+_MASKED = re.compile(r"masked_(fill|scatter|select)_?")
+_BYTES = ("torch.uint8", "torch.ByteTensor", "torch.cuda.ByteTensor")
+_GPU_WORDS = re.compile(r"cuda(:\d+)?|nccl")
+# Modules of apex that are not about mixed precision, and what to take instead.
+_ELSEWHERE = {
+    "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.groupbn": "apex_mp.parallel.SyncBatchNorm",
+    "apex.contrib.layer_norm": "apex_mp.normalization.FusedLayerNorm",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
+    "apex.contrib.optimizers": "apex_mp.optimizers under torch's fully_shard",
+    "apex.contrib.sparsity": "torch.nn.utils.prune",
+    "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
+    "apex.fused_dense": "torch.nn.Linear",
+    "apex.mlp": "torch.nn.Sequential of Linear and ReLU",
+    "apex.pyprof": "torch.profiler",
+    "apex.transformer": "the copy of it in Megatron-LM",
+}
+_GONE = {
+    "torch.eig": "torch.linalg.eig",
+    "torch.solve": "torch.linalg.solve",
+    "torch.matrix_rank": "torch.linalg.matrix_rank",
+}
+
+
+def modernized(source: Source) -> Iterator[Use]:
+    """Yield what `--modernize` supplies."""
+    for name, where in source.uses():
+        module, _, last = name.rpartition(".")
+        if name.startswith("torch._six"):
+            yield Use("torch._six", where)
+        elif name in _OF_PACKAGES or (last in DROPPED.get(module, ()) and not _has(module, last)):
+            yield Use(name, where)
+    for call in source.calls():
+        what = _in_call(call)
+        if what is not None:
+            yield Use(what, call.where)
+    yield from _with_masks(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Subscript) and _is_number_of_loss(node):
+            yield Use("loss.data[0]", source.where(node))
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False
+
+
+def _in_call(call: Call) -> str | None:
+    """Return what of a call `--modernize` supplies, if anything."""
+    keywords = {keyword.arg for keyword in call.node.keywords}
+    if None in keywords:  # **options
+        return None
+    count = len(call.node.args)
+    for name in call.names:
+        if name == "yaml.load" and count < 2 and "Loader" not in keywords:
+            return "yaml.load without a Loader"
+        if name == "torch.load" and "weights_only" not in keywords:
+            return "torch.load of any pickle"
+        if name == "torch.full" and count > 1 and "dtype" not in keywords:
+            fill = call.node.args[1]
+            if isinstance(fill, ast.Constant) and type(fill.value) is int:
+                return "torch.full of an int"
+        if name.startswith("torch.optim.lr_scheduler.") and "verbose" in keywords:
+            return f"{name.rpartition('.')[2]}(verbose=)"
+    function = call.node.func
+    is_next = isinstance(function, ast.Attribute) and function.attr == "next" and not count
+    return "iterator.next()" if is_next and "iter" in ast.unparse(function) else None
+
+
+def _with_masks(source: Source) -> Iterator[Use]:
+    """Yield masks of uint8 that a file makes, if it uses masks; and `1 - (a == b)`."""
+    attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
+    takes_masks = any(_MASKED.fullmatch(node.attr) for node in attributes)
+    for each in attributes if takes_masks else ():
+        if each.attr == "byte" or any(name in _BYTES for name in source.full_names(each)):
+            yield Use("masks of uint8", source.where(each))
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+            continue
+        if isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Compare):
+            yield Use("1 - mask", source.where(node))
+
+
+def _is_number_of_loss(node: ast.Subscript) -> bool:
+    of_data = isinstance(node.value, ast.Attribute) and node.value.attr == "data"
+    is_first = isinstance(node.slice, ast.Constant) and node.slice.value == 0
+    return of_data and is_first and "loss" in ast.unparse(node.value).lower()
+
+
+def on_gpu(source: Source) -> Iterator[str]:
+    """Yield where a file asks for a GPU."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asks = node.func.attr == "cuda"
+        else:
+            value = node.value if isinstance(node, ast.Constant) else None
+            asks = isinstance(value, str) and _GPU_WORDS.fullmatch(value) is not None
+        if asks and isinstance(node, ast.expr):
+            yield source.where(node)
+
+
+def unsupported(source: Source) -> Iterator[Use]:
+    """Yield what will not work, with what to do about it."""
+    for name, where in source.uses():
+        sentence = _absence(name) if is_of_apex(name) else None
+        if name in _GONE:
+            sentence = f"{name} was removed; use {_GONE[name]}"
+        if sentence is not None:
+            yield Use(sentence, where)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef) and _is_legacy_function(node, source):
+            sentence = (
+                f"{node.name}: torch wants forward and backward of an autograd Function as static "
+                "methods that take ctx"
+            )
+            yield Use(sentence, source.where(node))
+
+
+def _absence(name: str) -> str | None:
+    """Return what to say of a name of apex that is not here."""
+    for module, each in places_of(name):
+        instead = MISSING.get(module, {}).get(each)
+        return None if instead is None else f"{module}.{each} is not in apex_mp; {instead}"
+    if name.removesuffix(".*") in MODULES:
+        return None
+    for module, instead in _ELSEWHERE.items():
+        if f"{name}.".startswith(f"{module}."):
+            return f"{name} is not in apex_mp; use {instead}"
+    parent, _, last = name.rpartition(".")
+    if parent in MODULES and last.startswith("__"):
+        return None
+    return f"{name} is not in apex_mp"
+
+
+def _is_legacy_function(node: ast.ClassDef, source: Source) -> bool:
+    names = [name for base in node.bases for name in source.full_names(base)]
+    if not {"torch.autograd.Function", "torch.autograd.function.Function"} & {*names}:
+        return False
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    return any(each.name == "forward" and not each.decorator_list for each in methods)
