@@ -102,7 +102,7 @@ def _view(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _getitem(original: Callable[..., Tensor]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __getitem__(self: Tensor, index: Any) -> Any:  # noqa: N807
-        if index == 0 and type(index) is int and self.dim() == 0:
+        if type(index) is int and index == 0 and self.dim() == 0:
             note(
                 "index 0 of a tensor of one number", "is the number, of one with a gradient itself"
             )
