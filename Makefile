@@ -215,12 +215,17 @@ $(DOCS_READY): docs/requirements.txt $(TORCH_READY)
 	touch $@
 
 # fairseq without pip's cache, which does not ask for which torch a wheel was compiled.
-$(CLIENTS_READY): tests/clients/requirements.txt tests/make_venv.py $(TORCH_READY) | $(BUILT)
+# Projects of which another version is there have a folder of their own.
+$(CLIENTS_READY): tests/clients/requirements.txt tests/clients/projects.txt tests/make_venv.py $(TORCH_READY) | $(BUILT)
 	@echo 'Setting up $(CLIENTS_VENV): a minute or two the first time'
 	$(VENV)/bin/python tests/make_venv.py $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps -r $<
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps --no-build-isolation --no-cache-dir \
 	  fairseq==0.9.0
+	for project in $$(cat tests/clients/projects.txt); do \
+	  $(CLIENTS_VENV)/bin/python -m pip install -qq --no-deps --upgrade \
+	    --target $(CLIENTS_VENV)/projects/$$project $$project || exit 1; \
+	done
 	touch $@
 
 # torchvision in a folder of its own: that of PyPI is compiled for CUDA, and where torch is not, each

@@ -58,7 +58,7 @@ ON_BOTH_CORES = [
 ]
 ON_ONE_CORE = [
     Target("cuda-link", 8, EACH_TIME, PAIRWISE),
-    Target("clients", 3, ("csrc", "apex_mp", "tests/clients")),
+    Target("clients", 5, ("csrc", "apex_mp", "tests/clients")),
     Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.
     Target("coverage", 9, NIGHTLY_ONLY),

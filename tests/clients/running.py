@@ -18,16 +18,19 @@ SECONDS = 240  # A run takes less than ten on a machine that does nothing else.
 WORDS = 20
 
 
-def run(folder: Path, *words: object) -> str:
+def run(folder: Path, *words: object, project: str = "") -> str:
     """Run `python -m apex_mp run WORDS` and return all that it prints.
 
     Args:
         folder: The working directory.
         *words: Options, target and arguments.
+        project: A line of projects.txt, to import that one [what is installed].
     """
     command = [sys.executable, "-m", "apex_mp", "run", *map(str, words)]
     # One thread: the runs are small, and a sum in another order would be another loss.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    if project:
+        environment["PYTHONPATH"] = str(folder_of(project))
     result = subprocess.run(
         command,
         cwd=folder,
@@ -42,6 +45,11 @@ def run(folder: Path, *words: object) -> str:
     # OpenNMT-py prints the traceback of a failed batch, and goes on.
     assert "Traceback" not in result.stdout, shown
     return result.stdout
+
+
+def folder_of(project: str) -> Path:
+    """Return where a project of projects.txt is installed."""
+    return Path(sys.prefix) / "projects" / project
 
 
 class _Unknown:

@@ -1,4 +1,4 @@
-"""OpenNMT-py 1.0.0: half() and FP16_Optimizer around its own FusedAdam, or amp around Adam."""
+"""OpenNMT-py: half() and FP16_Optimizer around its own FusedAdam, or amp around Adam."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ class Run:
 class OpenNMT:
     """Data in a folder, and trainings on it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, project: str = "") -> None:
+        self.folder, self.project = folder, project
         write_sentences(folder)
         data = "-train_src train.src -train_tgt train.tgt -valid_src valid.src -valid_tgt valid.tgt"
-        run(folder, "-m", "onmt.bin.preprocess", *data.split(), "-save_data", "data")
+        words = f"--modernize -m onmt.bin.preprocess {data} -save_data data"
+        run(folder, *words.split(), project=project)
 
     def train(self, name: str, options: str, steps: int = STEPS) -> Run:
         ends = f"-train_steps {steps} -valid_steps {steps} -save_checkpoint_steps {steps}"
         words = f"-data data -save_model {name} {MODEL} {TRAINING} {ends} {options}"
-        output = run(self.folder, "--modernize", "-m", "onmt.bin.train", *words.split())
+        command = ("--modernize", "-m", "onmt.bin.train", *words.split())
+        output = run(self.folder, *command, project=self.project)
         path = self.folder / f"{name}_step_{steps}.pt"
         return Run(output, checkpoint(path))
 
@@ -136,3 +138,13 @@ def _same(one: Run, other: Run) -> bool:
 
 def test_amp_says_at_which_level_it_is(amp: Run) -> None:
     assert "opt_level              : O1" in amp.output
+
+
+def test_the_version_after_it_trains_by_the_optimizer_of_contrib(tmp_path: Path) -> None:
+    later = OpenNMT(tmp_path, "OpenNMT-py==1.2.0")
+    fp16 = later.train("fp16", FUSED)
+    fp32 = later.train("fp32", "-optim adam", steps=STEPS - fp16.skipped)
+    assert mean(fp16.losses[-LAST:]) < 0.5 * fp16.losses[0]
+    assert {weight.dtype for weight in fp16.checkpoint["model"].values()} == {torch.float16}
+    # 3 seeds: 0.03 at the most.
+    assert mean(fp16.losses[-LAST:]) == pytest.approx(mean(fp32.losses[-LAST:]), abs=0.1)

@@ -33,5 +33,7 @@ def test_the_page_names_the_versions_that_are_installed() -> None:
     for name, version in (("OpenNMT-py", "1.0.0"), ("torchtext", "0.4.0"), ("fairseq", "0.9.0")):
         assert f"{name}=={version}" in pins
         assert f"{name} {version}" in page
+    for line in Path(__file__).with_name("projects.txt").read_text("utf-8").split():
+        assert line.replace("==", " ") in page
     assert "parlai==1.0.0" in pins
     assert "ParlAI 1.0.0" in page
