@@ -140,6 +140,8 @@ CASES: dict[str, tuple[Repository, str, list[str], list[str]]] = {
         ["F: torch wants forward and backward"],
     ),
     "CUDA code": ({"train.py": "", "a/kernel.cu": ""}, "2019-03", [], ["CUDA code of its own"]),
+    "zero bytes": ("x = 1\0", "2019-03", [], ["is not Python of today"]),
+    "too many levels": ("x = " + "-" * 100_000 + "1", "2019-03", [], ["is not Python of today"]),
     "removed": ("import torch\ntorch.eig(a)\n", "2019-03", [], ["use torch.linalg.eig"]),
 }
 
@@ -172,6 +174,16 @@ def test_old_scripts_need_what_their_tests_give_them(script: Path) -> None:
     assert report.gpu
     assert not report.unsupported
     assert report.era == "2019-03"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": ADAM, "train.py": "import a\n"})
+    (tmp_path / "b.py").symlink_to(tmp_path / "gone.py")
+    report = examine(tmp_path)
+    assert report.unsupported == {"cannot be read: No such file or directory": ["b.py"]}
+    assert report.files == 3
+    (tmp_path / "train.py").write_text("import a, b\n")
+    assert evidence.in_program(tmp_path / "train.py", tmp_path) == []
 
 
 def test_places_are_those_of_the_uses(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def in_program(start: Path, root: Path, package: str = "") -> list[Evidence]:
     """Return the evidence in a script and in what it imports; arguments as for `program`."""
     found: list[Evidence] = []
     for path in program(start, root, package):
-        text = path.read_bytes()
-        if any(name.encode() in text for name in TOP_LEVEL):
-            with contextlib.suppress(SyntaxError, RecursionError):
+        with contextlib.suppress(SyntaxError, OSError):  # The run will say so.
+            text = path.read_bytes()
+            if any(name.encode() in text for name in TOP_LEVEL):
                 found += evidence_in(read(path, root))
     return found
 

@@ -96,13 +96,14 @@ def read(path: Path, root: Path) -> Source:
 
     Raises:
         SyntaxError: It is not of Python 3.
+        OSError: It cannot be read.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in strings
         try:
             tree = ast.parse(path.read_bytes())
-        except ValueError as error:  # a byte of 0
-            raise SyntaxError(str(error)) from None
+        except (ValueError, RecursionError, MemoryError) as error:  # a byte of 0; too deep
+            raise SyntaxError(str(error) or "it is nested too deeply") from None
     meanings: dict[str, tuple[str, ...]] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -137,7 +138,7 @@ def program(start: Path, root: Path, package: str = "") -> Iterator[Path]:
         yield path
         try:
             tree = read(path, root).tree
-        except (SyntaxError, OSError, RecursionError):
+        except (SyntaxError, OSError):
             continue  # Python will say so, if it comes to that.
         new = {*_local(tree, path, root, package)} - found
         found |= new

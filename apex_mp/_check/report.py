@@ -128,10 +128,13 @@ def _read_all(path: Path) -> tuple[list[Source], list[Use]]:
     for file in files_of(path):
         try:
             sources.append(read(file, path))
-        except SyntaxError as error:
+        except (SyntaxError, OSError) as error:
             name = file.name if file == path else file.relative_to(path).as_posix()
-            sentence = f"is not Python of today: {error.msg}"
-            broken.append(Use(sentence, f"{name}:{error.lineno or 1}"))
+            if isinstance(error, SyntaxError):
+                place = f"{name}:{error.lineno or 1}"
+                broken.append(Use(f"is not Python of today: {error.msg}", place))
+            else:
+                broken.append(Use(f"cannot be read: {error.strerror}", name))
     return sources, broken
 
 
