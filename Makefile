@@ -61,7 +61,7 @@ TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patchi
   fused_adam_grad_scaler grad_marks grad_slots grad_scaler_in_torch grad_scaler_torch_cases multiproc \
   operator_autograd operators packaging parallel \
   parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
-  run_modernize sync_batchnorm torch_optimizer_database two_processes)
+  run_modernize run_torchscript shards sync_batchnorm torch_optimizer_database two_processes)
 DOCS_READY := $(VENV)/.done-docs
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
