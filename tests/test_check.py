@@ -122,6 +122,19 @@ CASES: dict[str, tuple[Repository, str, list[str], list[str]]] = {
         ["transformers.AdamW"],
         [],
     ),
+    "other packages": (
+        "from PIL import Image\nImage.ANTIALIAS, Image.BICUBIC\n"
+        "from transformers.optimization import AdamW\n",
+        "2019-03",
+        ["PIL.Image.ANTIALIAS", "transformers.optimization.AdamW"],
+        [],
+    ),
+    "linear algebra": (
+        "import torch\ntorch.symeig(a), torch.gels(b, a), torch.svd(a)\n",
+        "2019-03",
+        ["torch.gels", "torch.symeig"],
+        [],
+    ),
     # What will not work.
     "pyprof": ("from apex import pyprof\n", "2019-03", [], ["use torch.profiler"]),
     "missing": ("from apex.amp.wrap import rnn_cast\n", "2019-03", [], ["leave it out"]),
@@ -174,6 +187,16 @@ def test_old_scripts_need_what_their_tests_give_them(script: Path) -> None:
     assert report.gpu
     assert not report.unsupported
     assert report.era == "2019-03"
+
+
+def test_nothing_that_is_examined_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    files = {"transformers/__init__.py": "raise SystemExit(3)\n"}
+    write(tmp_path, files | {"train.py": "from transformers import AdamW\n"})
+    assert examine(tmp_path).modernize == {"transformers.AdamW": ["train.py:1"]}
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

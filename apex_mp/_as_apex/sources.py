@@ -91,6 +91,11 @@ def files_of(path: Path) -> list[Path]:
     return sorted(found)
 
 
+def name_of(path: Path, root: Path) -> str:
+    """Return the path of a file from the folder, or the file, that was asked for."""
+    return path.name if path == root else path.relative_to(root).as_posix()
+
+
 def read(path: Path, root: Path) -> Source:
     """Parse a file.
 
@@ -111,8 +116,7 @@ def read(path: Path, root: Path) -> Source:
                 bound = alias.asname or alias.name.partition(".")[0]
                 whole = name if alias.asname or isinstance(node, ast.ImportFrom) else bound
                 meanings[bound] = (*meanings.get(bound, ()), whole)
-    name = path.name if path == root else path.relative_to(root).as_posix()
-    return Source(name, tree, meanings)
+    return Source(name_of(path, root), tree, meanings)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

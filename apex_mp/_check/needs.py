@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
+import sys
 from collections.abc import Iterator
 
 from apex_mp._as_apex.sources import Call, Source, Use, is_of_apex, places_of
 from apex_mp._as_apex.table import MISSING, MODULES
-from apex_mp._run.modernize.names import DROPPED
+from apex_mp._run.modernize import packages
+from apex_mp._run.modernize.names import DROPPED, REPLACED
 
-_OF_PACKAGES = {
-    "PIL.Image.ANTIALIAS",
-    "PIL.Image.CUBIC",
-    "PIL.Image.LINEAR",
-    "torch.gels",
-    "torch.lstsq",
-    "torch.symeig",
-    "transformers.AdamW",
-    "transformers.optimization.AdamW",
+_SUPPLIED: dict[str, set[str]] = {
+    module: {*names} for module, names in [*DROPPED.items(), *packages.NAMES.items()]
 }
+_SUPPLIED["torch"] |= {*REPLACED}
 _MASKED = re.compile(r"masked_(fill|scatter|select)_?")
 _BYTES = ("torch.uint8", "torch.ByteTensor", "torch.cuda.ByteTensor")
 _GPU_WORDS = re.compile(r"cuda(:\d+)?|nccl")
@@ -52,7 +47,7 @@ def modernized(source: Source) -> Iterator[Use]:
         module, _, last = name.rpartition(".")
         if name.startswith("torch._six"):
             yield Use("torch._six", where)
-        elif name in _OF_PACKAGES or (last in DROPPED.get(module, ()) and not _has(module, last)):
+        elif last in _SUPPLIED.get(module, ()) and not _is_there(module, last):
             yield Use(name, where)
     for call in source.calls():
         what = _in_call(call)
@@ -64,11 +59,9 @@ def modernized(source: Source) -> Iterator[Use]:
             yield Use("loss.data[0]", source.where(node))
 
 
-def _has(module: str, name: str) -> bool:
-    try:
-        return hasattr(importlib.import_module(module), name)
-    except ImportError:
-        return False
+def _is_there(module: str, name: str) -> bool:
+    """Whether a module has a name still; nothing is imported, as it might be what is examined."""
+    return name not in REPLACED and hasattr(sys.modules.get(module), name)
 
 
 def _in_call(call: Call) -> str | None:

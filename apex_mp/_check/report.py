@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from apex_mp._as_apex.evidence import DEFAULT, Evidence, era_of, evidence_in
-from apex_mp._as_apex.sources import Source, Use, files_of, is_of_apex, places_of, read
+from apex_mp._as_apex.sources import Source, Use, files_of, is_of_apex, name_of, places_of, read
 from apex_mp._check import needs
 
 Places = dict[str, list[str]]
@@ -129,7 +129,7 @@ def _read_all(path: Path) -> tuple[list[Source], list[Use]]:
         try:
             sources.append(read(file, path))
         except (SyntaxError, OSError) as error:
-            name = file.name if file == path else file.relative_to(path).as_posix()
+            name = name_of(file, path)
             if isinstance(error, SyntaxError):
                 place = f"{name}:{error.lineno or 1}"
                 broken.append(Use(f"is not Python of today: {error.msg}", place))

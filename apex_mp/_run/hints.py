@@ -10,15 +10,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from apex_mp._run.modernize.names import DROPPED
+from apex_mp._run.modernize import packages
+from apex_mp._run.modernize.names import DROPPED, REPLACED
 from apex_mp._run.settings import Settings
 
 _ABSENT = r"module '{0}' has no attribute '({1})'|cannot import name '({1})' from '{0}'"
-_OF_PACKAGES = {
-    "PIL.Image": ("ANTIALIAS", "CUBIC", "LINEAR"),
-    "transformers": ("AdamW",),
-    "transformers.optimization": ("AdamW",),
-}
 _LINEAR = "linear algebra that torch has moved to torch.linalg"
 # (what an error says, what --modernize supplies)
 _MODERNIZED = [
@@ -28,12 +24,12 @@ _MODERNIZED = [
     (r"Subtraction, the `-` operator, with (a|two) bool tensor", "subtraction of bool masks"),
     *(
         (_ABSENT.format(re.escape(module), "|".join(names)), f"names that {module} has dropped")
-        for module, names in [*DROPPED.items(), *_OF_PACKAGES.items()]
+        for module, names in [*DROPPED.items(), *packages.NAMES.items()]
     ),
     (rf"`np\.({'|'.join(DROPPED['numpy'])})` was removed", "names that numpy has dropped"),
     (r"load\(\) missing 1 required positional argument: 'Loader'", "yaml.load without a Loader"),
     (
-        r"(?s)This function was deprecated since version 1\.9 and is now.* torch\.(lstsq|symeig)",
+        rf"(?s)This function was deprecated since .* torch\.({'|'.join(REPLACED)})",
         _LINEAR,
     ),
     (r"invalid index of a 0-dim tensor", "an index of a tensor of one number, as in loss.data[0]"),

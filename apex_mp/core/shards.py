@@ -84,7 +84,8 @@ def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank()
     for rank, (their_scale, theirs) in zip(ranks, of_ranks, strict=True):
-        differ = next((n for n, (a, b) in enumerate(zip(mine, theirs)) if a != b), None)  # noqa: B905
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        differ = next((number for number, (here, there) in pairs if here != there), None)
         if their_scale != scale:
             found = f"the loss scale is {scale} in rank {me} and {their_scale} in rank {rank}"
         elif differ is not None:

@@ -153,13 +153,17 @@ DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
 }
 
 
+# Functions that are there and only say that they have gone.
+REPLACED: dict[str, Callable[..., Any]] = {"lstsq": lstsq, "symeig": symeig}
+
+
 def supply(replacements: Replacements) -> None:
     """Add the names where they are missing, and replace what only says that it has gone."""
     for module, names in DROPPED.items():
         if module != "numpy" or importlib.util.find_spec("numpy") is not None:
             _add(replacements, importlib.import_module(module), names)
-    replacements.set(torch, "lstsq", lstsq)
-    replacements.set(torch, "symeig", symeig)
+    for name, function in REPLACED.items():
+        replacements.set(torch, name, function)
 
 
 def _add(

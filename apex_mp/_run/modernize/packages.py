@@ -14,6 +14,12 @@ from apex_mp._run.modernize.notes import note
 from apex_mp._run.replacements import Replacements
 
 _IMAGE = {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}
+# By module, the names that are supplied.
+NAMES: dict[str, tuple[str, ...]] = {
+    "PIL.Image": (*_IMAGE,),
+    "transformers": ("AdamW",),
+    "transformers.optimization": ("AdamW",),
+}
 
 
 def supply(replacements: Replacements) -> None:
