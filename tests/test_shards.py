@@ -30,7 +30,7 @@ OTHER: dict[str, Any] = {}
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Be the first of two processes that have the same numbers; the size of each all-reduce."""
     sizes: list[int] = []
 
@@ -43,7 +43,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found[:] = [mine, (OTHER.get("scale", scale), OTHER.get("params", lambda own: own)(params))]
 
     OTHER.clear()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=getattr(request, "param", 2)
+    )
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     yield sizes
@@ -179,3 +181,19 @@ def test_a_part_that_overflows_when_it_is_unscaled_skips_its_optimizers_step() -
     for optimizer in optimizers:
         optimizer.step()
     assert [bool(param.to_local().eq(1.0).all()) for param in params] == [True, False]
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("calls", [4], indirect=True)
+def test_copies_of_a_sharded_model_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate(), Shard(0)]))
+    compared: list[list[int]] = []
+
+    def all_gather_object(found: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
+        compared.append(dist.get_process_group_ranks(group))
+        found[:] = [mine, mine]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    agree([param], [FoundInf()], scale=1.0)
+    assert sorted(compared) == [[0, 1], [0, 2]]

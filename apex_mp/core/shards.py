@@ -51,8 +51,9 @@ def agree(
     first = next((param for param, over in pairs if over), params[0])
     home = first.device
     if groups and first not in _COMPARED:
-        for group in groups:
-            _compare(params, float(scale), group)
+        mesh: Any = first._spec.mesh  # type: ignore[attr-defined]
+        for dim in range(mesh.ndim):  # Copies of the model, too, have to be the same.
+            _compare(params, float(scale), mesh.get_group(dim))
         _COMPARED[first] = True
     numbers = torch.stack([found.on(home).double() for found in founds])
     if rows is not None:
