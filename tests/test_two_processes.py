@@ -101,6 +101,14 @@ def test_all_ranks_end_with_the_same_weights_and_near_those_of_one(
     assert distance(mine, alone["end"]) < bound
 
 
+@every_run
+def test_weights_are_the_rounded_masters_after_each_step(
+    way: str, accumulation: str | None, found: list[dict[Any, Any]]
+) -> None:
+    for rank in range(WORLD):
+        assert found[rank][way, accumulation]["rounded"] == [True] * STEPS
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if f"{way}, torch's DDP" in WAYS])
 @pytest.mark.parametrize("accumulation", [None, "no_sync"])
 def test_torchs_distributed_data_parallel_comes_to_the_same_bits(

@@ -254,7 +254,7 @@ def train(way: str, rank: int, world: int, accumulation: str | None = None) -> d
     build, wrap = WAYS[way]
     torch.manual_seed(11 + rank)  # Parameters of rank 0 are to be everybody's.
     trainer = build(Net(), wrap)
-    found: dict[str, Any] = {"scales": [], "moved": [], "start": values(trainer)}
+    found: dict[str, Any] = {"scales": [], "moved": [], "rounded": [], "start": values(trainer)}
     halves = 1 if accumulation is None else 2
     for step, (x, y) in enumerate(batches()):
         trainer.optimizer.zero_grad()
@@ -275,6 +275,11 @@ def train(way: str, rank: int, world: int, accumulation: str | None = None) -> d
         trainer.optimizer.step()
         found["moved"].append(not all(map(torch.equal, before, values(trainer))))
         found["scales"].append(trainer.scale())
+        weights = [*trainer.model.parameters()]
+        rounded = [
+            value.to(weight.dtype) for value, weight in zip(values(trainer), weights, strict=True)
+        ]
+        found["rounded"].append(all(map(torch.equal, weights, rounded)))
     found["end"] = values(trainer)
     if amp._current.handle is not None:
         amp._current.handle._deactivate()
