@@ -20,6 +20,7 @@ from apex_mp.checkpointing.convert_checks import (
 )
 from apex_mp.checkpointing.rename import renamed
 from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.optimizers import _state
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
 
@@ -76,7 +77,7 @@ def load(
     state = _renamed("convert.load", state_dict, model)
     tensors = _tensors(model)
     check_keys(state, model)
-    master_of = _masters_of("convert.load", model, optimizer)
+    master_of = _masters_of("convert.load", model, optimizer, write=True)
     for name, value in state.items():
         if name in tensors:
             tensor = tensors[name][1]
@@ -196,8 +197,10 @@ def _renamed(function: str, state_dict: Any, model: Any) -> OrderedDict[str, Any
     return renamed(state_dict, [*model.state_dict()])
 
 
-def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, Tensor]:
-    """Masters by the id() of their model's parameters."""
+def _masters_of(
+    function: str, model: nn.Module, optimizer: Any, *, write: bool = False
+) -> dict[int, Tensor]:
+    """Masters by the id() of their model's parameters; if they are to be written, in the state."""
     if optimizer is None:
         return {}
     found: dict[int, Tensor] = {}
@@ -215,11 +218,13 @@ def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, Te
                 "model; give the one that does, and FP16_Optimizer itself, not the one inside it"
             )
         found |= {id(param): master for master, param in model_of.items()}
-        found |= {
-            id(param): state["master_param"]
-            for param, state in one.state.items()
-            if "master_param" in state
-        }
+        for param, state in one.state.items():
+            if _state.MASTER not in state:
+                continue
+            is_part = _state.is_split(state)
+            found[id(param)] = _state.master_of(param, state) if is_part else state[_state.MASTER]
+            if is_part and write:  # The next step splits it again.
+                state[_state.MASTER] = found[id(param)]
     return found
 
 

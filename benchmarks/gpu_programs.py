@@ -184,7 +184,7 @@ class Program:
 
 
 OPERATOR_KERNELS = """check tensor_sums group_sums norms unscale unscale_and_sum axpby exponents
-    update_scale"""
+    join split update_scale"""
 PROGRAMS = {
     "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
     "clipped": Program(step_clipped, ("few_chunks", *EACH_STEP)),

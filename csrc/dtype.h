@@ -7,7 +7,8 @@
 
 namespace apex_mp {
 
-enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
+// kRemainder lies beside a 16-bit number: both are a float, see math/split.h.
+enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble, kRemainder };
 
 APEX_MP_MATH constexpr int64_t size_of(DType dtype) {
   return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;

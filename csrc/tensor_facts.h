@@ -17,6 +17,8 @@ inline DType dtype_of(const at::Tensor& tensor) {
       return DType::kFloat;
     case at::kDouble:
       return DType::kDouble;
+    case at::kShort:
+      return DType::kRemainder;
     default:  // GCOVR_EXCL_START: the checks let no other dtype pass.
       TORCH_INTERNAL_ASSERT(false, "dtype passed the checks: ", tensor.scalar_type());
       // GCOVR_EXCL_STOP

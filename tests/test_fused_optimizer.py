@@ -103,19 +103,19 @@ def test_a_step_that_was_replaced_must_return_the_result() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_state_is_made_in_the_dtypes_of_its_names(dtype: torch.dtype) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    state = NOVOGRAD.completed({}, parameter(dtype), with_master=dtype == torch.float16)
+    state = NOVOGRAD.completed({}, parameter(dtype), {"master_weights": True})
     master = {"master_param": torch.float32} if dtype == torch.float16 else {}
     numbers = {"step": torch.float32, "exp_avg_sq": torch.float32}
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     assert dtypes == {**numbers, "exp_avg": wide, **master}
     assert [tensor.shape for tensor in state.values()] == [(), (), *[(3,)] * (1 + len(master))]
-    assert ADAGRAD.completed({}, parameter(dtype), with_master=False).keys() == {"sum"}
+    assert ADAGRAD.completed({}, parameter(dtype), {}).keys() == {"sum"}
 
 
 def test_what_a_state_has_stays_and_plain_numbers_become_tensors() -> None:
     average, square = torch.ones(3), torch.tensor(0.5)
     had = {"exp_avg": average, "exp_avg_sq": square, "step": 7, "mine": "kept"}
-    state = NOVOGRAD.completed(had, parameter(), with_master=False)
+    state = NOVOGRAD.completed(had, parameter(), {})
     assert state["exp_avg"] is average
     assert state["exp_avg_sq"] is square
     assert state["step"].item() == 7.0

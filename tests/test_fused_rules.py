@@ -128,39 +128,47 @@ def assert_same_master(optimizer: Any, master: Tensor, expected: Tensor) -> None
     assert_same(master, expected.detach())
 
 
-each_with_masters = pytest.mark.parametrize("make", WITH_MASTERS.values(), ids=[*WITH_MASTERS])
+_each = pytest.mark.parametrize("make", WITH_MASTERS.values(), ids=[*WITH_MASTERS])
+_both_ways = pytest.mark.parametrize("masters", [True, "split"])
+
+
+def each_with_masters(test: Any) -> Any:
+    return _each(_both_ways(test))
 
 
 @each_with_masters
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
 def test_masters_train_as_float32_parameters_and_a_checkpoint_has_them(
-    dtype: torch.dtype, make: Any, device: torch.device
+    dtype: torch.dtype, make: Any, masters: Any, device: torch.device
 ) -> None:
     params = make_params(device, dtype)
     wide_params = copies_of(params, F32)
-    optimizer, wide = make(params, master_weights=True), make(wide_params)
+    optimizer, wide = make(params, master_weights=masters), make(wide_params)
     for step in range(6):
         if step == 3:
             saved = copy.deepcopy(optimizer.state_dict())
-            optimizer = make(params, master_weights=True)
+            optimizer = make(params, master_weights=masters)
             optimizer.load_state_dict(saved)
         give_grads(params, step, values=dtype)
         give_grads(wide_params, step, values=dtype)
         optimizer.step()
         wide.step()
         for param, expected in zip(params, wide_params, strict=True):
-            master = optimizer.state[param]["master_param"]
+            master = optimizer.master(param)
             assert_same_master(optimizer, master, expected)
-            assert_same_bits(param.detach(), master.to(dtype))
+            if masters is True:
+                assert_same_bits(param.detach(), master.to(dtype))
 
 
 @each_with_masters
-def test_a_skipped_step_leaves_parameters_and_masters(make: Any, device: torch.device) -> None:
+def test_a_skipped_step_leaves_parameters_and_masters(
+    make: Any, masters: Any, device: torch.device
+) -> None:
     params = make_params(device, F16)
-    optimizer = make(params, master_weights=True)
+    optimizer = make(params, master_weights=masters)
     scaler = amp.GradScaler(device.type)
     for bad in (True, False, True):
-        before = copy.deepcopy(params), copy.deepcopy([*map(optimizer.state.get, params)])
+        before = copy.deepcopy(params), [*map(optimizer.master, params)]
         scaler.scale(torch.ones((), device=device))
         give_grads(params, 0)
         if bad:
@@ -168,26 +176,25 @@ def test_a_skipped_step_leaves_parameters_and_masters(make: Any, device: torch.d
         scaler.step(optimizer)
         scaler.update()
         assert scaler.step_was_skipped(optimizer) == bad
-        for param, value, state in zip(params, *before, strict=True):
-            # A step that the host does not wait for makes masters, though it is skipped.
-            master = optimizer.state.get(param, {}).get("master_param", param.float())
+        for param, value, old_master in zip(params, *before, strict=True):
+            master = optimizer.master(param)
             if bad:
                 assert_same_bits(param.detach(), value.detach())
-                assert_same_bits(master.detach(), state["master_param"] if state else value.float())
-            assert_same_bits(param.detach(), master.detach().to(F16))
+                assert_same_bits(master, old_master)
+            assert_same_bits(param.detach(), master.to(F16))
 
 
 @each_with_masters
 def test_a_checkpoint_without_masters_gets_them_of_the_parameters(
-    make: Any, device: torch.device
+    make: Any, masters: Any, device: torch.device
 ) -> None:
     params = make_params(device, F16)
     without = make(params)
     assert "master_weights" not in without.param_groups[0]
     train(without, params, range(2))
-    optimizer = make(params, master_weights=True)
+    optimizer = make(params, master_weights=masters)
     optimizer.load_state_dict(without.state_dict())
-    assert optimizer.param_groups[0]["master_weights"]
+    assert optimizer.param_groups[0]["master_weights"] == masters
     expected = make(copies_of(params, F32))
     expected.load_state_dict(without.state_dict())
     give_grads(params, 2, values=F16)
@@ -195,7 +202,7 @@ def test_a_checkpoint_without_masters_gets_them_of_the_parameters(
     optimizer.step()
     expected.step()
     for param, wide in zip(params, expected.param_groups[0]["params"], strict=True):
-        assert_same_master(optimizer, optimizer.state[param]["master_param"], wide)
+        assert_same_master(optimizer, optimizer.master(param), wide)
 
 
 @each_subject

@@ -76,5 +76,8 @@ def check_group(who: str, group: Mapping[str, Any]) -> None:
     for name in ("momentum", "eps", "weight_decay", "max_grad_norm"):
         if name in group:
             check_number(who, name, group[name], at_least=0.0)
+    masters = group.get("master_weights", False)
+    if isinstance(masters, str) and masters != "split":
+        raise ValueError(f"{who}: master_weights is {masters!r}; it must be True, False or 'split'")
     if "betas" in group:
         check_betas(who, group["betas"])

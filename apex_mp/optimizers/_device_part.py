@@ -88,6 +88,10 @@ class Part:
         """Places in the whole groups of parameters that were read and have no gradient."""
         return self._whole(self.plan.without_grad)
 
+    def written(self) -> Places:
+        """Places in the whole groups of parameters that were written since the last step."""
+        return self._whole(self.plan.written)
+
     def has_kernels(self) -> bool:
         """Whether the plan can run; parameters without a gradient may be anywhere.
 

@@ -1,4 +1,4 @@
-"""What all fused optimizers share: the call of a step, state, options, checkpoints, pickles."""
+"""What all fused optimizers share: options, the call of a step, and the state that it makes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import options, tensors
+from apex_mp.core import device_scale, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
-from apex_mp.core.state_checks import as_dict, check_optimizer_state
+from apex_mp.core.log import warn
 from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
-from apex_mp.optimizers import _legacy_call, _state
+from apex_mp.optimizers import _legacy_call
+from apex_mp.optimizers._saved import SavedOptimizer
 from apex_mp.optimizers._several_devices import SeveralDevices
+from apex_mp.optimizers._state import MASTER
 
 _Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
 # The state that parameters had before a step gave them another one; None: they had none.
 Before: TypeAlias = dict[Tensor, dict[str, Any] | None]
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(SavedOptimizer):
     """A fused optimizer: one that steps all tensors on a device in one call.
 
     A subclass states its signature, the names of its options and of its state, and how they are
-    checked: the attributes and methods under "Stated by each optimizer".
+    checked: the attributes and methods under "Stated by each optimizer", here and in `_saved.py`.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
         defaults: The options of groups that lack them.
         unscale_grads: True, False or None.
-        master_weights: Whether parameters in low precision have float32 masters in their state.
+        master_weights: Whether parameters in low precision have float32 masters in their state:
+            True, False, or "split", see `FusedAdam`.
     """
 
     # torch.amp.GradScaler then leaves unscaling and skipping to step(): it sets self.grad_scale and
@@ -46,51 +49,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- Stated by each optimizer.
 
-    # The class's name in messages; a user's subclass has another one.
-    _public_name: str
     # Its arithmetic: `kName` of one of csrc/math/rules.h.
     _rule: str
-    _state_layout: _state.StateLayout
     # Whether groups are clipped by the norm of all, also if nobody asks for that.
     _clips_by_global_norm = False
     # Whether each element is stepped by itself, so that parts of tensors can be.
     _steps_parts = True
-    # Attributes that pickles have beside state and options.
-    _pickled: tuple[str, ...] = ("unscale_grads",)
-
-    def _check_options(self, group: Mapping[str, Any]) -> None:
-        """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
-
-        Args:
-            group: A parameter group with all options, or the defaults.
-        """
-        options.check_group(self._public_name, group)
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check the options of a group that is added; those of a loaded one may be others."""
         self._check_options(group)
-
-    def _adapt_group(
-        self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
-    ) -> None:
-        """Give what another optimizer has saved the names that it has here, in place.
-
-        That of every optimizer: apex had one step count for a group, and none in states.
-
-        Args:
-            number: Of the group.
-            group: A saved group, a copy.
-            states: The saved states by the items of `group["params"]`; to be replaced, not written.
-        """
-        if "step" in self._state_layout.numbers and group.get("step") is not None:
-            step = group.pop("step")
-            for index in group["params"]:
-                if states.get(index):
-                    states[index] = {"step": step, **states[index]}
-
-    def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        """Return a parameter's saved state as it is here; see `StateLayout.loaded`."""
-        return self._state_layout.loaded(where, state, param)
 
     # --- Options.
 
@@ -99,7 +67,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: Any,
         defaults: dict[str, Any],
         unscale_grads: bool | None,
-        master_weights: bool,
+        master_weights: bool | str,
     ) -> None:
         if master_weights:  # Else groups are as apex and torch have them.
             defaults = {**defaults, "master_weights": master_weights}
@@ -206,6 +174,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not plan.can_run or self._must_agree(plan, request):
                 plan = self._plan = self._other_plan(plan)
                 self._read(plan, request, scale, before)
+            self._drop_remainders(plan.written)
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
             outcome = self._run(plan, request, found_inf)
         except BaseException:
@@ -219,6 +188,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+
+    def _drop_remainders(self, written: list[tuple[int, int]]) -> None:
+        """Let split masters begin anew from weights that were written since the last step."""
+        if not written or device_scale.is_capturing():  # A graph would drop them in each replay.
+            return
+        for number, index in written:
+            state = self.state[self.param_groups[number]["params"][index]]
+            tensors.local_part(state[MASTER]).zero_()
+        if not self.__dict__.get("_has_told_of_writes"):
+            self._has_told_of_writes = True
+            number, index = written[0]
+            more = f" and {len(written) - 1} more parameters" if len(written) > 1 else ""
+            warn(
+                f"{self._public_name}: params[{number}][{index}]{more} changed since the last step;"
+                " what the float32 master had beside these 16 bits is dropped, and steps go on from"
+                " the weights as they are",
+                "weights-changed-outside-of-the-step",
+            )
 
     def _must_agree(self, plan: _Plan, request: StepRequest) -> bool:
         """Whether a plan needs numbers of other processes, for which it does not ask."""
@@ -302,9 +289,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[number]
         param = group["params"][index]
         before.setdefault(param, self.state.get(param))
-        state = self.state[param] = self._state_layout.completed(
-            before[param] or {}, param, with_master=_state.has_master(param, group)
-        )
+        state = self.state[param] = self._state_layout.completed(before[param] or {}, param, group)
         return state
 
     def _settle(self, without_grad: list[tuple[int, int]]) -> None:
@@ -338,56 +323,3 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.state.pop(param, None)
             else:
                 self.state[param] = state
-
-    # --- Checkpoints and pickles.
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of this optimizer, or of torch's that does the same.
-
-        Options that the saved groups lack stay as they are here. State tensors become float32
-        (float64 for float64 parameters), whatever the parameter's dtype. Tensors are copied.
-
-        Raises:
-            RuntimeError: The state was saved with an option that this optimizer does not have.
-            TypeError, ValueError: Groups do not fit, a hyperparameter is out of range, or a
-                parameter's state is not that of such an optimizer.
-        """
-
-        def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            adapted = self._adapted(saved)
-            for group in adapted["param_groups"]:
-                self._check_options({**self.defaults, **group})
-            return adapted
-
-        # As a hook it sees what the user's hooks have made of the state.
-        handle = self.register_load_state_dict_pre_hook(adapt)
-        try:
-            super().load_state_dict(as_dict(self._public_name, state_dict))
-        finally:
-            handle.remove()
-
-    def _adapted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved state_dict as it is here, for Optimizer.load_state_dict and `unpack`."""
-        check_optimizer_state(self._public_name, saved)
-        states: dict[Any, Any] = dict(saved["state"])
-        saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
-        for number, saved_group in enumerate(saved_groups):
-            self._adapt_group(number, saved_group, states)
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in saved_groups] != sizes:
-            return dict(saved)  # torch says in which way they do not fit.
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for index, param in zip(saved_group["params"], group["params"], strict=True):
-                if states.get(index):
-                    where = f"{self._public_name}.load_state_dict: state[{index}]"
-                    states[index] = self._adapt_state(where, states[index], param)
-            for option in self.defaults:
-                if option in group:  # an unpickled optimizer has a default more, of torch's
-                    saved_group.setdefault(option, group[option])
-        return {**saved, "state": states, "param_groups": saved_groups}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._pickled}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "state": _state.unpack(state["state"])})

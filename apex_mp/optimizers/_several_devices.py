@@ -51,6 +51,7 @@ class SeveralDevices:
         self._who = who
         self._new_plan = new_plan
         self.without_grad: Places = []
+        self.written: Places = []
         self.can_run = True
         self.has_parts = False
         self._plans: dict[torch.device, _C.StepPlan] = {}
@@ -99,6 +100,7 @@ class SeveralDevices:
         self._scale = scale
         self.has_parts = any(part.plan.has_parts for part in parts)
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
+        self.written = sorted(place for part in parts for place in part.written())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
 
     def _plan_for(self, device: torch.device) -> _C.StepPlan:

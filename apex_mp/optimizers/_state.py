@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp import _C
 from apex_mp.core import grads as _grads
 from apex_mp.core import tensors
 
@@ -42,7 +43,47 @@ def unpack(
 
 def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether a parameter has a float32 master in its state, by the options of its group."""
-    return bool(group.get("master_weights")) and param.dtype in _LOW_PRECISION
+    return master_dtype(param, group) is not None
+
+
+def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
+    """Return what a parameter's master is kept as, by the options of its group.
+
+    Returns:
+        float32, or int16: the remainder of the master, whose other part is the parameter; None:
+        there is no master.
+    """
+    masters = group.get("master_weights")
+    if not masters or param.dtype not in _LOW_PRECISION:
+        return None
+    return torch.int16 if masters == "split" else torch.float32
+
+
+def is_split(state: Mapping[str, Any]) -> bool:
+    """Whether a state has the remainder of a master."""
+    return getattr(state.get(MASTER), "dtype", None) == torch.int16
+
+
+def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Return a copy of what is stepped: the master in a state, or the parameter, but as float32."""
+    if is_split(state):
+        return joined(param, state[MASTER])
+    master: Tensor = state.get(MASTER, param).detach().clone()
+    return master.float() if master.dtype in _LOW_PRECISION else master
+
+
+def joined(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 master of which a parameter and a remainder are the parts."""
+    master = _like(param, torch.float32)
+    _C.join_master(*map(tensors.local_part, (param.detach(), remainder, master)))
+    return master
+
+
+def split(master: Tensor, param: Tensor) -> Tensor:
+    """Write a part of a float32 master to its parameter, and return the other, int16."""
+    remainder = _like(param, torch.int16)
+    _C.split_master(*map(tensors.local_part, (master, param.detach(), remainder)))
+    return remainder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +103,29 @@ class StateLayout:
     unsaved_numbers: tuple[str, ...] = ()
 
     def completed(
-        self, state: Mapping[str, Any], param: Tensor, *, with_master: bool
+        self, state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a state with what it lacks, and with nothing in another order than the parameter.
+        """Return a state as a group's options want it: complete, in the parameter's memory order.
 
-        Whatever is no tensor counts as lacking, but a plain number among `numbers` is kept.
+        Whatever is no tensor counts as lacking, but a plain number among `numbers` is kept. Where
+        a float32 master becomes a remainder, the parameter takes the other part of it.
         """
         whole = dict(state)
         for name in self.numbers:
             if not torch.is_tensor(whole.get(name)):
                 whole[name] = _new_number(param, whole.get(name))
-        for name in (*self.tensors, *([MASTER] if with_master else [])):
+        dtype = master_dtype(param, group)
+        for name in (*self.tensors, *([] if dtype is None else [MASTER])):
             value = whole.get(name)
             if torch.is_tensor(value):
                 whole[name] = _grads.lie_as(value, param)
+            elif name == MASTER:
+                whole[name] = param.detach().float()
             else:
-                whole[name] = param.detach().float() if name == MASTER else self._zeros(name, param)
+                whole[name] = self._zeros(name, param)
+        if dtype is not None and whole[MASTER].dtype != dtype:
+            convert = split if dtype == torch.int16 else lambda part, of: joined(of, part)
+            whole[MASTER] = convert(whole[MASTER], param)
         return whole
 
     def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -103,8 +151,11 @@ class StateLayout:
         whole = dict(state)
         for name in (*self.tensors, MASTER):
             if name in whole:
-                _check_like(f"{where}['{name}']", whole[name], param)
-                whole[name] = Kept(self._zeros(name, param).copy_(whole[name]))
+                value = whole[name]
+                _check_like(f"{where}['{name}']", value, param)
+                is_part = name == MASTER and value.dtype == torch.int16
+                copied = _like(param, torch.int16) if is_part else self._zeros(name, param)
+                whole[name] = Kept(copied.copy_(value))
         for name in self.numbers:
             number = _number(f"{where}['{name}']", name, whole[name])
             whole[name] = Kept(_new_number(param, number))
@@ -112,8 +163,11 @@ class StateLayout:
 
     def _zeros(self, name: str, param: Tensor) -> Tensor:
         wide = param.dtype == torch.float64 and name in self.tensors
-        dtype = torch.float64 if wide else torch.float32
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        return _like(param, torch.float64 if wide else torch.float32)
+
+
+def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
 def _new_number(param: Tensor, value: Any) -> Tensor:
@@ -123,7 +177,8 @@ def _new_number(param: Tensor, value: Any) -> Tensor:
 
 def _check_like(name: str, value: Any, param: Tensor) -> None:
     """Refuse what cannot be copied into a tensor like the parameter."""
-    if not (torch.is_tensor(value) and value.is_floating_point()):
+    is_remainder = name.endswith(f"['{MASTER}']") and getattr(value, "dtype", None) == torch.int16
+    if not (torch.is_tensor(value) and (value.is_floating_point() or is_remainder)):
         kind = value.dtype if torch.is_tensor(value) else type(value).__name__
         raise TypeError(f"{name} is of type {kind}; it must be a floating tensor")
     is_divided = tensors.is_wrapper(param)

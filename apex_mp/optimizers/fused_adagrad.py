@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -50,7 +50,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
         *,
         max_grad_norm: float = 0.0,
-        master_weights: bool = False,
+        master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {

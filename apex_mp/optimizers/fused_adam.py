@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -38,7 +38,11 @@ class FusedAdam(FusedOptimizer):
             the capture, if all parameters are on one device; see `refresh_hyperparameters` [False].
         master_weights: Keep a float32 master of each float16 and bfloat16 parameter in
             `state[p]["master_param"]`, step it, and write the parameter in the same pass. After
-            loading other weights into the model, drop the masters too [False].
+            loading other weights into the model, drop the masters too. "split": keep what the
+            parameter lacks of it, in 2 bytes instead of 4; `master(p)` returns it. A bfloat16 has
+            the same master to the bit; a float16 has it from 2**-16 to 65504, within 2**-41 below,
+            and a master beyond is inf. Of two bfloat16 that are equally near to a master the larger
+            one is the parameter. Weights that are written between steps count [False].
         maximize: Maximise the objective instead of minimising it [False].
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
@@ -70,7 +74,7 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: bool = True,
         set_grad_none: bool = False,
         capturable: bool = False,
-        master_weights: bool = False,
+        master_weights: bool | Literal["split"] = False,
         maximize: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
@@ -94,9 +98,9 @@ class FusedAdam(FusedOptimizer):
         """0 if eps is added inside the square root, else 1: the old name."""
         return 0 if self.defaults["eps_inside_sqrt"] else 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Return state and options, also under the names by which torch.optim.Adam has them."""
-        saved = super().state_dict()
+        saved = super().state_dict(compact=compact)
         for group in saved["param_groups"]:
             group["decoupled_weight_decay"] = group["adam_w_mode"]
         return saved

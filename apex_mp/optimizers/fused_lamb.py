@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
         *,
-        master_weights: bool = False,
+        master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {

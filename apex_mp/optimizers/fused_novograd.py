@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         max_grad_norm: float = 0.0,
-        master_weights: bool = False,
+        master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
         *,
         max_grad_norm: float = 0.0,
-        master_weights: bool = False,
+        master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
     ) -> None:
         defaults = {
@@ -154,10 +154,10 @@ class FusedSGD(FusedOptimizer):
                 if not state:
                     del self.state[param]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Return state and options, under the names by which torch.optim.SGD has them."""
         self._drop_fresh_buffers()
-        return super().state_dict()
+        return super().state_dict(compact=compact)
 
     def __getstate__(self) -> dict[str, Any]:
         self._drop_fresh_buffers()

@@ -2,9 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "math/common.h"
+#include "math/bits.h"
 
 namespace apex_mp::cpu {
 
@@ -16,17 +15,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-APEX_MP_MATH uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-APEX_MP_MATH float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof(x));
-  return x;
-}
+using math::bits_of;
+using math::from_bits;
 
 // Both branches are computed and one is selected, so that the loop around it vectorises.
 APEX_MP_MATH float widen(Half half) {
@@ -36,8 +26,9 @@ APEX_MP_MATH float widen(Half half) {
   const uint32_t rebias = rest >= (0x7c00u << 13) ? 0x70000000u : 0x38000000u;
   const uint32_t normal = rest + rebias;
   // A subnormal half is its mantissa times 2**-24: let the float unit normalise it.
-  const uint32_t subnormal = bits_of(float_of(rest + 0x38800000u) - float_of(0x38800000u));
-  return float_of(sign | (rest < (0x0400u << 13) ? subnormal : normal));
+  const uint32_t subnormal =
+      bits_of(from_bits(rest + 0x38800000u, 0.0f) - from_bits(0x38800000u, 0.0f));
+  return from_bits(sign | (rest < (0x0400u << 13) ? subnormal : normal), 0.0f);
 }
 
 // Round to nearest, ties to even; overflow to infinity; NaN stays NaN.
@@ -49,7 +40,7 @@ APEX_MP_MATH void narrow(float x, Half& half) {
   const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
   // Subnormal halves: adding 0.5 puts the last bit of the result at 2**-24, and the float unit
   // rounds.
-  const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t subnormal = bits_of(from_bits(magnitude, 0.0f) + 0.5f) - 0x3f000000u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t infinite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   // 65520 is the first float that rounds to infinity.
@@ -57,7 +48,7 @@ APEX_MP_MATH void narrow(float x, Half& half) {
 }
 
 APEX_MP_MATH float widen(BFloat16 bfloat16) {
-  return float_of(static_cast<uint32_t>(bfloat16.bits) << 16);
+  return from_bits(static_cast<uint32_t>(bfloat16.bits) << 16, 0.0f);
 }
 
 // From the bits of a float to those of the nearest bfloat16, ties to even; every NaN becomes the

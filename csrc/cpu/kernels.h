@@ -26,7 +26,7 @@ struct CheckResult {
 struct StepChunk {
   Out param;
   In grad;
-  Out copy;                        // data == nullptr: no low-precision copy is wanted
+  Out copy;                        // data == nullptr: there is none; a kRemainder: see step::Row
   Out tensors[math::kMaxTensors];  // of state; data == nullptr: there is none
   int64_t count;
 };
@@ -44,6 +44,9 @@ struct Kernels {
   CheckResult (*unscale)(In src, Out dst, int64_t count, double inv_scale, bool sums);
   // Returns 1 if something it tested was not finite, else 0.
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
+  // Weights are of a half type; see math/split.h.
+  void (*join_masters)(In weights, In remainders, float* masters, int64_t count);
+  void (*split_masters)(const float* masters, Out weights, Out remainders, int64_t count);
   StepKernel step[math::AllRules::kCount];
   MeasureKernel measure[math::AllRules::kCount];  // nullptr where Rule::kRatio < 0
 };

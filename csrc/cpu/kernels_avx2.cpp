@@ -26,6 +26,7 @@
 #include "math/check.h"
 #include "math/exponent.h"
 #include "math/rules.h"
+#include "math/split.h"
 #include "math/unscale.h"
 
 namespace apex_mp::cpu::avx2 {

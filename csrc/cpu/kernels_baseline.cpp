@@ -8,6 +8,7 @@
 #include "math/check.h"
 #include "math/exponent.h"
 #include "math/rules.h"
+#include "math/split.h"
 #include "math/unscale.h"
 
 #define APEX_MP_LEVEL 0

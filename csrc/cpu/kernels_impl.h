@@ -12,6 +12,7 @@
 #include "cpu/kernels/registers.h"
 #endif
 #include "cpu/kernels/tiles.h"
+#include "cpu/kernels/split.h"
 #include "cpu/kernels/check.h"
 #include "cpu/kernels/exponents.h"
 #include "cpu/kernels/step.h"
@@ -76,6 +77,6 @@ int32_t axpby(In x, In y, Out out, int64_t count, const math::Axpby<double>& fac
 
 template <typename... Rules>
 constexpr Kernels table(const char* level, math::RuleList<Rules...>) {
-  return {level,   check, max_abs,          exponents,
-          unscale, axpby, {step<Rules>...}, {measure_of<Rules>()...}};
+  return {level, check,        max_abs,       exponents,        unscale,
+          axpby, join_masters, split_masters, {step<Rules>...}, {measure_of<Rules>()...}};
 }

@@ -77,6 +77,10 @@ struct AxpbyTask {
 // Arrays: x, y, out.
 void axpby(const std::vector<Row<3>>& rows, const AxpbyTask& task, cudaStream_t stream);
 
+// Arrays: weights, remainders, masters.
+void join_masters(const std::vector<Row<3>>& rows, cudaStream_t stream);
+void split_masters(const std::vector<Row<3>>& rows, cudaStream_t stream);
+
 struct UpdateScale {
   float* scale;
   int* good_steps;

@@ -128,7 +128,7 @@ __device__ void write_unscaled(const opmath_t (&grad)[width],
   store(numbers, unscaled.array, index, span);
 }
 
-// Arrays: param, grad, copy, and the tensors of the rule's state.
+// Arrays: param, grad, copy, and the tensors of the rule's state. The copy may be a remainder.
 template <typename Rule>
 using PartOf = Part<3 + Rule::kTensors>;
 
@@ -156,10 +156,12 @@ __device__ math::Measured measure_numbers(
   static_assert(Rule::kAllTensors);
   const Array& param = part.arrays[0];
   const Array& grad = part.arrays[1];
+  const Array& copy = part.arrays[2];
   const Array* state = part.arrays + 3;
   math::Measured total = {0.0, 0.0};
   walk<opmath_t>(part, [&](int index, auto span) {
     const auto raw_param = load<opmath_t>(param, index, span);
+    const auto raw_rest = load_remainders<opmath_t>(copy, index, span);
     const auto raw_grad = load<opmath_t>(grad, index, span);
     Raw<opmath_t, span> raw_state[Rule::kTensors];
 #pragma unroll
@@ -170,6 +172,7 @@ __device__ math::Measured measure_numbers(
     opmath_t g[span];
     opmath_t tensors[Rule::kTensors][span];
     widen(raw_param, param.dtype, p);
+    join_masters(raw_rest, param, copy, p);
     widen(raw_grad, grad.dtype, g);
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) widen(raw_state[i], state[i].dtype, tensors[i]);
@@ -199,6 +202,7 @@ __device__ void step_numbers(const PartOf<Rule>& part,
   const auto is_there = [&](int i) { return Rule::kAllTensors || state[i].data != nullptr; };
   walk<opmath_t>(part, [&](int index, auto span) {
     const auto raw_param = load<opmath_t, cache>(param, index, span);
+    const auto raw_rest = load_remainders<opmath_t, cache>(copy, index, span);
     const auto raw_grad = load<opmath_t>(grad, index, span);
     Raw<opmath_t, span> raw_state[Rule::kTensors];
 #pragma unroll
@@ -210,6 +214,7 @@ __device__ void step_numbers(const PartOf<Rule>& part,
     opmath_t g[span];
     opmath_t tensors[Rule::kTensors][span];
     widen(raw_param, param.dtype, p);
+    join_masters(raw_rest, param, copy, p);
     widen(raw_grad, grad.dtype, g);
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) widen(raw_state[i], state[i].dtype, tensors[i]);
@@ -223,12 +228,16 @@ __device__ void step_numbers(const PartOf<Rule>& part,
 #pragma unroll
       for (int i = 0; i < Rule::kTensors; ++i) tensors[i][n] = numbers[i];
     }
-    store<cache>(p, param, index, span);
+    if (copy.dtype == DType::kRemainder) {
+      store_split<cache>(p, param, copy, index, span);
+    } else {
+      store<cache>(p, param, index, span);
+      if (copy.data != nullptr) store(p, copy, index, span);
+    }
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) {
       if (is_there(i)) store<cache>(tensors[i], state[i], index, span);
     }
-    if (copy.data != nullptr) store(p, copy, index, span);
   });
 }
 

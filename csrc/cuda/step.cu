@@ -21,7 +21,7 @@ bool has_double_math(const step::Row& row) {
 StepFacts facts_of(const step::Row& row) {
   const auto bits = [](const step::Array& array) { return static_cast<uint32_t>(array.dtype); };
   return {bits(row.param),      bits(row.grad),
-          bits(row.copy),       bits(row.tensors[0]) | bits(row.tensors[1]) << 2,
+          bits(row.copy),       bits(row.tensors[0]) | bits(row.tensors[1]) << kDTypeBits,
           has_double_math(row), row.scaled,
           row.writes_grad};
 }

@@ -28,12 +28,14 @@ struct alignas(16) StepRow {
   int32_t first_chunk;
 };
 
+constexpr uint32_t kDTypeBits = 3;
+
 // Stands in every chunk of a row, so that pass 1 need not look at the row.
 struct StepFacts {
-  uint32_t param : 2;  // dtypes
-  uint32_t grad : 2;
-  uint32_t copy : 2;
-  uint32_t tensors : 2 * math::kMaxTensors;  // two bits for each
+  uint32_t param : kDTypeBits;
+  uint32_t grad : kDTypeBits;
+  uint32_t copy : kDTypeBits;
+  uint32_t tensors : kDTypeBits* math::kMaxTensors;
   uint32_t double_math : 1;
   uint32_t scaled : 1;
   uint32_t writes_grad : 1;

@@ -46,6 +46,8 @@ __device__ Array at_chunk(const void* data, uint32_t dtype_bits, int64_t first) 
   return {begin == nullptr ? nullptr : begin + first * size_of(dtype), dtype};
 }
 
+constexpr uint32_t kDTypeMask = (1u << kDTypeBits) - 1u;
+
 template <typename Rule>
 __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const StepChunk& chunk,
                                 int32_t chunk_size) {
@@ -57,7 +59,8 @@ __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const Step
   part.arrays[2] = at_chunk(row.copy, facts.copy, first);
 #pragma unroll
   for (int i = 0; i < Rule::kTensors; ++i) {
-    part.arrays[3 + i] = at_chunk(row.tensors[i], facts.tensors >> 2 * i & 3u, first);
+    part.arrays[3 + i] =
+        at_chunk(row.tensors[i], facts.tensors >> kDTypeBits * i & kDTypeMask, first);
   }
   part.count = chunk.count;
   part.double_math = facts.double_math;

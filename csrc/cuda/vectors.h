@@ -11,6 +11,7 @@
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/variants.h"
+#include "math/split.h"
 
 namespace apex_mp::cuda {
 
@@ -269,6 +270,57 @@ __device__ void round_as_stored(DType dtype, opmath_t (&numbers)[width]) {
     if (dtype == DType::kBFloat16) number = __bfloat162float(__float2bfloat16_rn(narrow));
     if (dtype == DType::kFloat) number = narrow;
   }
+}
+
+__device__ inline float join(float weight, uint32_t remainder, DType dtype) {
+  if (dtype == DType::kHalf) return math::join_float16(weight, remainder);
+  return math::from_bits(math::join_bfloat16(math::bits_of(weight) >> 16, remainder), 0.0f);
+}
+
+__device__ inline void split(float master, DType dtype, uint32_t& weight, uint32_t& remainder) {
+  if (dtype == DType::kHalf) {
+    const __half half = __float2half_rn(master);
+    math::split_float16(master, uint32_t{__half_as_ushort(half)}, __half2float(half), weight,
+                        remainder);
+  } else {
+    math::split_bfloat16(math::bits_of(master), weight, remainder);
+  }
+}
+
+// Nothing, unless the array holds remainders.
+template <typename opmath_t, Cache cache = Cache::kKept, int kWidth, int kCount>
+__device__ auto load_remainders(const Array& array, int index, Span<kWidth, kCount> span) {
+  if (array.dtype == DType::kRemainder) return load<opmath_t, cache>(array, index, span);
+  return Raw<opmath_t, span>{};
+}
+
+// Makes masters of `numbers`, the weights, if the array `remainders` holds such.
+template <typename opmath_t, int width>
+__device__ void join_masters(const Raw<opmath_t, width>& raw, const Array& weights,
+                             const Array& remainders, opmath_t (&numbers)[width]) {
+  if (remainders.dtype != DType::kRemainder) return;
+#pragma unroll
+  for (int i = 0; i < width; ++i) {
+    numbers[i] = join(static_cast<float>(numbers[i]), half_word(raw.words, i), weights.dtype);
+  }
+}
+
+// What the next forward pass reads is kept in the cache, the remainder as `cache` says.
+template <Cache cache, typename opmath_t, int width, typename SpanOf>
+__device__ void store_split(const opmath_t (&masters)[width], const Array& weights,
+                            const Array& remainders, int index, SpanOf span) {
+  uint32_t weight_words[width] = {};
+  uint32_t remainder_words[width] = {};
+#pragma unroll
+  for (int i = 0; i < width; ++i) {
+    uint32_t weight;
+    uint32_t remainder;
+    split(static_cast<float>(masters[i]), weights.dtype, weight, remainder);
+    weight_words[i / 2] |= weight << (i % 2 * 16);
+    remainder_words[i / 2] |= remainder << (i % 2 * 16);
+  }
+  store_vectors<2, Cache::kKept>(weight_words, static_cast<char*>(weights.data) + index * 2, span);
+  store_vectors<2, cache>(remainder_words, static_cast<char*>(remainders.data) + index * 2, span);
 }
 
 // Of a Number of kernels.h or of a step.

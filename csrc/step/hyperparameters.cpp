@@ -72,6 +72,14 @@ const char* wish_of(Range range) {
   return range == Range::kNotNegative ? "0 or more" : "a number";
 }
 
+Masters masters_of(const std::string& caller, PyObject* group, PyObject* name) {
+  PyObject* value = entry(group, name);
+  if (value == nullptr) return Masters::kNone;
+  if (!PyUnicode_Check(value)) return as_bool(value) ? Masters::kFloat : Masters::kNone;
+  if (PyUnicode_CompareWithASCIIString(value, "split") == 0) return Masters::kSplit;
+  throw py::value_error(sentence(caller, "master_weights", value, "True, False or 'split'"));
+}
+
 }  // namespace
 
 Number NumberReader::read(const char* name, PyObject* value) const {
@@ -135,7 +143,7 @@ GroupOptions OptionReader::read(PyObject* param_group, const NumberReader& numbe
   options.group.lr = numbers.read("lr", option_of(param_group, names.lr));
   options.group.max_norm = read_number(kMaxGradNorm, option_of(param_group, names.max_grad_norm));
   options.group.maximize = has(param_group, names.maximize);
-  options.master_weights = has(param_group, names.master_weights);
+  options.masters = masters_of(caller_, param_group, names.master_weights);
   TORCH_CHECK(!has(param_group, names.amsgrad), caller_, " does not support the AMSGrad variant.");
   return options;
 }

@@ -12,9 +12,13 @@
 
 namespace apex_mp::step {
 
+// What the state has beside a low-precision parameter: nothing, its float32 master, or the
+// remainder of that (math/split.h).
+enum class Masters { kNone, kFloat, kSplit };
+
 struct GroupOptions {
   Group group;
-  bool master_weights;
+  Masters masters;
 };
 
 // Numbers for a step on one device.

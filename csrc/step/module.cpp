@@ -6,6 +6,7 @@
 
 #include "step/device_loss_scale.h"
 #include "step/grad_marks.h"
+#include "step/masters.h"
 #include "step/plan.h"
 #include "step/read_grads.h"
 
@@ -51,6 +52,7 @@ void define_plan(py::module_& module) {
       .def("clear", &Plan::clear)
       .def_property_readonly("gradients", &Plan::gradients)
       .def_property_readonly("without_grad", &Plan::without_grad)
+      .def_property_readonly("written", &Plan::written)
       .def_property_readonly("can_run", &Plan::can_run)
       .def_property_readonly("has_parts", &Plan::has_parts)
       .def_property_readonly("outcome", &Plan::outcome)
@@ -104,6 +106,10 @@ void define_classes(py::module_& module) {
     for (DeviceGrads& here : found.plain) plain[py::cast(here.device)] = std::move(here);
     return py::make_tuple(plain, found.others, found.has_parts);
   });
+  module.def("join_master", &join_master, py::arg("weight"), py::arg("remainder"),
+             py::arg("master"));
+  module.def("split_master", &split_master, py::arg("master"), py::arg("weight"),
+             py::arg("remainder"));
   // Whether two lists hold the same objects: == would compare tensors by their elements.
   module.def("same_items", [](const py::list& one, const py::list& other) {
     const size_t size = one.size();

@@ -73,7 +73,7 @@ struct Plan::Item {
   Place place;
   PyObject* param;
   PyObject* state;
-  bool master_weights;
+  Masters masters;  // kNone if the parameter is not of low precision
   StateNeeds needs;
   bool scaled = true;
   bool writes_grad = false;
@@ -140,8 +140,7 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
       check_lengths(caller_, *lists, group, count);
     }
     for (Py_ssize_t index = 0; index < count; ++index) {
-      items_.push_back(
-          {static_cast<int32_t>(group), static_cast<int32_t>(index), options.master_weights});
+      items_.push_back({static_cast<int32_t>(group), static_cast<int32_t>(index), options.masters});
     }
     ++group;
   }
@@ -164,6 +163,7 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
       const int64_t last = std::min(first + kRowsAhead, end);
       for (int64_t i = first; i < last; ++i) {
         items_[i].is_read = can_run_ && read_usual(item_at(i), given, tensors_[i]);
+        tensors_[i].position = i;
         if (items_[i].is_read) fetch_storages(tensors_[i]);
       }
       for (int64_t i = first; i < last; ++i) {
@@ -180,6 +180,7 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
       }
       ++rows;
     } else if (read_unusual(item_at(i), make_state, given, tensors_[rows])) {
+      tensors_[rows].position = i;
       task_.rows[rows] = memory_of(tensors_[rows]);
       ++rows;
     }
@@ -190,10 +191,11 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
 
 Plan::Item Plan::item_at(int64_t position) const {
   const ItemFacts& facts = items_[position];
+  PyObject* param = params_[position];
   return {{caller_.c_str(), "params", facts.group, facts.index},
-          params_[position],
+          param,
           states_[position],
-          facts.master_weights,
+          is_low_precision(tensor_of(param)) ? facts.masters : Masters::kNone,
           state_needs_[facts.group]};
 }
 
@@ -249,15 +251,14 @@ bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) con
 
 bool Plan::take_usual(const Item& item, const Given& given, const State& state,
                       RowTensors& row) const {
-  const at::Tensor& param = tensor_of(item.param);
-  const bool with_master = item.master_weights && is_low_precision(param);
-  if (!state.is_complete(item.needs, with_master)) return false;
+  if (!state.is_complete(item.needs, item.masters)) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) {
-    if (with_master) return false;
+    if (item.masters != Masters::kNone) return false;
     row.copy = &tensor_of(copy);
   }
-  row.take(state, item.needs, param, with_master);
+  const at::Tensor& param = tensor_of(item.param);
+  row.take(state, item.needs, param, item.masters);
   return QuickTest(param).passes(row);
 }
 
@@ -336,9 +337,8 @@ const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& gra
 void Plan::check_row(const Item& item, const py::function& make_state, const at::Tensor& grad,
                      RowTensors& row) {
   const at::Tensor& param = tensor_of(item.param);
-  const bool with_master = item.master_weights && is_low_precision(param);
-  TORCH_CHECK_VALUE(!with_master || item.copy == nullptr, caller_,
-                    ".step: output_params was given with master_weights=True; give one of the two, "
+  TORCH_CHECK_VALUE(item.masters == Masters::kNone || item.copy == nullptr, caller_,
+                    ".step: output_params was given with master_weights; give one of the two, "
                     "each parameter has one low-precision copy");
   State state = read_state(item.state, names_);
   row = {};
@@ -349,17 +349,17 @@ void Plan::check_row(const Item& item, const py::function& make_state, const at:
   row.copy = item.copy;
   check_given(item, *row.grad);
   check_state(state, names_, item.needs, param, item.place);
-  if (!state.is_complete(item.needs, with_master) || lies_otherwise(state, item.needs, param)) {
+  if (!state.is_complete(item.needs, item.masters) || lies_otherwise(state, item.needs, param)) {
     made_.push_back(make_state(item.place.group, item.place.index));
     state = read_state(made_.back().ptr(), names_);
-    TORCH_INTERNAL_ASSERT(state.is_complete(item.needs, with_master));
+    TORCH_INTERNAL_ASSERT(state.is_complete(item.needs, item.masters));
     TORCH_CHECK(
         !lies_otherwise(state, item.needs, param), caller_, ": params[", item.place.group, "][",
         item.place.index,
         "] is a DTensor whose part here lies in memory in another order than its state; load "
         "the state anew");
   }
-  row.take(state, item.needs, param, with_master);
+  row.take(state, item.needs, param, item.masters);
 }
 
 void Plan::check_given(const Item& item, const at::Tensor& grad) const {
@@ -409,6 +409,7 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
     outcome = run_on_device(scale, wait);
     if (!outcome.found_inf) bump_versions_of_rows();
   }
+  if (!outcome.found_inf) weights_.take(tensors_);
   // Where the host does not know that the step was skipped, the copies are unchanged.
   if (!outcome.found_inf) {
     for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);
@@ -422,6 +423,16 @@ std::vector<std::tuple<at::Tensor, int64_t, bool>> Plan::gradients() const {
     if (row.grad != nullptr) gradients.emplace_back(*row.grad, row.group, row.scaled);
   }
   return gradients;
+}
+
+Indices Plan::written() const {
+  Indices found;
+  for (const RowTensors& row : tensors_) {
+    if (!weights_.differs(row)) continue;
+    const ItemFacts& item = items_[row.position];
+    found.emplace_back(item.group, item.index);
+  }
+  return found;
 }
 
 void Plan::bump_versions_of_rows() const {

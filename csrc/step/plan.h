@@ -20,6 +20,7 @@
 #include "step/row_memory.h"
 #include "step/state_order.h"
 #include "step/task.h"
+#include "step/weight_marks.h"
 
 namespace apex_mp::step {
 
@@ -86,6 +87,10 @@ class Plan {
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 
+  // Of what was read: the parameters that were written since the last step, of which remainders in
+  // the state are the other part.
+  Indices written() const;
+
   // Whether parts of DTensors were read, whose inf, NaN and norms `run` does not ask other
   // processes for.
   bool has_parts() const { return has_parts_; }
@@ -96,7 +101,7 @@ class Plan {
   struct ItemFacts {
     int32_t group;
     int32_t index;
-    bool master_weights;
+    Masters masters;
     bool is_read = false;
   };
 
@@ -130,6 +135,7 @@ class Plan {
   const OptionReader options_;
   StateNames names_;
   StateOrder order_;
+  WeightMarks weights_;
   std::vector<PyObject*> params_;  // these three only while a step is read
   std::vector<PyObject*> states_;
   std::vector<ItemFacts> items_;

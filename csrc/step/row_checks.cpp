@@ -58,6 +58,18 @@ void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at
   if (!can_be_laid_anew) check_peer(tensor, place, param, param_place);
 }
 
+void check_remainder(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                     const Place& param_place) {
+  const std::string name = list_name(place);
+  const std::string param_name = list_name(param_place);
+  const Argument argument = {place.caller, name.c_str(), place.index};
+  check_numbers_in_memory(argument, tensor);
+  check_device(argument, tensor, param.device());
+  check_dense(argument, tensor);
+  TORCH_CHECK(tensor.sizes() == param.sizes(), argument, " has sizes ", tensor.sizes(), ", ",
+              param_name, '[', param_place.index, "] has ", param.sizes(), "; they must match");
+}
+
 void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype) {
   if (tensor.scalar_type() == dtype) return;
   const std::string name = list_name(place);

@@ -62,6 +62,10 @@ void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& 
 void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
                           const Place& param_place);
 
+// Likewise, for the remainder of a master.
+void check_remainder(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                     const Place& param_place);
+
 // Likewise, unless it is of this dtype.
 void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype);
 

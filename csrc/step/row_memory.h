@@ -16,14 +16,17 @@ struct RowTensors {
   const at::Tensor* copy = nullptr;           // nullptr: there is none
   const at::Tensor* tensors[math::kMaxTensors] = {};  // of state; nullptr: there is none
   const at::Tensor* numbers[math::kMaxNumbers] = {};
+  size_t position = 0;  // of the parameter, among all of the optimizer
   int32_t group = 0;
   bool scaled = true;
   bool writes_grad = false;
 
-  // What is stepped, from a state that is complete: a low-precision parameter may be its copy.
-  void take(const State& state, const StateNeeds& needs, const at::Tensor& own, bool with_master) {
-    param = with_master ? &tensor_of(state.master_param) : &own;
-    if (with_master) copy = &own;
+  // What is stepped, from a state that is complete: a low-precision parameter may be its copy, or a
+  // part of it.
+  void take(const State& state, const StateNeeds& needs, const at::Tensor& own, Masters masters) {
+    param = masters == Masters::kFloat ? &tensor_of(state.master_param) : &own;
+    if (masters == Masters::kFloat) copy = &own;
+    if (masters == Masters::kSplit) copy = &tensor_of(state.master_param);
     for (int i = 0; i < needs.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
     for (int i = 0; i < math::kMaxNumbers; ++i) {
       // One that may be missing is about the tensors: without them it stays as it is.
@@ -116,7 +119,7 @@ class QuickTest {
 
   bool passes(const RowTensors& row) const {
     if (!passes_ || !is_param_or_master(*row.param) || !is_usual_grad(row)) return false;
-    if (row.copy != nullptr && !(is_like_param(*row.copy) && is_floating(*row.copy))) return false;
+    if (row.copy != nullptr && !(is_like_param(*row.copy) && is_copy(*row.copy))) return false;
     for (const at::Tensor* tensor : row.tensors) {
       if (!is_usual_tensor(tensor)) return false;
     }
@@ -129,6 +132,10 @@ class QuickTest {
  private:
   bool is_usual_grad(const RowTensors& row) const {
     return row.grad == nullptr || (is_like_param(*row.grad) && is_floating(*row.grad));
+  }
+
+  static bool is_copy(const at::Tensor& tensor) {
+    return is_floating(tensor) || tensor.scalar_type() == at::kShort;
   }
 
   bool is_usual_tensor(const at::Tensor* tensor) const {

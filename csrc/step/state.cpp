@@ -36,7 +36,14 @@ void check_state(const State& state, const StateNames& names, const StateNeeds& 
     check_dtype(tensor_of(object), here, dtype);
   };
   for (int i = 0; i < needs.tensors; ++i) check(names.tensors[i], state.tensors[i], wide);
-  check(names.master_param, state.master_param, at::kFloat);
+  if (state.master_param != nullptr) {
+    const at::Tensor& master = tensor_of(state.master_param);
+    if (master.scalar_type() == at::kShort) {
+      check_remainder(master, place.in(PyUnicode_AsUTF8(names.master_param)), param, place);
+    } else {
+      check(names.master_param, state.master_param, at::kFloat);
+    }
+  }
   for (int i = 0; i < math::kMaxNumbers; ++i) {
     if (state.numbers[i] == nullptr) continue;
     check_number_of_state(tensor_of(state.numbers[i]), place.in(PyUnicode_AsUTF8(names.numbers[i])),

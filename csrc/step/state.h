@@ -2,6 +2,7 @@
 #pragma once
 
 #include "math/rules.h"
+#include "step/hyperparameters.h"
 #include "step/python_tensors.h"
 #include "step/row_checks.h"
 
@@ -26,14 +27,21 @@ struct State {
   PyObject* numbers[math::kMaxNumbers] = {};
   PyObject* master_param = nullptr;
 
-  bool is_complete(const StateNeeds& needs, bool with_master) const {
+  // Whether the master is what is wanted.
+  bool has(Masters masters) const {
+    if (masters == Masters::kNone) return true;
+    const at::ScalarType dtype = masters == Masters::kFloat ? at::kFloat : at::kShort;
+    return master_param != nullptr && tensor_of(master_param).scalar_type() == dtype;
+  }
+
+  bool is_complete(const StateNeeds& needs, Masters masters) const {
     for (int i = 0; i < needs.tensors; ++i) {
       if (tensors[i] == nullptr) return false;
     }
     for (int i = 0; i < needs.numbers; ++i) {
       if (numbers[i] == nullptr) return false;
     }
-    return !with_master || master_param != nullptr;
+    return has(masters);
   }
 };
 

@@ -21,7 +21,8 @@ struct Array {
 struct Row {
   Array param;
   Array grad;  // on CUDA, data == nullptr: there is none now, and nothing is stepped
-  Array copy;  // receives the new parameter; data == nullptr: there is none
+  Array copy;  // receives the new parameter; data == nullptr: there is none. A kRemainder is read,
+               // too: then what is stepped is the float that it and the parameter are parts of
   Array tensors[math::kMaxTensors];   // of state; data == nullptr: there is none
   float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
   int64_t size;

@@ -338,8 +338,26 @@ OPTIMIZERS = {
         'group["decoupled_weight_decay"] = not group["adam_w_mode"]',
         "fused_adam_state",
     ),
-    "a loaded hyperparameter may be out of range": Mutant(
+    "a remainder outlives what was written to its weight": Mutant(
         "optimizers/_fused.py",
+        "tensors.local_part(state[MASTER]).zero_()",
+        "tensors.local_part(state[MASTER])",
+        "split_masters",
+    ),
+    "a checkpoint has remainders": Mutant(
+        "optimizers/_saved.py",
+        "if not compact and _state.is_split(state):",
+        "if compact and _state.is_split(state):",
+        "split_masters",
+    ),
+    "a loaded checkpoint says how masters are kept": Mutant(
+        "optimizers/_saved.py",
+        'saved_group["master_weights"] = group["master_weights"]',
+        "pass",
+        "split_masters",
+    ),
+    "a loaded hyperparameter may be out of range": Mutant(
+        "optimizers/_saved.py",
         "self._check_options({**self.defaults, **group})\n            return adapted",
         "pass\n            return adapted",
         "fused_adam_state",
@@ -348,7 +366,7 @@ OPTIMIZERS = {
         "core/options.py", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
     ),
     "a copy forgets unscale_grads": Mutant(
-        "optimizers/_fused.py",
+        "optimizers/_saved.py",
         "{name: getattr(self, name) for name in self._pickled}",
         "{}",
         "unscaled_grads",
@@ -360,7 +378,7 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "the step count of a group is lost": Mutant(
-        "optimizers/_fused.py",
+        "optimizers/_saved.py",
         '{"step": step, **states[index]}',
         '{"step": 0, **states[index]}',
         "fused_adam_state",

@@ -42,6 +42,10 @@ APEX_MP_MATH bits_register_t bits_of(Floats x) {
   return reinterpret_cast<bits_register_t>(x.value);
 }
 
+APEX_MP_MATH Floats from_bits(bits_register_t bits, Floats) {
+  return Floats(reinterpret_cast<float_register_t>(bits));
+}
+
 APEX_MP_MATH int_register_t not_finite(Floats x) { return math::all_set(bits_of(x), 0x7f800000u); }
 
 template <typename register_t>
@@ -67,8 +71,7 @@ APEX_MP_MATH Floats load(const BFloat16* src) {
 #else
   const __m256i wide = _mm256_cvtepu16_epi32(load_register<__m128i>(src));
 #endif
-  const bits_register_t bits = reinterpret_cast<bits_register_t>(wide) << 16;
-  return Floats(reinterpret_cast<float_register_t>(bits));
+  return from_bits(reinterpret_cast<bits_register_t>(wide) << 16, Floats());
 }
 
 APEX_MP_MATH half_register_t pack(Floats x, Half) {

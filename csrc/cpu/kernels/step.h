@@ -1,6 +1,34 @@
 // The step of any rule of math/rules.h: tiles for any mixture of dtypes, registers for the common
 // ones; and what is measured before it. Part of kernels_impl.h.
 
+inline bool is_split(const StepChunk& chunk) { return chunk.copy.dtype == DType::kRemainder; }
+
+template <typename opmath_t>
+inline opmath_t* open_param(const StepChunk& chunk, int64_t begin, int64_t count,
+                            opmath_t* buffer) {
+  if (!is_split(chunk)) return open(chunk.param, begin, count, buffer);
+  float masters[kTile];
+  join_masters(In{at(chunk.param.data, chunk.param.dtype, begin), chunk.param.dtype},
+               In{at(chunk.copy.data, chunk.copy.dtype, begin), chunk.copy.dtype}, masters, count);
+  cast(masters, buffer, count);
+  return buffer;
+}
+
+template <typename opmath_t>
+inline void close_param(const opmath_t* tile, const StepChunk& chunk, int64_t begin,
+                        int64_t count) {
+  void* copy = at(chunk.copy.data, chunk.copy.dtype, begin);
+  if (is_split(chunk)) {
+    float masters[kTile];
+    cast(tile, masters, count);
+    split_masters(masters, {at(chunk.param.data, chunk.param.dtype, begin), chunk.param.dtype},
+                  {copy, chunk.copy.dtype}, count);
+    return;
+  }
+  close(tile, chunk.param, begin, count);
+  if (chunk.copy.data != nullptr) convert_out(tile, copy, chunk.copy.dtype, count);
+}
+
 template <typename Rule, typename opmath_t>
 void step_in_tiles(const StepChunk& chunk,
                    const typename Rule::template Factors<opmath_t>& factors) {
@@ -15,7 +43,7 @@ void step_in_tiles(const StepChunk& chunk,
   for (int64_t begin = 0; begin < chunk.count; begin += kTile) {
     const int64_t n = tile_size(begin, chunk.count);
     const opmath_t* __restrict grad = read(chunk.grad, begin, n, buffers[0]);
-    opmath_t* __restrict param = open(chunk.param, begin, n, buffers[1]);
+    opmath_t* __restrict param = open_param(chunk, begin, n, buffers[1]);
     opmath_t* __restrict first = open_tensor(0, begin, n);
     opmath_t* __restrict second = open_tensor(1, begin, n);
     for (int64_t i = 0; i < n; ++i) {
@@ -24,12 +52,9 @@ void step_in_tiles(const StepChunk& chunk,
       first[i] = tensors[0];
       if constexpr (Rule::kTensors > 1) second[i] = tensors[1];
     }
-    close(param, chunk.param, begin, n);
+    close_param(param, chunk, begin, n);
     if (chunk.tensors[0].data != nullptr) close(first, chunk.tensors[0], begin, n);
     if (chunk.tensors[1].data != nullptr) close(second, chunk.tensors[1], begin, n);
-    if (chunk.copy.data != nullptr) {
-      convert_out(param, at(chunk.copy.data, chunk.copy.dtype, begin), chunk.copy.dtype, n);
-    }
   }
 }
 
@@ -172,7 +197,7 @@ math::Measured measure_in_tiles(const StepChunk& chunk,
       return read(In{array.data, array.dtype}, begin, n, buffer);
     };
     const opmath_t* grad = read(chunk.grad, begin, n, buffers[0]);
-    const opmath_t* param = read_out(chunk.param, buffers[1]);
+    const opmath_t* param = open_param(chunk, begin, n, buffers[1]);
     const opmath_t* first = read_out(chunk.tensors[0], buffers[2]);
     const opmath_t* second = read_out(chunk.tensors[1], buffers[3]);
     for (int64_t i = 0; i < n; ++i) {

@@ -1,0 +1,147 @@
+"""What checkpoints and pickles of a fused optimizer hold, and how those of others are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.core import options
+from apex_mp.core.state_checks import as_dict, check_optimizer_state
+from apex_mp.optimizers import _state
+
+
+class SavedOptimizer(torch.optim.Optimizer):
+    """The part of `FusedOptimizer` that saves and loads."""
+
+    # --- Stated by each optimizer.
+
+    # The class's name in messages; a user's subclass has another one.
+    _public_name: str
+    _state_layout: _state.StateLayout
+    # Attributes that pickles have beside state and options.
+    _pickled: tuple[str, ...] = ("unscale_grads",)
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
+
+        Args:
+            group: A parameter group with all options, or the defaults.
+        """
+        options.check_group(self._public_name, group)
+
+    def _adapt_group(
+        self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
+    ) -> None:
+        """Give what another optimizer has saved the names that it has here, in place.
+
+        That of every optimizer: apex had one step count for a group, and none in states.
+
+        Args:
+            number: Of the group.
+            group: A saved group, a copy.
+            states: The saved states by the items of `group["params"]`; to be replaced, not written.
+        """
+        if "step" in self._state_layout.numbers and group.get("step") is not None:
+            step = group.pop("step")
+            for index in group["params"]:
+                if states.get(index):
+                    states[index] = {"step": step, **states[index]}
+
+    def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """Return a parameter's saved state as it is here; see `StateLayout.loaded`."""
+        return self._state_layout.loaded(where, state, param)
+
+    # --- What users call.
+
+    def master(self, param: Tensor) -> Tensor:
+        """Return a copy of the number that steps work on: float32, or float64 as the parameter.
+
+        That is the parameter's master, if it has one, whichever way it is kept.
+
+        Args:
+            param: A parameter of a group.
+
+        Raises:
+            ValueError: It is in no group.
+        """
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            raise ValueError(
+                f"{self._public_name}.master: the tensor of shape {[*param.shape]} is no parameter "
+                "of this optimizer; give one of param_groups"
+            )
+        return _state.master_of(param, self.state.get(param, {}))
+
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
+        """Return state and options.
+
+        Args:
+            compact: Save split masters as they are kept, 2 bytes for each element, which are
+                worth something with these very weights only; not as float32 ones, which other
+                optimizers load, too [False].
+        """
+        saved = super().state_dict()
+        states = saved["state"]
+        for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for param, index in zip(group["params"], saved_group["params"], strict=True):
+                state = states.get(index, {})
+                if not compact and _state.is_split(state):
+                    states[index] = {**state, _state.MASTER: _state.master_of(param, state)}
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of this optimizer, or of torch's that does the same.
+
+        Options that the saved groups lack stay as they are here; so does the way in which masters
+        are kept. State tensors become float32 (float64 for float64 parameters), whatever the
+        parameter's dtype; the next step splits masters that are to be. Tensors are copied.
+
+        Raises:
+            RuntimeError: The state was saved with an option that this optimizer does not have.
+            TypeError, ValueError: Groups do not fit, a hyperparameter is out of range, or a
+                parameter's state is not that of such an optimizer.
+        """
+
+        def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            adapted = self._adapted(saved)
+            for group in adapted["param_groups"]:
+                self._check_options({**self.defaults, **group})
+            return adapted
+
+        # As a hook it sees what the user's hooks have made of the state.
+        handle = self.register_load_state_dict_pre_hook(adapt)
+        try:
+            super().load_state_dict(as_dict(self._public_name, state_dict))
+        finally:
+            handle.remove()
+
+    def _adapted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state_dict as it is here, for Optimizer.load_state_dict and `unpack`."""
+        check_optimizer_state(self._public_name, saved)
+        states: dict[Any, Any] = dict(saved["state"])
+        saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
+        for number, saved_group in enumerate(saved_groups):
+            self._adapt_group(number, saved_group, states)
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved_groups] != sizes:
+            return dict(saved)  # torch says in which way they do not fit.
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            for index, param in zip(saved_group["params"], group["params"], strict=True):
+                if states.get(index):
+                    where = f"{self._public_name}.load_state_dict: state[{index}]"
+                    states[index] = self._adapt_state(where, states[index], param)
+            # Which masters there are is saved; how they are kept is this optimizer's choice.
+            if group.get("master_weights") and saved_group.get("master_weights"):
+                saved_group["master_weights"] = group["master_weights"]
+            for option in self.defaults:
+                if option in group:  # an unpickled optimizer has a default more, of torch's
+                    saved_group.setdefault(option, group[option])
+        return {**saved, "state": states, "param_groups": saved_groups}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._pickled}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "state": _state.unpack(state["state"])})

@@ -1,0 +1,50 @@
+// join_masters_ and split_masters_ on CUDA.
+#include "cuda/launch.h"
+#include "cuda/table.h"
+#include "cuda/vectors.h"
+
+namespace apex_mp::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kBlockSize) join_kernel(const __grid_constant__ Table<3> table) {
+  const Part<3> part = part_of_block(table);
+  const Array& weights = part.arrays[0];
+  const Array& remainders = part.arrays[1];
+  const Array& masters = part.arrays[2];
+  walk<float>(part, [&](int index, auto span) {
+    const auto raw_weights = load<float>(weights, index, span);
+    const auto raw_rest = load<float>(remainders, index, span);
+    float numbers[span];
+    widen(raw_weights, weights.dtype, numbers);
+    join_masters(raw_rest, weights, remainders, numbers);
+    store(numbers, masters, index, span);
+  });
+}
+
+__global__ void __launch_bounds__(kBlockSize) split_kernel(const __grid_constant__ Table<3> table) {
+  const Part<3> part = part_of_block(table);
+  const Array& weights = part.arrays[0];
+  const Array& remainders = part.arrays[1];
+  const Array& masters = part.arrays[2];
+  walk<float>(part, [&](int index, auto span) {
+    float numbers[span];
+    read(masters, index, span, numbers);
+    store_split<Cache::kKept>(numbers, weights, remainders, index, span);
+  });
+}
+
+}  // namespace
+
+void join_masters(const std::vector<Row<3>>& rows, cudaStream_t stream) {
+  for_each_table(rows, kChunkLimits, [&](const Table<3>& table) {
+    launch(join_kernel, table.launch.chunks, stream, table);
+  });
+}
+
+void split_masters(const std::vector<Row<3>>& rows, cudaStream_t stream) {
+  for_each_table(rows, kChunkLimits, [&](const Table<3>& table) {
+    launch(split_kernel, table.launch.chunks, stream, table);
+  });
+}
+
+}  // namespace apex_mp::cuda

@@ -1,0 +1,80 @@
+// A float32 master as a 16-bit weight and a remainder of 16 bits: what rounding has left.
+//
+// Sizes of floats are in the order of their bits. The remainder counts the floats from the weight
+// to the master, negative if the master is the smaller of the two. So a join is an addition, and
+// the sign is the weight's.
+//
+//   bfloat16  Every master is exact: the remainder is its lower half. The weight is the nearest
+//             bfloat16; of two that are equally near the larger one, since the remainder goes from
+//             -2**15 to 2**15 - 1. (Apex and TransformerEngine have the same format.)
+//   float16   From 2**-16 on every master is exact; the weight is the nearest float16, of two that
+//             are equally near the even one. Below, where float16 is coarse beside float32, the
+//             remainder counts steps of 2**-40: the error is 2**-41 or less.
+//
+// A master beyond float16 becomes inf, as the weight does; the payload of a NaN is lost.
+//
+// number_t is float, or a register of floats with bits_of(), from_bits() and operators; bits_t are
+// its bits. Weights and remainders are in the lower 16 of 32 bits, the upper ones are 0.
+#pragma once
+
+#include <cstdint>
+
+#include "math/bits.h"
+
+namespace apex_mp::math {
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kExactFrom = 0x37800000u;  // the bits of 2**-16
+
+template <typename bits_t>
+APEX_MP_MATH bits_t with_sign_of_half(bits_t remainder) {
+  return (remainder ^ 0x8000u) - 0x8000u;
+}
+
+// A zero that somebody has written beside a negative remainder stays a zero.
+template <typename bits_t>
+APEX_MP_MATH bits_t join_bfloat16(bits_t weight, bits_t remainder) {
+  const auto is_below_zero = ((weight & 0x7fffu) == 0u) & ((remainder & 0x8000u) != 0u);
+  const bits_t floats = with_sign_of_half(remainder);
+  return (weight << 16) + (is_below_zero ? bits_t{} : floats);
+}
+
+template <typename bits_t>
+APEX_MP_MATH void split_bfloat16(bits_t master, bits_t& weight, bits_t& remainder) {
+  const auto is_nan = (master & 0x7fffffffu) > kInfinityBits;
+  weight = is_nan ? master >> 16 | 0x0040u : (master + 0x8000u) >> 16;
+  remainder = is_nan ? bits_t{} : master & 0xffffu;
+}
+
+// 1.5 * 2**23: added to a whole number, it puts that into the lowest bits.
+constexpr float kUnits = 12582912.0f;
+constexpr uint32_t kUnitsBits = 0x4b400000u;
+
+// `weight` is the float16 as a float.
+template <typename number_t, typename bits_t>
+APEX_MP_MATH number_t join_float16(number_t weight, bits_t remainder) {
+  const bits_t bits = bits_of(weight);
+  const bits_t size = bits & 0x7fffffffu;
+  const bits_t floats = with_sign_of_half(remainder);
+  const number_t steps = from_bits(kUnitsBits + floats, number_t()) - number_t(kUnits);
+  const number_t below = from_bits(size, number_t()) + steps * number_t(0x1p-40f);
+  const bits_t joined = size < kExactFrom ? bits_of(below) : size + floats;
+  return from_bits((bits & 0x80000000u) | joined, number_t());
+}
+
+// `half` is the master as a float16, to nearest even, and `wide` that as a float.
+template <typename number_t, typename bits_t>
+APEX_MP_MATH void split_float16(number_t master, bits_t half, number_t wide, bits_t& weight,
+                                bits_t& remainder) {
+  const bits_t size = bits_of(master) & 0x7fffffffu;
+  const bits_t wide_size = bits_of(wide) & 0x7fffffffu;
+  const number_t left = from_bits(size, number_t()) - from_bits(wide_size, number_t());
+  const bits_t steps = bits_of(left * number_t(0x1p40f) + number_t(kUnits));
+  // 2**15 steps up are one weight up, and as many steps down.
+  const auto is_up = (size < kExactFrom) & (steps == kUnitsBits + 0x8000u);
+  const bits_t floats = size < kExactFrom ? steps : size - wide_size;
+  weight = is_up ? half + 1u : half;
+  remainder = wide_size < kInfinityBits ? floats & 0xffffu : bits_t{};
+}
+
+}  // namespace apex_mp::math

@@ -1,0 +1,79 @@
+// Masters and their two parts, on the device where they lie.
+#include "step/masters.h"
+
+#include "checks.h"
+#include "cpu/tensors.h"
+#include "step/row_checks.h"
+#ifdef APEX_MP_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/kernels.h"
+#endif
+
+namespace apex_mp::step {
+namespace {
+
+void check(const char* caller, const at::Tensor& master, const at::Tensor& weight,
+           const at::Tensor& remainder) {
+  const Argument of_weight = {caller, "weight"};
+  const auto check_one = [&](const Argument& argument, const at::Tensor& tensor,
+                             std::initializer_list<at::ScalarType> dtypes) {
+    check_device(argument, tensor, weight.device());
+    apex_mp::check_dtype(argument, tensor, dtypes);
+    check_dense(argument, tensor);
+    check_same_layout(argument, tensor, of_weight, weight);
+  };
+  TORCH_CHECK(has_kernels(weight.device()), caller, ": this build has no kernels for ",
+              weight.device());
+  check_one(of_weight, weight, {at::kHalf, at::kBFloat16});
+  check_one({caller, "master"}, master, {at::kFloat});
+  check_one({caller, "remainder"}, remainder, {at::kShort});
+}
+
+#ifdef APEX_MP_WITH_CUDA
+void run(void (*kernel)(const std::vector<cuda::Row<3>>&, cudaStream_t), const at::Tensor& weight,
+         const at::Tensor& remainder, const at::Tensor& master) {
+  const auto array = [](const at::Tensor& tensor) {
+    return cuda::Array{const_cast<void*>(tensor.const_data_ptr()), dtype_of(tensor)};
+  };
+  const c10::cuda::CUDAGuard guard(weight.device());
+  kernel({{{array(weight), array(remainder), array(master)}, weight.numel(), false}},
+         c10::cuda::getCurrentCUDAStream());
+}
+#endif
+
+}  // namespace
+
+void join_master(const at::Tensor& weight, const at::Tensor& remainder, const at::Tensor& master) {
+  check("join_master", master, weight, remainder);
+  auto* numbers = static_cast<float*>(master.mutable_data_ptr());
+#ifdef APEX_MP_WITH_CUDA
+  if (weight.is_cuda()) return run(&cuda::join_masters, weight, remainder, master);
+#endif
+  const std::vector<Chunk> chunks = cpu::chunks_of(weight);
+  cpu::for_each_chunk(chunks, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
+    cpu::kernels().join_masters(cpu::at_element(cpu::in(weight), chunk.begin),
+                                cpu::at_element(cpu::in(remainder), chunk.begin),
+                                numbers + chunk.begin, chunk.count);
+  });
+}
+
+void split_master(const at::Tensor& master, const at::Tensor& weight, const at::Tensor& remainder) {
+  check("split_master", master, weight, remainder);
+  const cpu::Out weights = cpu::out(weight);
+  const cpu::Out remainders = cpu::out(remainder);
+#ifdef APEX_MP_WITH_CUDA
+  if (weight.is_cuda()) return run(&cuda::split_masters, weight, remainder, master);
+#endif
+  const auto* numbers = static_cast<const float*>(master.const_data_ptr());
+  const std::vector<Chunk> chunks = cpu::chunks_of(weight);
+  cpu::for_each_chunk(chunks, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
+    cpu::kernels().split_masters(numbers + chunk.begin, cpu::at_element(weights, chunk.begin),
+                                 cpu::at_element(remainders, chunk.begin), chunk.count);
+  });
+}
+
+}  // namespace apex_mp::step
