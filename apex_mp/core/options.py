@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -76,6 +77,11 @@ def check_group(who: str, group: Mapping[str, Any]) -> None:
     for name in ("momentum", "eps", "weight_decay", "max_grad_norm"):
         if name in group:
             check_number(who, name, group[name], at_least=0.0)
+    moments = group.get("moment_dtype", torch.float32)
+    if moments not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{who}: moment_dtype is {moments!r}; it must be torch.float32 or torch.bfloat16"
+        )
     masters = group.get("master_weights", False)
     if isinstance(masters, str) and masters != "split":
         raise ValueError(f"{who}: master_weights is {masters!r}; it must be True, False or 'split'")

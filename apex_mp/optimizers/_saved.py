@@ -95,8 +95,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Load the state of this optimizer, or of torch's that does the same.
 
         Options that the saved groups lack stay as they are here; so does the way in which masters
-        are kept. State tensors become float32 (float64 for float64 parameters), whatever the
-        parameter's dtype; the next step splits masters that are to be. Tensors are copied.
+        and moments are kept. State tensors become float32 (float64 for float64 parameters),
+        whatever the parameter's dtype; the next step makes of them what is kept. Tensors are
+        copied.
 
         Raises:
             RuntimeError: The state was saved with an option that this optimizer does not have.
@@ -132,7 +133,10 @@ class SavedOptimizer(torch.optim.Optimizer):
                 if states.get(index):
                     where = f"{self._public_name}.load_state_dict: state[{index}]"
                     states[index] = self._adapt_state(where, states[index], param)
-            # Which masters there are is saved; how they are kept is this optimizer's choice.
+            # Which masters there are is saved; how state is kept is this optimizer's choice.
+            saved_group.pop("moment_dtype", None)
+            if "moment_dtype" in group:
+                saved_group["moment_dtype"] = group["moment_dtype"]
             if group.get("master_weights") and saved_group.get("master_weights"):
                 saved_group["master_weights"] = group["master_weights"]
             for option in self.defaults:

@@ -59,6 +59,14 @@ def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
     return torch.int16 if masters == "split" else torch.float32
 
 
+def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """Return what a parameter's tensors of state are kept in, by the options of its group."""
+    if param.dtype == torch.float64:
+        return torch.float64
+    dtype: torch.dtype = group.get("moment_dtype", torch.float32)
+    return dtype
+
+
 def is_split(state: Mapping[str, Any]) -> bool:
     """Whether a state has the remainder of a master."""
     return getattr(state.get(MASTER), "dtype", None) == torch.int16
@@ -119,10 +127,10 @@ class StateLayout:
             value = whole.get(name)
             if torch.is_tensor(value):
                 whole[name] = _grads.lie_as(value, param)
-            elif name == MASTER:
-                whole[name] = param.detach().float()
             else:
-                whole[name] = self._zeros(name, param)
+                whole[name] = param.detach().float() if name == MASTER else self._zeros(name, param)
+            if name != MASTER:
+                whole[name] = whole[name].to(moment_dtype(param, group))
         if dtype is not None and whole[MASTER].dtype != dtype:
             convert = split if dtype == torch.int16 else lambda part, of: joined(of, part)
             whole[MASTER] = convert(whole[MASTER], param)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from apex_mp.optimizers._fused import FusedOptimizer
@@ -43,6 +44,9 @@ class FusedAdam(FusedOptimizer):
             the same master to the bit; a float16 has it from 2**-16 to 65504, within 2**-41 below,
             and a master beyond is inf. Of two bfloat16 that are equally near to a master the larger
             one is the parameter. Weights that are written between steps count [False].
+        moment_dtype: `torch.bfloat16`: keep both moments in 2 bytes instead of 4, rounded to
+            nearest in each step. The second moment then stays where one step changes it by less
+            than 2**-9 of itself, as betas[1] of 0.999 does when it is to fall [torch.float32].
         maximize: Maximise the objective instead of minimising it [False].
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
@@ -75,6 +79,7 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = False,
         capturable: bool = False,
         master_weights: bool | Literal["split"] = False,
+        moment_dtype: torch.dtype = torch.float32,
         maximize: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
@@ -91,7 +96,7 @@ class FusedAdam(FusedOptimizer):
             "eps_inside_sqrt": eps_inside_sqrt,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, unscale_grads, master_weights)
+        super().__init__(params, defaults, unscale_grads, master_weights, moment_dtype)
 
     @property
     def eps_mode(self) -> int:

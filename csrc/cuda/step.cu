@@ -60,6 +60,8 @@ StepTable::StepTable(const step::Task& task)
   for (const step::Row& row : rows_) {
     first_chunk_.push_back(static_cast<int32_t>(chunks));
     chunks += std::max<int64_t>(count_chunks(row.size, chunk_size_), 1);
+    const bool is_narrow = row.tensors[0].dtype == DType::kBFloat16;
+    (is_narrow ? has_narrow_state_ : has_wide_state_) = true;
     if (chunks > INT32_MAX) throw std::length_error("apex_mp: too many parameters for one step");
   }
   first_chunk_.push_back(static_cast<int32_t>(chunks));
@@ -99,9 +101,13 @@ bool StepTable::fits(const step::Task& task) const {
 }
 
 StepMemory StepTable::memory_at(const void* memory) const {
-  const StepCounts counts = {static_cast<int32_t>(rows_.size()), first_chunk_.back(),
+  const StepCounts counts = {static_cast<int32_t>(rows_.size()),
+                             first_chunk_.back(),
                              static_cast<int32_t>(groups_.size()),
-                             static_cast<int32_t>(chunk_size_), rule_};
+                             static_cast<int32_t>(chunk_size_),
+                             rule_,
+                             has_wide_state_,
+                             has_narrow_state_};
   return step_memory(reinterpret_cast<uintptr_t>(memory), counts);
 }
 

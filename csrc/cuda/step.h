@@ -83,6 +83,8 @@ class StepTable {
   std::vector<step::Row> rows_;
   std::vector<step::Group> groups_;  // as device memory holds them
   int64_t chunk_size_;
+  bool has_wide_state_ = false;
+  bool has_narrow_state_ = false;
   std::vector<int32_t> first_chunk_;  // of each row, and the number of all
   std::vector<char> image_;           // the first part of device memory
   int64_t bytes_ = 0;

@@ -62,6 +62,8 @@ struct StepCounts {
   int32_t groups;
   int32_t chunk_size;
   int32_t rule;  // number in math::AllRules
+  bool has_wide_state;
+  bool has_narrow_state;  // whether there are rows whose state is in bfloat16
 };
 
 struct StepMemory {

@@ -68,15 +68,23 @@ __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const Step
   return part;
 }
 
+// A kernel is compiled for rows whose state is in bfloat16, and one for the others: a branch for
+// every vector would cost registers. Math is done in double where a row has doubles.
+template <DType state>
+__device__ bool is_of(const StepFacts& facts) {
+  const bool is_narrow = (facts.tensors & kDTypeMask) == static_cast<uint32_t>(DType::kBFloat16);
+  return is_narrow == (state == DType::kBFloat16);
+}
+
 // The same update as in step_kernel(), of which nothing is left but the sums of a chunk.
-template <typename Rule>
+template <typename Rule, DType state>
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     measure_kernel(const __grid_constant__ StepUpdate update) {
   const StepMemory& memory = update.memory;
   const int32_t index = update.end_chunk - 1 - static_cast<int32_t>(blockIdx.x);
   const StepChunk chunk = memory.chunks[index];
   const void* grad = memory.grads[chunk.row];
-  if (grad == nullptr || memory.outcome->found_inf != 0.0f) return;
+  if (grad == nullptr || memory.outcome->found_inf != 0.0f || !is_of<state>(chunk.facts)) return;
   __shared__ typename Rule::template Factors<double> factors;
   if (threadIdx.x == 0) factors = factors_of<Rule>(memory, chunk);
   __syncthreads();
@@ -86,7 +94,7 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     sums = measure_numbers<Rule, double>(part, factors);
   } else {
 #pragma unroll
-    for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = DType::kFloat;
+    for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = state;
     sums = measure_numbers<Rule, float>(part, math::factors_as<float>(factors));
   }
   sums.param = block_sum(sums.param);
@@ -116,14 +124,14 @@ __global__ void __launch_bounds__(kBlockSize)
 }
 
 // Backwards: the gradients that pass 1 has read last are still in the second-level cache.
-template <typename Rule>
+template <typename Rule, DType state>
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     step_kernel(const __grid_constant__ StepUpdate update) {
   const StepMemory& memory = update.memory;
   if (memory.outcome->found_inf != 0.0f) return;
   const StepChunk chunk = memory.chunks[update.end_chunk - 1 - static_cast<int32_t>(blockIdx.x)];
   const void* grad = memory.grads[chunk.row];
-  if (grad == nullptr) return;
+  if (grad == nullptr || !is_of<state>(chunk.facts)) return;
   const StepRow row = memory.rows[chunk.row];
   __shared__ typename Rule::template Factors<double> factors;
   __shared__ double inv_scale;
@@ -142,9 +150,8 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     step_numbers<Rule, kStateCache, double>(part, factors,
                                             unscaled_grad<double>(unscaled, inv_scale));
   } else {
-    // The state is in floats here: saying so spares a branch for every vector.
 #pragma unroll
-    for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = DType::kFloat;
+    for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = state;
     step_numbers<Rule, kStateCache, float>(part, math::factors_as<float>(factors),
                                            unscaled_grad<float>(unscaled, inv_scale));
   }
@@ -153,7 +160,8 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
 }  // namespace
 
 void launch_step_update(const StepMemory& memory, cudaStream_t stream) {
-  const auto launch_all = [&](auto kernel) {
+  const auto launch_one = [&](auto kernel, bool has_rows) {
+    if (!has_rows) return;
     for (int64_t end = memory.counts.chunks; end > 0; end -= kMaxBlocks) {
       launch(kernel, std::min(end, kMaxBlocks), stream,
              StepUpdate{memory, static_cast<int32_t>(end)});
@@ -162,10 +170,12 @@ void launch_step_update(const StepMemory& memory, cudaStream_t stream) {
   math::AllRules::with(memory.counts.rule, [&](auto rule) {
     using Rule = decltype(rule);
     if constexpr (Rule::kRatio >= 0) {
-      launch_all(measure_kernel<Rule>);
+      launch_one(measure_kernel<Rule, DType::kFloat>, memory.counts.has_wide_state);
+      launch_one(measure_kernel<Rule, DType::kBFloat16>, memory.counts.has_narrow_state);
       launch(ratio_kernel<Rule>, memory.counts.rows, stream, memory);
     }
-    launch_all(step_kernel<Rule>);
+    launch_one(step_kernel<Rule, DType::kFloat>, memory.counts.has_wide_state);
+    launch_one(step_kernel<Rule, DType::kBFloat16>, memory.counts.has_narrow_state);
   });
 }
 

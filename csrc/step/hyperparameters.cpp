@@ -1,6 +1,8 @@
 // Options of a parameter group, from Python's numbers to ours.
 #include "step/hyperparameters.h"
 
+#include <torch/csrc/Dtype.h>
+
 #include "step/python_tensors.h"
 #include "tensor_facts.h"
 
@@ -13,12 +15,13 @@ using math::Range;
 
 constexpr Option kMaxGradNorm = {"max_grad_norm", Range::kNotNegative};
 
-// Of options that all rules have; a group may lack the last three.
+// Of options that all rules have; a group may lack all but the first two.
 struct Names {
   PyObject* lr = interned("lr");
   PyObject* max_grad_norm = interned("max_grad_norm");
   PyObject* maximize = interned("maximize");
   PyObject* master_weights = interned("master_weights");
+  PyObject* moment_dtype = interned("moment_dtype");
   PyObject* amsgrad = interned("amsgrad");
 };
 
@@ -78,6 +81,15 @@ Masters masters_of(const std::string& caller, PyObject* group, PyObject* name) {
   if (!PyUnicode_Check(value)) return as_bool(value) ? Masters::kFloat : Masters::kNone;
   if (PyUnicode_CompareWithASCIIString(value, "split") == 0) return Masters::kSplit;
   throw py::value_error(sentence(caller, "master_weights", value, "True, False or 'split'"));
+}
+
+at::ScalarType moments_of(const std::string& caller, PyObject* group, PyObject* name) {
+  PyObject* value = entry(group, name);
+  if (value == nullptr) return at::kFloat;
+  const at::ScalarType dtype =
+      THPDtype_Check(value) ? reinterpret_cast<THPDtype*>(value)->scalar_type : at::kByte;
+  if (dtype == at::kFloat || dtype == at::kBFloat16) return dtype;
+  throw py::value_error(sentence(caller, "moment_dtype", value, "torch.float32 or torch.bfloat16"));
 }
 
 }  // namespace
@@ -143,6 +155,7 @@ GroupOptions OptionReader::read(PyObject* param_group, const NumberReader& numbe
   options.group.lr = numbers.read("lr", option_of(param_group, names.lr));
   options.group.max_norm = read_number(kMaxGradNorm, option_of(param_group, names.max_grad_norm));
   options.group.maximize = has(param_group, names.maximize);
+  options.moments = moments_of(caller_, param_group, names.moment_dtype);
   options.masters = masters_of(caller_, param_group, names.master_weights);
   TORCH_CHECK(!has(param_group, names.amsgrad), caller_, " does not support the AMSGrad variant.");
   return options;

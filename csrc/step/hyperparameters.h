@@ -19,6 +19,7 @@ enum class Masters { kNone, kFloat, kSplit };
 struct GroupOptions {
   Group group;
   Masters masters;
+  at::ScalarType moments;  // of the tensors in the state, but for float64 parameters
 };
 
 // Numbers for a step on one device.

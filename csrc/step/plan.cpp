@@ -45,10 +45,6 @@ PyObject* item_of(const py::object& lists, const Place& place) {
   return item == Py_None ? nullptr : item;
 }
 
-bool is_low_precision(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
-
 void update(const LossScale& loss_scale, bool found_inf) {
   if (loss_scale.scale == nullptr) return;
   const math::LossScaleState now = {*loss_scale.scale, *loss_scale.good_steps,
@@ -73,7 +69,6 @@ struct Plan::Item {
   Place place;
   PyObject* param;
   PyObject* state;
-  Masters masters;  // kNone if the parameter is not of low precision
   StateNeeds needs;
   bool scaled = true;
   bool writes_grad = false;
@@ -133,14 +128,15 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
   for (const py::handle each : param_groups) {
     const GroupOptions options = options_.read(each.ptr(), numbers);
     task_.groups.push_back(options.group);
-    state_needs_.push_back(
-        {rule_.tensors_with(options.group.options), rule_.needs_numbers ? rule_.numbers : 0});
+    state_needs_.push_back({rule_.tensors_with(options.group.options),
+                            rule_.needs_numbers ? rule_.numbers : 0, options.moments,
+                            options.masters});
     const Py_ssize_t count = PyList_GET_SIZE(list_of(caller_, each.ptr()));
     for (const py::object* lists : {&given.grads, &given.grads_of, &given.copies}) {
       check_lengths(caller_, *lists, group, count);
     }
     for (Py_ssize_t index = 0; index < count; ++index) {
-      items_.push_back({static_cast<int32_t>(group), static_cast<int32_t>(index), options.masters});
+      items_.push_back({static_cast<int32_t>(group), static_cast<int32_t>(index)});
     }
     ++group;
   }
@@ -195,8 +191,7 @@ Plan::Item Plan::item_at(int64_t position) const {
   return {{caller_.c_str(), "params", facts.group, facts.index},
           param,
           states_[position],
-          is_low_precision(tensor_of(param)) ? facts.masters : Masters::kNone,
-          state_needs_[facts.group]};
+          state_needs_[facts.group].of(tensor_of(param))};
 }
 
 // Tensors and rows own nothing; the next step writes over them.
@@ -251,15 +246,15 @@ bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) con
 
 bool Plan::take_usual(const Item& item, const Given& given, const State& state,
                       RowTensors& row) const {
-  if (!state.is_complete(item.needs, item.masters)) return false;
+  if (!state.is_complete(item.needs)) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) {
-    if (item.masters != Masters::kNone) return false;
+    if (item.needs.masters != Masters::kNone) return false;
     row.copy = &tensor_of(copy);
   }
   const at::Tensor& param = tensor_of(item.param);
-  row.take(state, item.needs, param, item.masters);
-  return QuickTest(param).passes(row);
+  row.take(state, item.needs, param);
+  return QuickTest(param, item.needs.dtype).passes(row);
 }
 
 // On CUDA a parameter with a state and no gradient has a row all the same, which is not stepped: so
@@ -337,7 +332,7 @@ const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& gra
 void Plan::check_row(const Item& item, const py::function& make_state, const at::Tensor& grad,
                      RowTensors& row) {
   const at::Tensor& param = tensor_of(item.param);
-  TORCH_CHECK_VALUE(item.masters == Masters::kNone || item.copy == nullptr, caller_,
+  TORCH_CHECK_VALUE(item.needs.masters == Masters::kNone || item.copy == nullptr, caller_,
                     ".step: output_params was given with master_weights; give one of the two, "
                     "each parameter has one low-precision copy");
   State state = read_state(item.state, names_);
@@ -349,17 +344,17 @@ void Plan::check_row(const Item& item, const py::function& make_state, const at:
   row.copy = item.copy;
   check_given(item, *row.grad);
   check_state(state, names_, item.needs, param, item.place);
-  if (!state.is_complete(item.needs, item.masters) || lies_otherwise(state, item.needs, param)) {
+  if (!state.is_complete(item.needs) || lies_otherwise(state, item.needs, param)) {
     made_.push_back(make_state(item.place.group, item.place.index));
     state = read_state(made_.back().ptr(), names_);
-    TORCH_INTERNAL_ASSERT(state.is_complete(item.needs, item.masters));
+    TORCH_INTERNAL_ASSERT(state.is_complete(item.needs));
     TORCH_CHECK(
         !lies_otherwise(state, item.needs, param), caller_, ": params[", item.place.group, "][",
         item.place.index,
         "] is a DTensor whose part here lies in memory in another order than its state; load "
         "the state anew");
   }
-  row.take(state, item.needs, param, item.masters);
+  row.take(state, item.needs, param);
 }
 
 void Plan::check_given(const Item& item, const at::Tensor& grad) const {

@@ -101,7 +101,6 @@ class Plan {
   struct ItemFacts {
     int32_t group;
     int32_t index;
-    Masters masters;
     bool is_read = false;
   };
 

@@ -23,7 +23,8 @@ struct RowTensors {
 
   // What is stepped, from a state that is complete: a low-precision parameter may be its copy, or a
   // part of it.
-  void take(const State& state, const StateNeeds& needs, const at::Tensor& own, Masters masters) {
+  void take(const State& state, const StateNeeds& needs, const at::Tensor& own) {
+    const Masters masters = needs.masters;
     param = masters == Masters::kFloat ? &tensor_of(state.master_param) : &own;
     if (masters == Masters::kFloat) copy = &own;
     if (masters == Masters::kSplit) copy = &tensor_of(state.master_param);
@@ -110,11 +111,11 @@ inline Row memory_of(const RowTensors& row) {
 // for each. False says nothing yet.
 class QuickTest {
  public:
-  explicit QuickTest(const at::Tensor& param)
+  QuickTest(const at::Tensor& param, at::ScalarType of_state)
       : param_(param),
         keys_(param.key_set()),
         size_(param.numel()),
-        state_(param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
+        state_(of_state),
         passes_(is_plain(param) && param.is_contiguous()) {}
 
   bool passes(const RowTensors& row) const {

@@ -35,7 +35,11 @@ void check_state(const State& state, const StateNames& names, const StateNeeds& 
     check_peer_but_order(tensor_of(object), here, param, place);
     check_dtype(tensor_of(object), here, dtype);
   };
-  for (int i = 0; i < needs.tensors; ++i) check(names.tensors[i], state.tensors[i], wide);
+  for (int i = 0; i < needs.tensors; ++i) {
+    PyObject* object = state.tensors[i];
+    const bool is_wanted = object != nullptr && tensor_of(object).scalar_type() == needs.dtype;
+    check(names.tensors[i], object, is_wanted ? needs.dtype : wide);
+  }
   if (state.master_param != nullptr) {
     const at::Tensor& master = tensor_of(state.master_param);
     if (master.scalar_type() == at::kShort) {

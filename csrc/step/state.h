@@ -19,6 +19,14 @@ struct StateNames {
 struct StateNeeds {
   int tensors;
   int numbers;
+  at::ScalarType dtype;  // of tensors
+  Masters masters;       // kNone if the parameter is not of low precision
+
+  StateNeeds of(const at::Tensor& param) const {
+    const bool is_low = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
+    const bool is_double = param.scalar_type() == at::kDouble;
+    return {tensors, numbers, is_double ? at::kDouble : dtype, is_low ? masters : Masters::kNone};
+  }
 };
 
 // Borrowed; nullptr: not there, or no tensor.
@@ -34,14 +42,15 @@ struct State {
     return master_param != nullptr && tensor_of(master_param).scalar_type() == dtype;
   }
 
-  bool is_complete(const StateNeeds& needs, Masters masters) const {
+  // Whether all is there, in the dtypes that are wanted.
+  bool is_complete(const StateNeeds& needs) const {
     for (int i = 0; i < needs.tensors; ++i) {
-      if (tensors[i] == nullptr) return false;
+      if (tensors[i] == nullptr || tensor_of(tensors[i]).scalar_type() != needs.dtype) return false;
     }
     for (int i = 0; i < needs.numbers; ++i) {
       if (numbers[i] == nullptr) return false;
     }
-    return has(masters);
+    return has(needs.masters);
   }
 };
 
