@@ -49,7 +49,7 @@ void join_master(const at::Tensor& weight, const at::Tensor& remainder, const at
   check("join_master", master, weight, remainder);
   auto* numbers = static_cast<float*>(master.mutable_data_ptr());
 #ifdef APEX_MP_WITH_CUDA
-  if (weight.is_cuda()) return run(&cuda::join_masters, weight, remainder, master);
+  if (weight.device().is_cuda()) return run(&cuda::join_masters, weight, remainder, master);
 #endif
   const std::vector<Chunk> chunks = cpu::chunks_of(weight);
   cpu::for_each_chunk(chunks, [&](int64_t index) {
@@ -65,7 +65,7 @@ void split_master(const at::Tensor& master, const at::Tensor& weight, const at::
   const cpu::Out weights = cpu::out(weight);
   const cpu::Out remainders = cpu::out(remainder);
 #ifdef APEX_MP_WITH_CUDA
-  if (weight.is_cuda()) return run(&cuda::split_masters, weight, remainder, master);
+  if (weight.device().is_cuda()) return run(&cuda::split_masters, weight, remainder, master);
 #endif
   const auto* numbers = static_cast<const float*>(master.const_data_ptr());
   const std::vector<Chunk> chunks = cpu::chunks_of(weight);

@@ -296,8 +296,8 @@ PLANTED_STEP_BUGS = {
     ),
     "the dtypes of two tensors of state are mixed": PlantedBug(
         "cuda/step.cu",
-        "bits(row.tensors[0]) | bits(row.tensors[1]) << 2,",
-        "bits(row.tensors[1]) | bits(row.tensors[0]) << 2,",
+        "bits(row.tensors[0]) | bits(row.tensors[1]) << kDTypeBits,",
+        "bits(row.tensors[1]) | bits(row.tensors[0]) << kDTypeBits,",
         f"{STEP}::test_a_step_takes_any_dtypes -k sgd",
         rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
     ),
@@ -317,8 +317,8 @@ PLANTED_STEP_BUGS = {
     ),
     "the rule of the step is not that of the task": PlantedBug(
         "cuda/step.cu",
-        "static_cast<int32_t>(chunk_size_), rule_};",
-        "static_cast<int32_t>(chunk_size_), 0};",
+        "                             rule_,\n",
+        "                             0,\n",
         f"{ONE_STEP} and sgd",
         rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
     ),

@@ -11,6 +11,8 @@ step::Outcome run(const step::Task&, Workspace&) {
   TORCH_CHECK(false, "cuda_on_cpu: this step was taken on the CPU");
 }
 
+const Kernels& kernels() { TORCH_CHECK(false, "cuda_on_cpu: this was done on the CPU"); }
+
 }  // namespace apex_mp::cpu
 
 namespace {
