@@ -106,6 +106,18 @@ def change_many_groups(device: str) -> None:
         optimizer.step()
 
 
+def keep_state_in_16_bits(device: str) -> None:
+    """Split masters and bfloat16 moments, saved as float32, loaded and split again."""
+    params = params_of(device, (F16, BF16), SIZES)
+    for fused in FUSED.values():
+        optimizer = fused(params, master_weights="split")
+        for group in optimizer.param_groups:
+            group["moment_dtype"] = BF16
+        for _ in range(2):
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
 def train(optimizer: FP16_Optimizer, params: list[Any], factor: torch.Tensor) -> None:
     optimizer.zero_grad(set_to_none=True)
     optimizer.backward(sum((param.float() * factor).sum() for param in params))
@@ -184,12 +196,13 @@ class Program:
 
 
 OPERATOR_KERNELS = """check tensor_sums group_sums norms unscale unscale_and_sum axpby exponents
-    join split update_scale"""
+    update_scale"""
 PROGRAMS = {
     "operators": Program(call_each_operator, tuple(OPERATOR_KERNELS.split())),
     "clipped": Program(step_clipped, ("few_chunks", *EACH_STEP)),
     "unchecked": Program(step_unchecked, ("few_rows", *EACH_STEP)),
     "groups": Program(change_many_groups, ("upload", "few_chunks", "step<Adam>")),
+    "split": Program(keep_state_in_16_bits, ("join", "split", *EACH_STEP)),
     "skipped": Program(skip_steps, ("few_chunks", "step<Adam>", "unscale")),
     "graph": Program(replay_a_graph, ("few_chunks", "step<Adam>")),
     "lists": Program(replay_a_step_over_lists, ("upload", "few_rows", "step<Adam>")),

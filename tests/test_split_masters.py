@@ -194,7 +194,7 @@ def test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters(
             assert_same_numbers(split, wide)
 
 
-def test_a_state_takes_six_bytes_an_element_less_than_float32_masters_take_eight(
+def test_a_remainder_takes_two_bytes_an_element_and_a_float32_master_four(
     device: torch.device,
 ) -> None:
     wide, split = make_pair(BF16, device)
@@ -422,6 +422,16 @@ def test_the_layout_of_transformer_engine_is_loaded(device: torch.device) -> Non
     wide.step()
     new.step()
     assert_same_numbers(new, wide)
+
+
+def test_a_remainder_beside_a_float32_parameter_is_refused(device: torch.device) -> None:
+    _, split = trained(F16, device)
+    wide = FusedAdam([Parameter(param.detach().float()) for param in params_of(split)])
+    message = r"state\[0\]\['master_param'\] is the remainder of a split master.*is torch.float32"
+    with pytest.raises(TypeError, match=message):
+        wide.load_state_dict(split.state_dict(compact=True))
+    assert not wide.state
+    wide.load_state_dict(split.state_dict())
 
 
 @each_half

@@ -34,11 +34,19 @@ def pair(dtype: torch.dtype, **options: Any) -> tuple[Any, Any, FusedAdam, Fused
     return plain, other, made[0], made[1]
 
 
+KEPT = ({"master_weights": True}, {"master_weights": "split", "moment_dtype": torch.bfloat16})
+
+
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize("given", [False, True])
-def test_the_numbers_are_those_of_a_plain_step(dtype: torch.dtype, given: bool) -> None:
-    plain, other, expected, optimizer = pair(dtype, master_weights=True)
-    for _ in range(3):
+@pytest.mark.parametrize("kept", KEPT, ids=["float32", "16 bits"])
+def test_the_numbers_are_those_of_a_plain_step(
+    dtype: torch.dtype, given: bool, kept: dict[str, Any]
+) -> None:
+    plain, other, expected, optimizer = pair(dtype, **kept)
+    for step in range(3):
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
         grad = torch.randn(5, 3).to(dtype)
         plain.grad, other.grad = grad.clone(), spread(grad.clone())
         expected.step()
@@ -53,6 +61,9 @@ def test_the_numbers_are_those_of_a_plain_step(dtype: torch.dtype, given: bool) 
         assert isinstance(found, DTensor) == (name != "step")
         assert torch.equal(found.to_local() if name != "step" else found, value)
     assert ("master_param" in optimizer.state[other]) == (dtype == F16)
+    master = optimizer.master(other)
+    assert isinstance(master, DTensor)
+    assert torch.equal(master.to_local(), expected.master(plain))
 
 
 def test_a_gradient_must_be_divided_as_its_parameter_is() -> None:

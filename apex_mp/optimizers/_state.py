@@ -160,8 +160,8 @@ class StateLayout:
         for name in (*self.tensors, MASTER):
             if name in whole:
                 value = whole[name]
-                _check_like(f"{where}['{name}']", value, param)
-                is_part = name == MASTER and value.dtype == torch.int16
+                is_part = name == MASTER and is_split(whole)
+                _check_like(f"{where}['{name}']", value, param, is_part)
                 copied = _like(param, torch.int16) if is_part else self._zeros(name, param)
                 whole[name] = Kept(copied.copy_(value))
         for name in self.numbers:
@@ -183,9 +183,13 @@ def _new_number(param: Tensor, value: Any) -> Tensor:
     return torch.full((), number, dtype=torch.float32, device=param.device)
 
 
-def _check_like(name: str, value: Any, param: Tensor) -> None:
+def _check_like(name: str, value: Any, param: Tensor, is_remainder: bool) -> None:
     """Refuse what cannot be copied into a tensor like the parameter."""
-    is_remainder = name.endswith(f"['{MASTER}']") and getattr(value, "dtype", None) == torch.int16
+    if is_remainder and param.dtype not in _LOW_PRECISION:
+        raise TypeError(
+            f"{name} is the remainder of a split master, of type {value.dtype}, and the parameter "
+            f"is {param.dtype}; save with state_dict(), which has float32 masters"
+        )
     if not (torch.is_tensor(value) and (value.is_floating_point() or is_remainder)):
         kind = value.dtype if torch.is_tensor(value) else type(value).__name__
         raise TypeError(f"{name} is of type {kind}; it must be a floating tensor")

@@ -1,4 +1,4 @@
-// join_masters_ and split_masters_ on CUDA.
+// Masters and their two parts (math/split.h), outside of steps.
 #include "cuda/launch.h"
 #include "cuda/table.h"
 #include "cuda/vectors.h"

@@ -35,7 +35,7 @@ struct StepFacts {
   uint32_t param : kDTypeBits;
   uint32_t grad : kDTypeBits;
   uint32_t copy : kDTypeBits;
-  uint32_t tensors : kDTypeBits* math::kMaxTensors;
+  uint32_t tensors : (kDTypeBits * math::kMaxTensors);
   uint32_t double_math : 1;
   uint32_t scaled : 1;
   uint32_t writes_grad : 1;
