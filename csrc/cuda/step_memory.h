@@ -29,13 +29,14 @@ struct alignas(16) StepRow {
 };
 
 constexpr uint32_t kDTypeBits = 3;
+constexpr uint32_t kStateDTypeBits = kDTypeBits * math::kMaxTensors;
 
 // Stands in every chunk of a row, so that pass 1 need not look at the row.
 struct StepFacts {
   uint32_t param : kDTypeBits;
   uint32_t grad : kDTypeBits;
   uint32_t copy : kDTypeBits;
-  uint32_t tensors : (kDTypeBits * math::kMaxTensors);
+  uint32_t tensors : kStateDTypeBits;
   uint32_t double_math : 1;
   uint32_t scaled : 1;
   uint32_t writes_grad : 1;
