@@ -53,15 +53,15 @@ APEX_MP_MATH float widen(BFloat16 bfloat16) {
 
 // From the bits of a float to those of the nearest bfloat16, ties to even; every NaN becomes the
 // same one. Of one number, or of a register of them.
-template <typename bits_t>
-APEX_MP_MATH bits_t bfloat16_bits(bits_t bits) {
+template <typename bits_t, typename mask_t>
+APEX_MP_MATH bits_t bfloat16_bits(bits_t bits, mask_t is_nan) {
   const bits_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const bits_t nan = bits_t{} + 0x7fc0u;
-  return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+  return is_nan ? nan : rounded;
 }
 
 APEX_MP_MATH void narrow(float x, BFloat16& bfloat16) {
-  bfloat16.bits = static_cast<uint16_t>(bfloat16_bits(bits_of(x)));
+  bfloat16.bits = static_cast<uint16_t>(bfloat16_bits(bits_of(x), x != x));
 }
 
 }  // namespace apex_mp::cpu

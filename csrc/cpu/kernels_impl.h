@@ -10,6 +10,7 @@
 // clang-format off: each part uses those before it.
 #if APEX_MP_LEVEL > 0
 #include "cpu/kernels/registers.h"
+#include "cpu/kernels/blocks.h"
 #endif
 #include "cpu/kernels/tiles.h"
 #include "cpu/kernels/split.h"

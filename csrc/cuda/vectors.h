@@ -272,9 +272,10 @@ __device__ void round_as_stored(DType dtype, opmath_t (&numbers)[width]) {
   }
 }
 
-__device__ inline float join(float weight, uint32_t remainder, DType dtype) {
-  if (dtype == DType::kHalf) return math::join_float16(weight, remainder);
-  return math::from_bits(math::join_bfloat16(math::bits_of(weight) >> 16, remainder), 0.0f);
+__device__ inline float join(float weight, uint16_t remainder, DType dtype) {
+  const auto floats = static_cast<uint32_t>(static_cast<int16_t>(remainder));
+  return dtype == DType::kHalf ? math::join_float16(weight, floats)
+                               : math::join_bfloat16(weight, floats);
 }
 
 __device__ inline void split(float master, DType dtype, uint32_t& weight, uint32_t& remainder) {

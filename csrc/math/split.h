@@ -14,7 +14,8 @@
 // A master beyond float16 becomes inf, as the weight does; the payload of a NaN is lost.
 //
 // number_t is float, or a register of floats with bits_of(), from_bits() and operators; bits_t are
-// its bits. Weights and remainders are in the lower 16 of 32 bits, the upper ones are 0.
+// its bits. To a join a weight comes as a float and a remainder as 32 bits with its sign; a split
+// returns both in the lower 16 of 32 bits, the upper ones are 0.
 #pragma once
 
 #include <cstdint>
@@ -26,17 +27,12 @@ namespace apex_mp::math {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kExactFrom = 0x37800000u;  // the bits of 2**-16
 
-template <typename bits_t>
-APEX_MP_MATH bits_t with_sign_of_half(bits_t remainder) {
-  return (remainder ^ 0x8000u) - 0x8000u;
-}
-
 // A zero that somebody has written beside a negative remainder stays a zero.
-template <typename bits_t>
-APEX_MP_MATH bits_t join_bfloat16(bits_t weight, bits_t remainder) {
-  const auto is_below_zero = ((weight & 0x7fffu) == 0u) & ((remainder & 0x8000u) != 0u);
-  const bits_t floats = with_sign_of_half(remainder);
-  return (weight << 16) + (is_below_zero ? bits_t{} : floats);
+template <typename number_t, typename bits_t>
+APEX_MP_MATH number_t join_bfloat16(number_t weight, bits_t remainder) {
+  const bits_t bits = bits_of(weight);
+  const auto is_below_zero = ((bits & 0x7fffffffu) == 0u) & ((remainder & 0x80000000u) != 0u);
+  return from_bits(bits + (is_below_zero ? bits_t{} : remainder), number_t());
 }
 
 template <typename bits_t>
@@ -50,16 +46,14 @@ APEX_MP_MATH void split_bfloat16(bits_t master, bits_t& weight, bits_t& remainde
 constexpr float kUnits = 12582912.0f;
 constexpr uint32_t kUnitsBits = 0x4b400000u;
 
-// `weight` is the float16 as a float.
 template <typename number_t, typename bits_t>
 APEX_MP_MATH number_t join_float16(number_t weight, bits_t remainder) {
   const bits_t bits = bits_of(weight);
   const bits_t size = bits & 0x7fffffffu;
-  const bits_t floats = with_sign_of_half(remainder);
-  const number_t steps = from_bits(kUnitsBits + floats, number_t()) - number_t(kUnits);
+  const number_t steps = from_bits(kUnitsBits + remainder, number_t()) - number_t(kUnits);
   const number_t below = from_bits(size, number_t()) + steps * number_t(0x1p-40f);
-  const bits_t joined = size < kExactFrom ? bits_of(below) : size + floats;
-  return from_bits((bits & 0x80000000u) | joined, number_t());
+  const bits_t signed_below = (bits & 0x80000000u) | bits_of(below);
+  return from_bits(size < kExactFrom ? signed_below : bits + remainder, number_t());
 }
 
 // `half` is the master as a float16, to nearest even, and `wide` that as a float.

@@ -1,51 +1,77 @@
 // Masters that lie in memory as weights and remainders (math/split.h). Part of kernels_impl.h.
 
 #if APEX_MP_LEVEL > 0
-APEX_MP_MATH bits_register_t widen_bits(half_register_t half) {
-  return __builtin_convertvector(half, bits_register_t);
+// Whether masters with these float16 weights are exact and finite; false also for 2**-16 itself,
+// to which a smaller one may have been rounded. So it is in most blocks, and then a join is an
+// addition and a split a difference.
+APEX_MP_MATH bool are_plain(half_block_t weights) {
+  constexpr uint16_t kFirst = 0x0101;
+  constexpr uint16_t kInfinite = 0x7c00;
+  const half_block_t size = weights & uint16_t{0x7fff};
+  const auto others = reinterpret_cast<__m256i>(size - kFirst >= uint16_t{kInfinite - kFirst});
+  return __builtin_expect(_mm256_testz_si256(others, others), true);
 }
 
-APEX_MP_MATH Floats join(const Half* weights, const uint16_t* remainders) {
-  const auto remainder = widen_bits(load_register<half_register_t>(remainders));
-  return math::join_float16(load(weights), remainder);
+APEX_MP_MATH void join(const Half* weights, const uint16_t* remainders, FloatBlock& masters) {
+  load(weights, masters);
+  BitsBlock rests;
+  load_signed(remainders, rests);
+  const bool plain = are_plain(load_register<half_block_t>(weights));
+  for (int i = 0; i < kRegisters; ++i) {
+    masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
+                       : math::join_float16(masters[i], rests[i]);
+  }
 }
 
-APEX_MP_MATH Floats join(const BFloat16* weights, const uint16_t* remainders) {
-  const auto weight = widen_bits(load_register<half_register_t>(weights));
-  const auto remainder = widen_bits(load_register<half_register_t>(remainders));
-  return from_bits(math::join_bfloat16(weight, remainder), Floats());
+APEX_MP_MATH void join(const BFloat16* weights, const uint16_t* remainders, FloatBlock& masters) {
+  load(weights, masters);
+  BitsBlock rests;
+  load_signed(remainders, rests);
+  for (int i = 0; i < kRegisters; ++i) masters[i] = math::join_bfloat16(masters[i], rests[i]);
 }
 
-APEX_MP_MATH void store_halves(bits_register_t bits, void* dst) {
-  const auto halves = __builtin_convertvector(bits, half_register_t);
-  memcpy(dst, &halves, sizeof(halves));
+APEX_MP_MATH void split(const FloatBlock& masters, Half* weights, uint16_t* remainders) {
+  half_register_t halves[kRegisters];
+  FloatBlock wide;
+  BitsBlock rests;
+  for (int i = 0; i < kRegisters; ++i) {
+    halves[i] = pack(masters[i], Half());
+    wide[i] = load(reinterpret_cast<const Half*>(&halves[i]));
+    rests[i] = (bits_of(masters[i]) - bits_of(wide[i])) & 0xffffu;
+  }
+  const half_block_t block = in_order(halves);
+  if (are_plain(block)) {
+    memcpy(weights, &block, sizeof(block));
+  } else {
+    BitsBlock bits;
+    for (int i = 0; i < kRegisters; ++i) {
+      const auto half = __builtin_convertvector(halves[i], bits_register_t);
+      math::split_float16(masters[i], half, wide[i], bits[i], rests[i]);
+    }
+    store_halves(bits, reinterpret_cast<uint16_t*>(weights));
+  }
+  store_halves(rests, remainders);
 }
 
-APEX_MP_MATH void split(Floats master, Half* weights, uint16_t* remainders) {
-  const half_register_t half = pack(master, Half());
-  const Floats wide = load(reinterpret_cast<const Half*>(&half));
-  bits_register_t weight;
-  bits_register_t remainder;
-  math::split_float16(master, widen_bits(half), wide, weight, remainder);
-  store_halves(weight, weights);
-  store_halves(remainder, remainders);
-}
-
-APEX_MP_MATH void split(Floats master, BFloat16* weights, uint16_t* remainders) {
-  bits_register_t weight;
-  bits_register_t remainder;
-  math::split_bfloat16(bits_of(master), weight, remainder);
-  store_halves(weight, weights);
-  store_halves(remainder, remainders);
+APEX_MP_MATH void split(const FloatBlock& masters, BFloat16* weights, uint16_t* remainders) {
+  BitsBlock bits;
+  BitsBlock rests;
+  for (int i = 0; i < kRegisters; ++i) math::split_bfloat16(bits_of(masters[i]), bits[i], rests[i]);
+  store_halves(bits, reinterpret_cast<uint16_t*>(weights));
+  store_halves(rests, remainders);
 }
 #endif
 
+inline uint32_t with_sign(uint16_t remainder) {
+  return static_cast<uint32_t>(static_cast<int16_t>(remainder));
+}
+
 inline float join(Half weight, uint16_t remainder) {
-  return math::join_float16(widen(weight), uint32_t{remainder});
+  return math::join_float16(widen(weight), with_sign(remainder));
 }
 
 inline float join(BFloat16 weight, uint16_t remainder) {
-  return math::from_bits(math::join_bfloat16(uint32_t{weight.bits}, uint32_t{remainder}), 0.0f);
+  return math::join_bfloat16(widen(weight), with_sign(remainder));
 }
 
 inline void split(float master, Half& weight, uint16_t& remainder) {
@@ -72,7 +98,11 @@ inline void join_all(const void* weights, const void* remainders, float* masters
   const auto* rests = static_cast<const uint16_t*>(remainders);
   int64_t i = 0;
 #if APEX_MP_LEVEL > 0
-  for (; i + kWidth <= count; i += kWidth) store(join(halves + i, rests + i), masters + i);
+  for (; i + kBlock <= count; i += kBlock) {
+    FloatBlock block;
+    join(halves + i, rests + i, block);
+    store(block, masters + i);
+  }
 #endif
   for (; i < count; ++i) masters[i] = join(halves[i], rests[i]);
 }
@@ -83,7 +113,11 @@ inline void split_all(const float* masters, void* weights, void* remainders, int
   auto* rests = static_cast<uint16_t*>(remainders);
   int64_t i = 0;
 #if APEX_MP_LEVEL > 0
-  for (; i + kWidth <= count; i += kWidth) split(load(masters + i), halves + i, rests + i);
+  for (; i + kBlock <= count; i += kBlock) {
+    FloatBlock block;
+    load(masters + i, block);
+    split(block, halves + i, rests + i);
+  }
 #endif
   for (; i < count; ++i) split(masters[i], halves[i], rests[i]);
 }

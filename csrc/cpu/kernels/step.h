@@ -72,16 +72,17 @@ inline StepChunk part_of(StepChunk chunk, int64_t begin, int64_t count) {
   return chunk;
 }
 
-// Whether the parameter is float or split, the state float or bfloat16, the gradient not double,
-// and the copy of a half type and aligned to its type, if there is one; and no tensor of the rule
-// is left out.
+// Whether the parameter is float, or split with a gradient of its dtype; the state float or
+// bfloat16, of one dtype, and no tensor of it is left out; the gradient not double; and the copy of
+// a half type and aligned to its type, if there is one.
 template <typename Rule>
 bool fits_registers(const StepChunk& chunk) {
-  bool fits = chunk.param.dtype == DType::kFloat || is_split(chunk);
+  bool fits =
+      is_split(chunk) ? chunk.grad.dtype == chunk.param.dtype : chunk.param.dtype == DType::kFloat;
+  const DType state = chunk.tensors[0].dtype;
+  fits &= state == DType::kFloat || state == DType::kBFloat16;
   for (int i = 0; i < Rule::kTensors; ++i) {
-    const Out& tensor = chunk.tensors[i];
-    fits &= tensor.data != nullptr &&
-            (tensor.dtype == DType::kFloat || tensor.dtype == DType::kBFloat16);
+    fits &= chunk.tensors[i].data != nullptr && chunk.tensors[i].dtype == state;
   }
   const bool no_copy = chunk.copy.data == nullptr;
   const bool half_copy = size_of(chunk.copy.dtype) == sizeof(Half) &&
@@ -96,26 +97,72 @@ inline int64_t head_of(const StepChunk& chunk) {
   return head < chunk.count ? head : chunk.count;
 }
 
-template <typename Rule, typename grad_t>
+// Where parameters lie: as floats, or as weights and remainders.
+struct FloatParams {
+  float* floats;
+  explicit FloatParams(const StepChunk& chunk) : floats(static_cast<float*>(chunk.param.data)) {}
+};
+
+template <typename half_t>
+struct SplitParams {
+  half_t* weights;
+  uint16_t* remainders;
+  explicit SplitParams(const StepChunk& chunk)
+      : weights(static_cast<half_t*>(chunk.param.data)),
+        remainders(static_cast<uint16_t*>(chunk.copy.data)) {}
+};
+
+template <typename type_t>
+APEX_MP_MATH void fetch_and_load(const type_t* src, FloatBlock& block) {
+  fetch_ahead(src);
+  load(src, block);
+}
+
+APEX_MP_MATH void load_params(FloatParams params, int64_t i, FloatBlock& block) {
+  fetch_and_load(params.floats + i, block);
+}
+
+template <typename half_t>
+APEX_MP_MATH void load_params(SplitParams<half_t> params, int64_t i, FloatBlock& block) {
+  fetch_ahead(params.weights + i);
+  fetch_ahead(params.remainders + i);
+  join(params.weights + i, params.remainders + i, block);
+}
+
+APEX_MP_MATH void store_params(const FloatBlock& block, FloatParams params, int64_t i) {
+  store(block, params.floats + i);
+}
+
+template <typename half_t>
+APEX_MP_MATH void store_params(const FloatBlock& block, SplitParams<half_t> params, int64_t i) {
+  split(block, params.weights + i, params.remainders + i);
+}
+
+template <typename Rule, typename params_t, typename grad_t, typename state_t>
 void step_tile_in_registers(const StepChunk& tile,
                             const typename Rule::template Factors<Floats>& factors) {
+  const params_t params(tile);
   const auto* grads = static_cast<const grad_t*>(tile.grad.data);
-  auto* params = static_cast<float*>(tile.param.data);
-  auto* firsts = static_cast<float*>(tile.tensors[0].data);
-  auto* seconds = static_cast<float*>(tile.tensors[1].data);
-  for (int64_t i = 0; i < tile.count; i += kWidth) {
-    fetch_ahead(grads + i);
-    fetch_ahead(params + i);
-    fetch_ahead(firsts + i);
-    if constexpr (Rule::kTensors > 1) fetch_ahead(seconds + i);
-    Floats param = load(params + i);
-    Floats tensors[math::kMaxTensors];
-    tensors[0] = load(firsts + i);
-    if constexpr (Rule::kTensors > 1) tensors[1] = load(seconds + i);
-    Rule::update(param, tensors, load(grads + i), factors);
-    store(param, params + i);
-    store(tensors[0], firsts + i);
-    if constexpr (Rule::kTensors > 1) store(tensors[1], seconds + i);
+  auto* firsts = static_cast<state_t*>(tile.tensors[0].data);
+  auto* seconds = static_cast<state_t*>(tile.tensors[1].data);
+  for (int64_t i = 0; i < tile.count; i += kBlock) {
+    FloatBlock grad;
+    FloatBlock param;
+    FloatBlock first;
+    FloatBlock second;
+    fetch_and_load(grads + i, grad);
+    load_params(params, i, param);
+    fetch_and_load(firsts + i, first);
+    if constexpr (Rule::kTensors > 1) fetch_and_load(seconds + i, second);
+    for (int part = 0; part < kRegisters; ++part) {
+      Floats tensors[] = {first[part], second[part]};
+      Rule::update(param[part], tensors, grad[part], factors);
+      first[part] = tensors[0];
+      second[part] = tensors[1];
+    }
+    store_params(param, params, i);
+    store(first, firsts + i);
+    if constexpr (Rule::kTensors > 1) store(second, seconds + i);
   }
 }
 
@@ -126,48 +173,12 @@ void stream_tile(const void* params, void* copy, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) stream(load(src + i), dst + i);
 }
 
-// A tile as floats: what is kept in 16 bits is brought to buffers, and back.
-template <typename Rule>
-class WideTile {
- public:
-  explicit WideTile(const StepChunk& tile) : tile_(tile), wide_(tile) {
-    if (is_split(tile)) {
-      wide_.param = {buffers_[0], DType::kFloat};
-      join_masters({tile.param.data, tile.param.dtype}, {tile.copy.data, tile.copy.dtype},
-                   buffers_[0], tile.count);
-    }
-    for (int i = 0; i < Rule::kTensors; ++i) {
-      if (tile.tensors[i].dtype == DType::kFloat) continue;
-      wide_.tensors[i] = {buffers_[1 + i], DType::kFloat};
-      widen_all(static_cast<const BFloat16*>(tile.tensors[i].data), buffers_[1 + i], tile.count);
-    }
-  }
-
-  const StepChunk& floats() const { return wide_; }
-
-  void write_back() const {
-    if (is_split(tile_)) split_masters(buffers_[0], tile_.param, tile_.copy, tile_.count);
-    for (int i = 0; i < Rule::kTensors; ++i) {
-      if (tile_.tensors[i].dtype == DType::kFloat) continue;
-      narrow_all(buffers_[1 + i], static_cast<BFloat16*>(tile_.tensors[i].data), tile_.count);
-    }
-  }
-
- private:
-  StepChunk tile_;
-  StepChunk wide_;
-  float buffers_[1 + math::kMaxTensors][kTile];
-};
-
-// The chunk must begin where stream() may write, and end with a whole register.
-template <typename Rule, typename grad_t>
-void step_whole_registers(const StepChunk& chunk,
-                          const typename Rule::template Factors<Floats>& factors) {
+// The chunk must begin where stream() may write, and end with a whole block.
+template <typename Rule, typename params_t, typename grad_t, typename state_t>
+void step_blocks(const StepChunk& chunk, const typename Rule::template Factors<Floats>& factors) {
   for (int64_t begin = 0; begin < chunk.count; begin += kTile) {
     const StepChunk tile = part_of<Rule>(chunk, begin, tile_size(begin, chunk.count));
-    WideTile<Rule> wide(tile);
-    step_tile_in_registers<Rule, grad_t>(wide.floats(), factors);
-    wide.write_back();
+    step_tile_in_registers<Rule, params_t, grad_t, state_t>(tile, factors);
     // In a loop of its own, while the tile is in the cache: rounding right behind the formula made
     // one chain of instructions that waited for each other (bfloat16 with AVX2: 0.77 against 0.54
     // ns per number).
@@ -181,22 +192,28 @@ void step_whole_registers(const StepChunk& chunk,
   if (chunk.copy.data != nullptr) _mm_sfence();
 }
 
+template <typename Rule, typename state_t>
+auto step_blocks_of(const StepChunk& chunk) {
+  if (is_split(chunk)) {
+    return chunk.param.dtype == DType::kHalf
+               ? step_blocks<Rule, SplitParams<Half>, Half, state_t>
+               : step_blocks<Rule, SplitParams<BFloat16>, BFloat16, state_t>;
+  }
+  if (chunk.grad.dtype == DType::kHalf) return step_blocks<Rule, FloatParams, Half, state_t>;
+  return chunk.grad.dtype == DType::kBFloat16 ? step_blocks<Rule, FloatParams, BFloat16, state_t>
+                                              : step_blocks<Rule, FloatParams, float, state_t>;
+}
+
 template <typename Rule>
 void step_in_registers(const StepChunk& chunk,
                        const typename Rule::template Factors<float>& factors) {
   const int64_t head = chunk.copy.data == nullptr || is_split(chunk) ? 0 : head_of(chunk);
-  const int64_t body = (chunk.count - head) / kWidth * kWidth;
+  const int64_t body = (chunk.count - head) / kBlock * kBlock;
   const int64_t tail = chunk.count - head - body;
-  const StepChunk aligned = part_of<Rule>(chunk, head, body);
-  const auto wide = math::factors_as<Floats>(factors);
   if (head > 0) step_in_tiles<Rule, float>(part_of<Rule>(chunk, 0, head), factors);
-  if (chunk.grad.dtype == DType::kHalf) {
-    step_whole_registers<Rule, Half>(aligned, wide);
-  } else if (chunk.grad.dtype == DType::kBFloat16) {
-    step_whole_registers<Rule, BFloat16>(aligned, wide);
-  } else {
-    step_whole_registers<Rule, float>(aligned, wide);
-  }
+  const auto step = chunk.tensors[0].dtype == DType::kFloat ? step_blocks_of<Rule, float>(chunk)
+                                                            : step_blocks_of<Rule, BFloat16>(chunk);
+  step(part_of<Rule>(chunk, head, body), math::factors_as<Floats>(factors));
   if (tail > 0) step_in_tiles<Rule, float>(part_of<Rule>(chunk, head + body, tail), factors);
 }
 #endif
