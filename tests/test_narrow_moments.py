@@ -103,9 +103,15 @@ def test_a_state_takes_four_bytes_an_element_beside_the_master(
     )
 
 
-def test_a_skipped_step_changes_no_byte(device: torch.device) -> None:
+each_rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+
+
+@each_rounding
+def test_a_skipped_step_changes_no_byte(stochastic: bool, device: torch.device) -> None:
     params = make_params(device, F16)
-    optimizer = FusedAdam(params, lr=0.1, master_weights="split", moment_dtype=BF16)
+    optimizer = FusedAdam(
+        params, 0.1, master_weights="split", moment_dtype=BF16, stochastic_rounding=stochastic
+    )
     scaler = amp.GradScaler(device.type, init_scale=4.0)
     for bad in (False, True, False, True):
         before = copy.deepcopy([params, [*map(optimizer.state.get, params)]])
@@ -129,9 +135,13 @@ def train(optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
+@each_rounding
 @pytest.mark.parametrize("masters", [True, "split"])
-def test_a_checkpoint_goes_on_to_the_bit(masters: Any, device: torch.device) -> None:
-    make = functools.partial(FusedAdam, lr=0.01, master_weights=masters, moment_dtype=BF16)
+def test_a_checkpoint_goes_on_to_the_bit(
+    masters: Any, stochastic: bool, device: torch.device
+) -> None:
+    options = {"moment_dtype": BF16, "stochastic_rounding": stochastic}
+    make = functools.partial(FusedAdam, lr=0.01, master_weights=masters, **options)
     params = make_params(device, F16)
     first = make(params)
     train(first, range(3))

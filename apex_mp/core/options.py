@@ -82,6 +82,11 @@ def check_group(who: str, group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{who}: moment_dtype is {moments!r}; it must be torch.float32 or torch.bfloat16"
         )
+    if group.get("stochastic_rounding") and moments != torch.bfloat16:
+        raise ValueError(
+            f"{who}: stochastic_rounding is True; it must be False unless moment_dtype is "
+            "torch.bfloat16"
+        )
     masters = group.get("master_weights", False)
     if isinstance(masters, str) and masters != "split":
         raise ValueError(f"{who}: master_weights is {masters!r}; it must be True, False or 'split'")

@@ -37,7 +37,6 @@ class FusedOptimizer(SavedOptimizer):
         unscale_grads: True, False or None.
         master_weights: Whether parameters in low precision have float32 masters in their state:
             True, False, or "split", see `FusedAdam`.
-        moment_dtype: float32 or bfloat16, likewise [float32].
     """
 
     # torch.amp.GradScaler then leaves unscaling and skipping to step(): it sets self.grad_scale and
@@ -69,13 +68,10 @@ class FusedOptimizer(SavedOptimizer):
         defaults: dict[str, Any],
         unscale_grads: bool | None,
         master_weights: bool | str,
-        moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         # Else groups are as apex and torch have them.
         if master_weights:
             defaults = {**defaults, "master_weights": master_weights}
-        if moment_dtype != torch.float32:
-            defaults = {**defaults, "moment_dtype": moment_dtype}
         self._check_new_options(defaults)
         _legacy_call.check_unscale_grads(self._public_name, unscale_grads)
         self.unscale_grads = unscale_grads

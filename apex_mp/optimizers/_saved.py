@@ -134,9 +134,10 @@ class SavedOptimizer(torch.optim.Optimizer):
                     where = f"{self._public_name}.load_state_dict: state[{index}]"
                     states[index] = self._adapt_state(where, states[index], param)
             # Which masters there are is saved; how state is kept is this optimizer's choice.
-            saved_group.pop("moment_dtype", None)
-            if "moment_dtype" in group:
-                saved_group["moment_dtype"] = group["moment_dtype"]
+            for option in ("moment_dtype", "stochastic_rounding"):
+                saved_group.pop(option, None)
+                if option in group:
+                    saved_group[option] = group[option]
             if group.get("master_weights") and saved_group.get("master_weights"):
                 saved_group["master_weights"] = group["master_weights"]
             for option in self.defaults:

@@ -46,7 +46,12 @@ class FusedAdam(FusedOptimizer):
             one is the parameter. Weights that are written between steps count [False].
         moment_dtype: `torch.bfloat16`: keep both moments in 2 bytes instead of 4, rounded to
             nearest in each step. The second moment then stays where one step changes it by less
-            than 2**-9 of itself, as betas[1] of 0.999 does when it is to fall [torch.float32].
+            than 2**-9 of itself, as betas[1] of 0.999 does when it is to fall; so set
+            `stochastic_rounding` too [torch.float32].
+        stochastic_rounding: Round moments up or down at random, so that they are right on average.
+            The random numbers depend on the parameter's place in the optimizer, its count of steps
+            and the element alone: a run can be repeated, and CPU and CUDA round alike. Needs
+            `moment_dtype=torch.bfloat16` [False].
         maximize: Maximise the objective instead of minimising it [False].
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
@@ -80,10 +85,11 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         master_weights: bool | Literal["split"] = False,
         moment_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
         maximize: bool = False,
         unscale_grads: bool | None = None,
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "bias_correction": bias_correction,
             "betas": betas,
@@ -96,7 +102,12 @@ class FusedAdam(FusedOptimizer):
             "eps_inside_sqrt": eps_inside_sqrt,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, unscale_grads, master_weights, moment_dtype)
+        # Else groups are as apex and torch have them.
+        if moment_dtype != torch.float32:
+            defaults["moment_dtype"] = moment_dtype
+        if stochastic_rounding:
+            defaults["stochastic_rounding"] = True
+        super().__init__(params, defaults, unscale_grads, master_weights)
 
     @property
     def eps_mode(self) -> int:

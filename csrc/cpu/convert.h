@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "math/bits.h"
+#include "math/rounding.h"
 
 namespace apex_mp::cpu {
 
@@ -51,17 +52,14 @@ APEX_MP_MATH float widen(BFloat16 bfloat16) {
   return from_bits(static_cast<uint32_t>(bfloat16.bits) << 16, 0.0f);
 }
 
-// From the bits of a float to those of the nearest bfloat16, ties to even; every NaN becomes the
-// same one. Of one number, or of a register of them.
-template <typename bits_t, typename mask_t>
-APEX_MP_MATH bits_t bfloat16_bits(bits_t bits, mask_t is_nan) {
-  const bits_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bits_t nan = bits_t{} + 0x7fc0u;
-  return is_nan ? nan : rounded;
+// Rounds by what is added, see math/rounding.h.
+APEX_MP_MATH BFloat16 narrow_with(uint32_t added, float x) {
+  return {static_cast<uint16_t>(math::bfloat16_bits(bits_of(x), x != x, added))};
 }
 
+// Round to nearest, ties to even; every NaN becomes the same one.
 APEX_MP_MATH void narrow(float x, BFloat16& bfloat16) {
-  bfloat16.bits = static_cast<uint16_t>(bfloat16_bits(bits_of(x), x != x));
+  bfloat16 = narrow_with(math::to_nearest(bits_of(x)), x);
 }
 
 }  // namespace apex_mp::cpu

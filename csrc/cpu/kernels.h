@@ -5,6 +5,7 @@
 
 #include "dtype.h"
 #include "math/axpby.h"
+#include "math/rounding.h"
 #include "math/rules.h"
 
 namespace apex_mp::cpu {
@@ -29,6 +30,8 @@ struct StepChunk {
   Out copy;                        // data == nullptr: there is none; a kRemainder: see step::Row
   Out tensors[math::kMaxTensors];  // of state; data == nullptr: there is none
   int64_t count;
+  math::Rounding rounding;  // of state in bfloat16
+  uint32_t first;           // where the chunk begins in its tensor, modulo 2**32
 };
 
 // `factors` points to Rule::Factors<double>.

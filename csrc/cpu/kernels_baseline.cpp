@@ -7,6 +7,7 @@
 #include "math/axpby.h"
 #include "math/check.h"
 #include "math/exponent.h"
+#include "math/rounding.h"
 #include "math/rules.h"
 #include "math/split.h"
 #include "math/unscale.h"

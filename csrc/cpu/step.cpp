@@ -123,6 +123,7 @@ void prepare(const Task& task, Workspace& work) {
   auto& factors = std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);
   factors.clear();
   work.factors_of_row.clear();
+  work.rounding.clear();
   const Row* last = nullptr;
   Numbers last_numbers{Row{}};
   double prepared[math::kMaxPrepared] = {};
@@ -145,6 +146,9 @@ void prepare(const Task& task, Workspace& work) {
       factors.push_back(Rule::factors(group.options, group.lr.value, prepared, factor));
     }
     work.factors_of_row.push_back(static_cast<int32_t>(factors.size()) - 1);
+    work.rounding.push_back(task.groups[row.group].stochastic_rounding
+                                ? math::stochastic_rounding(row.position, numbers.values[0])
+                                : math::Rounding{});
     if constexpr (advances && Rule::kNumbers > 0) {
       for (int which = 0; which < Rule::kNumbers; ++which) {
         if (row.numbers[which] == nullptr) continue;
@@ -156,12 +160,14 @@ void prepare(const Task& task, Workspace& work) {
   }
 }
 
-StepChunk part_of(const Row& row, const Chunk& chunk) {
+StepChunk part_of(const Row& row, const Chunk& chunk, const math::Rounding& rounding) {
   StepChunk part_of_row = {part_to_write(row.param, chunk.begin),
                            part(row.grad, chunk.begin),
                            part_to_write(row.copy, chunk.begin),
                            {},
-                           chunk.count};
+                           chunk.count,
+                           rounding,
+                           static_cast<uint32_t>(chunk.begin)};
   for (int i = 0; i < math::kMaxTensors; ++i) {
     part_of_row.tensors[i] = part_to_write(row.tensors[i], chunk.begin);
   }
@@ -178,8 +184,8 @@ void measure(const Task& task, Workspace& work) {
   work.measured.resize(work.chunks.size());
   for_each_chunk(work.chunks, [&](int64_t index) {
     const Chunk& chunk = work.chunks[index];
-    work.measured[index] = kernel(part_of(task.rows[chunk.tensor], chunk),
-                                  &factors[work.factors_of_row[chunk.tensor]]);
+    const StepChunk part = part_of(task.rows[chunk.tensor], chunk, math::Rounding{});
+    work.measured[index] = kernel(part, &factors[work.factors_of_row[chunk.tensor]]);
   });
   // In the order of the chunks, see check_grads().
   for (size_t i = 0; i < work.chunks.size(); ++i) {
@@ -200,7 +206,8 @@ void update(const Task& task, const Workspace& work) {
   for_each_chunk(work.chunks, [&](int64_t index) {
     const Chunk& chunk = work.chunks[index];
     const Row& row = task.rows[chunk.tensor];
-    step(part_of(row, chunk), &factors[work.factors_of_row[chunk.tensor]]);
+    step(part_of(row, chunk, work.rounding[chunk.tensor]),
+         &factors[work.factors_of_row[chunk.tensor]]);
     if (!row.writes_grad) return;
     // The chunk is still in the cache.
     level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,

@@ -21,6 +21,7 @@ struct Workspace {
   std::vector<math::GroupOutcome> groups;
   math::AllRules::FactorsOfEach factors;  // rows that have the same share them
   std::vector<int32_t> factors_of_row;
+  std::vector<math::Rounding> rounding;  // of each row
 };
 
 // Takes the step, or does nothing at all if it looks for inf and NaN and finds any.

@@ -4,6 +4,7 @@
 #include "cuda/table.h"
 #include "cuda/vectors.h"
 #include "math/check.h"
+#include "math/rounding.h"
 #include "math/rules.h"
 #include "math/unscale.h"
 
@@ -189,12 +190,39 @@ __device__ math::Measured measure_numbers(
   return total;
 }
 
+// How the state of a part is rounded if that is in bfloat16, and where the part begins in the row,
+// modulo 2**32.
+struct StateRounding {
+  math::Rounding rounding;
+  uint32_t first;
+};
+
+// Brings state in bfloat16 to what store() then stores as it is.
+template <typename Rule, typename opmath_t, int kWidth, int kCount>
+__device__ void round_state(opmath_t (&tensors)[Rule::kTensors][kWidth * kCount],
+                            const StateRounding& how, int index, Span<kWidth, kCount> span) {
+  if (!how.rounding.is_stochastic) return;
+#pragma unroll
+  for (int n = 0; n < span; ++n) {
+    const uint32_t element = how.first + index + n / kWidth * span.kStride + n % kWidth;
+    const uint32_t random = math::random_bits(element, how.rounding);
+#pragma unroll
+    for (int i = 0; i < Rule::kTensors; ++i) {
+      const auto number = static_cast<float>(tensors[i][n]);
+      const uint32_t bits =
+          math::bfloat16_bits(math::bits_of(number), number != number, math::half_for(i, random));
+      tensors[i][n] = math::from_bits(bits << 16, 0.0f);
+    }
+  }
+}
+
 // `cache` is that of parameter and state: the gradient was read shortly before, and the copy is
 // what the next forward pass reads.
 template <typename Rule, Cache cache, typename opmath_t>
 __device__ void step_numbers(const PartOf<Rule>& part,
                              const typename Rule::template Factors<opmath_t>& factors,
-                             const UnscaledGrad<opmath_t>& unscaled) {
+                             const UnscaledGrad<opmath_t>& unscaled,
+                             const StateRounding& rounding) {
   const Array& param = part.arrays[0];
   const Array& grad = part.arrays[1];
   const Array& copy = part.arrays[2];
@@ -233,6 +261,9 @@ __device__ void step_numbers(const PartOf<Rule>& part,
     } else {
       store<cache>(p, param, index, span);
       if (copy.data != nullptr) store(p, copy, index, span);
+    }
+    if constexpr (math::kCountsSteps<Rule>) {
+      if (state[0].dtype == DType::kBFloat16) round_state<Rule>(tensors, rounding, index, span);
     }
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) {

@@ -42,7 +42,7 @@ bool same_row(const step::Row& one, const step::Row& other) {
   return same_array(one.param, other.param) && same_array(one.copy, other.copy) &&
          std::equal(one.tensors, std::end(one.tensors), other.tensors, &same_array) &&
          std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
-         one.group == other.group &&
+         one.group == other.group && one.position == other.position &&
          (other.grad.data == nullptr ||
           (one.grad.dtype == other.grad.dtype && one.scaled == other.scaled &&
            one.writes_grad == other.writes_grad));
@@ -83,7 +83,8 @@ void StepTable::build_image() {
                      {row.tensors[0].data, row.tensors[1].data},
                      {row.numbers[0], row.numbers[1]},
                      row.group,
-                     first_chunk_[i]};
+                     first_chunk_[i],
+                     row.position};
     StepGroupChunks& of_group = image.group_chunks[row.group];
     if (of_group.end == 0) of_group.begin = first_chunk_[i];
     of_group.end = first_chunk_[i + 1];

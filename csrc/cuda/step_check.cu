@@ -22,6 +22,17 @@ __device__ const void* grad_of(const StepCheck& check, int32_t row) {
   return check.carried_grads()[row - check.first_row];
 }
 
+// From the count of steps before this one.
+template <typename Rule>
+__device__ math::Rounding rounding_of(const step::Group& group, const StepRow& row) {
+  if constexpr (math::kCountsSteps<Rule>) {
+    if (group.stochastic_rounding) {
+      return math::stochastic_rounding(row.position, *global(row.numbers[0]));
+    }
+  }
+  return {};
+}
+
 // What needs norms comes later, see prepare_by_norms() and ratio_kernel(); but until then there is
 // a ratio of 1.
 __device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
@@ -38,6 +49,11 @@ __device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
       }
     }
     if constexpr (Rule::kRatio >= 0) check.memory.prepared[row].numbers[Rule::kRatio] = 1.0;
+    if (which == 0) {
+      const StepRow& facts = check.memory.rows[row];
+      const step::Group& group = group_of(check, facts.group);
+      check.memory.prepared[row].rounding = rounding_of<Rule>(group, facts);
+    }
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/step.h"
+#include "math/rounding.h"
 
 namespace apex_mp::cuda {
 
@@ -26,6 +27,7 @@ struct alignas(16) StepRow {
   float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
   int32_t group;
   int32_t first_chunk;
+  int32_t position;  // see step::Row
 };
 
 constexpr uint32_t kDTypeBits = 3;
@@ -52,9 +54,10 @@ struct alignas(16) StepChunk {
 };
 static_assert(sizeof(StepChunk) == 16);
 
-// What the rule has prepared for a row.
+// What has been prepared for a row: by the rule, and how its state is rounded.
 struct StepPrepared {
   double numbers[math::kMaxPrepared];
+  math::Rounding rounding;
 };
 
 struct StepCounts {

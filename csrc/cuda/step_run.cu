@@ -14,8 +14,9 @@ auto facts_of(const step::Number& number) {
 
 bool same_group(const step::Group& one, const step::Group& other) {
   const auto facts = [](const step::Group& group) {
-    return std::tuple_cat(std::tie(group.max_norm, group.maximize, group.has_norm),
-                          facts_of(group.lr), facts_of(group.norm));
+    return std::tuple_cat(
+        std::tie(group.max_norm, group.maximize, group.stochastic_rounding, group.has_norm),
+        facts_of(group.lr), facts_of(group.norm));
   };
   return facts(one) == facts(other) &&
          std::equal(one.options, std::end(one.options), other.options);

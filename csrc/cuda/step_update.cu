@@ -146,14 +146,17 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
   PartOf<Rule> part = part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);
   const Array unscaled =
       chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
+  const StateRounding rounding = {
+      memory.prepared[chunk.row].rounding,
+      static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)};
   if (part.double_math) {
     step_numbers<Rule, kStateCache, double>(part, factors,
-                                            unscaled_grad<double>(unscaled, inv_scale));
+                                            unscaled_grad<double>(unscaled, inv_scale), rounding);
   } else {
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = state;
     step_numbers<Rule, kStateCache, float>(part, math::factors_as<float>(factors),
-                                           unscaled_grad<float>(unscaled, inv_scale));
+                                           unscaled_grad<float>(unscaled, inv_scale), rounding);
   }
 }
 

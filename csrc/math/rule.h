@@ -10,7 +10,9 @@
 //   kAllTensors         whether it always has all of them
 //   tensors()           if not kAllTensors: how many with these options, those that come first
 //   kNumbers            how many float32 numbers of state it has
-//   kNeedsNumbers       whether they must be there; if not, one that is not there reads as 0
+//   kNeedsNumbers       whether they must be there, and the first one counts steps; if not, one
+//   that
+//                       is not there reads as 0
 //   kPrepared           how many numbers prepare() makes, once for a tensor and step
 //   kNorm               which of them needs the norm of the tensor's gradient; -1: none
 //   wants_max()         if kNorm >= 0: whether that is the maximum norm, else it is the l2 norm

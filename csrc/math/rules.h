@@ -28,6 +28,7 @@ struct RuleFacts {
   int tensors;
   int numbers;
   bool needs_numbers;
+  bool counts_steps;
   bool takes_norms;  // of gradients
   bool takes_ratio;
   int (*tensors_with)(const double* options);
@@ -39,6 +40,10 @@ APEX_MP_MATH bool wants_max(const double* options) {
   if constexpr (Rule::kNorm >= 0) return Rule::wants_max(options);
   return false;
 }
+
+// Whether the first number of state is the count of steps.
+template <typename Rule>
+constexpr bool kCountsSteps = Rule::kNeedsNumbers && Rule::kNumbers > 0;
 
 template <typename... Rules>
 struct RuleList {
@@ -66,8 +71,9 @@ struct RuleList {
   static const RuleFacts& facts(int32_t number) {
     static const RuleFacts kFacts[] = {{Rules::kName, Rules::kSparseAdvice, Rules::kOptions,
                                         sizeof(Rules::kOptions) / sizeof(Option), Rules::kTensors,
-                                        Rules::kNumbers, Rules::kNeedsNumbers, Rules::kNorm >= 0,
-                                        Rules::kRatio >= 0, &tensors_with<Rules>}...};
+                                        Rules::kNumbers, Rules::kNeedsNumbers, kCountsSteps<Rules>,
+                                        Rules::kNorm >= 0, Rules::kRatio >= 0,
+                                        &tensors_with<Rules>}...};
     return kFacts[number];
   }
 

@@ -22,6 +22,7 @@ struct Names {
   PyObject* maximize = interned("maximize");
   PyObject* master_weights = interned("master_weights");
   PyObject* moment_dtype = interned("moment_dtype");
+  PyObject* stochastic_rounding = interned("stochastic_rounding");
   PyObject* amsgrad = interned("amsgrad");
 };
 
@@ -156,6 +157,13 @@ GroupOptions OptionReader::read(PyObject* param_group, const NumberReader& numbe
   options.group.max_norm = read_number(kMaxGradNorm, option_of(param_group, names.max_grad_norm));
   options.group.maximize = has(param_group, names.maximize);
   options.moments = moments_of(caller_, param_group, names.moment_dtype);
+  options.group.stochastic_rounding = has(param_group, names.stochastic_rounding);
+  TORCH_CHECK_VALUE(!options.group.stochastic_rounding || options.moments == at::kBFloat16, caller_,
+                    ": stochastic_rounding is True; it must be False unless moment_dtype is "
+                    "torch.bfloat16");
+  TORCH_CHECK_VALUE(!options.group.stochastic_rounding || rule_.counts_steps, caller_,
+                    ": stochastic_rounding is True; it must be False, because this optimizer "
+                    "keeps no count of steps, from which random bits are made");
   options.masters = masters_of(caller_, param_group, names.master_weights);
   TORCH_CHECK(!has(param_group, names.amsgrad), caller_, " does not support the AMSGrad variant.");
   return options;

@@ -97,6 +97,7 @@ inline Row memory_of(const RowTensors& row) {
                 {},
                 row.param->numel(),
                 row.group,
+                static_cast<int32_t>(row.position),
                 row.scaled,
                 row.writes_grad};
   for (int i = 0; i < math::kMaxTensors; ++i) memory.tensors[i] = to_write(row.tensors[i]);

@@ -27,6 +27,7 @@ struct Row {
   float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
   int64_t size;
   int32_t group;
+  int32_t position;          // of the parameter in the optimizer
   bool scaled;               // the gradient is scaled by the loss scale
   bool writes_grad = false;  // write the unscaled gradient over it; else it is only read
 };
@@ -44,7 +45,8 @@ struct Group {
   Number lr;
   double max_norm;  // 0: do not clip
   bool maximize;
-  bool has_norm;  // whether the caller has given the norm of the gradients, as they lie
+  bool stochastic_rounding;  // of state in bfloat16, see math/rounding.h
+  bool has_norm;             // whether the caller has given the norm of the gradients, as they lie
   Number norm;
 };
 

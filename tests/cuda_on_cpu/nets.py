@@ -31,6 +31,10 @@ PLAN = (
     ),
     *(f"tests/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
     *(f"tests/test_fused_{name}.py" for name in ("adagrad", "lamb", "novograd", "rules")),
+    *(
+        f"tests/test_{name}.py"
+        for name in ("narrow_moments", "split_masters", "stochastic_rounding")
+    ),
     "tests/test_unscaled_grads.py",
     *(
         f"tests/test_fp16_optimizer_{name}.py"

@@ -15,7 +15,76 @@ NOT_NEAR = r"assert \S+ == \S+ ± "
 NOT_REFUSED = "Failed: DID NOT RAISE"
 FREED = r"AddressSanitizer: heap-use-after-free"
 
+SPLIT = "tests/test_split_masters.py"
+ROUNDING = "tests/test_stochastic_rounding.py"
+SAME_BITS = f"{ROUNDING}::test_random_bits_are_those_of_the_hash"
+APART = f"{ROUNDING}::test_no_two_roundings_have_to_do_with_each_other"
+
 PLANTED_PLAN_BUGS = {
+    "a remainder counts steps of another size": PlantedBug(
+        "math/split.h",
+        "from_bits(size, number_t()) + steps * number_t(0x1p-40f)",
+        "from_bits(size, number_t()) + steps * number_t(0x1p-39f)",
+        f"{SPLIT}::test_each_exponent_and_each_edge_is_kept",
+        "assert",
+        net=NET,
+    ),
+    "a remainder loses its sign": PlantedBug(
+        "cuda/vectors.h",
+        "static_cast<uint32_t>(static_cast<int16_t>(remainder))",
+        "static_cast<uint32_t>(remainder)",
+        f"{SPLIT}::test_each_exponent_and_each_edge_is_kept",
+        "assert",
+        net=NET,
+    ),
+    "a skipped step writes weights and remainders": PlantedBug(
+        "cuda/step_update.cu",
+        "  if (memory.outcome->found_inf != 0.0f) return;\n  const StepChunk chunk",
+        "  const StepChunk chunk",
+        f"{SPLIT}::test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters",
+        "assert",
+        net=NET,
+    ),
+    "each step rounds with the same random numbers": PlantedBug(
+        "cuda/step_check.cu",
+        "math::stochastic_rounding(row.position, *global(row.numbers[0]))",
+        "math::stochastic_rounding(row.position, 0.0f)",
+        APART,
+        "assert",
+        net=NET,
+    ),
+    "each parameter rounds with the same random numbers": PlantedBug(
+        "math/rounding.h",
+        "bits_of(step), static_cast<uint32_t>(position), 0u",
+        "bits_of(step), 0u, 0u",
+        APART,
+        "assert",
+        net=NET,
+    ),
+    "both moments round with the same random numbers": PlantedBug(
+        "math/rounding.h",
+        "tensor == 0 ? random & 0xffffu : random >> 16",
+        "random & 0xffffu",
+        APART,
+        "assert",
+        net=NET,
+    ),
+    "each chunk rounds with the same random numbers": PlantedBug(
+        "cuda/step_update.cu",
+        "static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)",
+        "0u",
+        SAME_BITS,
+        WRONG_BITS,
+        net=NET,
+    ),
+    "vectors of a thread round with the same random numbers": PlantedBug(
+        "cuda/loops.h",
+        "how.first + index + n / kWidth * span.kStride + n % kWidth",
+        "how.first + index + n % kWidth",
+        SAME_BITS,
+        WRONG_BITS,
+        net=NET,
+    ),
     "a table is kept that does not fit": PlantedBug(
         "cuda/stepper.cpp",
         "if (!fits && !impl_->take_back(task)) impl_->build(task, current);",

@@ -13,16 +13,20 @@ typedef Floats FloatBlock[kRegisters];
 typedef bits_register_t BitsBlock[kRegisters];
 typedef uint16_t half_block_t __attribute__((vector_size(kBlock * 2)));
 
+// Where the numbers of its registers lie in a block.
+#if APEX_MP_LEVEL == 2
+constexpr bits_register_t kPlaces[] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+#else
+constexpr bits_register_t kPlaces[] = {{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}};
+#endif
+
 #if APEX_MP_LEVEL == 2
 template <typename type_t>
 APEX_MP_MATH void load(const type_t* src, FloatBlock& block) {
   block[0] = load(src);
 }
 
-template <typename type_t>
-APEX_MP_MATH void store(const FloatBlock& block, type_t* dst) {
-  store(block[0], dst);
-}
+APEX_MP_MATH void store(const FloatBlock& block, float* dst) { store(block[0], dst); }
 
 APEX_MP_MATH half_block_t in_order(const half_register_t (&parts)[kRegisters]) { return parts[0]; }
 
@@ -92,9 +96,16 @@ APEX_MP_MATH void store_halves(const BitsBlock& block, uint16_t* dst) {
       _mm256_packus_epi32(reinterpret_cast<__m256i>(block[0]), reinterpret_cast<__m256i>(block[1]));
   memcpy(dst, &halves, sizeof(halves));
 }
+#endif
 
-APEX_MP_MATH void store(const FloatBlock& block, BFloat16* dst) {
-  const BitsBlock bits = {bfloat16_of(block[0]), bfloat16_of(block[1])};
+APEX_MP_MATH void store(const FloatBlock& block, BFloat16* dst, const BitsBlock& added) {
+  BitsBlock bits;
+  for (int i = 0; i < kRegisters; ++i) bits[i] = bfloat16_bits(block[i], added[i]);
   store_halves(bits, &dst->bits);
 }
-#endif
+
+APEX_MP_MATH void store(const FloatBlock& block, BFloat16* dst) {
+  BitsBlock added;
+  for (int i = 0; i < kRegisters; ++i) added[i] = math::to_nearest(bits_of(block[i]));
+  store(block, dst, added);
+}

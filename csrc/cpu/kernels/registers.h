@@ -83,12 +83,13 @@ APEX_MP_MATH half_register_t pack(Floats x, Half) {
   return reinterpret_cast<half_register_t>(packed);
 }
 
-APEX_MP_MATH bits_register_t bfloat16_of(Floats x) {
-  return bfloat16_bits(bits_of(x), x.value != x.value);
+APEX_MP_MATH bits_register_t bfloat16_bits(Floats x, bits_register_t added) {
+  return math::bfloat16_bits(bits_of(x), x.value != x.value, added);
 }
 
 APEX_MP_MATH half_register_t pack(Floats x, BFloat16) {
-  return __builtin_convertvector(bfloat16_of(x), half_register_t);
+  const bits_register_t bits = bfloat16_bits(x, math::to_nearest(bits_of(x)));
+  return __builtin_convertvector(bits, half_register_t);
 }
 
 // Asks for the memory that a walk over several arrays comes to soon: the processor's own guesses

@@ -62,6 +62,7 @@ class Row:
     group: int = 0
     scaled: bool = True
     writes_grad: bool = False
+    position: int = 0
 
 
 @dataclasses.dataclass
@@ -71,6 +72,7 @@ class Group:
     lr: float | Tensor = 0.01
     max_norm: float = 0.0
     maximize: bool = False
+    stochastic_rounding: bool = False
     norm: float | Tensor | None = None
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()  # of the rule, in its order
@@ -242,7 +244,7 @@ def _row(row: Row) -> CRow:
     addresses = [None if number is None else number.data_ptr() for number in row.numbers]
     numbers = (c_void_p * MAX_NUMBERS)(*addresses)
     arrays = [_array(tensor) for tensor in (row.param, row.grad, row.copy)]
-    facts = (row.param.numel(), row.group, row.scaled, row.writes_grad)
+    facts = (row.param.numel(), row.group, row.position, row.scaled, row.writes_grad)
     return CRow(*arrays, tensors, numbers, *facts)
 
 
@@ -254,6 +256,7 @@ def _group(group: Group) -> CGroup:
         _number(group.lr),
         group.max_norm,
         group.maximize,
+        group.stochastic_rounding,
         group.norm is not None,
         _number(norm),
     )

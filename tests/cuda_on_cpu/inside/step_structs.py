@@ -20,6 +20,7 @@ class CRow(Structure):
         ("numbers", ctypes.c_void_p * MAX_NUMBERS),
         ("size", c_int64),
         ("group", c_int),
+        ("position", c_int),
         ("scaled", c_bool),
         ("writes_grad", c_bool),
     ]
@@ -35,6 +36,7 @@ class CGroup(Structure):
         ("lr", CNumber),
         ("max_norm", c_double),
         ("maximize", c_bool),
+        ("stochastic_rounding", c_bool),
         ("has_norm", c_bool),
         ("norm", CNumber),
     ]
