@@ -29,6 +29,10 @@ class OwnArena(Arena):
         """Share nothing, but remember the optimizer."""
         self.optimizer = optimizer
 
+    def not_shared(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return them: there is no other case."""
+        return tensors
+
     @cached_property
     def bfloat_grads(self) -> list[Tensor]:
         """Gradients in bfloat16, without those in float16 that Arena makes them of."""
@@ -91,7 +95,11 @@ def torch_for_loop(arena: Arena) -> Running:
 _HOLDING_THE_SAME = (step_cases.SCALED_READING, *step_cases.OUR_SCALER)
 CASES = (
     # What only reads gradients holds what is held where they are written; GradScaler nothing.
-    *(case for case in step_cases.CASES if case.name not in _HOLDING_THE_SAME),
+    *(
+        case
+        for case in (*step_cases.CASES, *step_cases.MODES)
+        if case.name not in _HOLDING_THE_SAME
+    ),
     Case("torch AdamW, for-loop", step_cases.FP32, (step_cases.ADAM,), torch_for_loop),
 )
 

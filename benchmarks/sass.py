@@ -111,14 +111,15 @@ def what_ptxas_said(said: str, file: str) -> Iterable[Row]:
 
 
 def name_of(mangled: str) -> str:
-    """Return the name of a kernel as the source has it, and for which rule it is compiled."""
+    """Return the name of a kernel as the source has it, and for which rule and state."""
     name, rest = "", mangled
     while not name.endswith("_kernel"):
         name, rest = first_name(rest, r"(\d+)(?=[a-z_])")
     if not rest.startswith("I"):
         return name
-    rule, _ = first_name(rest, r"4math(\d+)(?=[A-Z])")
-    return f"{name}<{rule}>"
+    rule, rest = first_name(rest, r"4math(\d+)(?=[A-Z])")
+    narrow = ", bfloat16" if re.match(r"ELNS_5DTypeE1E", rest) else ""
+    return f"{name}<{rule}{narrow}>"
 
 
 def first_name(mangled: str, length: str) -> tuple[str, str]:

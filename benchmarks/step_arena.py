@@ -111,6 +111,15 @@ class Arena:
         return [torch.zeros(shape, device=self.device) for shape in self.shapes]
 
     @cached_property
+    def narrow_moments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Both moments in bfloat16."""
+        first, second = (
+            [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for shape in self.shapes]
+            for _ in range(2)
+        )
+        return first, second
+
+    @cached_property
     def half_grads(self) -> list[Tensor]:
         """Gradients in float16, times SCALE; no case writes them."""
         return self._random(torch.float16, 2)
@@ -131,15 +140,29 @@ class Arena:
         if scale != SCALE:
             torch._foreach_mul_(self.grads, scale / SCALE)
 
+    def not_shared(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return tensors that no other case writes."""
+        return [tensor.clone() for tensor in tensors]
+
     def share_moments(
         self,
         optimizer: torch.optim.Optimizer,
         names: tuple[str, str] = ("exp_avg", "exp_avg_sq"),
+        *,
+        narrow: bool = False,
         **more: Callable[[Tensor], object],
     ) -> None:
-        """Give an optimizer the shared moments as its state, and what else it keeps."""
+        """Give an optimizer the shared moments as its state, and what else it keeps.
+
+        Args:
+            optimizer: It.
+            names: By which it has the moments.
+            narrow: Give it those in bfloat16.
+            more: Names, and what makes the value of a parameter.
+        """
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param, *moments in zip(params, self.exp_avgs, self.exp_avg_sqs, strict=True):
+        shared = self.narrow_moments if narrow else (self.exp_avgs, self.exp_avg_sqs)
+        for param, *moments in zip(params, *shared, strict=True):
             state: dict[str, object] = {key: make(param) for key, make in more.items()}
             optimizer.state[param] = state | dict(zip(names, moments, strict=True))
 

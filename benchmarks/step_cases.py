@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ from benchmarks.step_arena import (
 ADAM = Pass("Adam", 16, 12, "step_kernel")
 ADAM_WRITING = Pass("Adam, writes gradients", 16, 16, "step_kernel")
 ADAM_WITH_COPY = Pass("Adam with copy", 14, 14, "step_kernel")
+SPLIT = Pass("Adam, split masters", 14, 12, "step_kernel")
+SPLIT_NARROW = Pass("Adam, split masters, bfloat16 moments", 10, 8, "step_kernel")
 CHECK_AND_NORM = Pass("check with norm", 2, 0, "chunks_kernel")
 SCALER_CHECK = Pass("GradScaler's check", 4, 4)  # it writes what it multiplied by 1
 CHECK = Pass("check with norm, fp32", 4, 0)
@@ -68,6 +71,36 @@ def ours_bf16(arena: Arena) -> Running:
     for param, master in zip(params, arena.weights, strict=True):
         optimizer.state[param]["master_param"] = master
     return Running(lambda: bring_in(params, arena.bfloat_grads), optimizer.step)
+
+
+def split(arena: Arena, half: list[Tensor], **options: Any) -> tuple[list[Tensor], FusedAdam]:
+    """FusedAdam with split masters, which notices if others write its weights."""
+    params = parameters(arena.not_shared(half))
+    optimizer = FusedAdam(params, master_weights="split", **options, **OPTIONS)
+    remainder = functools.partial(torch.zeros_like, dtype=torch.int16)
+    arena.share_moments(
+        optimizer, narrow=bool(options), step=count_on_param, master_param=remainder
+    )
+    return params, optimizer
+
+
+def split_bf16(arena: Arena, **options: Any) -> Running:
+    """On bfloat16 parameters."""
+    params, optimizer = split(arena, arena.bfloat, **options)
+    return Running(lambda: bring_in(params, arena.bfloat_grads), optimizer.step)
+
+
+def split_fp16(arena: Arena, **options: Any) -> Running:
+    """On float16 parameters in a GradScaler of apex_mp, whose check is the first pass."""
+    params, optimizer = split(arena, arena.half, **options)
+    scaler = grad_scaler(arena.device, amp.GradScaler)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    prepare = with_loss(lambda: bring_in(params, arena.half_grads), scaler, arena.device)
+    return Running(prepare, step)
 
 
 def fp32(arena: Arena, kind: Any, scale: float = 1.0, **options: Any) -> tuple[Running, Any]:
@@ -262,6 +295,8 @@ OUR_SCALER = (
     "ours fp32, our GradScaler, unscale_, clip",
     "ours fp32, our GradScaler, clip, monitor",
 )
+NARROW: dict[str, Any] = {"moment_dtype": torch.bfloat16}
+STOCHASTIC: dict[str, Any] = {**NARROW, "stochastic_rounding": True}
 CPU = ("cpu",)
 GPU = ("cuda",)
 PLAIN = (COPY_IN, UNSCALE, ADAM, COPY_OUT)
@@ -293,6 +328,20 @@ CASES = (
     Case("torch AdamW, fused", FP32, (ADAM,), torch_fused),
     Case("torch AdamW, foreach", FP32, (ADAM,), torch_foreach),
 )  # fmt: skip
+# Fewer bytes, beside float32 masters of ours.
+MODES = (
+    Case(f"{FP16}, split", FP16, (CHECK_AND_NORM, SPLIT), split_fp16),
+    Case(f"{FP16}, split, bf16 moments", FP16, (CHECK_AND_NORM, SPLIT_NARROW),
+         functools.partial(split_fp16, **NARROW)),
+    Case(f"{FP16}, split, bf16 moments, stochastic", FP16, (CHECK_AND_NORM, SPLIT_NARROW),
+         functools.partial(split_fp16, **STOCHASTIC)),
+    Case(f"{BF16}, split", BF16, (SPLIT,), split_bf16),
+    Case(f"{BF16}, split, bf16 moments", BF16, (SPLIT_NARROW,),
+         functools.partial(split_bf16, **NARROW)),
+    Case(f"{BF16}, split, bf16 moments, stochastic", BF16, (SPLIT_NARROW,),
+         functools.partial(split_bf16, **STOCHASTIC)),
+)  # fmt: skip
+MODES_BESIDE = (FP16, BF16, "AdamW, fused", "DeepSpeed")
 # They come last, because a capture that fails may leave the device unusable.
 REPLAYED = (
     Case("ours fp32, replayed", FP32, (ADAM,), ours_fp32_replayed, GPU),

@@ -58,6 +58,34 @@ def draw(results: dict[str, Any], path: Path) -> None:
         figure.savefig(path)
 
 
+def draw_modes(results: dict[str, Any], path: Path) -> None:
+    """Write the chart of a run with --modes: a bar for each way to keep masters and moments."""
+    workloads = [each for each in results["workloads"] if each["rows"]]
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(13, 4.6), dpi=140, facecolor="white")
+        panels = figure.subplots(1, len(workloads), squeeze=False)[0]
+        for axes, workload in zip(panels, workloads, strict=True):
+            rows = workload["rows"]
+            names = [row["case"] for row in rows] if axes is panels[0] else []
+            for y, row in enumerate(rows):
+                ms, said = row["ms"], f"{row['ms']:.0f} ms, {row['bytes_per_parameter']} bytes"
+                axes.barh([y], [ms], color=OURS if "ours" in row["case"] else OTHERS, height=0.7)
+                axes.annotate(
+                    said, (ms, y), (4, 0), textcoords="offset points", va="center", size=8
+                )
+            axes.set_yticks(range(len(rows)), names)
+            axes.tick_params(axis="y", length=0)
+            axes.set_ylim(len(rows) - 0.45, -0.55)
+            axes.set_xlim(0, 1.5 * max(row["ms"] for row in rows))
+            axes.set_title(f"{workload['workload']}: {count(workload)}")
+            axes.set_xlabel("ms a step; bytes read and written for each parameter", color=FAINT)
+            axes.grid(axis="x")
+        figure.subplots_adjust(left=0.22, right=0.99, top=0.82, bottom=0.12, wspace=0.06)
+        figure.text(0.01, 0.92, surroundings(results), color=FAINT)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
 def _draw_workload(axes: Axes, workload: dict[str, Any], *, named: bool) -> None:
     found = pairs(workload)
     for place, pair in enumerate(found):

@@ -144,6 +144,9 @@ FUSED: dict[str, Any] = {
         params, lr=1e-2, eps=1e-3, master_weights=True, max_grad_norm=0.2
     ),
     "FusedAdam, masters": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3, master_weights=True),
+    "FusedAdam, split": lambda params: FusedAdam(
+        params, lr=1e-2, eps=1e-3, master_weights="split", moment_dtype=torch.bfloat16
+    ),
     "FusedSGD": lambda params: FusedSGD(params, lr=1e-2, momentum=0.9),
     "FusedAdagrad": lambda params: FusedAdagrad(params, lr=1e-2),
 }
@@ -156,6 +159,9 @@ CASES = [
     ("FusedAdam, masters", torch.float16, "step", (WORLD, 1)),
     ("FusedAdam, masters", torch.float16, "clip_grad_norm_", (1, WORLD)),
     ("FusedAdam, masters", torch.bfloat16, "step", (WORLD,)),
+    ("FusedAdam, split", torch.float16, "clip_grad_norm_", (WORLD,)),
+    ("FusedAdam, split", torch.float16, "step", "TP"),
+    ("FusedAdam, split", torch.bfloat16, "step", (1, WORLD)),
     ("FusedSGD", torch.float16, "step", (WORLD,)),
     ("FusedAdam", torch.float32, "step", "offload"),
     ("FusedAdam, masters", torch.float16, "step", "TP"),

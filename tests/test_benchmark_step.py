@@ -19,7 +19,11 @@ from benchmarks.step_shapes import QUICK
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 ROOT = Path(benchmark.__file__).resolve().parents[1]
-NAMED = {case.name: case for case in step_cases.CASES}
+NAMED = {case.name: case for case in (*step_cases.CASES, *step_cases.MODES)}
+FLOAT16 = [
+    *("ours fp16", "ours fp16, clip", "ours fp16, split", "ours fp16, split, bf16 moments"),
+    *("ours fp16, split, bf16 moments, stochastic", "ours fp16, replayed"),
+]
 ON_GPUS = NAMED | {case.name: case for case in step_cases.REPLAYED}
 
 
@@ -67,8 +71,9 @@ def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
     for workload in results["workloads"]:
         assert (workload["reference"], workload["rounds"]) == ("copied", 1)
         assert [row["case"] for row in workload["rows"]] == [
-            "ours fp16", "ours fp16, clip", "torch AdamW, fused", "torch AdamW, fused, replayed",
-            "ours fp16, replayed",
+            "ours fp16", "ours fp16, clip", "torch AdamW, fused", "ours fp16, split",
+            "ours fp16, split, bf16 moments", "ours fp16, split, bf16 moments, stochastic",
+            "torch AdamW, fused, replayed", "ours fp16, replayed",
         ]  # fmt: skip
         for row in workload["rows"]:
             assert 0 < row["host_ms"] <= row["ms"]
@@ -95,11 +100,14 @@ def test_the_json_is_written_after_each_case_and_each_round(tmp_path, monkeypatc
     arguments = ["--device=stub", "--quick", "--rounds=2", "--cases", "ours fp16"]
     benchmark.main([*arguments, f"--results={tmp_path}"])
     first = [each["workloads"][0] for each in seen if len(each["workloads"]) == 1]
-    # Three cases are looked at one by one, then two rounds.
+    # The cases are looked at one by one, then two rounds.
+    count = len(FLOAT16)
+    looked = [(done + 1, 0) for done in range(count)]
     assert [(len(each["rows"]), each["rounds"]) for each in first] == [
-        (1, 0), (2, 0), (3, 0), (3, 1), (3, 2),
+        *looked, (count, 1), (count, 2)
     ]  # fmt: skip
-    assert [len(each["workloads"]) for each in seen[5:]] == [2] * (len(seen) - 5)
+    behind = seen[count + 2 :]
+    assert [len(each["workloads"]) for each in behind] == [2] * len(behind)
 
 
 def test_what_time_is_not_left_for_is_named(tmp_path, capsys):
@@ -107,9 +115,7 @@ def test_what_time_is_not_left_for_is_named(tmp_path, capsys):
     results = benchmark.main([*arguments, f"--results={tmp_path}"])
     for workload in results["workloads"]:
         assert workload["rows"] == []
-        assert workload["not_run"] == dict.fromkeys(
-            ["ours fp16", "ours fp16, clip", "ours fp16, replayed"], "no time was left"
-        )
+        assert workload["not_run"] == dict.fromkeys(FLOAT16, "no time was left")
     printed = capsys.readouterr().out
     assert "Not run: ours fp16: no time was left\n" in printed
     assert "No chart: nothing was measured" in printed

@@ -88,6 +88,14 @@ def test_registers_spills_and_shared_memory_are_read_for_each_kernel() -> None:
             "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math8NovogradEEEvNS0_10StepUpdateE",
             "step_kernel<Novograd>",
         ),
+        (
+            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math4LambELNS_5DTypeE1EEEvNS0_10Step",
+            "step_kernel<Lamb, bfloat16>",
+        ),
+        (
+            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math4LambELNS_5DTypeE2EEEvNS0_10Step",
+            "step_kernel<Lamb>",
+        ),
     ],
 )
 def test_a_kernel_is_named_with_its_rule(mangled: str, name: str) -> None:

@@ -74,6 +74,34 @@ def test_options_count_on_each_device(options: dict[str, Any]) -> None:
     Run(spread(FusedAdam(groups, **{**OPTIONS, **options}))).train(3)
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_split_masters_are_kept_on_each_device(dtype: torch.dtype, device: torch.device) -> None:
+    options = {**OPTIONS, "master_weights": "split", "moment_dtype": BF16}
+    params = make_params(device, dtype)
+    twins = copies_of(params)
+    optimizer, expected = spread(FusedAdam(params, **options)), FusedAdam(twins, **options)
+    for step in range(4):
+        give_grads(params, step, values=dtype)
+        give_grads(twins, step, values=dtype)
+        if step == 2:  # Two on different devices are written.
+            with torch.no_grad():
+                for param in (*params[:2], *twins[:2]):
+                    param.add_(1.0)
+            with pytest.warns(
+                RuntimeWarning, match=r"params\[0\]\[0\] and 1 more parameters changed"
+            ):
+                optimizer.step()
+            with pytest.warns(RuntimeWarning):
+                expected.step()
+        else:
+            optimizer.step()
+            expected.step()
+    assert count_of_plans(optimizer) == 2
+    assert_same_state(optimizer, expected)
+    for param, twin in zip(params, twins, strict=True):
+        assert_same_bits(optimizer.master(param), expected.master(twin))
+
+
 def one_side_each() -> list[list[Parameter]]:
     return [[parameter(4), parameter(2)], [parameter(3)], [parameter(6)]]
 

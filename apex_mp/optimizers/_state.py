@@ -122,18 +122,13 @@ class StateLayout:
         for name in self.numbers:
             if not torch.is_tensor(whole.get(name)):
                 whole[name] = _new_number(param, whole.get(name))
-        dtype = master_dtype(param, group)
-        for name in (*self.tensors, *([] if dtype is None else [MASTER])):
-            value = whole.get(name)
-            if torch.is_tensor(value):
-                whole[name] = _grads.lie_as(value, param)
-            else:
-                whole[name] = param.detach().float() if name == MASTER else self._zeros(name, param)
-            if name != MASTER:
-                whole[name] = whole[name].to(moment_dtype(param, group))
-        if dtype is not None and whole[MASTER].dtype != dtype:
-            convert = split if dtype == torch.int16 else lambda part, of: joined(of, part)
-            whole[MASTER] = convert(whole[MASTER], param)
+        for name in self.tensors:
+            value, dtype = whole.get(name), moment_dtype(param, group)
+            is_there = torch.is_tensor(value)
+            whole[name] = _grads.lie_as(value, param).to(dtype) if is_there else _like(param, dtype)
+        kept_as = master_dtype(param, group)
+        if kept_as is not None:
+            whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as)
         return whole
 
     def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -172,6 +167,16 @@ class StateLayout:
     def _zeros(self, name: str, param: Tensor) -> Tensor:
         wide = param.dtype == torch.float64 and name in self.tensors
         return _like(param, torch.float64 if wide else torch.float32)
+
+
+def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a master of a state, a new one if there is none, as `dtype`: float32, or int16."""
+    if not torch.is_tensor(value):
+        return _like(param, dtype) if dtype == torch.int16 else param.detach().float()
+    value = _grads.lie_as(value, param)
+    if value.dtype == dtype:
+        return value
+    return split(value, param) if dtype == torch.int16 else joined(param, value)
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
