@@ -19,6 +19,7 @@ from benchmarks import (
     memory_report,
     monitor,
     normalization,
+    quality_report,
     sass,
     sass_volta,
     step_report,
@@ -41,10 +42,12 @@ PAGES: dict[str, Callable[[Any], str]] = {
     "memory-cpu.json": memory_report.page,
     "monitor-cpu.json": monitor.page,
     "normalization-cpu.json": normalization.page,
+    "quality-cpu.json": quality_report.page,
     "sass.json": sass.page,
     "sass-sm70.json": sass_volta.page,
     "step-cpu.json": step_report.page,
     "step-host-cpu.json": step_report.page,
+    "step-modes-cpu.json": step_report.page,
 }
 
 

@@ -28,7 +28,7 @@ from torch.func import functional_call
 
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
-from benchmarks import quality_page
+from benchmarks import quality_chart, quality_report
 from benchmarks.quality_tasks import TASKS, Task
 from benchmarks.saved import measure_and_save
 
@@ -150,9 +150,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         str(args.results / "quality-{}.json"),
         "cpu",
         functools.partial(measure, args.tasks, args.steps, args.seeds),
-        quality_page.page,
+        quality_report.page,
     )
-    quality_page.draw(results, args.results / "quality-cpu.png")
+    quality_chart.draw(results, args.results / "quality-cpu.png")
     return results
 
 

@@ -76,12 +76,13 @@ def draw_modes(results: dict[str, Any], path: Path) -> None:
             axes.set_yticks(range(len(rows)), names)
             axes.tick_params(axis="y", length=0)
             axes.set_ylim(len(rows) - 0.45, -0.55)
-            axes.set_xlim(0, 1.5 * max(row["ms"] for row in rows))
-            axes.set_title(f"{workload['workload']}: {count(workload)}")
-            axes.set_xlabel("ms a step; bytes read and written for each parameter", color=FAINT)
+            axes.set_xlim(0, 1.7 * max(row["ms"] for row in rows))
+            axes.set_title(workload["workload"])
+            axes.set_xlabel("ms a step", color=FAINT)
             axes.grid(axis="x")
         figure.subplots_adjust(left=0.22, right=0.99, top=0.82, bottom=0.12, wspace=0.06)
-        figure.text(0.01, 0.92, surroundings(results), color=FAINT)
+        said = f"{surroundings(results)}. Bytes: read and written for each parameter."
+        figure.text(0.01, 0.92, said, color=FAINT)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 

@@ -123,9 +123,11 @@ class StateLayout:
             if not torch.is_tensor(whole.get(name)):
                 whole[name] = _new_number(param, whole.get(name))
         for name in self.tensors:
-            value, dtype = whole.get(name), moment_dtype(param, group)
-            is_there = torch.is_tensor(value)
-            whole[name] = _grads.lie_as(value, param).to(dtype) if is_there else _like(param, dtype)
+            dtype = moment_dtype(param, group)
+            if torch.is_tensor(whole.get(name)):
+                whole[name] = _grads.lie_as(whole[name], param).to(dtype)
+            else:
+                whole[name] = _like(param, dtype)
         kept_as = master_dtype(param, group)
         if kept_as is not None:
             whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as)
@@ -173,10 +175,10 @@ def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a master of a state, a new one if there is none, as `dtype`: float32, or int16."""
     if not torch.is_tensor(value):
         return _like(param, dtype) if dtype == torch.int16 else param.detach().float()
-    value = _grads.lie_as(value, param)
-    if value.dtype == dtype:
-        return value
-    return split(value, param) if dtype == torch.int16 else joined(param, value)
+    laid: Tensor = _grads.lie_as(value, param)
+    if laid.dtype == dtype:
+        return laid
+    return split(laid, param) if dtype == torch.int16 else joined(param, laid)
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,28 +9,22 @@
 namespace apex_mp::math {
 
 // The test looks at the exponent bits: a comparison could be folded away by a compiler that was
-// told to assume finite numbers. Of one number, or of a register of them.
-template <typename bits_t, typename mask_t>
-APEX_MP_MATH auto all_set(bits_t bits, mask_t exponent) {
-  return (bits & exponent) == exponent;
-}
-
-// The result is an int, not a bool: compilers vectorise an OR into an int.
+// told to assume finite numbers. The result is an int, not a bool: compilers vectorise an OR into
+// an int.
 APEX_MP_MATH int32_t not_finite(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));
-  return all_set(bits, 0x7f800000u);
+  return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
 APEX_MP_MATH int32_t not_finite(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof(bits));
-  return all_set(bits, 0x7ff0000000000000ull);
+  return (bits & 0x7ff0000000000000ull) == 0x7ff0000000000000ull;
 }
 
-// found_t is what not_finite() returns: an int, or for a register of numbers a register of ints.
-template <typename opmath_t, typename found_t>
-APEX_MP_MATH void check(opmath_t grad, opmath_t& sum_sq, found_t& found_inf) {
+template <typename opmath_t>
+APEX_MP_MATH void check(opmath_t grad, opmath_t& sum_sq, int32_t& found_inf) {
   sum_sq += grad * grad;
   found_inf |= not_finite(grad);
 }

@@ -46,8 +46,6 @@ APEX_MP_MATH Floats from_bits(bits_register_t bits, Floats) {
   return Floats(reinterpret_cast<float_register_t>(bits));
 }
 
-APEX_MP_MATH int_register_t not_finite(Floats x) { return math::all_set(bits_of(x), 0x7f800000u); }
-
 template <typename register_t>
 APEX_MP_MATH register_t load_register(const void* src) {
   register_t value;
