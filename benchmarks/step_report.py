@@ -165,22 +165,21 @@ def _of_reference(named: dict[Any, Any], workload: str, case: str) -> float:
     return float(named[workload, case]["of_reference"])
 
 
-def _best_foreach(named: dict[Any, Any], workload: str, case: str) -> float | None:
-    others = [
-        row["times_ours"]
+def _others(named: dict[Any, Any], workload: str, case: str) -> dict[str, float]:
+    return {
+        other: row["times_ours"]
         for (name, other), row in named.items()
-        if name == workload and row["compared_with"] == case and "foreach" in other
-    ]
-    return min(others, default=None)
+        if name == workload and row["compared_with"] == case != other
+    }
+
+
+def _best_foreach(named: dict[Any, Any], workload: str, case: str) -> float | None:
+    others = _others(named, workload, case).items()
+    return min((ratio for other, ratio in others if "foreach" in other), default=None)
 
 
 def _fastest_other(named: dict[Any, Any], workload: str, case: str) -> float | None:
-    others = [
-        row["times_ours"]
-        for (name, other), row in named.items()
-        if name == workload and row["compared_with"] == case != other
-    ]
-    return min(others, default=None)
+    return min(_others(named, workload, case).values(), default=None)
 
 
 def _ms(named: dict[Any, Any], workload: str, case: str) -> float:
