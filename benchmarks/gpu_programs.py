@@ -109,11 +109,13 @@ def change_many_groups(device: str) -> None:
 def keep_state_in_16_bits(device: str) -> None:
     """Split masters and bfloat16 moments, saved as float32, loaded and split again."""
     params = params_of(device, (F16, BF16), SIZES)
-    for fused in FUSED.values():
+    for rule, fused in FUSED.items():
         optimizer = fused(params, master_weights="split")
         for group in optimizer.param_groups:
             group["moment_dtype"] = BF16
-        for _ in range(2):
+        for stochastic in (False, rule not in ("Sgd", "Adagrad")):
+            for group in optimizer.param_groups:
+                group["stochastic_rounding"] = stochastic
             optimizer.step()
             optimizer.load_state_dict(optimizer.state_dict())
 
