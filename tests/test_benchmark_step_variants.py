@@ -134,7 +134,8 @@ def test_builds_are_compared_and_one_that_dies_is_named(tmp_path):
     for each in results["builds"]:
         assert each["rounds"] == 2
         assert [row["case"] for row in each["rows"]] == [
-            "ours fp16", "ours fp16, clip", "ours fp16, replayed",
+            "ours fp16", "ours fp16, clip", "ours fp16, split", "ours fp16, split, bf16 moments",
+            "ours fp16, split, bf16 moments, stochastic", "ours fp16, replayed",
         ]  # fmt: skip
         assert all([*row["builds"]] == ["A", "B"] for row in each["rows"])
         assert step_variants.table(each) in done.stdout
