@@ -49,6 +49,26 @@ def test_the_page_of_speed_quotes_the_many_small_tensors() -> None:
     assert said in page("speed.md")
 
 
+def test_the_page_of_memory_quotes_the_times_of_split_masters() -> None:
+    rows = [row for w in results("step-modes-cpu.json")["workloads"] for row in w["rows"]]
+
+    def times(*kinds: str, stochastic: bool) -> str:
+        found = [
+            row["times_ours"]
+            for row in rows
+            if row["case"].startswith(kinds) and ("stochastic" in row["case"]) == stochastic
+        ]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    bf16, fp16 = "ours bf16, split", "ours fp16, split"
+    said = (
+        f"a bfloat16 step with split masters takes {times(bf16, stochastic=False)} of the time "
+        f"with float32 masters, a float16 step {times(fp16, stochastic=False)}, with stochastic "
+        f"rounding {times(bf16, fp16, stochastic=True)} ("
+    )
+    assert said in page("memory.md")
+
+
 def test_the_page_of_memory_quotes_batches_and_shares() -> None:
     bert, resnet = (activations_of(model) for model in results("activations-cpu.json")["models"])
     text = page("memory.md")

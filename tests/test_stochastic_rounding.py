@@ -130,7 +130,7 @@ def rounded(exact: Tensor, random: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
-@pytest.mark.parametrize("masters", [False, "split"])
+@pytest.mark.parametrize("masters", [False, True, "split"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=[*MAKERS])
 @pytest.mark.usefixtures("cpu_level")
 def test_random_bits_are_those_of_the_hash(
@@ -163,6 +163,23 @@ def test_random_bits_are_those_of_the_hash(
                     continue  # NovoGrad's second one is a number.
                 random = halves(which, hashed(exact.numel(), position, step))
                 assert_same_bits(in_memory(moment).cpu(), rounded(in_memory(exact), random))
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+@pytest.mark.parametrize("offset", [1, 5])
+@pytest.mark.usefixtures("cpu_level")
+def test_a_parameter_may_begin_anywhere(offset: int, masters: Any, device: torch.device) -> None:
+    """Where its copy is not aligned, the first numbers are stepped apart from the others."""
+    whole = torch.ones(40_000, dtype=F16, device=device)
+    param = Parameter(whole[offset : offset + 33_001])
+    twin = Parameter(param.detach().clone())
+    moments = one_step(param, 1.25, Adam([param], master_weights=masters))
+    exact = one_step(twin, 1.25, FusedAdam([twin], master_weights=masters))
+    random = hashed(param.numel(), 0, 0)
+    for which, name in enumerate(MOMENTS):
+        expected = rounded(exact[name], halves(which, random))
+        assert_same_bits(moments[name].cpu(), expected.float())
+    assert_same_bits(param.detach(), twin.detach())
 
 
 def test_other_numbers_of_threads_round_alike(device: torch.device) -> None:
