@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -127,6 +128,26 @@ def trained(level: str = "O2", make: Any = OPTIMIZERS["Adam"], **options: Any) -
     initialize(model, optimizer, opt_level=level, **options)
     train(model, optimizer, 2)
     return model, optimizer
+
+
+@dtypes
+@pytest.mark.parametrize("load_first", [True, False])
+def test_a_checkpoint_of_one_level_goes_on_at_another(load_first: bool, dtype: torch.dtype) -> None:
+    for saved_level, level in itertools.permutations(("O0", "O1", "O2", "O3"), 2):
+        model, optimizer = trained(saved_level, OPTIMIZERS["SGD"], dtype=dtype)
+        saved = checkpoint(model, optimizer)
+        expected = train(model, optimizer, 5, start=2)
+
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        if not load_first:
+            initialize(model, optimizer, opt_level=level, dtype=dtype)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if load_first:
+            initialize(model, optimizer, opt_level=level, dtype=dtype)
+        torch.testing.assert_close(train(model, optimizer, 5, start=2), expected, rtol=0.02, atol=0)
 
 
 @dtypes
