@@ -67,13 +67,14 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo docs test test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist release-check format clean
+.PHONY: help build demo docs test every-case test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist release-check format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
 	@echo 'make test       run the tests, but for the slow ones'
 	@echo 'make test-slow  run those that start processes or build'
+	@echo 'make every-case run both with all of their parameters, not with a few cases that have each value'
 	@echo 'make processors run the tests that depend on the processor, as on older ones'
 	@echo 'make mutants    change one line of the package at a time, and see that a test fails'
 	@echo 'make lint       ruff and clang-format'
@@ -105,6 +106,9 @@ demo: $(BUILT)
 # A process for each core; the tests of a file stay together.
 test: $(BUILT)
 	$(PYTEST) -m 'not slow' --durations 10 $(PYTEST_ARGS)
+
+every-case: $(BUILT)
+	$(PYTEST) --every-case $(PYTEST_ARGS)
 
 test-slow: $(BUILT)
 	$(PYTEST) -m slow --durations 10 $(PYTEST_ARGS)
@@ -139,7 +143,7 @@ coverage: $(BUILT)
 	  $(VENV)/bin/python setup.py -q build_py --build-lib $(COVERAGE)/lib build_ext \
 	  --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/cpu > $(COVERAGE)/build.log \
 	  || { cat $(COVERAGE)/build.log; exit 1; }
-	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q \
+	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q --every-case \
 	  tests/test_operator*.py tests/test_cpu_levels.py tests/test_fused_*.py \
 	  tests/test_step_*.py tests/test_grad_marks.py tests/test_grad_slots.py tests/test_unscaled_grads.py \
 	  tests/test_fp16_optimizer_clipping.py
@@ -265,7 +269,7 @@ cuda-link: $(CUDA_BUILT)
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
 	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
-	PYTHONPATH=tests $(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(PYTEST_ARGS)
+	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(PYTEST_ARGS)
 
 cuda-tests: $(CUDA_BUILT)
 	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)

@@ -25,7 +25,6 @@ TRAINER_PAGES = ("docs/trainers.md", "examples/trainers")
 OPERATORS = ("csrc", "tests/op_cases.py", "tests/test_operators.py")
 SHORT = ("PYTEST_ARGS=--short",)
 NOT_SLOW = ("PYTEST_ARGS=-m 'not slow'",)
-PAIRWISE = ("PYTEST_ARGS=-p pairs",)  # tests/pairs.py
 
 
 class Target(NamedTuple):
@@ -51,13 +50,14 @@ ON_BOTH_CORES = [
     Target("processors", 1, EACH_TIME),
     Target("cuda-on-cpu", 12, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
     Target("recipes", 5, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
+    Target("every-case", 12, NIGHTLY_ONLY),
     Target("cuda-tests", 12, NIGHTLY_ONLY),
     Target("torch-oldest", 15, NIGHTLY_ONLY),
     Target("release-check", 10, NIGHTLY_ONLY),
     Target("mutants", 15, NIGHTLY_ONLY),
 ]
 ON_ONE_CORE = [
-    Target("cuda-link", 8, EACH_TIME, PAIRWISE),
+    Target("cuda-link", 8, EACH_TIME),
     Target("clients", 5, ("csrc", "apex_mp", "tests/clients")),
     Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.

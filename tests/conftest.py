@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 import torch
+from each_value import cases_with_each_value
 from torch import distributed as dist
 
 from apex_mp import _C
@@ -29,6 +30,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", default="cpu", help="where the tensors of the tests live: cpu, cuda"
+    )
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="run each test with all of its parameters, not with a few that have each value",
     )
 
 
@@ -44,12 +50,18 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_cpu = torch.device(config.getoption("device")).type == "cpu"
     unwanted = "cuda_only" if on_cpu else "cpu_only"
-    left_out = [item for item in items if item.get_closest_marker(unwanted)]
-    items[:] = [item for item in items if not item.get_closest_marker(unwanted)]
-    config.hook.pytest_deselected(items=left_out)
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker(unwanted):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    choose = list if config.getoption("every_case") else cases_with_each_value
+    chosen = {item for cases in functions.values() for item in choose(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 CI = Path(__file__).parent.parent / ".ci"
 MAKEFILE = """
 .PHONY: build test docs
-build test test-slow processors cuda-tests torch-oldest release-check mutants cuda-link docs \\
+build test test-slow processors every-case cuda-tests torch-oldest release-check mutants cuda-link docs \\
   types sdist lint coverage:
 	@echo $@ >> build/order
 clients trainers recipes cuda-on-cpu:
@@ -77,7 +77,14 @@ def test_without_a_nightly_result_all_but_what_is_nightly_runs(
     passed, ran = run(ci, monkeypatch)
     names = {target.name for target in ci.ON_BOTH_CORES + ci.ON_ONE_CORE}
     assert passed
-    assert ran == names - {"cuda-tests", "torch-oldest", "release-check", "mutants", "coverage"}
+    assert ran == names - {
+        "every-case",
+        "cuda-tests",
+        "torch-oldest",
+        "release-check",
+        "mutants",
+        "coverage",
+    }
 
 
 def test_a_part_of_a_target_runs_in_ci_and_all_of_it_in_the_nightly_run(
