@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 CI = Path(__file__).parent.parent / ".ci"
 MAKEFILE = """
 .PHONY: build test docs
-build test test-slow processors every-case cuda-tests torch-oldest release-check mutants cuda-link docs \\
-  types sdist lint coverage:
+build test test-slow processors every-case cuda-tests torch-oldest release-check mutants \\
+  cuda-link docs types sdist lint coverage:
 	@echo $@ >> build/order
 clients trainers recipes cuda-on-cpu:
 	@echo $@ >> build/order; test ! -e src/bug
