@@ -58,7 +58,7 @@ PROCESSOR_TESTS := $(patsubst %,tests/test_%.py,amp_casts amp_fp16_compute amp_p
 # Tests of what leans on private names of torch, or on what its documentation does not promise.
 TORCH_TESTS := $(patsubst %,tests/test_%.py,amp_cast_cache amp_engine amp_patching amp_registry amp_scopes \
   amp_threads distributed_checkpoint example_custom_op fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
-  fused_adam_grad_scaler grad_marks grad_slots grad_scaler_in_torch grad_scaler_torch_cases multiproc \
+  fused_adam_grad_scaler grad_versions grad_slots grad_scaler_in_torch grad_scaler_torch_cases multiproc \
   operator_autograd operators packaging parallel \
   parallel_arguments plain_tensors reparameterization retained_graphs rnn_modules rnn_state \
   run_modernize run_torchscript shards sync_batchnorm torch_optimizer_database two_processes)
@@ -145,7 +145,7 @@ coverage: $(BUILT)
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q --every-case \
 	  tests/test_operator*.py tests/test_cpu_levels.py tests/test_fused_*.py \
-	  tests/test_step_*.py tests/test_grad_marks.py tests/test_grad_slots.py tests/test_unscaled_grads.py \
+	  tests/test_step_*.py tests/test_grad_versions.py tests/test_grad_slots.py tests/test_unscaled_grads.py \
 	  tests/test_fp16_optimizer_clipping.py
 	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
 	@for level in $$($(VENV)/bin/python -c \

@@ -82,7 +82,7 @@ def load(
         if name in tensors:
             tensor = tensors[name][1]
             check_value(name, value, tensor)
-            _tell(report, name, value.dtype, tensor.dtype)
+            _add_to_report(report, name, value.dtype, tensor.dtype)
     model.load_state_dict(state)
     with torch.no_grad():
         for name, (_, tensor) in tensors.items():
@@ -117,7 +117,7 @@ def to_mixed(
         if isinstance(module, _BatchNorm) and name.endswith(_STATISTICS):
             dtype = torch.float32
         state[name] = value.detach().to(dtype)
-        _tell(report, name, value.dtype, dtype)
+        _add_to_report(report, name, value.dtype, dtype)
     return state
 
 
@@ -139,7 +139,7 @@ def to_float32(state_dict: Mapping[str, Any], *, report: _Report = None) -> Orde
     for name, value in state.items():
         if torch.is_tensor(value):
             state[name] = _widened(value)
-            _tell(report, name, value.dtype, state[name].dtype)
+            _add_to_report(report, name, value.dtype, state[name].dtype)
     return state
 
 
@@ -180,7 +180,7 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
             continue
         tensor = tensors[name][1] if name in tensors else value
         state[name] = _widened(master_of.get(id(tensor), value).detach()).clone()
-        _tell(report, name, tensor.dtype, state[name].dtype)
+        _add_to_report(report, name, tensor.dtype, state[name].dtype)
     return state
 
 
@@ -269,7 +269,7 @@ def _widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in LOW_PRECISION else value
 
 
-def _tell(report: _Report, name: str, before: torch.dtype, after: torch.dtype) -> None:
+def _add_to_report(report: _Report, name: str, before: torch.dtype, after: torch.dtype) -> None:
     if report is not None:
         report(f"{name} from {_short(before)} to {_short(after)}")
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from apex_mp.core import device_scale, ops
+from apex_mp.core import ops, readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.multi_tensor_apply import amp_C
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -146,7 +146,7 @@ def replay_a_graph(device: str) -> None:
     if device == "cpu":
         return
     graph = torch.cuda.CUDAGraph()
-    device_scale.settle(wait=True)
+    readback.wait()
     with torch.cuda.graph(graph):
         optimizer.step()
     for lr in (0.1, 0.2):

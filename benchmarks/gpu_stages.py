@@ -17,7 +17,7 @@ ERROR_EXIT_CODE = 99
 SHOWN = 20  # failures and lines that are kept
 
 STEPS = ["tests/test_cuda_steps.py"]
-FUSED = ("fused_*", "fp16_optimizer_*", "step_*", "device_scale", "unscaled_grads", "grad_marks")
+FUSED = ("fused_*", "fp16_optimizer_*", "step_*", "device_scale", "unscaled_grads", "grad_versions")
 
 
 @dataclasses.dataclass(frozen=True)

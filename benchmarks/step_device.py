@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from apex_mp.core import device_scale
+from apex_mp.core import readback
 from benchmarks.step_arena import Running
 
 # Blocks of a trace, each followed by the case's name: the step on the host, and until the device
@@ -158,7 +158,7 @@ def captured(step: Callable[[], object], at: Tensor) -> Callable[[], object]:
     """
     if not at.is_cuda:
         return step
-    device_scale.settle(wait=True)
+    readback.wait()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -11,7 +11,7 @@ import torch
 from fp16_cases import F16, F32, INF, parameter, pull
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from apex_mp.core import device_scale
+from apex_mp.core import readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
 
@@ -163,7 +163,7 @@ def test_replays_of_a_whole_iteration_are_iterations(device: torch.device) -> No
     for _ in range(3):
         train(plain, plain_params, 1.0)
     graph = torch.cuda.CUDAGraph()
-    device_scale.settle(wait=True)
+    readback.wait()
     with torch.cuda.graph(graph):
         train(captured, params, factor)
     for value in (1.0, INF, 2.0, float("nan"), 0.5, 4.0):

@@ -22,8 +22,9 @@ from torch import nn
 from waits import Waits
 
 from apex_mp import amp
-from apex_mp.core import device_scale
-from apex_mp.core.device_scale import DeviceScale, Transfer
+from apex_mp.core import device_scale, readback
+from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core.readback import Readback
 from apex_mp.core.step import StepResult
 from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
@@ -44,9 +45,9 @@ optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS
 def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep scales on the device, whichever that is; nothing arrives before somebody waits."""
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
-    monkeypatch.setattr(Transfer, "has_arrived", lambda self: False)
+    monkeypatch.setattr(Readback, "has_arrived", lambda self: False)
     yield
-    device_scale._in_flight.clear()
+    readback._pending.clear()
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_the_host_waits_for_nothing_in_a_training_loop(
     optimizer.step()  # torch's own makes its state now.
     values = torch.tensor([1.0, INF, 1.0, NAN, 1.0], device=device)
     finished = []
-    monkeypatch.setattr(Transfer, "finish", lambda self: finished.append(self))
+    monkeypatch.setattr(Readback, "finish", lambda self: finished.append(self))
     with Waits() as waits:
         for value in values:
             optimizer.zero_grad()
@@ -96,7 +97,7 @@ def test_the_host_waits_for_nothing_in_a_training_loop(
             optimizer.step()
     assert waits.count == 0
     assert finished == []
-    assert len(device_scale._in_flight) == 17  # Of 11 blocks and 6 steps.
+    assert len(readback._pending) == 17  # Of 11 blocks and 6 steps.
 
 
 @pytest.mark.cuda_only
@@ -123,7 +124,7 @@ def test_cuda_is_never_waited_for(handle: Any, weight: Any, monkeypatch: Any) ->
 )
 def test_with_another_optimizer_the_host_decides(make: Any, handle: Any, weight: Any) -> None:
     backward(handle, pull((weight, INF)), make([weight]))
-    assert len(device_scale._in_flight) == 0
+    assert len(readback._pending) == 0
     assert handle._default_scaler._device_scale is None
 
 
@@ -236,7 +237,7 @@ def test_the_message_comes_later_and_names_what_is_still_there(
     backward(handle, pull((weight, INF)), optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    monkeypatch.setattr(Transfer, "has_arrived", lambda self: True)
+    monkeypatch.setattr(Readback, "has_arrived", lambda self: True)
     backward(handle, pull((weight, 1.0)), optimizer)  # The next block looks what has arrived.
     assert caplog.messages[1:] == [first.format(32768.0, 16384.0)]
 
@@ -274,11 +275,11 @@ PROGRAM = """
 import os
 import torch
 from apex_mp import amp
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.optimizers import FusedAdam
 
 device_scale.DEVICE_TYPES = {"cpu"}
-device_scale.Transfer.has_arrived = lambda transfer: has_ended
+readback.Readback.has_arrived = lambda transfer: has_ended
 has_ended = False
 
 def main():
@@ -288,7 +289,7 @@ def main():
     with handle.scale_loss((weight * float("inf")).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    print(len(device_scale._in_flight), "under way", flush=True)
+    print(len(readback._pending), "under way", flush=True)
 
 main()
 has_ended = True
@@ -313,9 +314,9 @@ def test_what_is_under_way_at_the_end_of_the_process_is_told_once(tmp_path: Path
 def test_a_device_that_does_not_answer_does_not_keep_the_process(
     handle: Any, weight: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_scale, "SECONDS_AT_EXIT", 0.05)
+    monkeypatch.setattr(readback, "SECONDS_AT_EXIT", 0.05)
     backward(handle, pull((weight, INF)), FusedAdam([weight]))
-    device_scale._settle_at_exit()
+    readback._poll_at_exit()
     assert caplog.messages == [
         "1 results of steps are lost, with their messages of an overflow: the device has not "
         "answered within 0.05 seconds of the end of the process "
@@ -339,9 +340,9 @@ def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
         sent=torch.tensor([found_inf], device=device),
         read=lambda arrived: NotKnown(found_inf=bool(arrived.item())),
     )
-    DeviceSteps(gone.told).send(result, verbose=verbose)
+    DeviceSteps(gone.told).submit(result, verbose=verbose)
     del gone
-    device_scale.settle(wait=True)
+    readback.wait()
     expected = [
         "FP16_Optimizer: a gradient overflowed and its step was skipped, which the device told "
         "after the optimizer was deleted [docs/troubleshooting.md#results-that-were-lost]"

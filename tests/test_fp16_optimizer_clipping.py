@@ -154,7 +154,7 @@ def test_max_grad_norm_clips_each_group(
     params = [
         param
         for group in optimizer._masters.groups
-        for param in (*group.model_params, *group.own_params)
+        for param in (*group.model_params, *group.fp32_params)
     ]
     optimizer.backward(pull(*zip(params, GRADS, strict=True)))
     if look:

@@ -27,7 +27,7 @@ from fp16_cases import (
 )
 
 from apex_mp import fp16_utils, optimizers
-from apex_mp.core.device_scale import settle
+from apex_mp.core import readback
 from apex_mp.optimizers import FusedAdam
 
 UTILS, FUSED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer
@@ -287,7 +287,7 @@ def run_one(optimizer: Any, loss: Any) -> None:
     optimizer.zero_grad()
     optimizer.backward(loss)
     optimizer.step()
-    settle(wait=True)  # A GPU tells later, unless it is asked to.
+    readback.wait()  # A GPU tells later, unless it is asked to.
 
 
 @probes
@@ -461,7 +461,7 @@ def test_only_skipped_steps_pay_for_the_report(probe: Any, device: torch.device)
         optimizer.backward(pull((weight, value)))
         with passes_over(1000) as names:
             optimizer.step()
-            settle(wait=True)
+            readback.wait()
         looked = [name for name in names if "isnan" in name or "isinf" in name or "::ne" in name]
         assert (len(looked) > 0) == expected
 

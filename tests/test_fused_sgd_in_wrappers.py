@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import _C, amp, fp16_utils
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.core.step import StepRequest
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedSGD, _device_part, _several_devices
@@ -47,7 +47,7 @@ def left_alone(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     if _C.cpu_level() != "cuda on cpu" and device.type == "cpu":
         pytest.skip("of a step on the CPU the host knows the outcome; make cuda-on-cpu runs this")
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
-    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)
 
 
 # --- torch.amp.GradScaler
@@ -269,7 +269,7 @@ def program(seed: int, device: torch.device) -> Program:
 def each_way(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[str]:
     def ways() -> Iterator[str]:
         monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
-        monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+        monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)
         yield "unwaited"
         monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
         yield "waited"
@@ -300,7 +300,7 @@ def test_the_host_waits_for_nothing_and_hears_of_skips_later(
             optimizer.backward(pull((params[0], 1.0), pair))
             optimizer.step()
     assert waits.count == 0
-    assert len(device_scale._in_flight) == 4
+    assert len(readback._pending) == 4
     assert optimizer.overflow is True
     assert optimizer.loss_scale == 256.0
 
@@ -340,7 +340,7 @@ def test_the_outcome_is_read_at_once_where_the_scaler_wants_it(
         optimizer.step()
         assert optimizer.overflow == (value == INF)
         assert len(optimizer.state) == size
-        assert not device_scale._in_flight
+        assert not readback._pending
     assert optimizer.loss_scale == 256.0
 
 
@@ -405,7 +405,7 @@ def test_a_late_report_names_who_overflowed_on_several_devices(
     two_sides: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
-    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)
     params = [parameter([1.0] * size, F16) for size in (2, 1, 4, 3)]
     optimizer = make_fp16(params)
     spread(optimizer.optimizer)

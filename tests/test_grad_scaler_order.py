@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from apex_mp.amp import GradScaler
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
@@ -242,7 +242,7 @@ def test_a_loss_that_is_scaled_in_a_graph_is_scaled_at_each_replay(
     params = make_params(device)
     scaler = new_scaler(device)
     with monkeypatch.context() as patch:
-        patch.setattr(device_scale, "is_capturing", lambda: True)
+        patch.setattr(readback, "is_capturing", lambda: True)
         scaler.scale(torch.zeros((), device=device))
     steps = unscaled_loops(scaler, FusedAdam(params), params)
     assert warned(lambda: steps(3)) == []

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp.amp import GradScaler
-from apex_mp.core import device_scale
-from apex_mp.core.device_scale import Transfer
+from apex_mp.core import device_scale, readback
+from apex_mp.core.readback import Readback
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
@@ -34,9 +34,9 @@ each_fused = pytest.mark.parametrize("make", FUSED.values(), ids=[*FUSED])
 def left_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat the device as one that the host does not wait for; nothing arrives before it does."""
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
-    monkeypatch.setattr(Transfer, "has_arrived", lambda self: False)
+    monkeypatch.setattr(Readback, "has_arrived", lambda self: False)
     yield
-    device_scale._in_flight.clear()
+    readback._pending.clear()
 
 
 def take_step(
@@ -132,7 +132,7 @@ def test_of_steps_in_a_graph_the_device_is_asked_each_time(
         scaler.step(optimizer)
     scaler.update()
     with monkeypatch.context() as patch:
-        patch.setattr(device_scale, "is_capturing", lambda: True)
+        patch.setattr(readback, "is_capturing", lambda: True)
         for params, optimizer, bad in zip(lists, optimizers, (None, math.inf), strict=True):
             give_scaled(scaler, params, 1, bad)
             scaler.step(optimizer)
@@ -434,9 +434,9 @@ def test_a_skipped_step_is_told_though_its_optimizer_is_gone(device: torch.devic
     gc.collect()
     assert dead() is None
     scaler.step(other)
-    device_scale.settle(wait=True)
+    readback.wait()
     assert not scaler.step_was_skipped(other)
-    assert len(device_scale._in_flight) == 0
+    assert len(readback._pending) == 0
 
 
 # --- Masters that are missing.

@@ -391,8 +391,8 @@ def test_gradients_buffers_and_random_numbers_are_as_before(planted: Any) -> Non
     params = [*model.parameters()]
     for param in params[1:]:
         param.grad = torch.randn_like(param)
-    marks = _C.GradMarks()
-    marks.take(params)
+    versions = _C.GradVersions()
+    versions.record(params)
     grads = [(param.grad, None if param.grad is None else param.grad.clone()) for param in params]
     buffers = [(name, each, each._version, each.clone()) for name, each in model.named_buffers()]
     random = torch.get_rng_state()
@@ -405,7 +405,7 @@ def test_gradients_buffers_and_random_numbers_are_as_before(planted: Any) -> Non
 
     find_nonfinite(model, run)
     assert torch.equal(torch.get_rng_state(), random)
-    assert not marks.differ(params)
+    assert not versions.changed(params)
     for param, (grad, values) in zip(params, grads, strict=True):
         assert param.grad is grad
         assert grad is None or torch.equal(grad, values)

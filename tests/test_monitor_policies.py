@@ -13,7 +13,7 @@ from fp16_cases import INF, PROBES, ones, pull, wrap
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.monitor import History, LossScaleExhaustedError, Monitor
 from apex_mp.optimizers import FusedAdam
 
@@ -46,7 +46,7 @@ def train(optimizer: Any, monitor: Monitor, model: Model, signs: str) -> None:
         optimizer.zero_grad()
         optimizer.backward(model(x))
         optimizer.step()
-    device_scale.settle(wait=True)
+    readback.wait()
 
 
 @pytest.fixture

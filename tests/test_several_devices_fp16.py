@@ -13,7 +13,7 @@ from several_devices_cases import count_of_plans, side_of, spread
 from test_step_plan_fp16 import CHANGES, DTYPES, EDITS, SHAPES, Fp16Run
 from tolerances import TRAJECTORY_TOLERANCES, assert_near
 
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import _device_part
 
@@ -25,9 +25,9 @@ def two_sides(
     monkeypatch.setattr(_device_part, "device_of", side_of)
     waited = request.param
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", set() if waited else {device.type})
-    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)
     yield
-    device_scale._in_flight.clear()
+    readback._pending.clear()
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ def _code(names: list[str]) -> str:
 
 def _rows_of(module: str) -> list[str]:
     rows = [
-        f"| `{module}` | {_code(names.split())} | `{home}` |"
-        for home, names in MODULES[module].items()
+        f"| `{module}` | {_code(names.split())} | `{origin}` |"
+        for origin, names in MODULES[module].items()
     ]
     rows += [
         f"| `{module}` | `{name}` | not here: {instead} |"
@@ -23,7 +23,7 @@ def _rows_of(module: str) -> list[str]:
 
 
 def _row_of(era: Era) -> str:
-    others = [f"`{module}.{name}`: `{home}`" for (module, name), home in era.homes.items()]
+    others = [f"`{module}.{name}`: `{origin}`" for (module, name), origin in era.origins.items()]
     absent = _code([".".join(place) for place in era.absent]) or "none"
     return f'| `"{era.name}"` | {"; ".join(others)} | {absent} |'
 

@@ -57,12 +57,12 @@ class Era:
 
     Attributes:
         name: Year and month.
-        homes: Names that another module than that of the table holds.
+        origins: Names that another module than that of the table holds.
         absent: Names of the table that there were not.
     """
 
     name: str
-    homes: dict[Place, str] = field(default_factory=dict)
+    origins: dict[Place, str] = field(default_factory=dict)
     absent: frozenset[Place] = frozenset()
 
 

@@ -59,8 +59,8 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """
         if fullname not in PROGRAMS:
             raise ImportError(f"{fullname} is no program; it is to be imported", name=fullname)
-        (home,) = MODULES[fullname]
-        return compile(f"from {home} import main\nmain()\n", f"<{fullname}>", "exec")
+        (origin,) = MODULES[fullname]
+        return compile(f"from {origin} import main\nmain()\n", f"<{fullname}>", "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill a new module with its submodules and names."""
@@ -93,13 +93,13 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def names(self, module: str) -> dict[str, Any]:
         """Return what a module of the table holds in this era, submodules apart."""
-        absent, homes = self.era.absent, self.era.homes
+        absent, origins = self.era.absent, self.era.origins
         found: dict[str, Any] = {}
-        for home, names in MODULES[module].items():
+        for origin, names in MODULES[module].items():
             for name in names.split():
                 place = (module, name)
                 if place not in absent:
-                    source = importlib.import_module(homes.get(place, home))
+                    source = importlib.import_module(origins.get(place, origin))
                     found[name] = getattr(source, name)
         for name, instead in MISSING.get(module, {}).items():
             if (module, name) not in absent:

@@ -185,5 +185,5 @@ def places_of(name: str) -> list[tuple[str, str]]:
 
 def names_of(module: str) -> set[str]:
     """Return the names in a module of apex, those that are not here included."""
-    homes = MODULES.get(module, {}).values()
-    return {name for names in homes for name in names.split()} | {*MISSING.get(module, {})}
+    origins = MODULES.get(module, {}).values()
+    return {name for names in origins for name in names.split()} | {*MISSING.get(module, {})}

@@ -33,8 +33,8 @@ class FoldedClip:
         self.divisor = torch.where(norm.isfinite(), divisor, 1.0)  # The step is skipped then.
         self.is_late = False
         self._is_stepping = False
-        self._marks = _C.GradMarks()
-        self._marks.take(params_of(optimizer))
+        self._versions = _C.GradVersions()
+        self._versions.record(params_of(optimizer))
         self._guard = optimizer.register_step_pre_hook(self._refuse_plain_step)
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class FoldedClip:
 
     def is_obsolete(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step never came, and the gradients are other ones now."""
-        return self.is_late and self._marks.differ(params_of(optimizer))
+        return self.is_late and self._versions.changed(params_of(optimizer))
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise a RuntimeError if the gradients are not those that were measured, or it is late."""
@@ -54,7 +54,7 @@ class FoldedClip:
                 f"and the step of {owner}, whose gradients have the scale of before. Call "
                 "clip_grad_norm_, step and update in this order"
             )
-        if self._marks.differ(params_of(optimizer)):
+        if self._versions.changed(params_of(optimizer)):
             raise RuntimeError(
                 f"GradScaler: gradients of {owner} were written or replaced after "
                 "scaler.clip_grad_norm_(optimizer), which has measured them and left them scaled. "

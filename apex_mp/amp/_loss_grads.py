@@ -248,7 +248,7 @@ class LossGrads:
             summed.append((target, grad, before))
         elif before is not None:
             part = local_part(before)
-            _append(added, _grads.lie_as(grad, part), part)
+            _append(added, _grads.match_strides(grad, part), part)
             target.grad = before
         elif source is not target:
             target.grad = torch.empty_like(grad, dtype=target.dtype)

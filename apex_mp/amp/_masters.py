@@ -63,7 +63,7 @@ class OptimizerMasters(Masters):
         self._model_state = weakref.ref(model_state)
         self._is_copy = False
         self._grads = _Grads.NEW
-        self._known_grads = _C.GradMarks()
+        self._known_grads = _C.GradVersions()
         self._has_warned = False
         self._steps = StepWatch("amp", self)
         self.weights = WeightWatch("amp", self, _described, _ADVICE_FOR_WRITES)
@@ -134,7 +134,7 @@ class OptimizerMasters(Masters):
 
     def end_block(self) -> None:
         """Mark the gradients of the model as known, whether the block raised or not."""
-        self._known_grads.take([*self.model_of.values()])
+        self._known_grads.record([*self.model_of.values()])
 
     def cleared(self, *, to_none: bool) -> None:
         """Note that the masters' gradients are cleared, and clear the model's: None, or zero."""
@@ -164,7 +164,7 @@ class OptimizerMasters(Masters):
     def _check_grads(self) -> None:
         """Raise, or warn once, if the model has gradients that the masters' do not include."""
         models = [*self.model_of.values()]
-        if not self._known_grads.differ(models):
+        if not self._known_grads.changed(models):
             return
         if self._grads is _Grads.NEW and any(master.grad is not None for master in self.model_of):
             self._warn_of_edits()

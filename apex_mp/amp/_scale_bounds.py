@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import device_scale, ops
+from apex_mp.core import ops, tensors
 from apex_mp.core.log import warn
 from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
@@ -159,7 +159,7 @@ class BoundedGradScaler(torch.amp.GradScaler):
     def _update_within_bounds(self) -> None:
         scale, good_steps = self._check_scale_growth_tracker("update")
         found_infs = [
-            device_scale.bring(found, scale.device)
+            tensors.copy_async(found, scale.device)
             for state in self._per_optimizer_states.values()
             for found in state["found_inf_per_device"].values()
         ]

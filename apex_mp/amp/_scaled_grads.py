@@ -10,9 +10,9 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import shards
-from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
+from apex_mp.core.tensors import copy_async
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Measured:
         found: What it found; if sums of squares were asked for, of each gradient as the pass has
             left it, in the order of `rows`.
         unscaled: Whether the pass has unscaled them.
-        marks: The gradients as the pass has left them.
+        versions: The gradients as the pass has left them.
     """
 
     slots: GradSlots
@@ -37,7 +37,7 @@ class Measured:
     rows: dict[torch.device, Sequence[int]]
     found: FoundInf
     unscaled: bool
-    marks: _C.GradMarks
+    versions: _C.GradVersions
 
     @classmethod
     def of(
@@ -52,16 +52,16 @@ class Measured:
             unscaled: Whether the pass has unscaled them.
             sums: Whether it has summed squares.
         """
-        marks = _C.GradMarks()
-        marks.take(grads.slots.params)
+        versions = _C.GradVersions()
+        versions.record(grads.slots.params)
         params = grads.slots.params
         rows: dict[torch.device, Sequence[int]]
         rows = {device: here.rows for device, here in grads.plain.items()}
         if grads.has_parts:
-            home = shards.agree(params, [found], rows if sums else None, scale=scale)
+            scalar_device = shards.agree(params, [found], rows if sums else None, scale=scale)
             if sums:
-                rows = {home: range(len(params))}
-        return cls(grads.slots, grads.params(), rows, found, unscaled, marks)
+                rows = {scalar_device: range(len(params))}
+        return cls(grads.slots, grads.params(), rows, found, unscaled, versions)
 
     def params(self) -> list[Tensor]:
         """Return the parameters that have a sum of squares, device by device."""
@@ -71,11 +71,11 @@ class Measured:
         """Whether the gradients there are those that were read, unchanged."""
         now = slots.read()
         same = not now.others and [*map(id, now.params())] == [*map(id, self.read)]
-        return same and not self.marks.differ(slots.params)
+        return same and not self.versions.changed(slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients, as they lie: 0-dim float64 on a device."""
-        sums = [bring(each.sum(), device) for each in self.found.sum_sq.values()]
+        sums = [copy_async(each.sum(), device) for each in self.found.sum_sq.values()]
         if not sums:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(sums).sum().sqrt()
@@ -86,8 +86,8 @@ class Measured:
         for device, sums in self.found.sum_sq.items():
             roots = torch.split(sums.sqrt(), self.slots.counts(self.rows[device]))
             norms.append(torch.stack(torch._foreach_norm(roots)))
-        home = norms[0].device
-        together = torch.stack([bring(each, home) for each in norms])
+        scalar_device = norms[0].device
+        together = torch.stack([copy_async(each, scalar_device) for each in norms])
         return [*torch.linalg.vector_norm(together, dim=0).unbind()]
 
 

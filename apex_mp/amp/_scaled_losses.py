@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp._folded_clip import params_of
-from apex_mp.core import device_scale
+from apex_mp.core import readback
 from apex_mp.core.log import warn
 
 _LARGEST = torch.finfo(torch.float16).max
@@ -25,7 +25,7 @@ class ScaledLosses:
     def take(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """Look at what is being scaled; warn if it is a float16 loss whose gradient is inf."""
         self._is_scaled = True
-        if device_scale.is_capturing():
+        if readback.is_capturing():
             self._is_in_graph = True
             return
         if self._has_seen_float16 or not _holds_float16(outputs):
@@ -45,7 +45,7 @@ class ScaledLosses:
         """Warn if gradients are divided by a scale that no loss was multiplied by."""
         if self._is_scaled or self._is_in_graph or self._has_warned:
             return
-        if scaler._scale is None or device_scale.is_capturing():
+        if scaler._scale is None or readback.is_capturing():
             return  # torch raises an error if there was never a loss.
         if any(param.grad is not None for param in params_of(optimizer)):
             self._has_warned = True

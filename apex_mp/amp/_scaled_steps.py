@@ -15,7 +15,7 @@ from apex_mp import _C
 from apex_mp.amp._eps import warn_of_eps
 from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scaled_grads import Measured
-from apex_mp.core import device_scale, step_log, tensors
+from apex_mp.core import device_scale, readback, step_log, tensors
 from apex_mp.core.grads import NonFinite, locate_nonfinite
 from apex_mp.core.log import warn
 from apex_mp.core.masters import LOW_PRECISION
@@ -47,7 +47,7 @@ class ScaledSteps:
         self._scaler = weakref.ref(scaler)
         self._log = step_log.StepLog(optimizer, f"GradScaler: {type(optimizer).__name__}")
         self._found_inf: bool | Tensor = False  # of the last step
-        self._marks = _C.GradMarks()  # the gradients of the last step
+        self._versions = _C.GradVersions()  # the gradients of the last step
         self._has_looked_at_updates = self._has_seen_zeros = False
         warn_of_eps("GradScaler", optimizer)
 
@@ -59,7 +59,7 @@ class ScaledSteps:
     @property
     def report(self) -> list[NonFinite]:
         """Which gradients held inf or NaN in the last skipped step; the host waits."""
-        device_scale.settle(wait=True)
+        readback.wait()
         return [*self._log.report]
 
     # The end of a step.
@@ -72,7 +72,7 @@ class ScaledSteps:
             sum_sq: Sums of squares that `outcome` has read; empty if nothing was measured.
             measured: What is known of each gradient.
         """
-        device_scale.settle(wait=True)  # The steps before this one come first.
+        readback.wait()  # The steps before this one come first.
         self._found_inf, self._log.captured = skipped, None
         self._take_note(skipped, sum_sq, measured, self._locate)
 
@@ -89,19 +89,22 @@ class ScaledSteps:
         if not remote:
             self.end_step(*outcome(found_inf, measured), measured)
             return
-        home = remote[0]
+        scalar_device = remote[0]
         # A copy: GradScaler.update() writes to one of them.
-        found = torch.stack([device_scale.bring(each, home) for each in found_inf.values()]).sum()
+        flags = [tensors.copy_async(flag, scalar_device) for flag in found_inf.values()]
+        found = torch.stack(flags).sum()
         self._found_inf, self._log.captured = found, None
-        if device_scale.is_capturing():
+        if readback.is_capturing():
             self._log.captured = found
             return
         sums = [] if measured is None else [*measured.found.sum_sq.values()]
-        self._marks.take(self._params())
-        numbers = torch.cat([found.double().view(1), *(device_scale.bring(s, home) for s in sums)])
-        device_scale.send_tensor(numbers, functools.partial(self._told, measured))
+        self._versions.record(self._params())
+        numbers = torch.cat(
+            [found.double().view(1), *(tensors.copy_async(s, scalar_device) for s in sums)]
+        )
+        readback.submit_tensor(numbers, functools.partial(self._on_readback, measured))
 
-    def _told(self, measured: Measured | None, numbers: Tensor) -> None:
+    def _on_readback(self, measured: Measured | None, numbers: Tensor) -> None:
         """Take note of a step that completed asynchronously.
 
         Args:
@@ -112,7 +115,8 @@ class ScaledSteps:
         params = [] if measured is None else measured.params()
 
         def locate() -> list[NonFinite]:
-            if all(p.grad is not None for p in params) and not self._marks.differ(self._params()):
+            have_grads = all(param.grad is not None for param in params)
+            if have_grads and not self._versions.changed(self._params()):
                 return self._locate()
             each = zip(params, sums, strict=True)
             rows = {id(param) for param, sum_sq in each if not math.isfinite(sum_sq)}
@@ -204,15 +208,15 @@ class ScaledSteps:
 
     def check_updates(self, lost: LostUpdateCounter | None) -> None:
         """Warn once that parameters have no masters, after the first step that was taken."""
-        if lost is None or device_scale.is_capturing():
+        if lost is None or readback.is_capturing():
             return
         counts = lost.counts()
         if not isinstance(self._found_inf, Tensor):
             self._warn_of_lost(lost, [float(self._found_inf), *counts.tolist()])
             return
         found = self._found_inf.double().view(1)
-        device_scale.send_tensor(
-            torch.cat([found, device_scale.bring(counts, found.device)]),
+        readback.submit_tensor(
+            torch.cat([found, tensors.copy_async(counts, found.device)]),
             lambda numbers: self._warn_of_lost(lost, numbers.tolist()),
         )
 
@@ -284,9 +288,9 @@ class LostUpdateCounter:
             moves = grad != 0
             pair = torch.stack([(moves & (after == before)).sum(), moves.sum()])
             unchanged.append(pair.double())
-        home = unchanged[-1].device
+        scalar_device = unchanged[-1].device
         self._before.clear()
-        return torch.stack([device_scale.bring(each, home) for each in unchanged]).sum(0)
+        return torch.stack([tensors.copy_async(each, scalar_device) for each in unchanged]).sum(0)
 
     def message(self, unchanged: int, total: int) -> str:
         names = ", ".join(self._names[:_NAMED]) + (", ..." if len(self._names) > _NAMED else "")

@@ -23,7 +23,7 @@ from apex_mp.amp._unscaling import (
     refuse_no_optimizer,
     refuse_own_scaling,
 )
-from apex_mp.core import device_scale, step_log
+from apex_mp.core import readback, step_log
 from apex_mp.core.grads import NonFinite
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
 
@@ -134,7 +134,7 @@ class GradScaler(UnscalingGradScaler):
         refuse_own_scaling(optimizer)
         if args and callable(args[0]):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        device_scale.settle(wait=False)
+        readback.poll()
         self._clip_of(optimizer)  # What it raises comes before a warning.
         self._losses.check(self, optimizer)
         steps = self._steps_of(optimizer)

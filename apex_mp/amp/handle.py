@@ -22,7 +22,7 @@ from apex_mp.amp.scaling import scaled_backward
 from apex_mp.amp.scopes import Scopes, show_torch_to_dynamo
 from apex_mp.amp.step_guard import guard_first_closure, remove_guards
 from apex_mp.amp.switch import Switch
-from apex_mp.core.device_scale import settle
+from apex_mp.core import readback
 from apex_mp.core.state_checks import as_dict
 from apex_mp.loss_scale import LossScale, is_of_grad_scaler
 
@@ -128,7 +128,7 @@ class AmpHandle:
         self._patches.remove_all()
         self._scopes.close()
         self._hook.remove()
-        settle(wait=True)
+        readback.wait()
         remove_guards()
 
     def is_active(self) -> bool:

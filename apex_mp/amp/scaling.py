@@ -16,9 +16,8 @@ from apex_mp.amp._masters import OptimizerMasters
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
-from apex_mp.core import device_scale, local_gradients, parallel_masters
+from apex_mp.core import device_scale, local_gradients, parallel_masters, readback
 from apex_mp.core import grads as _grads
-from apex_mp.core.device_scale import send, settle
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.log import logger
@@ -65,21 +64,21 @@ def scaled_backward(
     """
     _check(loss, optimizers)
     parallel_masters.add_scale(scaler, lambda owner: owner, optimizers)
-    settle(wait=False)
+    readback.poll()
     with _open_blocks(optimizers) as guards:
         grads = LossGrads(optimizers, [guard.scaled_by for guard in guards])
         # Whether gradients overflow, all processes say together, when they have added theirs.
-        stay_here = functools.partial(local_gradients.stay_here, grads.slots.sources)
-        were_to_stay = stay_here()
-        if delay_unscale or were_to_stay:
+        has_unsynced = functools.partial(local_gradients.has_unsynced_grads, grads.slots.sources)
+        was_unsynced = has_unsynced()
+        if delay_unscale or was_unsynced:
             scale = scaler.loss_scale()
             grads.scale_by(scale, only_scaled=False)
             for guard in guards:
                 guard.scaled_by = scale
                 guard.scalers[id(scaler)] = scaler
             yield _wide(loss) * scale
-            if were_to_stay and not delay_unscale:
-                _check_unswitched(were_to_stay, stay_here())
+            if was_unsynced and not delay_unscale:
+                _check_unswitched(was_unsynced, has_unsynced())
             return
         device = None if delay_overflow_check else _common_device(optimizers, grads)
         founds = [FoundInf() for _ in optimizers]
@@ -98,7 +97,7 @@ def scaled_backward(
                 grads.check_stashed(unscaling)
             with _clearing(optimizers, grads):
                 yield _wide(loss) * unscaling.scale
-            _check_unswitched(were_to_stay, stay_here())
+            _check_unswitched(was_unsynced, has_unsynced())
             if expect_float32:
                 _warn_of_low_precision(grads.slots)
             grads.unscale(unscaling)
@@ -183,13 +182,15 @@ class _Verdict:
             guard.may_have_overflowed(found_one)
         self._note_scale(found.scale)
         either_of_all = torch.stack(either).amax()
-        send([either_of_all, torch.as_tensor(found.scale), on_device.scale], self._tell)
+        readback.submit(
+            [either_of_all, torch.as_tensor(found.scale), on_device.scale], self._on_readback
+        )
 
     def _note_scale(self, scale: float | Tensor) -> None:
         for guard in self.guards:
             guard.scaler, guard.scale = self.scaler, scale
 
-    def _tell(self, numbers: list[float]) -> None:
+    def _on_readback(self, numbers: list[float]) -> None:
         found, before, after = numbers
         if found:
             # Gradients that were cleared in the meantime are not in the report.
@@ -231,8 +232,8 @@ def _masters_of(optimizer: Any) -> list[OptimizerMasters]:
     return [] if masters is None else [masters]
 
 
-def _check_unswitched(were_to_stay: bool, stay: bool) -> None:
-    if were_to_stay != stay:
+def _check_unswitched(was_unsynced: bool, is_unsynced: bool) -> None:
+    if was_unsynced != is_unsynced:
         raise RuntimeError(
             "scale_loss: whether gradients stay in this process was changed inside the block, by "
             "disable_allreduce, enable_allreduce, no_sync or a forward; do that before the block"

@@ -15,9 +15,8 @@ from torch import Tensor
 from apex_mp.amp._loss_grads import slots_of
 from apex_mp.amp._overflow import FiniteClosure
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.core import step_log
+from apex_mp.core import readback, step_log
 from apex_mp.core.closure import Snapshot, StepAbandonedError
-from apex_mp.core.device_scale import send, settle
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.skips import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -169,7 +168,7 @@ class StepGuard:
 
     def _take_overflow(self) -> Overflow | None:
         found_inf, self._found_inf = self._found_inf, None
-        settle(wait=True)  # Results of earlier steps are handled first.
+        readback.wait()  # Results of earlier steps are handled first.
         if found_inf is not None and found_inf.item():
             self._overflow = self.last_overflow
         overflow, self._overflow = self._overflow, None
@@ -189,11 +188,11 @@ class StepGuard:
             del optimizer.found_inf
         scaler = self.scaler
 
-        def tell(found: list[float]) -> None:
+        def record(found: list[float]) -> None:
             self._end_step(self.last_overflow if found[0] else None, scaler, None)
 
-        send([found_inf], tell)
-        settle(wait=False)
+        readback.submit([found_inf], record)
+        readback.poll()
         return value
 
     def _end_step(

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import ops
-from apex_mp.core.device_scale import bring
-from apex_mp.core.tensors import is_dense, is_wrapper, local_part
+from apex_mp.core.tensors import copy_async, is_dense, is_wrapper, local_part
 
 
 class FoundInf:
@@ -121,7 +120,7 @@ class FoundInf:
         """
         for grad in grads:
             found = torch.zeros((), dtype=torch.float32, device=grad.device)
-            factor = bring(_on(inv_scale, grad.device).float(), grad.device)
+            factor = copy_async(_on(inv_scale, grad.device).float(), grad.device)
             torch._amp_foreach_non_finite_check_and_unscale_([grad], found, factor)
             self.add({grad.device: found})
 
@@ -150,7 +149,7 @@ class FoundInf:
 
     def on(self, device: torch.device) -> Tensor:
         """Return one flag of all devices: 0-dim float32, 0 or 1; the host does not wait."""
-        flags = [bring(flag, device) for flag in self.flags.values()]
+        flags = [copy_async(flag, device) for flag in self.flags.values()]
         if len(flags) == 1:
             return flags[0]
         return torch.stack([*flags, torch.zeros((), device=device)]).amax()
@@ -163,7 +162,7 @@ class FoundInf:
         # GPUs come first: the CPU would have to wait for their numbers.
         flags = sorted(self.flags.values(), key=lambda flag: flag.is_cpu)
         for other in flags[1:]:
-            flags[0].copy_(torch.maximum(flags[0], bring(other, flags[0].device)))
+            flags[0].copy_(torch.maximum(flags[0], copy_async(other, flags[0].device)))
             other.zero_()
         return self.flags
 
@@ -205,7 +204,7 @@ def _on(factor: float | Tensor, device: torch.device) -> Tensor:
     """Return a factor where the operators take it: on their device, or on the CPU."""
     if not isinstance(factor, Tensor):
         return torch.tensor(factor, dtype=torch.float64, device="cpu")
-    return factor if factor.is_cpu else bring(factor, device)
+    return factor if factor.is_cpu else copy_async(factor, device)
 
 
 def _by_device(

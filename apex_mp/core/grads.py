@@ -47,7 +47,7 @@ class EditWatch:
     """
 
     def __init__(self) -> None:
-        self._model, self._masters = _C.GradMarks(), _C.GradMarks()
+        self._model, self._masters = _C.GradVersions(), _C.GradVersions()
         self._norms: Mapping[int, float] = {}
 
     def begin(
@@ -64,9 +64,9 @@ class EditWatch:
             masters: Parameters whose gradients have just been made [None: as before].
         """
         self._norms = norms
-        self._model.take(models)
+        self._model.record(models)
         if masters is not None:
-            self._masters.take(masters)
+            self._masters.record(masters)
 
     def find(
         self, models: list[Parameter], norms: Mapping[int, float], masters: list[Parameter]
@@ -75,9 +75,9 @@ class EditWatch:
         has_new_norms = not norms.items() <= self._norms.items() and any(
             not _same(self._norms.get(param), norm) for param, norm in norms.items()
         )
-        if not has_new_norms and not self._model.differ(models):
+        if not has_new_norms and not self._model.changed(models):
             return Edits.NONE
-        if not self._masters.differ(masters):
+        if not self._masters.changed(masters):
             return Edits.OF_MODEL
         # A write that changes no norm is not worth a warning.
         return Edits.OF_BOTH if has_new_norms or not norms else Edits.NONE
@@ -88,7 +88,7 @@ def _same(one: float | None, other: float) -> bool:
     return one == other or (one is not None and math.isnan(one) and math.isnan(other))
 
 
-def lie_as(grad: Tensor, param: Tensor) -> Tensor:
+def match_strides(grad: Tensor, param: Tensor) -> Tensor:
     """Return the gradient with its elements in memory in the parameter's order, not negated.
 
     One that is not plain, or of another shape, is returned as it is; callers refuse it.

@@ -52,8 +52,8 @@ def note_active() -> DistributedDataParallel | None:
     return active if is_new else None
 
 
-def stay_here(params: Iterable[Tensor]) -> bool:
-    """Tell whether backward leaves a gradient to one of these that other processes do not add to.
+def has_unsynced_grads(params: Iterable[Tensor]) -> bool:
+    """Return whether backward leaves a gradient to one of these that other processes do not add to.
 
     It is so after a forward within `no_sync`, and after `disable_allreduce`.
     """

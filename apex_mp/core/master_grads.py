@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from apex_mp import _C
 from apex_mp.core import grads as _grads
 from apex_mp.core import parallel_masters
-from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf, inverse, norms
 from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.grads import Edits
@@ -31,6 +30,7 @@ from apex_mp.core.masters import (
     stored_grad,
 )
 from apex_mp.core.step import Lists
+from apex_mp.core.tensors import copy_async
 
 Scale: TypeAlias = float | Tensor
 
@@ -67,13 +67,13 @@ class MasterGrads:
     def __init__(self, *, lazy: bool, dense: bool, current_scale: Callable[[], Scale]) -> None:
         # Masters that materialize `.grad` slow down torch's own optimizers, which always read it:
         # they are for inner optimizers that take scaled gradients.
-        self.masters = GroupedMasters(self.hold if lazy else None, dense=dense)
+        self.masters = GroupedMasters(self.materialize if lazy else None, dense=dense)
         self.stage = Stage.READY
         self.holding = False
         self._lazy = lazy
         self._current_scale = current_scale
         self._scale: Scale | None = None  # of the gradients in the model, once we know
-        self._model_marks, self._own_marks = _C.GradMarks(), _C.GradMarks()
+        self._model_versions, self._fp32_versions = _C.GradVersions(), _C.GradVersions()
         self._edits = _grads.EditWatch()
         self._rescaled = self._sources_are_rescaled = False
         self._slots = GradSlots([])
@@ -88,7 +88,7 @@ class MasterGrads:
             scale: A tensor that is the same object as at the last backward is the same scale.
             last: Unless this is what it held then.
         """
-        own, scaled = self.masters.own_params(), self.masters.model_params()
+        own, scaled = self.masters.fp32_params(), self.masters.model_params()
         self._rescaled = not self._own_are_scaled()
         if not self._rescaled:
             scaled += own
@@ -119,7 +119,7 @@ class MasterGrads:
 
     def scale_of_grads(self) -> Scale:
         """The scale of the gradients in the model."""
-        if self._scale is None or (self.stage is Stage.STEPPED and self.came_in()):
+        if self._scale is None or (self.stage is Stage.STEPPED and self.has_new_grads()):
             return self._current_scale()
         return self._scale
 
@@ -139,7 +139,7 @@ class MasterGrads:
             return None
         return self._make_master_grads() or found
 
-    def hold(self) -> None:
+    def materialize(self) -> None:
         """Give every master its unscaled gradient, unless masters hold theirs already."""
         if not self.holding:
             self._make_master_grads()
@@ -147,15 +147,15 @@ class MasterGrads:
     def accept_edits(self) -> None:
         """After a step: take the gradients as they are now for those that it used."""
         if self.stage is Stage.STEPPED:
-            self._model_marks.take(self.masters.model_params())
-            self._own_marks.take(self.masters.own_params())
+            self._model_versions.record(self.masters.model_params())
+            self._fp32_versions.record(self.masters.fp32_params())
 
-    def came_in(self) -> bool:
+    def has_new_grads(self) -> bool:
         """Whether there are gradients that neither `unscale` nor a step has seen."""
         if self.stage is Stage.STEPPED:
-            return self._model_marks.differ(self.masters.model_params()) or self._own_marks.differ(
-                self.masters.own_params()
-            )
+            return self._model_versions.changed(
+                self.masters.model_params()
+            ) or self._fp32_versions.changed(self.masters.fp32_params())
         return self.stage is Stage.SCALED or (
             self.stage is Stage.READY
             and any(param.grad is not None for param in self.masters.visible_params())
@@ -163,7 +163,7 @@ class MasterGrads:
 
     def any_nonzero(self) -> bool:
         """Whether gradients that came in since are more than the zeros of a `zero_grad`."""
-        return self.came_in() and any(
+        return self.has_new_grads() and any(
             param.grad is not None and bool(param.grad.any())
             for param in self.masters.visible_params()
         )
@@ -199,12 +199,12 @@ class MasterGrads:
 
     def _own_are_scaled(self) -> bool:
         if self.stage is Stage.STEPPED:
-            return self._own_marks.differ(self.masters.own_params())
+            return self._fp32_versions.changed(self.masters.fp32_params())
         return self.stage is not Stage.UNSCALED
 
     @torch.no_grad()
     def _unscale_own(self) -> bool:
-        grads = self.masters.plain_grads(self.masters.own_params())
+        grads = self.masters.plain_grads(self.masters.fp32_params())
         return self._divide_by_scale(grads, grads)
 
     @torch.no_grad()
@@ -242,13 +242,13 @@ class MasterGrads:
         """Clear all gradients: set them to None, or to zero where they exist."""
         self._release()
         for group in self.masters.groups:
-            for param in (*group.model_params, *group.own_params, *group.frozen_params):
+            for param in (*group.model_params, *group.fp32_params, *group.frozen_params):
                 if param.grad is not None:
                     param.grad = None if to_none else param.grad.detach().zero_()
         self.stage = Stage.READY
         self._scale = None
         if not (to_none or self._lazy):
-            self.hold()
+            self.materialize()
 
     # Stepping.
 
@@ -298,7 +298,9 @@ class MasterGrads:
                 for index, param in enumerate(group["params"]):
                     grad = grads[index]
                     if grad is not None and param not in self.masters.model_of:
-                        here = bring(scale, grad.device) if isinstance(scale, Tensor) else scale
+                        here = (
+                            copy_async(scale, grad.device) if isinstance(scale, Tensor) else scale
+                        )
                         grads[index] = grad * here
         return lists, scale
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core import tensors
-from apex_mp.core.grads import lie_as
+from apex_mp.core.grads import match_strides
 from apex_mp.core.tensors import PLAIN_TYPES, is_dense
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -137,7 +137,7 @@ class MasterGroup:
         params: The optimizer's list, which holds masters and own parameters.
         model_params: Low-precision parameters of the model that require grad.
         master_params: Their fp32 masters, in the same order.
-        own_params: Parameters of float32 or float64, which are their own masters.
+        fp32_params: Parameters of float32 or float64, which are their own masters.
         frozen_params: Low-precision parameters that do not require grad now.
         flats: For each device one float32 vector; the masters are views into it.
     """
@@ -146,7 +146,7 @@ class MasterGroup:
         self.params: list[Any] = []
         self.model_params: list[Parameter] = []
         self.master_params: list[Parameter] = []
-        self.own_params: list[Parameter] = []
+        self.fp32_params: list[Parameter] = []
         self.frozen_params: list[Parameter] = []
         self.flats: dict[torch.device, Tensor] = {}
 
@@ -154,7 +154,7 @@ class MasterGroup:
         """Sort a list that masters were put into."""
         self.params = params
         rest = [param for param in params if param not in model_of]
-        self.own_params = [param for param in rest if param.dtype not in LOW_PRECISION]
+        self.fp32_params = [param for param in rest if param.dtype not in LOW_PRECISION]
         self.frozen_params = [param for param in rest if param.dtype in LOW_PRECISION]
         known = len(self.master_params)
         # In the order of the group, whenever a parameter came to require grad.
@@ -278,9 +278,9 @@ class GroupedMasters(Masters):
         """Their masters, in the same order."""
         return [param for group in self.groups for param in group.master_params]
 
-    def own_params(self) -> list[Parameter]:
+    def fp32_params(self) -> list[Parameter]:
         """The parameters of all groups that are their own masters."""
-        return [param for group in self.groups for param in group.own_params]
+        return [param for group in self.groups for param in group.fp32_params]
 
     def flats(self) -> list[Tensor]:
         """The flat tensors of all groups, in which the masters lie."""
@@ -288,7 +288,7 @@ class GroupedMasters(Masters):
 
     def visible_params(self) -> list[Parameter]:
         """The parameters that a backward gives gradients to."""
-        return self.model_params() + self.own_params()
+        return self.model_params() + self.fp32_params()
 
     def plain_grads(self, params: list[Parameter]) -> list[Tensor]:
         """Return the gradients of parameters, which get plain ones first, to write to."""
@@ -307,7 +307,7 @@ class GroupedMasters(Masters):
         """
         if tensors.is_usual(grad) and param.is_contiguous():
             return grad
-        plain = lie_as(grad, param)
+        plain = match_strides(grad, param)
         reason = tensors.not_readable(plain)
         if reason is not None:
             raise RuntimeError(f"FP16_Optimizer: grads{self._place_of(param)} {reason}")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex_mp.core import tensors
-from apex_mp.core.device_scale import bring
 from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.tensors import copy_async
 
 
 @torch.no_grad()
@@ -49,28 +49,32 @@ def agree(
     groups = dict.fromkeys(group for groups in divided_over for group in groups)
     pairs = zip(params, divided_over, strict=True)
     first = next((param for param, over in pairs if over), params[0])
-    home = first.device
+    scalar_device = first.device
     if groups and first not in _COMPARED:
         mesh: Any = first._spec.mesh  # type: ignore[attr-defined]
         for dim in range(mesh.ndim):  # Copies of the model, too, have to be the same.
             _compare(params, float(scale), mesh.get_group(dim))
         _COMPARED[first] = True
-    numbers = torch.stack([found.on(home).double() for found in founds])
+    numbers = torch.stack([found.on(scalar_device).double() for found in founds])
     if rows is not None:
-        sums = torch.zeros(len(params), dtype=torch.float64, device=home)
+        sums = torch.zeros(len(params), dtype=torch.float64, device=scalar_device)
         for device, of_device in rows.items():
-            sums.add_(_spread(bring(founds[0].sum_sq[device], home), (*of_device,), len(params)))
+            sums.add_(
+                _spread(
+                    copy_async(founds[0].sum_sq[device], scalar_device), (*of_device,), len(params)
+                )
+            )
         numbers = torch.cat([numbers, sums])
     for group in groups:
         if rows is not None:
             pattern = (*(group in over for over in divided_over),)
-            numbers.mul_(_shares(pattern, len(founds), group.size(), home))
+            numbers.mul_(_shares(pattern, len(founds), group.size(), scalar_device))
         dist.all_reduce(numbers, group=group)
     for found, flag in zip(founds, numbers, strict=False):
-        found.add({home: (flag != 0.0).float()})
+        found.add({scalar_device: (flag != 0.0).float()})
     if rows is not None:
-        founds[0].replace_sums(home, numbers[len(founds) :])
-    return home
+        founds[0].replace_sums(scalar_device, numbers[len(founds) :])
+    return scalar_device
 
 
 # The first of parameters that are known to be the same in all processes.

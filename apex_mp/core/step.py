@@ -24,7 +24,7 @@ class Outcome(Protocol):
             check.
         norms: l2 norm of each group's unscaled gradients; empty if none was measured.
         nonfinite_rows: Which of the parameters that had a gradient held inf or NaN: the first ones,
-            if the device has told.
+            if it has been read back.
     """
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from apex_mp.core.device_scale import settle
+from apex_mp.core import readback
 from apex_mp.core.grads import NonFinite
 from apex_mp.core.log import warn
 
@@ -158,7 +158,7 @@ class StepLog:
     @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped; the host waits until it knows."""
-        settle(wait=True)
+        readback.wait()
         return self.skips_in_a_row > 0 if self.captured is None else bool(self.captured)
 
     def end(

@@ -50,6 +50,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def copy_async(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device`; asynchronous unless that is the CPU, which would read too early."""
+    return values.to(device, non_blocking=device.type != "cpu")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return a DTensor as a plain tensor, for which processes communicate; another as it is."""
     gather = getattr(tensor, "full_tensor", None)

@@ -43,5 +43,5 @@ def _copy(tensor: Tensor) -> Tensor:
 
     Of a plain clone inductor assumes that it is the tensor itself, offset included.
     """
-    room = compute_required_storage_length(tensor.size(), tensor.stride(), 0)
-    return tensor.new_empty(room + 1).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
+    length = compute_required_storage_length(tensor.size(), tensor.stride(), 0)
+    return tensor.new_empty(length + 1).as_strided(tensor.size(), tensor.stride()).copy_(tensor)

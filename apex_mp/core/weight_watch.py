@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch.nn import Parameter
 
-from apex_mp.core import device_scale, found_inf
+from apex_mp.core import found_inf, readback
 from apex_mp.core.log import warn
 from apex_mp.core.masters import Masters
 
@@ -60,7 +60,7 @@ class WeightWatch:
             step = -(-len(models) // _SAMPLES) or 1
             self._sample = [param for param in models[::step] if not param.is_inference()]
             self._versions = [param._version for param in self._sample]
-        if self._steps & (self._steps - 1) == 0 and not device_scale.is_capturing():
+        if self._steps & (self._steps - 1) == 0 and not readback.is_capturing():
             self._norms = self._norms_now()
             if not all(map(math.isfinite, self._norms.values())):
                 self.check_range()
@@ -69,7 +69,7 @@ class WeightWatch:
         """Warn if weights were written since `begin` and their masters were not."""
         norms, self._norms = self._norms, {}
         self._steps += 1
-        if self._warned_of_writes or device_scale.is_capturing():
+        if self._warned_of_writes or readback.is_capturing():
             return
         pairs = zip(self._sample, self._versions, strict=True)
         written = {param for param, version in pairs if param._version != version}

@@ -223,7 +223,7 @@ def _in_order(
     for saved, ours, group in zip(
         inner["param_groups"], optimizer.param_groups, groups, strict=True
     ):
-        old_order = [*group.master_params, *group.own_params]
+        old_order = [*group.master_params, *group.fp32_params]
         early = {**ours, "params": old_order}
         same_count = len(saved["params"]) == len(old_order) == len(ours["params"])
         if (

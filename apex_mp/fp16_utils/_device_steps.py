@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import device_scale
+from apex_mp.core import readback
 from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.log import logger, see
 from apex_mp.core.step import Outcome, StepResult
@@ -27,15 +27,15 @@ class DeviceSteps:
     """The loss scale on the device, and steps of which the host has yet to hear.
 
     Args:
-        tell: A method, which is called with each step's outcome and result, in the order of the
+        callback: A method, which is called with each step's outcome and result, in the order of the
             steps.
     """
 
-    def __init__(self, tell: Callable[[Outcome, StepResult], None]) -> None:
-        self._tell = tell
+    def __init__(self, callback: Callable[[Outcome, StepResult], None]) -> None:
+        self._callback = callback
         self._scale: DeviceScale | None = None
         self._scaler: DynamicLossScaler | None = None  # whose scale that is
-        self._seen: dict[str, Any] = {}  # its attributes as they agree with the device
+        self._synced: dict[str, Any] = {}  # its attributes as they agree with the device
         # Two, because gradients that have one may be brought to the other.
         self._copies: list[Tensor] = []
         self._is_stale = True
@@ -53,7 +53,7 @@ class DeviceSteps:
         if not isinstance(scaler, DynamicLossScaler):
             return scaler.cur_scale
         live = self._live(scaler, device).scale
-        if self._captured is not None or device_scale.is_capturing():
+        if self._captured is not None or readback.is_capturing():
             self._copies[1].copy_(self._copies[0])
             self._copies[0].copy_(live)
         elif self._is_stale:
@@ -81,22 +81,22 @@ class DeviceSteps:
         scale = self._scale
         if scale is not None and scale.device == device and self._agrees(scaler):
             return scale
-        if device_scale.is_capturing():
+        if readback.is_capturing():
             raise RuntimeError(
                 "FP16_Optimizer: the loss scale was set, or never used, before this capture of a "
                 "CUDA graph. Take one step outside of the capture first"
             )
-        device_scale.settle(wait=True)
+        readback.wait()
         if scale is None or scale.device != device:
             scale = self._scale = DeviceScale(scaler.loss_scale_value, device)
             self._copies = [scale.scale.clone(), scale.scale.clone()]
         else:
             scale.assign(scaler.loss_scale_value)
-        self._scaler, self._seen, self._is_stale = scaler, dict(vars(scaler)), True
+        self._scaler, self._synced, self._is_stale = scaler, dict(vars(scaler)), True
         return scale
 
     def _agrees(self, scaler: LossScaler | DynamicLossScaler) -> bool:
-        return scaler is self._scaler and vars(scaler) == self._seen
+        return scaler is self._scaler and vars(scaler) == self._synced
 
     def update(self, scaler: LossScaler | DynamicLossScaler, *, skipped: bool) -> None:
         """Have the scaler take note of a step that has brought the device up to date.
@@ -107,11 +107,11 @@ class DeviceSteps:
             scaler.update_scale(skipped)
             return
         written = {
-            name: value for name, value in vars(scaler).items() if self._seen.get(name) != value
+            name: value for name, value in vars(scaler).items() if self._synced.get(name) != value
         }
-        vars(scaler).update(self._seen)
+        vars(scaler).update(self._synced)
         scaler.update_scale(skipped)
-        self._seen = dict(vars(scaler))
+        self._synced = dict(vars(scaler))
         vars(scaler).update(written)
 
     def write_through(self, scaler: LossScaler | DynamicLossScaler) -> None:
@@ -121,32 +121,32 @@ class DeviceSteps:
 
     def catch_up(self, scaler: LossScaler | DynamicLossScaler) -> None:
         """Bring the scaler up to date; the host waits."""
-        device_scale.settle(wait=True)
+        readback.wait()
         if self._captured is None or self._scale is None or not self._agrees(scaler):
             return
         value = self._scale.read()
         if isinstance(value, DynamicLossScale) and isinstance(scaler, DynamicLossScaler):
             scaler.cur_scale, scaler.overflows = value.scale, value.overflows
             scaler.last_overflow_iter = scaler.cur_iter - 1 - value.good_steps
-            self._seen = dict(vars(scaler))
+            self._synced = dict(vars(scaler))
 
     # What became of steps.
 
-    def send(self, result: StepResult, *, verbose: bool) -> None:
-        """Have the outcome of a step told by a later `settle`.
+    def submit(self, result: StepResult, *, verbose: bool) -> None:
+        """Have the outcome of a step read back by a later poll.
 
         If the optimizer is gone by then, an overflow is logged if `verbose`.
         """
         sent, read = result.sent, result.read
         assert sent is not None  # Else its outcome is known.
         assert read is not None
-        if device_scale.is_capturing():
+        if readback.is_capturing():
             self._captured = result
             return
-        weak_tell = weakref.WeakMethod(self._tell)
+        weak_callback = weakref.WeakMethod(self._callback)
 
-        def tell(arrived: Tensor) -> None:
-            method = weak_tell()
+        def finish(arrived: Tensor) -> None:
+            method = weak_callback()
             if method is not None:
                 method(read(arrived), result)
             elif verbose and read(arrived).found_inf:
@@ -155,7 +155,7 @@ class DeviceSteps:
                     "device told after the optimizer was deleted" + see("results-that-were-lost")
                 )
 
-        device_scale.send_tensor(sent, tell)
+        readback.submit_tensor(sent, finish)
 
     def captured_overflow(self) -> bool | None:
         """Whether the last step that a graph took was skipped; None if no step was captured."""

@@ -7,7 +7,7 @@ import weakref
 from typing import ClassVar
 
 from apex_mp import _C
-from apex_mp.core import device_scale
+from apex_mp.core import readback
 from apex_mp.core.grads import Edits
 from apex_mp.core.log import warn
 from apex_mp.core.master_grads import MasterGrads
@@ -29,7 +29,7 @@ class Misuse:
     def __init__(self, grads: MasterGrads) -> None:
         self._grads = grads
         self._unsure.add(self)
-        self._after_backward = _C.GradMarks()
+        self._after_backward = _C.GradVersions()
         self._norm_after_backward = 0.0
         self._may_be_clipped = True  # until the first step whose gradients are finite
         self._steps_of_zeros = 0
@@ -42,11 +42,11 @@ class Misuse:
     def note_backward(self) -> None:
         """Note a backward of a scaled loss; it may produce gradients for other optimizers too."""
         self.note_scale_is_known()
-        if self._may_be_clipped and not device_scale.is_capturing():
-            self._after_backward.take(self._grads.masters.model_params())
+        if self._may_be_clipped and not readback.is_capturing():
+            self._after_backward.record(self._grads.masters.model_params())
             self._norm_after_backward = self._grads.model_norm()
         for other in [*self._unsure]:
-            if other._grads.came_in():
+            if other._grads.has_new_grads():
                 other.note_scale_is_known()
 
     def check_source(self, scale: float) -> None:
@@ -85,12 +85,12 @@ class Misuse:
         They were if an edit after backward has made them as much smaller as a loss scale is large.
         Scales below 64 are ignored: they do little harm.
         """
-        if not self._may_be_clipped or device_scale.is_capturing():
+        if not self._may_be_clipped or readback.is_capturing():
             return
         params = self._grads.masters.model_params()
         if all(param.grad is None for param in params):
             return
-        self._may_be_clipped = self._after_backward.differ(params)
+        self._may_be_clipped = self._after_backward.changed(params)
         if not self._may_be_clipped:
             return
         norm, before = self._grads.model_norm(), self._norm_after_backward

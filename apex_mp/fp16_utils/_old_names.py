@@ -134,7 +134,7 @@ class OldNames(OldScale):
     @property
     def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
         """Parameters that are their own masters, by group."""
-        return [group.own_params for group in self._masters.groups]
+        return [group.fp32_params for group in self._masters.groups]
 
     @property
     def all_fp16_params(self) -> list[Parameter]:
@@ -149,7 +149,7 @@ class OldNames(OldScale):
     @property
     def all_fp32_from_fp32_params(self) -> list[Parameter]:
         """Parameters that are their own masters."""
-        return self._masters.own_params()
+        return self._masters.fp32_params()
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from apex_mp.core import device_scale, grads, step_log
+from apex_mp.core import grads, readback, step_log
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.master_grads import Stage
 from apex_mp.core.skips import Overflow
@@ -28,7 +28,7 @@ class Outcomes(OldNames):
         On a GPU the host waits for it.
         """
         if self._overflow is None:
-            device_scale.settle(wait=True)
+            readback.wait()
         if self._overflow is None and self._grads.stage is Stage.STEPPED:
             captured = self._steps.captured_overflow()
             if captured is not None:
@@ -53,7 +53,7 @@ class Outcomes(OldNames):
         no counts, and only the first eight parameters are named; none if parameters lie on several
         devices.
         """
-        device_scale.settle(wait=True)
+        readback.wait()
         return [*self._log.report]
 
     def _forget_overflow(self) -> None:
@@ -62,14 +62,14 @@ class Outcomes(OldNames):
 
     def _end_step(self, *, skipped: bool | None) -> None:
         if skipped is not None:
-            device_scale.settle(wait=True)  # The steps before this one come first.
+            readback.wait()  # The steps before this one come first.
         self._overflow = skipped
         found = self._locate() if skipped else []  # While masters still have gradients.
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
             # From here on _told may be called.
-            self._steps.send(self._awaited, verbose=self.verbose)
+            self._steps.submit(self._awaited, verbose=self.verbose)
             return
         self._awaited = None
         norms, self._group_norms = self._group_norms, []
@@ -79,7 +79,7 @@ class Outcomes(OldNames):
         """Handle the result of a step that completed asynchronously."""
 
         def locate() -> list[grads.NonFinite]:
-            if is_last and self._grads.stage is Stage.STEPPED and not self._grads.came_in():
+            if is_last and self._grads.stage is Stage.STEPPED and not self._grads.has_new_grads():
                 return self._locate()
             return self._names.rows(outcome.nonfinite_rows, result.without_grad, self.param_groups)
 

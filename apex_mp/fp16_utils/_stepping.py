@@ -48,7 +48,7 @@ class Stepping(Outcomes):
 
     def _unscale_what_came_in(self) -> None:
         """Unscale gradients of our backward or another, unless they are unscaled already."""
-        if self._grads.came_in() or self._misuse.edits_count():
+        if self._grads.has_new_grads() or self._misuse.edits_count():
             self.update_master_grads()
         elif self._grads.stage is Stage.READY:
             self._forget_overflow()  # There are no gradients: the last step's overflow is over.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core import device_scale, parallel_masters, step_log, tensors
+from apex_mp.core import parallel_masters, readback, step_log, tensors
 from apex_mp.core.inner import (
     StepWatch,
     check_loss,
@@ -182,7 +182,7 @@ class FP16_Optimizer(Checkpoints):
 
     def _announce(self, index: int, group: MasterGroup) -> None:
         LOG.info("FP16_Optimizer processing param group %d:", index)
-        for param in [*group.model_params, *group.own_params]:
+        for param in [*group.model_params, *group.fp32_params]:
             LOG.info("FP16_Optimizer received %s with %s", param.type(), param.size())
 
     # Parameters.
@@ -230,14 +230,14 @@ class FP16_Optimizer(Checkpoints):
             TypeError: `loss` is no floating tensor.
         """
         check_loss(loss)
-        device_scale.settle(wait=False)
+        readback.poll()
         self._adopt_new()
         scale = self._scale_now()
         self._grads.begin_backward(scale, self._steps.last_scale)
         self._forget_overflow()
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if isinstance(scale, Tensor):
-            scale = device_scale.bring(scale, wide.device)
+            scale = tensors.copy_async(scale, wide.device)
         try:
             torch.autograd.backward(wide * scale, retain_graph=retain_graph)
         except BaseException:
@@ -327,7 +327,7 @@ class FP16_Optimizer(Checkpoints):
         Returns:
             What the inner optimizer's step returned; None if the step was skipped.
         """
-        device_scale.settle(wait=False)
+        readback.poll()
         self._adopt_new()
         self._weights.before_step()
         loss = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
-from apex_mp.core import device_scale, step_log
+from apex_mp.core import device_scale, readback, step_log
 from apex_mp.core.log import logger, see, warn
 from apex_mp.core.step_log import StepNote
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -159,7 +159,7 @@ class Monitor:
 
     def close(self) -> None:
         """Stop listening; recorded steps stay."""
-        device_scale.settle(wait=True)
+        readback.wait()
         step_log.unlisten(self)
 
     # What the source reports.
@@ -211,12 +211,12 @@ class Monitor:
         """Keep what is known of a step, until `after_step`."""
         for name, value in values.items():
             if isinstance(value, Tensor) and value.device.type in device_scale.DEVICE_TYPES:
-                tell = functools.partial(self._keep_told, number, name)
-                device_scale.send([value], tell)
+                record = functools.partial(self._record, number, name)
+                readback.submit([value], record)
             elif value is not None:
                 self._measured.setdefault(number, {})[name] = float(value)
 
-    def _keep_told(self, number: int, name: str, values: list[float]) -> None:
+    def _record(self, number: int, name: str, values: list[float]) -> None:
         self._measured.setdefault(number, {})[name] = values[0]
 
     def after_step(self, note: StepNote) -> None:
@@ -225,7 +225,7 @@ class Monitor:
         Args:
             note: What the optimizer or scaler says of the step.
         """
-        device_scale.settle(wait=True)  # The host knows of the step, so it has waited, if need be.
+        readback.wait()  # The host knows of the step, so it has waited, if need be.
         number = self._history.total + 1
         self._begun = max(self._begun, number)
         known = self._measured.pop(number, {})
@@ -322,7 +322,7 @@ class Monitor:
     @property
     def history(self) -> History:
         """The steps that are kept; on a GPU the host waits for the last ones."""
-        device_scale.settle(wait=True)
+        readback.wait()
         return self._history
 
     def report(self) -> str:
@@ -355,7 +355,7 @@ class Monitor:
 
         The host does not wait: on a GPU the last steps may be missing.
         """
-        device_scale.settle(wait=False)
+        readback.poll()
         scale = self._history.steps[-1].scale if self._history.steps else None
         shown = "?" if scale is None else _report.power(scale)
         return {"scale": shown, "skips": str(self._history.skipped)}

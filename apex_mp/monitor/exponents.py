@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from apex_mp.core import device_scale, ops, tensors
+from apex_mp.core import device_scale, ops, readback, tensors
 
 # float16 has all its digits from 2**-14 on, fewer below it, and none below 2**-25.
 SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15
@@ -171,7 +171,7 @@ class Sampler:
                 dense = grad if tensors.is_dense(grad) else grad.contiguous()
                 self._facts.setdefault(grad.device, []).append((index, name, dense))
         self._unscaled = unscaled
-        self._told: dict[int, tuple[str, tuple[int, ...], torch.dtype, dict[int, int]]] = {}
+        self._arrived: dict[int, tuple[str, tuple[int, ...], torch.dtype, dict[int, int]]] = {}
 
     @torch.no_grad()
     def run(self) -> None:
@@ -183,7 +183,7 @@ class Sampler:
             ops.exponents_([_part_of(grad, limit, places) for _, _, grad in facts], counts)
             kept = [(i, name, tuple(grad.shape), grad.dtype) for i, name, grad in facts]
             if device.type in device_scale.DEVICE_TYPES:
-                device_scale.send_tensor(counts, self._teller(kept))
+                readback.submit_tensor(counts, self._teller(kept))
             else:
                 self._teller(kept)(counts)
         self._facts.clear()  # No gradient is kept.
@@ -191,7 +191,7 @@ class Sampler:
     def _teller(
         self, kept: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]
     ) -> Callable[[Tensor], None]:
-        def tell(counts: Tensor) -> None:
+        def record(counts: Tensor) -> None:
             rows: list[dict[int, int]] = [{} for _ in kept]
             flat = counts.view(-1)
             places = flat.nonzero().view(-1)
@@ -199,15 +199,15 @@ class Sampler:
                 row, bin_ = divmod(place, ops.EXPONENT_BINS)
                 rows[row][bin_] = count
             for (index, name, shape, dtype), by_bin in zip(kept, rows, strict=True):
-                self._told[index] = name, shape, dtype, by_bin
+                self._arrived[index] = name, shape, dtype, by_bin
 
-        return tell
+        return record
 
     def sample(self, step: int, scale: float) -> Sample:
         """Return what was counted, of a step whose loss scale is known by now."""
         shift = round(math.log2(scale)) if scale else 0  # torch's GradScaler can sink to 0.
         grads = []
-        for _, (name, shape, dtype, by_bin) in sorted(self._told.items()):
+        for _, (name, shape, dtype, by_bin) in sorted(self._arrived.items()):
             moved = shift if dtype in self._unscaled else 0
             zeros, nonfinite = by_bin.pop(_ZEROS, 0), by_bin.pop(_NOT_FINITE, 0)
             counts = {bin_ - _BIAS + moved: count for bin_, count in by_bin.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import device_scale, tensors
+from apex_mp.core import readback, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.log import warn
 from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
@@ -192,7 +192,7 @@ class FusedOptimizer(SavedOptimizer):
 
     def _drop_remainders(self, written: list[tuple[int, int]]) -> None:
         """Let split masters begin anew from weights that were written since the last step."""
-        if not written or device_scale.is_capturing():  # A graph would drop them in each replay.
+        if not written or readback.is_capturing():  # A graph would drop them in each replay.
             return
         for number, index in written:
             state = self.state[self.param_groups[number]["params"][index]]
@@ -219,7 +219,7 @@ class FusedOptimizer(SavedOptimizer):
         )
 
     def _run(self, plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
-        wishes: dict[str, Any] = {
+        kwargs: dict[str, Any] = {
             "norms": self._norms(request),
             "found_inf": found_inf,
             "check": request.check,
@@ -228,8 +228,8 @@ class FusedOptimizer(SavedOptimizer):
         }
         scale = request.loss_scale
         if isinstance(plan, SeveralDevices):
-            return plan.run(loss_scale=scale, **wishes)
-        return plan.run(loss_scale=None if scale is None else scale.for_step(), **wishes)
+            return plan.run(loss_scale=scale, **kwargs)
+        return plan.run(loss_scale=None if scale is None else scale.for_step(), **kwargs)
 
     def _norms(self, request: StepRequest) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""

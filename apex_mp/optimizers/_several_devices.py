@@ -12,9 +12,10 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import shards
-from apex_mp.core.device_scale import DeviceScale, bring
+from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.step import Lists
+from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 
 
@@ -142,7 +143,7 @@ class SeveralDevices:
         clip_by_global_norm: bool,
         loss_scale: DeviceScale | None,
     ) -> Outcome | None:
-        """Step; return what became of it, or None if the first device is to tell."""
+        """Step; return what became of it, or None if only the first device knows."""
         skip = None if found_inf is None else as_flag(found_inf, self._who)
         if not self._parts:
             if loss_scale is not None:
@@ -163,10 +164,10 @@ class SeveralDevices:
         if not check:
             return self._step(norms, skip)
         found = as_flag(measured.found_inf, self._who)
-        skip = found if skip is None else torch.maximum(found, bring(skip, found.device))
+        skip = found if skip is None else torch.maximum(found, copy_async(skip, found.device))
         self._step(norms, skip)
         if loss_scale is not None:
-            loss_scale.update(bring(skip, loss_scale.device))
+            loss_scale.update(copy_async(skip, loss_scale.device))
         unscaled = measured.of_groups / _number_on(found.device, self._scale)
         self.outcome = torch.cat([skip.double().view(1), unscaled, measured.nonfinite])
         self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
@@ -248,9 +249,9 @@ def as_flag(found_inf: float | Tensor, who: str) -> Tensor:
     return (found_inf != 0).reshape(()).float()
 
 
-def _read_outcome(groups: int, order: list[int], told: Tensor) -> Outcome:
+def _read_outcome(groups: int, order: list[int], values: Tensor) -> Outcome:
     """Return what a copy of `SeveralDevices.outcome` on the CPU says."""
-    found_inf, *numbers = told.tolist()
+    found_inf, *numbers = values.tolist()
     flags = zip(order, numbers[groups:], strict=True)
     rows = sorted(number for number, flag in flags if flag)
     return Outcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
@@ -277,13 +278,13 @@ class _Measured:
 
 
 def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured:
-    home = parts[0].device
-    seen = [bring(_look_at(part, scale, groups), home) for part in parts]
+    scalar_device = parts[0].device
+    found = [copy_async(_look_at(part, scale, groups), scalar_device) for part in parts]
     ends = 1 + 2 * groups
-    heads = torch.stack([one[:ends] for one in seen])
+    heads = torch.stack([one[:ends] for one in found])
     plain, scaled = torch.linalg.vector_norm(heads[:, 1:].view(-1, groups, 2), dim=0).unbind(-1)
-    of_groups = torch.hypot(scaled, plain * _number_on(home, scale))
-    nonfinite = torch.cat([one[ends:] for one in seen])
+    of_groups = torch.hypot(scaled, plain * _number_on(scalar_device, scale))
+    nonfinite = torch.cat([one[ends:] for one in found])
     return _Measured(heads[:, 0].sum(), of_groups, torch.linalg.vector_norm(of_groups), nonfinite)
 
 
@@ -315,4 +316,4 @@ def _look_at(part: Part, scale: float | Tensor, groups: int) -> Tensor:
 
 
 def _number_on(device: torch.device, value: Any) -> Any:
-    return bring(value, device).reshape(()) if isinstance(value, Tensor) else value
+    return copy_async(value, device).reshape(()) if isinstance(value, Tensor) else value

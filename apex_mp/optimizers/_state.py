@@ -125,7 +125,7 @@ class StateLayout:
         for name in self.tensors:
             dtype = moment_dtype(param, group)
             if torch.is_tensor(whole.get(name)):
-                whole[name] = _grads.lie_as(whole[name], param).to(dtype)
+                whole[name] = _grads.match_strides(whole[name], param).to(dtype)
             else:
                 whole[name] = _like(param, dtype)
         kept_as = master_dtype(param, group)
@@ -175,7 +175,7 @@ def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a master of a state, a new one if there is none, as `dtype`: float32, or int16."""
     if not torch.is_tensor(value):
         return _like(param, dtype) if dtype == torch.int16 else param.detach().float()
-    laid: Tensor = _grads.lie_as(value, param)
+    laid: Tensor = _grads.match_strides(value, param)
     if laid.dtype == dtype:
         return laid
     return split(laid, param) if dtype == torch.int16 else joined(param, laid)

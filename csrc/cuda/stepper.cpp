@@ -162,19 +162,19 @@ step::Outcome read_outcome(const at::Tensor& bytes) {
   const char* begin = static_cast<const char*>(bytes.const_data_ptr());
   StepOutcome outcome;
   std::memcpy(&outcome, begin, sizeof(outcome));
-  step::Outcome told;
-  told.found_inf = outcome.found_inf != 0.0f;
+  step::Outcome result;
+  result.found_inf = outcome.found_inf != 0.0f;
   for (const int32_t row : outcome.nonfinite_rows) {
-    if (row >= 0) told.nonfinite_rows.push_back(row);
+    if (row >= 0) result.nonfinite_rows.push_back(row);
   }
-  if (std::isnan(outcome.norm) && !told.found_inf) return told;  // Norms were not measured.
+  if (std::isnan(outcome.norm) && !result.found_inf) return result;  // Norms were not measured.
   const char* end = begin + bytes.numel();
   for (const char* at = begin + sizeof(outcome); at < end; at += sizeof(math::GroupOutcome)) {
     math::GroupOutcome group;
     std::memcpy(&group, at, sizeof(group));
-    told.norms.push_back(group.norm);
+    result.norms.push_back(group.norm);
   }
-  return told;
+  return result;
 }
 
 }  // namespace apex_mp::cuda

@@ -5,7 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "step/device_loss_scale.h"
-#include "step/grad_marks.h"
+#include "step/grad_versions.h"
 #include "step/masters.h"
 #include "step/plan.h"
 #include "step/read_grads.h"
@@ -86,11 +86,12 @@ void define_classes(py::module_& module) {
       .def_readonly("nonfinite_rows", &Outcome::nonfinite_rows);
   define_plan(module);
   define_loss_scale(module);
-  py::class_<GradMarks>(module, "GradMarks")
+  py::class_<GradVersions>(module, "GradVersions")
       .def(py::init<>())
-      .def("take", [](GradMarks& marks, const py::list& params) { marks.take(params.ptr()); })
-      .def("differ", [](const GradMarks& marks, const py::list& params) {
-        return marks.differ(params.ptr());
+      .def("record",
+           [](GradVersions& versions, const py::list& params) { versions.record(params.ptr()); })
+      .def("changed", [](const GradVersions& versions, const py::list& params) {
+        return versions.changed(params.ptr());
       });
   py::class_<DeviceGrads>(module, "DeviceGrads")
       .def(py::init([](const at::Device& device) { return DeviceGrads{device, {}, {}}; }))

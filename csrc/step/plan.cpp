@@ -69,7 +69,7 @@ struct Plan::Item {
   Place place;
   PyObject* param;
   PyObject* state;
-  StateNeeds needs;
+  RequiredState required;
   bool scaled = true;
   bool writes_grad = false;
   const at::Tensor* copy = nullptr;
@@ -128,9 +128,9 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
   for (const py::handle each : param_groups) {
     const GroupOptions options = options_.read(each.ptr(), numbers);
     task_.groups.push_back(options.group);
-    state_needs_.push_back({rule_.tensors_with(options.group.options),
-                            rule_.needs_numbers ? rule_.numbers : 0, options.moments,
-                            options.masters});
+    required_state_.push_back({rule_.tensors_with(options.group.options),
+                               rule_.needs_numbers ? rule_.numbers : 0, options.moments,
+                               options.masters});
     const Py_ssize_t count = PyList_GET_SIZE(list_of(caller_, each.ptr()));
     for (const py::object* lists : {&given.grads, &given.grads_of, &given.copies}) {
       check_lengths(caller_, *lists, group, count);
@@ -191,7 +191,7 @@ Plan::Item Plan::item_at(int64_t position) const {
   return {{caller_.c_str(), "params", facts.group, facts.index},
           param,
           states_[position],
-          state_needs_[facts.group].of(tensor_of(param))};
+          required_state_[facts.group].of(tensor_of(param))};
 }
 
 // Tensors and rows own nothing; the next step writes over them.
@@ -200,7 +200,7 @@ void Plan::clear() {
   task_.groups.clear();
   params_.clear();
   items_.clear();
-  state_needs_.clear();
+  required_state_.clear();
   kept_.clear();
   made_.clear();
   laid_anew_.clear();
@@ -246,15 +246,15 @@ bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) con
 
 bool Plan::take_usual(const Item& item, const Given& given, const State& state,
                       RowTensors& row) const {
-  if (!state.is_complete(item.needs)) return false;
+  if (!state.is_complete(item.required)) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) {
-    if (item.needs.masters != Masters::kNone) return false;
+    if (item.required.masters != Masters::kNone) return false;
     row.copy = &tensor_of(copy);
   }
   const at::Tensor& param = tensor_of(item.param);
-  row.take(state, item.needs, param);
-  return QuickTest(param, item.needs.dtype).passes(row);
+  row.take(state, item.required, param);
+  return QuickTest(param, item.required.dtype).passes(row);
 }
 
 // On CUDA a parameter with a state and no gradient has a row all the same, which is not stepped: so
@@ -332,7 +332,7 @@ const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& gra
 void Plan::check_row(const Item& item, const py::function& make_state, const at::Tensor& grad,
                      RowTensors& row) {
   const at::Tensor& param = tensor_of(item.param);
-  TORCH_CHECK_VALUE(item.needs.masters == Masters::kNone || item.copy == nullptr, caller_,
+  TORCH_CHECK_VALUE(item.required.masters == Masters::kNone || item.copy == nullptr, caller_,
                     ".step: output_params was given with master_weights; give one of the two, "
                     "each parameter has one low-precision copy");
   State state = read_state(item.state, names_);
@@ -343,18 +343,18 @@ void Plan::check_row(const Item& item, const py::function& make_state, const at:
   row.writes_grad = item.writes_grad;
   row.copy = item.copy;
   check_given(item, *row.grad);
-  check_state(state, names_, item.needs, param, item.place);
-  if (!state.is_complete(item.needs) || lies_otherwise(state, item.needs, param)) {
+  check_state(state, names_, item.required, param, item.place);
+  if (!state.is_complete(item.required) || lies_otherwise(state, item.required, param)) {
     made_.push_back(make_state(item.place.group, item.place.index));
     state = read_state(made_.back().ptr(), names_);
-    TORCH_INTERNAL_ASSERT(state.is_complete(item.needs));
+    TORCH_INTERNAL_ASSERT(state.is_complete(item.required));
     TORCH_CHECK(
-        !lies_otherwise(state, item.needs, param), caller_, ": params[", item.place.group, "][",
+        !lies_otherwise(state, item.required, param), caller_, ": params[", item.place.group, "][",
         item.place.index,
         "] is a DTensor whose part here lies in memory in another order than its state; load "
         "the state anew");
   }
-  row.take(state, item.needs, param);
+  row.take(state, item.required, param);
 }
 
 void Plan::check_given(const Item& item, const at::Tensor& grad) const {
@@ -404,7 +404,7 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
     outcome = run_on_device(scale, wait);
     if (!outcome.found_inf) bump_versions_of_rows();
   }
-  if (!outcome.found_inf) weights_.take(tensors_);
+  if (!outcome.found_inf) weights_.record(tensors_);
   // Where the host does not know that the step was skipped, the copies are unchanged.
   if (!outcome.found_inf) {
     for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);
@@ -423,7 +423,7 @@ std::vector<std::tuple<at::Tensor, int64_t, bool>> Plan::gradients() const {
 Indices Plan::written() const {
   Indices found;
   for (const RowTensors& row : tensors_) {
-    if (!weights_.differs(row)) continue;
+    if (!weights_.changed(row)) continue;
     const ItemFacts& item = items_[row.position];
     found.emplace_back(item.group, item.index);
   }

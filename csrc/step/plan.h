@@ -20,7 +20,7 @@
 #include "step/row_memory.h"
 #include "step/state_order.h"
 #include "step/task.h"
-#include "step/weight_marks.h"
+#include "step/weight_versions.h"
 
 namespace apex_mp::step {
 
@@ -134,11 +134,11 @@ class Plan {
   const OptionReader options_;
   StateNames names_;
   StateOrder order_;
-  WeightMarks weights_;
+  WeightVersions weights_;
   std::vector<PyObject*> params_;  // these three only while a step is read
   std::vector<PyObject*> states_;
   std::vector<ItemFacts> items_;
-  std::vector<StateNeeds> state_needs_;  // of each group
+  std::vector<RequiredState> required_state_;  // of each group
   Task task_;
   cpu::Workspace workspace_;
   std::vector<RowTensors> tensors_;  // of task_.rows

@@ -23,15 +23,15 @@ struct RowTensors {
 
   // What is stepped, from a state that is complete: a low-precision parameter may be its copy, or a
   // part of it.
-  void take(const State& state, const StateNeeds& needs, const at::Tensor& own) {
-    const Masters masters = needs.masters;
+  void take(const State& state, const RequiredState& required, const at::Tensor& own) {
+    const Masters masters = required.masters;
     param = masters == Masters::kFloat ? &tensor_of(state.master_param) : &own;
     if (masters == Masters::kFloat) copy = &own;
     if (masters == Masters::kSplit) copy = &tensor_of(state.master_param);
-    for (int i = 0; i < needs.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
+    for (int i = 0; i < required.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
     for (int i = 0; i < math::kMaxNumbers; ++i) {
       // One that may be missing is about the tensors: without them it stays as it is.
-      const bool has_use = i < needs.numbers || needs.tensors > 0;
+      const bool has_use = i < required.numbers || required.tensors > 0;
       if (has_use && state.numbers[i] != nullptr) numbers[i] = &tensor_of(state.numbers[i]);
     }
   }

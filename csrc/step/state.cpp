@@ -18,15 +18,15 @@ State read_state(PyObject* dictionary, const StateNames& names) {
   return state;
 }
 
-bool lies_otherwise(const State& state, const StateNeeds& needs, const at::Tensor& param) {
+bool lies_otherwise(const State& state, const RequiredState& required, const at::Tensor& param) {
   const auto otherwise = [&](PyObject* object) {
     return object != nullptr && !lie_alike(tensor_of(object), param);
   };
-  return std::any_of(state.tensors, state.tensors + needs.tensors, otherwise) ||
+  return std::any_of(state.tensors, state.tensors + required.tensors, otherwise) ||
          otherwise(state.master_param);
 }
 
-void check_state(const State& state, const StateNames& names, const StateNeeds& needs,
+void check_state(const State& state, const StateNames& names, const RequiredState& required,
                  const at::Tensor& param, const Place& place) {
   const at::ScalarType wide = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto check = [&](PyObject* name, PyObject* object, at::ScalarType dtype) {
@@ -35,10 +35,10 @@ void check_state(const State& state, const StateNames& names, const StateNeeds& 
     check_peer_but_order(tensor_of(object), here, param, place);
     check_dtype(tensor_of(object), here, dtype);
   };
-  for (int i = 0; i < needs.tensors; ++i) {
+  for (int i = 0; i < required.tensors; ++i) {
     PyObject* object = state.tensors[i];
-    const bool is_wanted = object != nullptr && tensor_of(object).scalar_type() == needs.dtype;
-    check(names.tensors[i], object, is_wanted ? needs.dtype : wide);
+    const bool is_wanted = object != nullptr && tensor_of(object).scalar_type() == required.dtype;
+    check(names.tensors[i], object, is_wanted ? required.dtype : wide);
   }
   if (state.master_param != nullptr) {
     const at::Tensor& master = tensor_of(state.master_param);

@@ -15,14 +15,14 @@ struct StateNames {
   PyObject* master_param = interned("master_param");
 };
 
-// What of it a step needs.
-struct StateNeeds {
+// What of it a step required.
+struct RequiredState {
   int tensors;
   int numbers;
   at::ScalarType dtype;  // of tensors
   Masters masters;       // kNone if the parameter is not of low precision
 
-  StateNeeds of(const at::Tensor& param) const {
+  RequiredState of(const at::Tensor& param) const {
     const bool is_low = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
     const bool is_double = param.scalar_type() == at::kDouble;
     return {tensors, numbers, is_double ? at::kDouble : dtype, is_low ? masters : Masters::kNone};
@@ -43,14 +43,15 @@ struct State {
   }
 
   // Whether all is there, in the dtypes that are wanted.
-  bool is_complete(const StateNeeds& needs) const {
-    for (int i = 0; i < needs.tensors; ++i) {
-      if (tensors[i] == nullptr || tensor_of(tensors[i]).scalar_type() != needs.dtype) return false;
+  bool is_complete(const RequiredState& required) const {
+    for (int i = 0; i < required.tensors; ++i) {
+      if (tensors[i] == nullptr || tensor_of(tensors[i]).scalar_type() != required.dtype)
+        return false;
     }
-    for (int i = 0; i < needs.numbers; ++i) {
+    for (int i = 0; i < required.numbers; ++i) {
       if (numbers[i] == nullptr) return false;
     }
-    return has(needs.masters);
+    return has(required.masters);
   }
 };
 
@@ -79,11 +80,11 @@ State read_state(PyObject* dictionary, const StateNames& names);
 
 // Whether a part of it lies in memory in another order than the parameter, which has become
 // channels_last, say, since its state was made.
-bool lies_otherwise(const State& state, const StateNeeds& needs, const at::Tensor& param);
+bool lies_otherwise(const State& state, const RequiredState& required, const at::Tensor& param);
 
 // Throws a sentence unless what there is of what a step needs fits, but for its order in memory:
 // that the caller can mend.
-void check_state(const State& state, const StateNames& names, const StateNeeds& needs,
+void check_state(const State& state, const StateNames& names, const RequiredState& required,
                  const at::Tensor& param, const Place& place);
 
 }  // namespace apex_mp::step

@@ -174,7 +174,7 @@ AMP = {
         "amp/scaler.py", f"{_UPDATE}False", f"{_UPDATE}should_skip", "amp_scaler"
     ),
     "gradients are added up in another order of memory": Mutant(
-        "amp/_loss_grads.py", "_grads.lie_as(grad, part)", "grad", "amp_scale_loss"
+        "amp/_loss_grads.py", "_grads.match_strides(grad, part)", "grad", "amp_scale_loss"
     ),
     "a block that raised loses the gradients before it": Mutant(
         "amp/_loss_grads.py",
@@ -439,7 +439,7 @@ OPTIMIZERS = {
     ),
     "gradients that are not scaled are left out of the norm": Mutant(
         "optimizers/_several_devices.py",
-        "of_groups = torch.hypot(scaled, plain * _number_on(home, scale))",
+        "of_groups = torch.hypot(scaled, plain * _number_on(scalar_device, scale))",
         "of_groups = scaled",
         "several_devices",
     ),
@@ -658,7 +658,7 @@ SCALER = {
     ),
     "gradients after a clip are taken for those that were measured": Mutant(
         "amp/_folded_clip.py",
-        "if self._marks.differ(params_of(optimizer)):",
+        "if self._versions.changed(params_of(optimizer)):",
         "if False:",
         "grad_scaler_clip",
     ),
@@ -757,13 +757,13 @@ SCALER = {
     ),
     "the outcome is a tensor that update writes": Mutant(
         "amp/_scaled_steps.py",
-        "torch.stack([device_scale.bring(each, home) for each in found_inf.values()]).sum()",
-        "found_inf[home]",
+        "found = torch.stack(flags).sum()",
+        "found = found_inf[scalar_device]",
         "grad_scaler_skips",
     ),
     "names of a step are those of gradients that came since": Mutant(
         "amp/_scaled_steps.py",
-        " and not self._marks.differ(self._params())",
+        " and not self._versions.changed(self._params())",
         "",
         "grad_scaler_skips",
     ),
@@ -818,7 +818,7 @@ MONITOR = {
     ),
     "results of a device are taken out of order": Mutant(
         "monitor/_monitor.py",
-        "device_scale.settle(wait=True)  # The host knows",
+        "readback.wait()  # The host knows",
         "#",
         "monitor",
     ),

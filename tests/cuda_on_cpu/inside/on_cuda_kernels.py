@@ -85,13 +85,13 @@ sys.modules["apex_mp._C"] = extension
 @pytest.fixture(autouse=True)
 def _host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The device is one that FP16_Optimizer leaves alone; nothing arrives before somebody waits."""
-    from apex_mp.core import device_scale
+    from apex_mp.core import device_scale, readback
 
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
-    monkeypatch.setattr(device_scale, "is_capturing", lambda: bool(SHIM.cuda_on_cpu_is_capturing()))
-    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: False)
+    monkeypatch.setattr(readback, "is_capturing", lambda: bool(SHIM.cuda_on_cpu_is_capturing()))
+    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)
     yield
-    device_scale._in_flight.clear()
+    readback._pending.clear()
 
 
 @pytest.fixture(autouse=True)

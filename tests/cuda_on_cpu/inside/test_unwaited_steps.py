@@ -21,7 +21,7 @@ from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, pull
 from waits import Waits
 
 from apex_mp import fp16_utils, optimizers
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
@@ -81,9 +81,9 @@ def test_the_host_waits_for_nothing(scaling: Any, params: Any) -> None:
             optimizer.backward(pull((params[0], 1.0)), update_master_grads=False)
         optimizer.step()
     assert waits.count == 0
-    assert len(device_scale._in_flight) == 7
+    assert len(readback._pending) == 7
     assert optimizer.overflow is False
-    assert len(device_scale._in_flight) == 0
+    assert len(readback._pending) == 0
 
 
 def test_messages_come_late_but_in_order(params: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_a_report_after_the_gradients_are_gone_names_who_overflowed(params: Any)
 def test_an_overflow_is_told_of_by_the_next_backward_if_it_has_arrived(
     arrives: str, params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: arrives == "at once")
+    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: arrives == "at once")
     optimizer = make(params)
     train(optimizer, params, INF, 1.0)
     assert len(optimizer._log.report) == (3 if arrives == "at once" else 0)
@@ -280,13 +280,13 @@ def test_an_old_overflow_is_not_that_of_gradients_by_hand(params: Any) -> None:
 
 
 def test_news_that_come_at_once_are_not_lost(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = device_scale.send_tensor
+    send = readback.submit_tensor
 
     def send_and_tell(*arguments: Any) -> None:
         send(*arguments)
-        device_scale.settle(wait=True)  # as another thread may
+        readback.wait()  # as another thread may
 
-    monkeypatch.setattr(device_scale, "send_tensor", send_and_tell)
+    monkeypatch.setattr(readback, "submit_tensor", send_and_tell)
     optimizer = make(params)
     train(optimizer, params, INF)
     optimizer.zero_grad()
@@ -301,7 +301,7 @@ def test_an_interrupted_wait_loses_nothing(params: Any, monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_scale.Transfer, "wait", interrupted)
+        patch.setattr(readback.Readback, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             _ = optimizer.loss_scale
     assert optimizer.loss_scale == 512.0
@@ -335,14 +335,14 @@ def test_state_that_came_since_is_not_taken_for_that_of_a_skipped_step(params: A
 def test_what_has_arrived_is_told_by_steps_too(
     params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_scale.Transfer, "has_arrived", lambda self: True)
+    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: True)
     optimizer = make(params, dynamic_loss_scale=False, static_loss_scale=2.0)
     scale = optimizer.loss_scale
     for _ in range(10):
         optimizer.zero_grad()
         (pull((params[0], 1.0)) * scale).backward()
         optimizer.step()
-        assert len(device_scale._in_flight) == 1
+        assert len(readback._pending) == 1
 
 
 def test_news_keep_no_optimizer_alive(params: Any) -> None:
@@ -352,8 +352,8 @@ def test_news_keep_no_optimizer_alive(params: Any) -> None:
     del optimizer
     gc.collect()
     assert [each() for each in gone] == [None, None]
-    assert len(device_scale._in_flight) == 2
-    device_scale.settle(wait=True)
+    assert len(readback._pending) == 2
+    readback.wait()
 
 
 # In a CUDA graph.
@@ -420,7 +420,7 @@ def test_hooks_have_the_host_wait_as_before(params: Any) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     train(optimizer, params, 1.0, INF, 1.0)
     assert len(calls) == 2
-    assert len(device_scale._in_flight) == 0
+    assert len(readback._pending) == 0
 
 
 def test_both_faces_start_where_they_did(params: Any) -> None:

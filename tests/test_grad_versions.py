@@ -1,4 +1,4 @@
-"""GradMarks: which gradients came in or were written to since they were marked."""
+"""GradVersions: which gradients are new, or were written, since they were recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from plan_cases import parameter_at
 from torch.nn import Parameter
 
-from apex_mp._C import GradMarks
+from apex_mp._C import GradVersions
 
 
 def with_grads(count: int = 4) -> list[Parameter]:
@@ -21,10 +21,10 @@ def with_grads(count: int = 4) -> list[Parameter]:
     return params
 
 
-def marked(params: list[Parameter]) -> GradMarks:
-    marks = GradMarks()
-    marks.take(params)
-    return marks
+def recorded(params: list[Parameter]) -> GradVersions:
+    versions = GradVersions()
+    versions.record(params)
+    return versions
 
 
 def read(params: list[Parameter]) -> None:
@@ -86,9 +86,9 @@ def test_gradients_that_nobody_wrote_do_not_differ(
     change: Callable[[list[Parameter]], object],
 ) -> None:
     params = with_grads()
-    marks = marked(params)
+    versions = recorded(params)
     change(params)
-    assert not marks.differ(params)
+    assert not versions.changed(params)
 
 
 def grad(params: list[Parameter], index: int) -> torch.Tensor:
@@ -171,23 +171,23 @@ def test_gradients_that_came_in_or_were_written_differ_until_they_are_marked(
     change: Callable[[list[Parameter]], object],
 ) -> None:
     params = with_grads()
-    marks = marked(params)
+    versions = recorded(params)
     change(params)
-    assert marks.differ(params)
-    marks.take(params)
-    assert marks.differ(params) == (change is set_an_inference_tensor)
+    assert versions.changed(params)
+    versions.record(params)
+    assert versions.changed(params) == (change is set_an_inference_tensor)
 
 
 @pytest.mark.parametrize("index", [0, 2, 39])
 def test_a_write_to_any_one_of_many_is_seen_also_in_another_order(index: int) -> None:
     params = with_grads(40)
-    marks = marked(params)
+    versions = recorded(params)
     written = params[index]
     assert written.grad is not None
     written.grad.add_(1)
-    assert marks.differ(params)
-    assert marks.differ(params[::-1])
-    assert not marks.differ([param for param in params if param is not written])
+    assert versions.changed(params)
+    assert versions.changed(params[::-1])
+    assert not versions.changed([param for param in params if param is not written])
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -195,33 +195,33 @@ def test_parameters_without_marked_gradients_differ_as_soon_as_they_have_one(
     inference: bool,
 ) -> None:
     param = Parameter(torch.ones(5))
-    marks = marked([param])
-    assert not marks.differ([param])
+    versions = recorded([param])
+    assert not versions.changed([param])
     with torch.inference_mode(inference):
         param.grad = torch.ones(5)
-    assert marks.differ([param])
+    assert versions.changed([param])
 
 
 def test_an_inference_tensor_cannot_be_marked_and_always_differs() -> None:
     (param,) = with_grads(1)
     set_an_inference_tensor([param, param])
-    marks = marked([param])
-    assert marks.differ([param])
+    versions = recorded([param])
+    assert versions.changed([param])
 
 
-def test_marks_of_another_list_are_forgotten() -> None:
+def test_entries_of_another_list_are_forgotten() -> None:
     params = with_grads()
-    marks = marked(params)
-    marks.take(params[:1])
-    assert not marks.differ(params[:1])
-    assert marks.differ(params)
-    marks.take([])
-    assert marks.differ(params[:1])
+    versions = recorded(params)
+    versions.record(params[:1])
+    assert not versions.changed(params[:1])
+    assert versions.changed(params)
+    versions.record([])
+    assert versions.changed(params[:1])
 
 
 def test_no_parameter_differs_from_no_parameter() -> None:
-    assert not GradMarks().differ([])
-    assert GradMarks().differ(with_grads(1))
+    assert not GradVersions().changed([])
+    assert GradVersions().changed(with_grads(1))
 
 
 def test_a_new_gradient_at_the_address_of_a_freed_one_differs() -> None:
@@ -229,12 +229,12 @@ def test_a_new_gradient_at_the_address_of_a_freed_one_differs() -> None:
     for _ in range(50):
         param = Parameter(torch.ones(5))
         param.grad = torch.frombuffer(memory, dtype=torch.float32)
-        marks = marked([param])
+        versions = recorded([param])
         address = grad([param], 0)._cdata
         param.grad = None
         param.grad = torch.frombuffer(memory, dtype=torch.float32)
         reused += grad([param], 0)._cdata == address
-        assert marks.differ([param])
+        assert versions.changed([param])
     assert reused > 0  # else every one of them has got an address of its own
 
 
@@ -242,19 +242,19 @@ def test_a_new_parameter_at_the_address_of_a_freed_one_differs() -> None:
     reused = 0
     for _ in range(50):
         params, values, new_grad = with_grads(1), torch.ones(5), torch.ones(5)
-        marks = marked(params)
+        versions = recorded(params)
         address = id(params.pop())
         params.append(parameter_at(address, values))
         params[0].grad = new_grad
         reused += id(params[0]) == address
-        assert marks.differ(params)
+        assert versions.changed(params)
     assert reused > 10
 
 
 @pytest.mark.parametrize("what", ["param", "grad"])
-def test_marks_keep_neither_gradient_nor_parameter_alive(what: str) -> None:
+def test_entries_keep_neither_gradient_nor_parameter_alive(what: str) -> None:
     params = with_grads()
-    marks = marked(params)
+    versions = recorded(params)
     held = [weakref.ref(param if what == "param" else param.grad) for param in params]
     if what == "param":
         params.clear()
@@ -262,13 +262,13 @@ def test_marks_keep_neither_gradient_nor_parameter_alive(what: str) -> None:
         let_all_go(params)
     gc.collect()
     assert [reference() for reference in held] == [None] * 4
-    assert not marks.differ(params)
+    assert not versions.changed(params)
 
 
-def test_marks_do_not_stop_torch_from_swapping_a_parameter() -> None:
+def test_entries_do_not_stop_torch_from_swapping_a_parameter() -> None:
     (param,) = with_grads(1)
-    marks = marked([param])
+    versions = recorded([param])
     param.grad = None
     torch.utils.swap_tensors(param, Parameter(torch.zeros(7)))
     assert param.shape == (7,)
-    assert not marks.differ([param])
+    assert not versions.changed([param])

@@ -1,5 +1,5 @@
-// Marks on weights, and the comparison with them.
-#include "step/weight_marks.h"
+// Weights of split masters, recorded and compared.
+#include "step/weight_versions.h"
 
 namespace apex_mp::step {
 namespace {
@@ -26,22 +26,22 @@ int64_t version_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-void WeightMarks::take(const std::vector<RowTensors>& rows) {
+void WeightVersions::record(const std::vector<RowTensors>& rows) {
   for (const RowTensors& row : rows) {
     if (!is_split(row)) continue;
-    if (marks_.size() <= row.position) marks_.resize(row.position + 1);
-    marks_[row.position] = {row.param->unsafeGetTensorImpl(), row.copy->unsafeGetTensorImpl(),
-                            version_of(*row.copy), facts_of(*row.param)};
+    if (entries_.size() <= row.position) entries_.resize(row.position + 1);
+    entries_[row.position] = {row.param->unsafeGetTensorImpl(), row.copy->unsafeGetTensorImpl(),
+                              version_of(*row.copy), facts_of(*row.param)};
   }
 }
 
-bool WeightMarks::differs(const RowTensors& row) const {
-  if (!is_split(row) || marks_.size() <= row.position) return false;
-  const Mark& mark = marks_[row.position];
-  const bool is_marked = mark.weight == row.param->unsafeGetTensorImpl() &&
-                         mark.remainder == row.copy->unsafeGetTensorImpl() &&
-                         mark.remainder_version == version_of(*row.copy);
-  return is_marked && mark.weight_facts != facts_of(*row.param);
+bool WeightVersions::changed(const RowTensors& row) const {
+  if (!is_split(row) || entries_.size() <= row.position) return false;
+  const Entry& entry = entries_[row.position];
+  const bool is_recorded = entry.weight == row.param->unsafeGetTensorImpl() &&
+                           entry.remainder == row.copy->unsafeGetTensorImpl() &&
+                           entry.remainder_version == version_of(*row.copy);
+  return is_recorded && entry.weight_facts != facts_of(*row.param);
 }
 
 }  // namespace apex_mp::step

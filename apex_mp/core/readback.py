@@ -1,0 +1,133 @@
+"""Readbacks: numbers that are copied from a device to the host without waiting for the device.
+
+`submit` starts a copy behind the work under way; `poll` calls back for the copies that have
+arrived, in the order in which they were submitted, and `wait` for all of them. Steps and blocks of
+`scale_loss` poll; reading a scale, or whether a step was skipped, waits. What is pending when the
+process ends is polled then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp.core import log
+
+# How long a process that ends waits for pending readbacks.
+SECONDS_AT_EXIT = 5.0
+_LOG = log.logger("apex_mp.device_scale")
+
+
+class Readback:
+    """A copy of a tensor on its way to the host.
+
+    Args:
+        values: A tensor on a device; it may be written again at once.
+        callback: Called with the copy on the CPU, once it has arrived.
+    """
+
+    def __init__(self, values: Tensor, callback: Callable[[Tensor], None]) -> None:
+        self._callback = callback
+        self._event: torch.cuda.Event | None = None
+        if values.device.type == "cpu":
+            self._values = values.clone()
+            return
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until the copy has arrived."""
+        if self._event is not None and not self.has_arrived():
+            self._event.synchronize()
+
+    def finish(self) -> None:
+        """Call back with the copy."""
+        self._callback(self._values)
+
+
+_pending: collections.deque[Readback] = collections.deque()
+_lock = threading.RLock()
+_in_callback = False
+
+
+def submit(values: Sequence[Tensor], callback: Callable[[list[float]], None]) -> None:
+    """Start to copy numbers to the host.
+
+    Args:
+        values: Tensors of one element on one device.
+        callback: Called with the numbers, as float64, by a later `poll` or `wait`.
+    """
+    vector = torch.stack([value.detach().reshape(()).double() for value in values])
+    submit_tensor(vector, lambda arrived: callback(arrived.tolist()))
+
+
+def submit_tensor(values: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """As `submit`, for a tensor of any shape and dtype; the callback gets a copy on the CPU."""
+    _pending.append(Readback(values, callback))
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: then nothing can be copied to the host."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def poll() -> None:
+    """Call back for all copies that have arrived, except in a callback or while capturing."""
+    _finish(wait=False)
+
+
+def wait() -> None:
+    """Wait for all pending copies, and call back, except in a callback or while capturing."""
+    _finish(wait=True)
+
+
+def _finish(*, wait: bool) -> None:
+    global _in_callback
+    with _lock:
+        if _in_callback or is_capturing():
+            return
+        _in_callback = True
+        try:
+            while _pending and (wait or _pending[0].has_arrived()):
+                _pending[0].wait()  # An interrupt here loses no result.
+                _pending.popleft().finish()
+        finally:
+            _in_callback = False
+
+
+def _poll_at_exit() -> None:
+    """Poll when the process ends, for a limited time.
+
+    A device that waits for another process, which has died, never answers.
+    """
+    deadline = time.monotonic() + SECONDS_AT_EXIT
+    poll()
+    while _pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+        poll()
+    if _pending:
+        _LOG.warning(
+            "%d results of steps are lost, with their messages of an overflow: the device has not "
+            "answered within %g seconds of the end of the process"
+            + log.see("results-that-were-lost"),
+            len(_pending),
+            SECONDS_AT_EXIT,
+        )
+
+
+atexit.register(_poll_at_exit)
+if hasattr(os, "register_at_fork"):  # Not on Windows.
+    os.register_at_fork(after_in_child=_pending.clear)  # The results are for the parent.

@@ -1,0 +1,79 @@
+// Version counters of gradients, recorded and compared.
+#include "step/grad_versions.h"
+
+#include <algorithm>
+
+#include "step/python_tensors.h"
+
+namespace apex_mp::step {
+namespace {
+
+const void* memory_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().data() : nullptr;
+}
+
+const at::Tensor& grad_of(PyObject* param) { return tensor_of(param).grad(); }
+
+}  // namespace
+
+void GradVersions::record(PyObject* params) {
+  entries_.clear();
+  const Py_ssize_t count = PyList_GET_SIZE(params);
+  entries_.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* param = PyList_GET_ITEM(params, i);
+    const at::Tensor& grad = grad_of(param);
+    if (!grad.defined()) continue;
+    add(param, grad, false);
+    const at::Tensor& part = local_part(grad);
+    if (&part != &grad) add(param, part, true);
+  }
+}
+
+void GradVersions::add(const PyObject* param, const at::Tensor& grad, bool is_part) {
+  // An inference tensor counts no versions: nothing can be said of it later.
+  if (grad.is_inference()) return;
+  const at::TensorImpl* impl = grad.unsafeGetTensorImpl();
+  const c10::VariableVersion& counter = impl->version_counter();
+  entries_.push_back({param, is_part, impl, memory_of(grad), counter, counter.current_version()});
+}
+
+bool GradVersions::changed(PyObject* params) const {
+  const Py_ssize_t count = PyList_GET_SIZE(params);
+  size_t likely_index = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* param = PyList_GET_ITEM(params, i);
+    const at::Tensor& grad = grad_of(param);
+    if (!grad.defined()) continue;
+    if (is_changed(param, grad, false, likely_index)) return true;
+    const at::Tensor& part = local_part(grad);
+    if (&part != &grad && is_changed(param, part, true, likely_index)) return true;
+  }
+  return false;
+}
+
+bool GradVersions::is_changed(const PyObject* param, const at::Tensor& grad, bool is_part,
+                              size_t& likely_index) const {
+  const Entry* entry = find(param, is_part, likely_index);
+  if (entry == nullptr || !fits(*entry, grad)) return true;
+  likely_index = entry - entries_.data() + 1;
+  return false;
+}
+
+const GradVersions::Entry* GradVersions::find(const PyObject* param, bool is_part,
+                                              size_t likely_index) const {
+  const auto is_it = [&](const Entry& entry) {
+    return entry.param == param && entry.is_part == is_part;
+  };
+  if (likely_index < entries_.size() && is_it(entries_[likely_index]))
+    return &entries_[likely_index];
+  const auto found = std::find_if(entries_.begin(), entries_.end(), is_it);
+  return found == entries_.end() ? nullptr : &*found;
+}
+
+bool GradVersions::fits(const Entry& entry, const at::Tensor& grad) {
+  return grad.unsafeGetTensorImpl() == entry.grad && memory_of(grad) == entry.data &&
+         !entry.counter.unique() && entry.counter.current_version() == entry.version;
+}
+
+}  // namespace apex_mp::step
