@@ -52,7 +52,7 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
     if not isinstance(scaler, GradScaler):
         raise TypeError(
             f"attach_scaler: scaler is a {type(scaler).__module__}.{type(scaler).__name__}; it "
-            "must be an apex_mp.amp.GradScaler, which can tell whether a step was skipped"
+            "must be an apex_mp.amp.GradScaler, which knows whether a step was skipped"
         )
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(

@@ -120,7 +120,7 @@ def _load(file: IO[bytes], name: str, map_location: Any) -> Any:
 
 
 def _is_tar(file: IO[bytes]) -> bool:
-    """Tell whether it is an archive with something in it: zeros are one with nothing."""
+    """Return whether it is an archive with something in it: zeros are one with nothing."""
     start = file.tell()
     if not tarfile.is_tarfile(file):
         return False

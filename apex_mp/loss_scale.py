@@ -234,7 +234,7 @@ _GRAD_SCALER_FIELDS = {
 
 
 def is_of_grad_scaler(state: Any) -> bool:
-    """Tell whether a dict is, or means to be, the state of a `torch.amp.GradScaler`."""
+    """Return whether a dict is, or means to be, the state of a `torch.amp.GradScaler`."""
     return isinstance(state, Mapping) and {"scale", "growth_factor"} <= state.keys()
 
 

@@ -66,7 +66,7 @@ inline int64_t chunk_size_of(const std::vector<int64_t>& sizes, const ChunkLimit
 }
 
 // One kernel launch over a run of tensors of the list. Block b takes chunk first_chunk + b of
-// cut_into_chunks(); find_slot() tells it of which tensor.
+// cut_into_chunks(); find_slot() finds its tensor.
 struct Launch {
   int64_t first_tensor;
   int64_t tensors;

@@ -301,6 +301,7 @@ assert compiled(torch.ones(3, 3)).dtype is torch.float32
 """
 
 
+@pytest.mark.slow
 def test_dynamo_knows_torchs_functions_whenever_it_is_imported(tmp_path: Path) -> None:
     """It notes them once: ours in their place would be taken for them ever after."""
     # From a folder without sources, which Python would find before an installed apex_mp.

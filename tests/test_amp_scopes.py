@@ -49,6 +49,7 @@ class Transformed(Dataset[Any]):
         return torch.tensor([product is F16, softmax is F32, _current.handle is not None])
 
 
+@pytest.mark.slow
 def test_dataloader_workers_do_not_cast_and_the_parent_does() -> None:
     amp.init(device_type="cpu")
     loader = DataLoader(Transformed(), num_workers=1, multiprocessing_context="spawn")
@@ -65,6 +66,7 @@ def fork_workers() -> None:
     assert dtypes_here() == CAST
 
 
+@pytest.mark.slow
 def test_workers_forked_by_the_main_thread_and_by_another_do_not_cast(tmp_path: Path) -> None:
     """In a new process: a child forked beside the threads of other tests can wait forever."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

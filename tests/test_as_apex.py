@@ -532,6 +532,7 @@ def test_the_import_installs_each_time_anew_and_keeps_an_era_that_is_there() -> 
         apex_mp.install_as_apex()
 
 
+@pytest.mark.slow
 def test_nothing_is_written_to_disk(tmp_path: Path) -> None:
     code = (
         "import apex_mp.as_apex, importlib\n"

@@ -148,6 +148,7 @@ def test_no_mode_leaves_casts_behind(mode: str, amp_off: None) -> None:
 # --- What it saves
 
 
+@pytest.mark.slow
 def test_fp16_holds_at_most_sixty_hundredths_of_the_bytes_of_fp32_of_bert_base(
     bert_base: nn.Module,
 ) -> None:
@@ -218,6 +219,7 @@ def test_another_budget_is_refused_with_what_is_wanted(
 # --- A run, and what is said
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_json_and_picture_and_prints_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

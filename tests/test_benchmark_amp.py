@@ -37,6 +37,7 @@ def test_each_way_computes_in_its_precision(way, dtype):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
 
 
+@pytest.mark.slow
 def test_a_run_times_every_model_in_every_way_and_writes_it(tmp_path, capsys):
     path = tmp_path / "amp.json"
     results = benchmark.main(

@@ -229,6 +229,7 @@ def test_memory_is_counted_where_it_is_met_first():
 # --- A run
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only
 def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the process that looks at its resident set

@@ -18,6 +18,7 @@ RESULTS = Path(quality.__file__).parent / "results" / "quality-cpu.json"
 BASE, *OTHERS = quality.WAYS
 
 
+@pytest.mark.slow
 def test_a_quick_run_trains_in_every_way_and_draws_it(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

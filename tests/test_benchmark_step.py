@@ -33,6 +33,7 @@ def no_packages(monkeypatch):
     monkeypatch.setattr(step_peers, "version", lambda package: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_packages")
 def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -61,6 +62,7 @@ def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeyp
     assert "No chart: matplotlib is not installed" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_packages")
 def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
     """On the stub, which shares all but events, graphs and the profiler's CUDA events."""
@@ -87,6 +89,7 @@ def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
         assert step_report.profile_table(workload) in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_packages")
 def test_the_json_is_written_after_each_case_and_each_round(tmp_path, monkeypatch):
     seen = []
@@ -110,6 +113,7 @@ def test_the_json_is_written_after_each_case_and_each_round(tmp_path, monkeypatc
     assert [len(each["workloads"]) for each in behind] == [2] * len(behind)
 
 
+@pytest.mark.slow
 def test_what_time_is_not_left_for_is_named(tmp_path, capsys):
     arguments = ["--device=stub", "--quick", "--cases", "ours fp16", "--seconds=0"]
     results = benchmark.main([*arguments, f"--results={tmp_path}"])
@@ -124,6 +128,7 @@ def test_what_time_is_not_left_for_is_named(tmp_path, capsys):
     assert step_report.failures(results) == ["FAILED: nothing was measured"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name", "said"),
     [
@@ -142,6 +147,7 @@ def test_a_workload_that_is_left_out_is_named_and_a_run_of_nothing_fails(
     assert step_report.failures(results) == ["FAILED: nothing was measured"]
 
 
+@pytest.mark.slow
 def test_a_device_with_too_little_memory_is_told_and_a_run_of_nothing_fails(
     tmp_path, capsys, monkeypatch
 ):
@@ -159,6 +165,7 @@ def fail(arena: Arena) -> Running:
     raise OSError("no compiler\nand more")
 
 
+@pytest.mark.slow
 def test_a_failure_of_ours_is_told_and_the_other_cases_go_on(tmp_path, capsys, monkeypatch):
     cases = (Case("ours", "ours", (), fail), ON_GPUS["ours bf16"])
     monkeypatch.setattr(benchmark, "CASES", cases)

@@ -70,6 +70,7 @@ def test_a_build_that_ended_and_a_case_that_failed_in_one_are_left_out():
     assert step_variants.table(none).endswith("\n\nNo build ran.")
 
 
+@pytest.mark.slow
 def test_a_workload_for_which_no_time_is_left_is_named(tmp_path, capsys):
     arguments = ["--device=stub", "--quick", "--seconds=0", f"--results={tmp_path}"]
     results = benchmark.main([*arguments, "--extensions", str(ROOT)])

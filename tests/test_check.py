@@ -332,6 +332,7 @@ def test_the_page_shows_what_is_printed(
     assert f"$ python -m apex_mp check {command}\n{capsys.readouterr().out}```" in page
 
 
+@pytest.mark.slow
 def test_run_takes_the_era_and_says_by_what(tmp_path: Path) -> None:
     line = "from apex.optimizers import FusedLAMB\nprint(FusedLAMB.__name__)\n"
     write(tmp_path, line)

@@ -298,6 +298,7 @@ if os.fork():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only
 def test_what_is_under_way_at_the_end_of_the_process_is_told_once(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -344,7 +345,7 @@ def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
     del gone
     readback.wait()
     expected = [
-        "FP16_Optimizer: a gradient overflowed and its step was skipped, which the device told "
+        "FP16_Optimizer: a gradient overflowed and its step was skipped, which the device reported "
         "after the optimizer was deleted [docs/troubleshooting.md#results-that-were-lost]"
     ]
     assert caplog.messages == (expected if verbose and found_inf else [])

@@ -44,6 +44,7 @@ def test_it_starts_from_a_public_image_and_says_that_it_is_untried() -> None:
     assert "untried" in PAGE
 
 
+@pytest.mark.slow
 def test_setup_has_what_it_needs_in_the_files_that_are_copied(tmp_path: Path) -> None:
     sources = [line.split()[:-1] for line in instructions("COPY") if "/workspace/" not in line]
     copied = [name for names in sources for name in names]

@@ -43,6 +43,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"[a-z]{3,}", re.sub(r"^.*\d\.(weight|bias).*\n?", "", text, flags=re.M))
 
 
+@pytest.mark.slow
 def test_the_report_of_the_example_is_that_of_the_page() -> None:
     # Numbers differ from one processor to the next.
     said = example().train().report()

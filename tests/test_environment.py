@@ -61,12 +61,14 @@ def add_extension(folder: Path, content: str = "not a library") -> None:
 # The loader
 
 
+@pytest.mark.slow
 def test_a_missing_extension_is_an_import_error_with_the_build_command(unbuilt: Path) -> None:
     message = import_error(unbuilt)
     assert "has not been built for Python" in message
     assert COMMAND in message
 
 
+@pytest.mark.slow
 def test_sources_that_hide_an_installed_apex_mp_are_told(
     unbuilt: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +82,7 @@ def test_sources_that_hide_an_installed_apex_mp_are_told(
     assert "start Python in another folder" in message
 
 
+@pytest.mark.slow
 def test_an_extension_of_another_torch_is_refused_before_it_is_loaded(unbuilt: Path) -> None:
     add_extension(unbuilt)  # loading it would give another error
     (unbuilt / "apex_mp" / "_C.json").write_text('{"torch": "2.12.1+cu128"}')
@@ -89,6 +92,7 @@ def test_an_extension_of_another_torch_is_refused_before_it_is_loaded(unbuilt: P
     assert COMMAND in message
 
 
+@pytest.mark.slow
 def test_an_extension_that_the_dynamic_linker_refuses_is_named_with_the_command(
     unbuilt: Path,
 ) -> None:
@@ -100,6 +104,7 @@ def test_an_extension_that_the_dynamic_linker_refuses_is_named_with_the_command(
     assert COMMAND in message
 
 
+@pytest.mark.slow
 def test_an_extension_without_a_record_is_asked_for_its_torch(unbuilt: Path) -> None:
     (unbuilt / "apex_mp" / "_C.py").write_text("torch_version = '2.12.1'")
     message = import_error(unbuilt)
@@ -120,6 +125,7 @@ def test_a_source_tree_is_named_in_the_command(
 # python -m apex_mp
 
 
+@pytest.mark.slow
 def test_the_report_names_versions_and_the_instruction_set(tmp_path: Path) -> None:
     result = run_python(tmp_path, "-m", "apex_mp")
     assert result.returncode == 0, result.stderr
@@ -133,6 +139,7 @@ def test_the_report_names_versions_and_the_instruction_set(tmp_path: Path) -> No
     assert {"CUDA", "GPUs", "compiler"} <= set(facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("-m", "apex_mp"), ("-mapex_mp",)])
 def test_the_report_is_printed_where_the_extension_is_missing(
     arguments: tuple[str, ...], unbuilt: Path
@@ -165,6 +172,7 @@ def test_a_wheel_without_torch_names_the_release_that_it_was_built_for(
         assert '-m pip install "torch==2.13.0"' in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", [(), ("-S",)], ids=["without the extension", "without torch"])
 @pytest.mark.parametrize(
     ("arguments", "printed"),
@@ -184,6 +192,7 @@ def test_help_and_version_are_printed_where_nothing_can_run(
     assert printed in result.stdout
 
 
+@pytest.mark.slow
 def test_run_without_the_extension_says_what_mends_it(unbuilt: Path) -> None:
     result = run_python(unbuilt, "-m", "apex_mp", "run", "script.py")
     assert result.returncode == 1
@@ -191,6 +200,7 @@ def test_run_without_the_extension_says_what_mends_it(unbuilt: Path) -> None:
     assert COMMAND in result.stderr
 
 
+@pytest.mark.slow
 def test_only_the_report_may_import_the_package_without_its_extension(unbuilt: Path) -> None:
     # Not a module of the package run by -m, and not a program that imports it under another -m.
     (unbuilt / "program.py").write_text("import apex_mp")
@@ -301,6 +311,7 @@ def test_missing_build_tools_are_told_with_the_command(monkeypatch: pytest.Monke
     assert "pip install wheel pybind11" in tools.mend
 
 
+@pytest.mark.slow
 def test_a_level_that_is_not_to_be_had_is_reported_with_what_mends_it() -> None:
     environment = {**os.environ, "APEX_MP_CPU_LEVEL": "sse9"}
     command = [sys.executable, "-m", "apex_mp"]

@@ -56,6 +56,7 @@ def example(transcript: dict[str, str], extensions: Path) -> Iterator[ModuleType
         yield module
 
 
+@pytest.mark.slow
 def test_without_registration_the_function_refuses_what_amp_hands_it(
     transcript: dict[str, str], device: torch.device
 ) -> None:

@@ -122,6 +122,7 @@ def test_weights_decay_and_biases_and_norms_do_not(digits):
     assert sizes == [(0.01, {2, 4}), (0.0, {1})]
 
 
+@pytest.mark.slow
 def test_compare_writes_table_picture_and_figures(tmp_path):
     figures = tmp_path / "new" / "figures.json"
     command = [sys.executable, "digits.py", "--compare", "--epochs", "1"]

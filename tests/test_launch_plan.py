@@ -48,10 +48,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_every_section_of_the_program_is_run(program: Path) -> None:
     assert run(program).stdout.splitlines() == SECTIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_plan_is_right(section: str, program: Path) -> None:
     result = run(program, section)

@@ -92,6 +92,7 @@ def test_lines_go_to_the_stdout_of_the_moment() -> None:
     assert out.getvalue().endswith(SKIPPED)
 
 
+@pytest.mark.slow
 def test_a_configured_root_logger_shows_each_line_once_in_its_format(tmp_path: Path) -> None:
     script = """
 import logging, torch

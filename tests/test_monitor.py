@@ -667,6 +667,7 @@ def run_report(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_report_and_draws_the_picture(tmp_path: Path) -> None:
     monitor = watched_run()
     monitor.save(tmp_path / "run.json")
@@ -679,6 +680,7 @@ def test_the_command_prints_the_report_and_draws_the_picture(tmp_path: Path) -> 
     assert "none.json" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_the_monitor(tmp_path: Path) -> None:
     code = (
         "import sys, apex_mp; print('apex_mp.monitor' in sys.modules, 'matplotlib' in sys.modules)"

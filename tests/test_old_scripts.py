@@ -65,6 +65,7 @@ def test_the_subclass_of_2019_reads_what_it_did() -> None:
     assert names["state"]["cur_iter"] == 40
 
 
+@pytest.mark.slow
 def test_the_same_script_runs_by_the_command(tmp_path: Path) -> None:
     root = str(Path(apex_mp.__file__).resolve().parent.parent)
     script = (FOLDER / "bert_fine_tuning.py").read_text() + "\nprint(losses[-1] < losses[0])\n"
@@ -115,6 +116,7 @@ def losses_of(result: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(line.split()[3]) for line in result.stdout.splitlines() if "epoch" in line]
 
 
+@pytest.mark.slow
 def test_imagenet_trains_with_a_static_scale_and_resumes(images: Path) -> None:
     command = (
         str(FOLDER / f"{LAUNCHED}.py"),
@@ -134,6 +136,7 @@ def test_imagenet_trains_with_a_static_scale_and_resumes(images: Path) -> None:
     assert "UserWarning" not in first.stderr + second.stderr
 
 
+@pytest.mark.slow
 def test_imagenet_trains_in_two_launched_processes_that_share_statistics(images: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -185,6 +185,7 @@ def test_compiles_into_one_graph_with_equal_results(
     assert_same_call(call, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SMALL, VIEWS], ids=str)
 def test_the_default_backend_compiles_all_operators_into_one_graph(
     case: ListCase, device: torch.device

@@ -15,7 +15,7 @@ from tolerances import assert_same_bits
 
 import apex_mp
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow, pytest.mark.usefixtures("amp_off")]
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def assert_same(ours: subprocess.CompletedProcess[str], theirs: object) -> None:
 # As python itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["", "fail", "exit", "words", "interrupt"])
 def test_a_script_sees_and_leaves_what_it_would_under_python(argument: str, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
@@ -67,6 +68,7 @@ def test_a_script_sees_and_leaves_what_it_would_under_python(argument: str, tmp_
     assert_same(python(tmp_path, *RUN, *command), python(tmp_path, *command))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["", "fail"])
 def test_a_module_sees_and_leaves_what_it_would_under_python(argument: str, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
@@ -76,6 +78,7 @@ def test_a_module_sees_and_leaves_what_it_would_under_python(argument: str, tmp_
     assert_same(python(tmp_path, *RUN, *command), python(tmp_path, *command))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "x = (", "__main__"])
 def test_what_cannot_be_run_is_reported_as_by_python(content: str | None, tmp_path: Path) -> None:
     if content == "__main__":  # a folder without one
@@ -87,6 +90,7 @@ def test_what_cannot_be_run_is_reported_as_by_python(content: str | None, tmp_pa
     assert ours.stderr == theirs.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     wrong = python(tmp_path, "-m", "apex_mp", "ran")
     assert wrong.returncode == 2
@@ -102,6 +106,7 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert "argument --era: invalid choice: '2018'" in era.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "option", "hint"),
     [
@@ -123,6 +128,7 @@ def test_what_an_option_would_have_spared_is_one_line_after_the_traceback(
     assert hint not in python(tmp_path, *RUN, option, "script.py").stderr
 
 
+@pytest.mark.slow
 def test_a_child_process_gives_the_hint_too(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys\n"
@@ -136,6 +142,7 @@ def test_a_child_process_gives_the_hint_too(tmp_path: Path) -> None:
     assert result.stderr.count("apex_mp run:") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [("mirror.py",), ("-m", "mirror"), ("-mmirror",)])
 def test_what_stands_behind_the_target_is_the_scripts(
     start: tuple[str, ...], tmp_path: Path
@@ -145,12 +152,14 @@ def test_what_stands_behind_the_target_is_the_scripts(
     assert_same(python(tmp_path, *RUN, *command), python(tmp_path, *command))
 
 
+@pytest.mark.slow
 def test_two_dashes_may_end_our_options(tmp_path: Path) -> None:
     (tmp_path / "-script.py").write_text("import sys; print(sys.argv)")
     result = python(tmp_path, *RUN, "--era=2020", "--", "-script.py", "--", "x")
     assert result.stdout == "['-script.py', '--', 'x']\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("-m",), ("--era", "2020"), ("--force", "--")])
 def test_nothing_to_run_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
     result = python(tmp_path, *RUN, *words)
@@ -158,6 +167,7 @@ def test_nothing_to_run_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
     assert "there is nothing to run; give a script, or -m and a module" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -> None:
     (tmp_path / "apex.py").touch()
     (tmp_path / "script.py").write_text("import apex; print(apex.__doc__)")
@@ -172,6 +182,7 @@ def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -
     assert forced.stdout == "apex, by apex_mp, as of 2020.\n"
 
 
+@pytest.mark.slow
 def test_a_name_of_another_era_is_told_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB")
     result = python(tmp_path, *RUN, "--era", "2019-03", "script.py")
@@ -199,6 +210,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_child_process_sees_apex_and_its_own_sitecustomize_and_waits(tmp_path: Path) -> None:
     (tmp_path / "children.py").write_text(CHILDREN)
     (tmp_path / "site").mkdir()
@@ -260,6 +272,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawned_processes_and_workers_see_apex_and_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "spawned.py").write_text(SPAWNED)
     result = python(tmp_path, *RUN, "--device", "cpu", "spawned.py", str(tmp_path))
@@ -278,6 +291,7 @@ import torch
 """
 
 
+@pytest.mark.slow
 def test_a_launched_script_is_given_the_option_that_it_declares(tmp_path: Path) -> None:
     (tmp_path / "launched.py").write_text("import torch\n" + LAUNCHED)
     start = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"

@@ -18,7 +18,7 @@ from apex_mp.parallel import (
     create_syncbn_process_group,
 )
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 
 WORLD = 2
 

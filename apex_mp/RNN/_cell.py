@@ -229,7 +229,7 @@ class RNNCell(nn.Module):
         return self
 
     def _has_recurrence(self) -> bool:
-        """Tell whether torch runs this cell over a whole sequence."""
+        """Return whether torch runs this cell over a whole sequence."""
         projection_fits = self.cell is LSTMCell and self.output_size < self.hidden_size
         return self.cell in RECURRENCES and (self.w_ho is None or projection_fits)
 
@@ -282,7 +282,7 @@ class RNNCell(nn.Module):
             )
 
     def _is_ours(self) -> bool:
-        """Tell whether the step is one of this package, not of the user."""
+        """Return whether the step is one of this package, not of the user."""
         return self.cell in RECURRENCES
 
     def _compute(

@@ -21,7 +21,7 @@ RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 
 
 def has_old_rnns() -> bool:
-    """Tell whether recurrent layers are those of before PyTorch 1.0: they never are."""
+    """Return whether recurrent layers are those of before PyTorch 1.0: they never are."""
     return False
 
 
@@ -29,7 +29,7 @@ def has_old_rnns() -> bool:
 
 
 def variable_is_tensor() -> bool:
-    """Tell whether Variable and Tensor are one: always."""
+    """Return whether Variable and Tensor are one: always."""
     return True
 
 
@@ -39,12 +39,12 @@ def tensor_is_variable() -> bool:
 
 
 def tensor_is_float_tensor() -> bool:
-    """Tell whether tensors are of type torch.FloatTensor, as before PyTorch 0.4: never."""
+    """Return whether tensors are of type torch.FloatTensor, as before PyTorch 0.4: never."""
     return False
 
 
 def is_tensor_like(x: Any) -> bool:
-    """Tell a tensor from all else."""
+    """Return whether it is a tensor."""
     return isinstance(x, Tensor)
 
 
@@ -67,7 +67,7 @@ def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
 
 
 def is_cuda_enabled() -> bool:
-    """Tell whether torch is built with CUDA."""
+    """Return whether torch is built with CUDA."""
     return torch.version.cuda is not None
 
 
@@ -77,12 +77,12 @@ def get_cuda_version() -> tuple[int, ...]:
 
 
 def is_nested(x: Any) -> bool:
-    """Tell whether it is a list or a tuple."""
+    """Return whether it is a list or a tuple."""
     return isinstance(x, (list, tuple))
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Tell whether it is a floating tensor, or a list or tuple of nothing else."""
+    """Return whether it is a floating tensor, or a list or tuple of nothing else."""
     if is_nested(x):
         return all(is_fp_tensor(item) for item in x)
     return isinstance(x, Tensor) and x.is_floating_point()
@@ -126,7 +126,7 @@ def as_inplace(fns: Iterable[str]) -> Iterable[str]:
 
 
 def has_func(mod: Any, fn: str) -> bool:
-    """Tell whether a module, class or dict has a function of that name."""
+    """Return whether a module, class or dict has a function of that name."""
     return fn in mod if isinstance(mod, dict) else hasattr(mod, fn)
 
 

@@ -41,7 +41,7 @@ class FusedAdam(optimizers.FusedAdam):
             True: under GradScaler float16 gradients are left unscaled, too.
     """
 
-    # fairseq looks for it, to tell this FusedAdam from the one before.
+    # fairseq looks for it, to distinguish this FusedAdam from the one before.
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
 
     def __init__(

@@ -221,5 +221,5 @@ MISSING: dict[str, dict[str, str]] = {
 
 
 def is_package(module: str) -> bool:
-    """Tell whether other modules lie in this one."""
+    """Return whether other modules lie in this one."""
     return any(other.startswith(f"{module}.") for other in MODULES)

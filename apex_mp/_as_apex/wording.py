@@ -1,4 +1,4 @@
-"""How sentences tell a user to have apex another way: in Python, or on a command line."""
+"""How messages say where to set another era: in Python, or on a command line."""
 
 from __future__ import annotations
 

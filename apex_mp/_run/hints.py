@@ -59,7 +59,7 @@ def line_for(error: BaseException, settings: Settings) -> str | None:
     """Return what to say of an error that has ended a script, or None.
 
     Args:
-        error: Of this process, or one that brings the words of another process.
+        error: Of this process, or one with the message of another process.
         settings: What was asked for already.
     """
     said = "".join(traceback.format_exception_only(type(error), error))

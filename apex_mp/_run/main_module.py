@@ -1,4 +1,4 @@
-"""Run a script or a module as `__main__`, so that it cannot tell who has started it."""
+"""Run a script or a module as `__main__`, so that it runs as under `python`."""
 
 from __future__ import annotations
 

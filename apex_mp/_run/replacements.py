@@ -50,7 +50,7 @@ class Replacements:
 
 
 def called_by_torch() -> bool:
-    """Tell whether the caller of a replacement is code of torch or of ours, not of the script.
+    """Return whether the caller of a replacement is code of torch or of ours, not of the script.
 
     A replacement may stand around another, of `--device cpu` around one of `--modernize`: who
     called the outermost is what counts.
@@ -70,7 +70,7 @@ def _module(frame: FrameType) -> str:
 
 
 def to_scripts(value: Any, truth: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that tells torch the truth, and scripts a value."""
+    """Return a function that answers torch itself truly, and scripts with a value."""
     return unless_torch(lambda *_, **__: value, truth)
 
 

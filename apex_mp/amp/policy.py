@@ -38,7 +38,7 @@ _CASTS = {LOW: "to_low", FLOAT: "to_float", PROMOTE: "promote", MATCH: "match_fi
 _NOT_LEFT_TO_TORCH = {
     "__rdiv__",  # computes a reciprocal, which is float32 by the lists
     "__rtruediv__",  # the same
-    "__rpow__",  # calls torch.pow, which is listed too: verbose output would tell of it twice
+    "__rpow__",  # calls torch.pow, which is listed too: verbose output would name it twice
     "norm",  # torch.Tensor's calls torch's
     "binary_cross_entropy",  # the rule for CUDA is an error
 }

@@ -193,7 +193,7 @@ def _casts_inside(function: Any, cast: str) -> bool:
     """Whether what a function calls is cast: it is, if the function leaves the work to others.
 
     C functions do it themselves, and so do torch's in Python, of which a user has said how. Python
-    of the user's calls functions of the lists, and torch's modules bring weights of their own.
+    of the user's calls functions of the lists, and torch's modules have weights of their own.
     """
     if cast == "to_float":
         return False

@@ -1,4 +1,4 @@
-"""One `with scale_loss(...)` block: a scaled loss in, unscaled gradients and a verdict out."""
+"""A `with scale_loss(...)` block: scales the loss, unscales gradients, decides on the overflow."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def scaled_backward(
             guard.scaled_by = None
             guard.scalers.clear()
     announce = announce or _warn
-    verdict = _Verdict(optimizers, guards, scaler, [*earlier.values()], names, announce)
+    decision = _OverflowDecision(optimizers, guards, scaler, [*earlier.values()], names, announce)
     if device is not None:
-        verdict.give_later(unscaling, device)
+        decision.submit(unscaling, device)
     else:
-        verdict.give(unscaling, update_scale=not delay_overflow_check)
+        decision.apply(unscaling, update_scale=not delay_overflow_check)
 
 
 def _common_device(optimizers: Sequence[Any], grads: LossGrads) -> torch.device | None:
@@ -146,7 +146,7 @@ def _looks_at_found_inf(optimizer: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Verdict:
+class _OverflowDecision:
     """Says after a block how the scale goes on, and whether steps are to be skipped."""
 
     optimizers: Sequence[Any]
@@ -156,7 +156,7 @@ class _Verdict:
     names: Callable[[], Mapping[int, str]]
     announce: Callable[[Overflow], None]
 
-    def give(self, found: Unscaling, *, update_scale: bool) -> None:
+    def apply(self, found: Unscaling, *, update_scale: bool) -> None:
         overflowed = bool(found.found_inf)
         for scaler in self.earlier:
             scaler.note_overflow(overflowed)
@@ -174,7 +174,7 @@ class _Verdict:
         if backs_off or any(found.found_in_sums):
             self.announce(overflow)
 
-    def give_later(self, found: Unscaling, device: torch.device) -> None:
+    def submit(self, found: Unscaling, device: torch.device) -> None:
         on_device, found_inf = self.scaler.on(device), found.found_inf.on(device)
         on_device.update(found_inf)
         either = [torch.maximum(found_inf, each.on(device)) for each in found.found_in_sums]

@@ -103,7 +103,7 @@ def _cuda_facts(built: ModuleType, torch: ModuleType) -> Iterator[Fact]:
 
 
 def runs_on(arch: str, built_archs: str) -> bool:
-    """Tell whether code for one of `built_archs` ("8.0 9.0") runs on a GPU of `arch` ("8.6").
+    """Return whether code for one of `built_archs` ("8.0 9.0") runs on a GPU of `arch` ("8.6").
 
     Machine code runs on its own major version, from its minor version onward. PTX would run on
     later ones too, but be compiled there at first use; it is not counted.

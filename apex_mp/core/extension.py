@@ -112,7 +112,7 @@ def _release(version: str) -> str:
 
 
 def is_environment_report() -> bool:
-    """Tell whether `python -m apex_mp` is what imports the package.
+    """Return whether `python -m apex_mp` is what imports the package.
 
     The report must be printed most of all when the extension cannot be loaded, but Python imports
     the package before its `__main__`. While it looks for the module of `-m`, `sys.argv[0]` is "-m".

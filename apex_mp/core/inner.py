@@ -29,7 +29,7 @@ def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
     inner = init_optimizer if init_optimizer is not None else optimizer
     if isinstance(inner, wrapper):
         raise TypeError("FP16_Optimizer: init_optimizer is an FP16_Optimizer; wrap the inner one")
-    # Old code brings optimizers of its own that do not derive from torch's.
+    # Old code has optimizers of its own that do not derive from torch's.
     if not (hasattr(inner, "param_groups") and callable(getattr(inner, "step", None))):
         raise TypeError(
             f"FP16_Optimizer: init_optimizer is a {type(inner).__name__}; it must be an optimizer"

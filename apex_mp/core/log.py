@@ -83,7 +83,7 @@ class PrintHandler(logging.Handler):
 
 
 def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Tell whether the user sees what a handler emits: not in a file, nor in pytest's caplog."""
+    """Return whether the user sees what a handler emits: not in a file, nor in pytest's caplog."""
     if isinstance(handler, (logging.FileHandler, logging.NullHandler)):
         return False
     captures = isinstance(getattr(handler, "stream", None), io.StringIO)

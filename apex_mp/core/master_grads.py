@@ -38,8 +38,8 @@ Scale: TypeAlias = float | Tensor
 class Stage(enum.Enum):
     """What the `.grad` of parameters that are their own masters holds.
 
-    After a step an edit of such a gradient cannot be told from scaled gradients added to it. It is
-    taken for the latter.
+    After a step an edit of such a gradient cannot be distinguished from a scaled gradient that was
+    added to it, and counts as one.
     """
 
     READY = "no tracked gradients: existing ones are scaled"
@@ -151,7 +151,7 @@ class MasterGrads:
             self._fp32_versions.record(self.masters.fp32_params())
 
     def has_new_grads(self) -> bool:
-        """Whether there are gradients that neither `unscale` nor a step has seen."""
+        """Whether there are gradients that neither `unscale` nor a step has read."""
         if self.stage is Stage.STEPPED:
             return self._model_versions.changed(
                 self.masters.model_params()

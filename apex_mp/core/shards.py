@@ -30,7 +30,7 @@ def agree(
     is one collective for each process group that a DTensor is divided over, of a number for each
     parameter and flag; none where no parameter is divided. The host does not wait. All processes
     must call it with the same parameters. Which of these have gradients may differ; norms do not.
-    The first time that parameters are seen, the host waits, and compares them and the loss scale.
+    The first time that parameters are given, the host waits, and compares them and the loss scale.
 
     Args:
         params: All parameters, in the same order in all processes.

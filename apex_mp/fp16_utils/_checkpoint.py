@@ -213,7 +213,7 @@ def _read_inner_state(
 def _in_order(
     inner: Mapping[str, Any], optimizer: Any, groups: Sequence[MasterGroup]
 ) -> Mapping[str, Any]:
-    """Bring groups that fit only in the order of early 2018 into the order of the parameters.
+    """Put groups that fit only in the order of early 2018 into the order of the parameters.
 
     Until July 2018 the masters came first in each group, then the parameters of float32.
     """

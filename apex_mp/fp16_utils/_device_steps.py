@@ -36,7 +36,7 @@ class DeviceSteps:
         self._scale: DeviceScale | None = None
         self._scaler: DynamicLossScaler | None = None  # whose scale that is
         self._synced: dict[str, Any] = {}  # its attributes as they agree with the device
-        # Two, because gradients that have one may be brought to the other.
+        # Two, because gradients that have one may be copied to the other.
         self._copies: list[Tensor] = []
         self._is_stale = True
         self._captured: StepResult | None = None  # A graph takes this step whenever it likes.
@@ -70,7 +70,7 @@ class DeviceSteps:
     def for_step(
         self, scaler: LossScaler | DynamicLossScaler, device: torch.device
     ) -> DeviceScale | None:
-        """Return the scale for a step that brings it up to date; None if it never changes."""
+        """Return the scale for a step that updates it; None if it never changes."""
         if not isinstance(scaler, DynamicLossScaler):
             return None
         self._is_stale = True
@@ -99,7 +99,7 @@ class DeviceSteps:
         return scaler is self._scaler and vars(scaler) == self._synced
 
     def update(self, scaler: LossScaler | DynamicLossScaler, *, skipped: bool) -> None:
-        """Have the scaler take note of a step that has brought the device up to date.
+        """Have the scaler take note of a step that has updated the scale on the device.
 
         What the user has written to the scaler since counts for the steps after it.
         """
@@ -120,7 +120,7 @@ class DeviceSteps:
             self._live(self._scaler, self._scale.device)
 
     def catch_up(self, scaler: LossScaler | DynamicLossScaler) -> None:
-        """Bring the scaler up to date; the host waits."""
+        """Update the scaler; the host waits."""
         readback.wait()
         if self._captured is None or self._scale is None or not self._agrees(scaler):
             return
@@ -152,7 +152,8 @@ class DeviceSteps:
             elif verbose and read(arrived).found_inf:
                 _LOG.warning(
                     "FP16_Optimizer: a gradient overflowed and its step was skipped, which the "
-                    "device told after the optimizer was deleted" + see("results-that-were-lost")
+                    "device reported after the optimizer was deleted"
+                    + see("results-that-were-lost")
                 )
 
         readback.submit_tensor(sent, finish)

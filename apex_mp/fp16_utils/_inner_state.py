@@ -64,19 +64,19 @@ def check(who: str, saved: Any, optimizer: Any) -> None:
 
 
 def has_load_hooks(optimizer: Any) -> bool:
-    """Tell whether hooks of an optimizer may make another state of what it loads."""
+    """Return whether hooks of an optimizer may make another state of what it loads."""
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 def has_known_state(optimizer: Any) -> bool:
-    """Tell whether it is known which state of an optimizer has the parameter's shape."""
+    """Return whether it is known which state of an optimizer has the parameter's shape."""
     return type(optimizer).__module__.startswith(("torch.optim.", "apex_mp.optimizers."))
 
 
 def fits(
     optimizer: Any, states: Mapping[Any, Any], saved_group: Mapping[str, Any], group: Any
 ) -> bool:
-    """Tell whether the shapes in the states of a group are those of its parameters."""
+    """Return whether the shapes in the states of a group are those of its parameters."""
     return _misfit(optimizer, states, saved_group, group) is None
 
 

@@ -67,7 +67,7 @@ class Misuse:
         )
 
     def edits_count(self) -> bool:
-        """Tell whether to make masters' gradients again because the model's were edited."""
+        """Return whether to make masters' gradients again because the model's were edited."""
         edits = self._grads.model_edits()
         if edits is Edits.OF_BOTH and not self._edits_were_lost:
             self._edits_were_lost = True

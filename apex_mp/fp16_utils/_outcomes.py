@@ -68,14 +68,14 @@ class Outcomes(OldNames):
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
-            # From here on _told may be called.
+            # From here on _on_readback may be called.
             self._steps.submit(self._awaited, verbose=self.verbose)
             return
         self._awaited = None
         norms, self._group_norms = self._group_norms, []
         self._take_note(skipped, self._loss_scaler.update_scale, lambda: found, norms)
 
-    def _told(self, outcome: Outcome, result: StepResult) -> None:
+    def _on_readback(self, outcome: Outcome, result: StepResult) -> None:
         """Handle the result of a step that completed asynchronously."""
 
         def locate() -> list[grads.NonFinite]:
@@ -103,7 +103,7 @@ class Outcomes(OldNames):
         locate: Callable[[], list[grads.NonFinite]],
         norms: list[float],
     ) -> None:
-        """Bring scaler and counts up to date, and say what was skipped."""
+        """Update scaler and counts, and log what was skipped."""
         scaler = self._loss_scaler
         scale = scaler.cur_scale
         iteration = scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration

@@ -117,7 +117,7 @@ class Stepping(Outcomes):
         return False, value
 
     def _overflow_now(self) -> bool:
-        self._overflow = None  # An edit, by way of .data too, may have brought in inf or NaN.
+        self._overflow = None  # An edit, by way of .data too, may have written inf or NaN.
         return self.overflow
 
     def _step_legacy(self) -> tuple[bool, Any]:

@@ -132,7 +132,7 @@ class FP16_Optimizer(Checkpoints):
         self._loss_scaler, self._dynamic_args = new_scaler(
             static_loss_scale, dynamic_loss_scale, dynamic_loss_args, self._DYNAMIC_DEFAULTS
         )
-        self._steps = DeviceSteps(self._told)
+        self._steps = DeviceSteps(self._on_readback)
         self.optimizer = inner
         self.verbose = verbose
         self.clip = clip

@@ -30,7 +30,7 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Bring batch norms back to float32, in place, and return the module.
+    """Convert batch norms back to float32, in place, and return the module.
 
     Those without affine parameters stay as they are: cuDNN takes half running statistics there, and
     networks of 2019 relied on it.

@@ -15,7 +15,7 @@ from apex_mp.monitor._report import power
 from apex_mp.monitor.exponents import LARGEST, SMALLEST, SMALLEST_NORMAL
 from apex_mp.monitor.history import History
 
-# Of Okabe and Ito, which people with any colour vision tell apart.
+# Of Okabe and Ito, which people with any colour vision can distinguish.
 _SCALE, _NORM, _SKIPPED, _CLIPPED = "#0072b2", "#009e73", "#d55e00", "#e69f00"
 _INK, _FAINT = "#222222", "#777777"
 _LOOK: Any = {

@@ -1,4 +1,4 @@
-"""What a monitor has seen: the last steps, the last samples of gradients, in memory and as JSON."""
+"""What a monitor has recorded: the last steps and samples of gradients, in memory and as JSON."""
 
 from __future__ import annotations
 

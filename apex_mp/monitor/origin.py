@@ -87,7 +87,7 @@ def find_nonfinite(
 
     Afterwards all is as before, to the bit: gradients, which backward does not touch, buffers, and
     the random numbers of torch, on the CPU and on the GPUs. Attributes that modules change in
-    Python are not put back. Compiled code runs eagerly, so that its modules are seen, and what
+    Python are not put back. Compiled code runs eagerly, so that hooks of its modules run, and what
     only compiled code computes is not. It is slow, and waits for the device after each module.
 
     Args:

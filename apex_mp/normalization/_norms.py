@@ -63,7 +63,7 @@ def rms_norm(
 
 
 def is_shape(value: object) -> bool:
-    """Tell whether this can be a `normalized_shape`."""
+    """Return whether this can be a `normalized_shape`."""
     if isinstance(value, Sequence):
         return all(isinstance(size, numbers.Integral) for size in value)
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -77,7 +77,7 @@ def as_shape(normalized_shape: Shape) -> tuple[int, ...]:
 
 
 def _is_plain(input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002
-    """Tell whether all tensors have one dtype, and nothing is cast."""
+    """Return whether all tensors have one dtype, and nothing is cast."""
     for each in weights:
         if each is not None and each.dtype is not input.dtype:
             return False
@@ -85,7 +85,7 @@ def _is_plain(input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002
 
 
 def _sums_in_half(input: Tensor) -> bool:  # noqa: A002
-    """Tell whether torch's layer norm would add float32 weights' gradients up in half precision."""
+    """Return whether torch's layer norm would add up float32 gradients in half precision."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
     # What is compiled or traced takes torch's operators alone.

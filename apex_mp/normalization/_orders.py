@@ -15,7 +15,8 @@ from apex_mp.normalization._norms import is_shape
 def either_order(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let a function `(input, weight, [bias,] normalized_shape, ...)` take the shape second too.
 
-    What stands second tells: a shape is a number or a sequence of numbers, a weight is a tensor.
+    The type of the second argument decides: a shape is a number or a sequence of numbers, a
+    weight is a tensor.
 
     What it returns raises a TypeError, in a sentence, if a weight is no tensor, or the shape no
     shape, or one is given twice.

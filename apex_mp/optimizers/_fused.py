@@ -51,7 +51,7 @@ class FusedOptimizer(SavedOptimizer):
 
     # Its arithmetic: `kName` of one of csrc/math/rules.h.
     _rule: str
-    # Whether groups are clipped by the norm of all, also if nobody asks for that.
+    # Whether groups are clipped by the norm of all, also where the caller does not ask for that.
     _clips_by_global_norm = False
     # Whether each element is stepped by itself, so that parts of tensors can be.
     _steps_parts = True
@@ -184,7 +184,7 @@ class FusedOptimizer(SavedOptimizer):
         if outcome.found_inf:
             self._take_back(before)
         elif outcome.is_known or not (request.check or found_inf is not None):
-            self._settle(plan.without_grad)
+            self._after_step(plan.without_grad)
         if outcome.is_known or not request.check:
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
@@ -197,8 +197,8 @@ class FusedOptimizer(SavedOptimizer):
         for number, index in written:
             state = self.state[self.param_groups[number]["params"][index]]
             tensors.local_part(state[MASTER]).zero_()
-        if not self.__dict__.get("_has_told_of_writes"):
-            self._has_told_of_writes = True
+        if not self.__dict__.get("_has_warned_of_writes"):
+            self._has_warned_of_writes = True
             number, index = written[0]
             more = f" and {len(written) - 1} more parameters" if len(written) > 1 else ""
             warn(
@@ -293,7 +293,7 @@ class FusedOptimizer(SavedOptimizer):
         state = self.state[param] = self._state_layout.completed(before[param] or {}, param, group)
         return state
 
-    def _settle(self, without_grad: list[tuple[int, int]]) -> None:
+    def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
         """Called after a step of which the host knows that it was taken.
 
         Args:

@@ -127,7 +127,7 @@ class FusedSGD(FusedOptimizer):
 
     # A step of which the host has yet to hear may not have been taken. A buffer of zeros then does
     # as well as none, but for dampening, which spares a parameter's first gradient: so that a
-    # device can tell which is the first, the state has a flag beside such a buffer.
+    # device knows which is the first, the state has a flag beside such a buffer.
 
     def _make_state(self, before: Before, number: int, index: int) -> dict[str, Any]:
         state = super()._make_state(before, number, index)
@@ -137,7 +137,7 @@ class FusedSGD(FusedOptimizer):
             state[IS_FRESH] = torch.ones((), device=param.device)
         return state
 
-    def _settle(self, without_grad: list[tuple[int, int]]) -> None:
+    def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
         if not any(group["dampening"] for group in self.param_groups):
             return
         for number, group in enumerate(self.param_groups):

@@ -116,7 +116,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 "give it by name"
             )
         factor = _one_factor(gradient_predivide_factor, gradient_average_split_factor)
-        _tell_what_has_no_effect(
+        _log_what_has_no_effect(
             allreduce_trigger_params=allreduce_trigger_params is not None,
             num_allreduce_streams=num_allreduce_streams != 1,
             allreduce_communicators=bool(allreduce_communicators),
@@ -306,7 +306,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
     def _leaves_gradients(self) -> bool:
-        """Tell whether the backward under way adds to gradients of parameters."""
+        """Return whether the backward under way adds to gradients of parameters."""
         try:
             return any(map(torch._C._will_engine_execute_node, self._nodes))
         except RuntimeError:  # torch.autograd.grad of parameters.
@@ -339,7 +339,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 def _note_gradient(model: weakref.ref[DistributedDataParallel], _: Tensor) -> None:
     """See a gradient come in before the graph is known.
 
-    What counts is the end of the outermost backward, of which the output tells. Where no tensor was
+    What counts is the end of the outermost backward, which the output shows. Where no tensor was
     found in that, this is taken for the outermost.
     """
     self = model()
@@ -365,7 +365,7 @@ def _one_factor(factor: float, old_name: float | None) -> float:
     return factor
 
 
-def _tell_what_has_no_effect(**given: bool) -> None:
+def _log_what_has_no_effect(**given: bool) -> None:
     for name, is_given in given.items():
         if is_given:
             why = _WITHOUT_EFFECT[name] + see("arguments-without-effect")

@@ -117,7 +117,7 @@ def convert_syncbn_model(
 
 
 def needs_torchs_check(module: torch.nn.Module) -> bool:
-    """Tell whether a model has a batch norm that torch alone can synchronise, on GPUs only."""
+    """Return whether a model has a batch norm that torch alone can synchronise, on GPUs only."""
     return any(
         isinstance(layer, torch.nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm)
         for layer in module.modules()

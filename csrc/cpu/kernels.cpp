@@ -1,4 +1,4 @@
-// Which table of CPU kernels this process uses: the best the processor has, unless told otherwise.
+// Which table of CPU kernels this process uses: the best the processor has, or the one asked for.
 #include "cpu/kernels.h"
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Passes over all groups, each one parallel region: the gradients alone, if somebody asks for their
+// Passes over all groups, each one parallel region: the gradients alone, if the task asks for their
 // norm or whether they are finite; then everything. Between the two, if the rule asks for the norms
 // of parameters and updates, a pass that reads everything and writes nothing.
 #include "cpu/step.h"
@@ -80,7 +80,7 @@ void find_norms(const Task& task, Workspace& work) {
   }
 }
 
-// What becomes of each group's gradients; sums that nobody asked for are 0.
+// What becomes of each group's gradients; sums that were not asked for are 0.
 void decide(const Task& task, Workspace& work) {
   math::SumSq all = {0.0, 0.0};
   for (const math::SumSq& sum : work.sums) {
@@ -116,8 +116,8 @@ template <typename Rule>
 constexpr bool kHasNorms = Rule::kNorm >= 0 || Rule::kRatio >= 0;
 
 // Finds the factors of every row: those of the row before if it is in the same group and has the
-// same numbers, because powers are expensive. If it `advances`, it brings the numbers of the state
-// up to date too.
+// same numbers, because powers are expensive. If it `advances`, it updates the numbers of the
+// state, too.
 template <typename Rule, bool advances = true>
 void prepare(const Task& task, Workspace& work) {
   auto& factors = std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);

@@ -10,8 +10,8 @@
 
 namespace apex_mp::cpu {
 
-// Room that one step leaves to the next: to get it from the system and to give it back costs a
-// small model more than its step.
+// Memory that one step leaves to the next: to allocate and to free it costs a small model more than
+// its step.
 struct Workspace {
   std::vector<Chunk> chunks;
   std::vector<CheckResult> results;      // of each chunk

@@ -19,7 +19,7 @@ namespace apex_mp::cpu {
 constexpr int64_t kChunkSize = 16384;
 
 // A thread takes about so many elements at a time, and a further one is woken for so many: to wait
-// for it at the end costs more than it brings, above all where cores are busy with other programs.
+// for it at the end costs more than it saves, above all where cores are busy with other programs.
 constexpr int64_t kElementsAtATime = 32768;
 constexpr int64_t kElementsPerThread = 2 * kElementsAtATime;
 // To begin a chunk, whose memory lies somewhere else, takes as long as so many elements.

@@ -197,7 +197,7 @@ struct StateRounding {
   uint32_t first;
 };
 
-// Brings state in bfloat16 to what store() then stores as it is.
+// Rounds state in bfloat16 to numbers that store() stores unchanged.
 template <typename Rule, typename opmath_t, int kWidth, int kCount>
 __device__ void round_state(opmath_t (&tensors)[Rule::kTensors][kWidth * kCount],
                             const StateRounding& how, int index, Span<kWidth, kCount> span) {

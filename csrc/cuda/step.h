@@ -63,7 +63,7 @@ class StepTable {
   // Whether groups in device memory are those of the task, after what has been launched.
   bool knows_groups(const step::Task& task) const;
 
-  // Brings groups in device memory up to date: between replays of a graph. Not under capture.
+  // Updates groups in device memory: between replays of a graph. Not under capture.
   void refresh_groups(const step::Task& task, void* memory, cudaStream_t stream);
 
   // Launches the step. The table must fit the task.

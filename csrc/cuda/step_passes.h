@@ -8,7 +8,7 @@
 
 namespace apex_mp::cuda {
 
-// What pass 1 decides on after it has seen the gradients; the same for all its launches.
+// What pass 1 decides on after it has read the gradients; the same for all its launches.
 struct StepDecision {
   bool check;  // inf and NaN in gradients stop the step
   bool sums;   // sums of squares are wanted
@@ -40,7 +40,7 @@ struct alignas(16) StepCheck {
 };
 
 // What may differ from step to step is carried by value: options of groups, then addresses of
-// gradients, as many as there is room for.
+// gradients, as many as fit.
 template <int kBytes>
 struct CarryingCheck : StepCheck {
   alignas(16) char carried[kBytes];  // Not in the padding of StepCheck.
@@ -49,7 +49,7 @@ using FullCheck = CarryingCheck<kTableBytes>;
 using FewCheck = CarryingCheck<kFewTableBytes>;
 static_assert(sizeof(FullCheck) == sizeof(StepCheck) + kTableBytes);  // Nothing lies between.
 
-inline int32_t room_for_rows(int32_t groups) {
+inline int32_t rows_that_fit(int32_t groups) {
   return static_cast<int32_t>((kTableBytes - groups * sizeof(step::Group)) / sizeof(void*));
 }
 

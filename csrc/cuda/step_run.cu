@@ -94,7 +94,7 @@ void for_each_check(const std::vector<int32_t>& first_chunk, const StepChunk* ch
   check.first_chunk = 0;
   do {
     check.first_row = counts.rows == 0 ? 0 : chunks[check.first_chunk].row;
-    const int32_t end_row = std::min(counts.rows, check.first_row + room_for_rows(check.groups));
+    const int32_t end_row = std::min(counts.rows, check.first_row + rows_that_fit(check.groups));
     check.chunks = static_cast<int32_t>(
         std::min<int64_t>(first_chunk[end_row] - check.first_chunk, kMaxBlocks));
     const int32_t end_chunk = check.first_chunk + check.chunks;
@@ -148,7 +148,8 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
   if (!run.captured) {
     changed = changed_groups(groups_, task.groups);
     remember(task.groups);
-    if (changed.count * sizeof(step::Group) > kTableBytes / 2) {  // No room beside gradients.
+    if (changed.count * sizeof(step::Group) >
+        kTableBytes / 2) {  // It does not fit beside gradients.
       upload_groups(run.memory, stream);
       changed = {0, 0};
     }

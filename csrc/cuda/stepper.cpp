@@ -115,7 +115,7 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
   const bool fits = impl_->fits(task);
   StepRun run;
   run.loss_scale = loss_scale;
-  run.norms = task.check;  // They cost nothing then, and tell which rows are not finite.
+  run.norms = task.check;  // They cost nothing then, and say which rows are not finite.
   run.captured = is_capturing();
   if (run.captured && !once) {
     TORCH_CHECK(!wait, task.caller,

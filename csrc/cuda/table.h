@@ -30,7 +30,7 @@ constexpr ChunkLimits kSumLimits = {kLargestChunk, kLargestChunk, 0};
 static_assert((kLargestChunk & (kLargestChunk - 1)) == 0);
 static_assert(kLargestChunk >= kSmallestChunk && kSmallestChunk % 16 == 0);
 
-// Room for a few tensors. What a launch takes to bring arguments to the device grows with them.
+// A few tensors. The time to copy the arguments of a launch to the device grows with their size.
 constexpr int kFewTableBytes = 3600;
 
 // A kernel may take 32,764 bytes of arguments since CUDA 12.1, before that 4,096. The numbers and

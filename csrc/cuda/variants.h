@@ -1,5 +1,5 @@
-// What only a GPU can tell to be best. A build chooses otherwise by macros, so that benchmarks may
-// compare: NVCC_APPEND_FLAGS=-DAPEX_MP_VECTORS=1. All are read by nvcc alone, in .cu files.
+// What only measurements on a GPU decide. A build chooses otherwise by macros, so that benchmarks
+// may compare: NVCC_APPEND_FLAGS=-DAPEX_MP_VECTORS=1. All are read by nvcc alone, in .cu files.
 #pragma once
 
 // The most numbers that one block takes: a power of two, at least 2048.
@@ -24,7 +24,7 @@
 #define APEX_MP_BLOCKS 4
 #endif
 
-// Whether pass 2 of the fused step streams parameters and moments, so that they make room in the
+// Whether pass 2 of the fused step streams parameters and moments, so that they leave space in the
 // second-level cache for gradients, which pass 1 has just read: 0 or 1.
 #ifndef APEX_MP_STREAM_STATE
 #define APEX_MP_STREAM_STATE 1

@@ -76,7 +76,7 @@ struct Raw {
 enum class Cache { kKept, kStreamed };
 
 // An address that a kernel finds in memory may be of shared or local memory, for all that the
-// compiler knows. This tells it that it is of global memory.
+// compiler knows. This says that it is of global memory.
 template <typename T>
 __device__ T* global(T* address) {
   __builtin_assume(__isGlobal(address));

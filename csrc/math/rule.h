@@ -25,7 +25,7 @@
 //                       for a ratio that is not known yet; changes `tensors` as update() does
 //   update()            steps one number: parameter, tensors of state. opmath_t is float, double,
 //   or a
-//                       register of numbers that brings operators and sqrt with it
+//                       register of numbers with operators and sqrt
 //   advance()           a number of state after the step
 #pragma once
 

@@ -27,7 +27,7 @@ namespace apex_mp::math {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kExactFrom = 0x37800000u;  // the bits of 2**-16
 
-// A zero that somebody has written beside a negative remainder stays a zero.
+// A zero that the user has written beside a negative remainder stays a zero.
 template <typename number_t, typename bits_t>
 APEX_MP_MATH number_t join_bfloat16(number_t weight, bits_t remainder) {
   const bits_t bits = bits_of(weight);

@@ -23,7 +23,7 @@ struct LossScaleState {
   int overflows;   // since the last backing off or growth
 };
 
-// Returns the state of the next step. Whoever sees found_inf skips this one.
+// Returns the state of the next step. Callers skip this step if `found_inf`.
 // Products are doubles rounded to float once, as in Python and GradScaler: equal to the bit. A
 // bound stops the scale and never pushes it.
 APEX_MP_MATH LossScaleState update_scale(LossScaleState state, bool found_inf,

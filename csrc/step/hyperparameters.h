@@ -25,7 +25,7 @@ struct GroupOptions {
 // Numbers for a step on one device.
 class NumberReader {
  public:
-  // `caller` is the optimizer's name. `kept` keeps numbers alive that had to be brought to the
+  // `caller` is the optimizer's name. `kept` keeps numbers alive that had to be copied to the
   // device.
   NumberReader(const std::string& caller, const at::Device& device, std::deque<at::Tensor>& kept)
       : caller_(caller), device_(device), kept_(kept) {}

@@ -43,9 +43,9 @@ struct Given {
   }
 };
 
-// Owns no tensor. Between steps it keeps the order of the state, and empty lists with room. What a
-// step uses it has read in that step from the objects that Python has now; so nothing is to be
-// invalidated when a tensor is replaced, moved, reshaped or reloaded.
+// Owns no tensor. Between steps it keeps the order of the state, and empty lists with their
+// capacity. What a step uses it has read in that step from the objects that Python has now; so
+// nothing is to be invalidated when a tensor is replaced, moved, reshaped or reloaded.
 class Plan {
  public:
   // `rule` is the kName of one of math/rules.h, `caller` the optimizer's name in messages, and
@@ -63,7 +63,7 @@ class Plan {
   // Takes the step that was read; but does nothing if `found_inf` (None, or one number) is not 0,
   // or if it is to look for inf and NaN and finds any. `norms` is None, or for each group None or
   // the norm of its gradients as they lie. `loss_scale`, if there is no `found_inf`, or nullptr, is
-  // brought up to date. The outcome is known if the host is to `wait` for it, and always on the
+  // updated. The outcome is known if the host is to `wait` for it, and always on the
   // CPU.
   Outcome run(const pybind11::object& norms, const pybind11::object& found_inf, bool check,
               bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait);

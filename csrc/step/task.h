@@ -50,7 +50,7 @@ struct Group {
   Number norm;
 };
 
-// A dynamic loss scale in the device's memory, which the step brings up to date. What gradients are
+// A dynamic loss scale in the device's memory, which the step updates. What gradients are
 // divided by is Task::scale, and is read before.
 struct LossScale {
   float* scale = nullptr;  // nullptr: there is none

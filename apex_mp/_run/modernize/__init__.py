@@ -7,6 +7,6 @@ from apex_mp._run.replacements import Replacements
 
 
 def supply(replacements: Replacements) -> None:
-    """Bring back in this process what scripts of 2018-2019 rely on."""
+    """Restore in this process what scripts of 2018-2019 rely on."""
     for module in (names, packages, torch_functions, division, masks, training):
         module.supply(replacements)

@@ -21,7 +21,7 @@ _VIEW = "view size is not compatible"
 
 
 def supply(replacements: Replacements) -> None:
-    """Bring back torch._six, reading pickles, full, view and the iterator's next."""
+    """Restore torch._six, reading pickles, full, view and the iterator's next."""
     _supply_six(replacements)
     replacements.set(torch, "load", _load(torch.load))
     replacements.set(torch, "full", _full(torch.full))

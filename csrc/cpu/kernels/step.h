@@ -29,7 +29,7 @@ inline void close_param(const opmath_t* tile, const StepChunk& chunk, int64_t be
   if (chunk.copy.data != nullptr) convert_out(tile, copy, chunk.copy.dtype, count);
 }
 
-// Brings a tile of state, if that is in bfloat16, to what close() then stores as it is.
+// Rounds a tile of state, if that is in bfloat16, to numbers that close() stores unchanged.
 template <typename opmath_t>
 inline void round_tile(opmath_t* tile, const StepChunk& chunk, int which, int64_t begin,
                        int64_t count) {

@@ -1,5 +1,5 @@
-// Tiles: a few hundred numbers of any dtype, brought to the type of the formulas and back. Part of
-// kernels_impl.h.
+// Tiles: a few hundred numbers of any dtype, converted to the type of the formulas and back. Part
+// of kernels_impl.h.
 
 constexpr int64_t kTile = 512;
 
@@ -90,7 +90,7 @@ inline const opmath_t* read(In array, int64_t begin, int64_t count, opmath_t* bu
   return buffer;
 }
 
-// A tile to fill, or (open) to change; close() brings a buffer back to memory.
+// A tile to fill, or (open) to change; close() writes a buffer back to memory.
 template <typename opmath_t>
 inline opmath_t* place(Out array, int64_t begin, opmath_t* buffer) {
   if (array.dtype != kMathType<opmath_t>) return buffer;
