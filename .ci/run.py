@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 EACH_TIME: tuple[str, ...] = ()
 NIGHTLY_ONLY = None
 TRAINER_PAGES = ("docs/trainers.md", "examples/trainers")
-OPERATORS = ("csrc", "tests/op_cases.py", "tests/test_operators.py")
+OPERATORS = ("csrc", "tests/op_cases.py", "tests/operators/test_operators.py")
 SHORT = ("PYTEST_ARGS=--short",)
 NOT_SLOW = ("PYTEST_ARGS=-m 'not slow'",)
 

@@ -50,7 +50,7 @@ class Bug(Change):
         return [*command, str(ROOT / where), *(["-k", names] if names else [])]
 
 
-STEPS = "tests/test_cuda_steps.py"
+STEPS = "tests/optimizers/test_cuda_steps.py"
 BUGS = {
     "the-host-waits": Bug(
         "csrc/cuda/stepper.cpp",
@@ -71,7 +71,8 @@ BUGS = {
         "csrc/cuda/step_update.cu",
         "  __syncthreads();\n  PartOf<Rule> part = part_of<Rule>(row,",
         "  PartOf<Rule> part = part_of<Rule>(row,",
-        "tests/test_fused_adam_equivalence.py -k 300_steps_equal_those_of_torch_in_float64",
+        "tests/optimizers/test_fused_adam_equivalence.py"
+        " -k 300_steps_equal_those_of_torch_in_float64",
         r"Tensor-likes are not close",
     ),
     "the-count-of-blocks-is-not-reset": Bug(
@@ -85,7 +86,7 @@ BUGS = {
         "csrc/cuda/table.h",
         "static_cast<int8_t>(head_of(row))",
         "static_cast<int8_t>(0 * head_of(row))",
-        "tests/test_operators.py::test_unscale_multiplies_and_rounds_once -k off",
+        "tests/operators/test_operators.py::test_unscale_multiplies_and_rounds_once -k off",
         r"misaligned address",
     ),
 }

@@ -16,7 +16,7 @@ from benchmarks.gpu_machine import PREPARED, ROOT, Facts, find_tool
 ERROR_EXIT_CODE = 99
 SHOWN = 20  # failures and lines that are kept
 
-STEPS = ["tests/test_cuda_steps.py"]
+STEPS = ["tests/optimizers/test_cuda_steps.py"]
 FUSED = ("fused_*", "fp16_optimizer_*", "step_*", "device_scale", "unscaled_grads", "grad_versions")
 
 
@@ -43,7 +43,7 @@ class Stage:
 def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stage]:
     """Return the table. Part 1 and part 2 take nine minutes each at most."""
     python = [sys.executable]
-    fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"test_{name}.py"))]
+    fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
     rest = [f"--ignore={path}" for path in STEPS + fused]
     on = f"--device={device}"
     step = [*python, "-m", "benchmarks.step", f"--results={results}", "--device"]

@@ -26,8 +26,8 @@ def main(out: Path) -> int:
         "grad_scaler_skips_overflows_and_no_other_step",
         "each_group_is_clipped_by_the_norm_that_counts",
     )
-    tests = [*PLAN[:2], *(f"tests/test_fused_{name}.py" for name in rules)]
-    tests += [f"tests/test_fused_rules.py::test_{name}" for name in of_each]
+    tests = [*PLAN[:2], *(f"tests/optimizers/test_fused_{name}.py" for name in rules)]
+    tests += [f"tests/optimizers/test_fused_rules.py::test_{name}" for name in of_each]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):
         status, output = run(library, net, ["-q"])

@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import reference
 import torch
+from tolerances import assert_same_bits
 from torch import Tensor
 
 TILE = 512  # kTile of csrc/cpu/kernels_impl.h: what is converted at once
@@ -142,6 +144,13 @@ def assert_guards_intact(tensors: Sequence[Tensor]) -> None:
         around = torch.cat([storage[:begin], storage[end:]])
         assert len(around) >= 2 * GUARD
         assert (around == SENTINEL).all(), "an operator wrote outside of its tensor"
+
+
+def assert_is_axpby(call: Arguments) -> None:
+    a, b = call["a"].item(), call["b"].item()
+    for x, y, out in zip(call["x"], call["y"], call["out"], strict=True):
+        assert_same_bits(out, reference.axpby(x, y, a, b, out))
+    assert call["found_inf"].item() == 0
 
 
 def fill_positive(tensor: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from pathlib import Path
 from builder import CXX, ROOT, Library
 
 INSIDE = Path(__file__).resolve().parent / "inside"
-OPERATORS = ("tests/test_operators.py", f"{INSIDE}/test_chunk_edges.py")
+OPERATORS = ("tests/operators/test_operators.py", f"{INSIDE}/test_chunk_edges.py")
 STEP = tuple(f"{INSIDE}/test_step{name}.py" for name in ("", "_decisions", "_table"))
 AROUND_OPERATORS = (
-    "tests/test_operator_errors.py",
-    "tests/test_operator_autograd.py",
-    "tests/test_conversions.py",
+    "tests/operators/test_operator_errors.py",
+    "tests/operators/test_operator_autograd.py",
+    "tests/operators/test_conversions.py",
     f"{INSIDE}/test_large.py",
     f"{INSIDE}/test_step_large.py",
 )
@@ -26,33 +26,36 @@ PLAN = (
     f"{INSIDE}/test_stepper.py",
     f"{INSIDE}/test_unwaited_steps.py",
     *(
-        f"tests/test_fused_adam_{name}.py"
+        f"tests/optimizers/test_fused_adam_{name}.py"
         for name in ("equivalence", "errors", "grad_scaler", "in_a_loop", "legacy_call", "state")
     ),
-    *(f"tests/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
-    *(f"tests/test_fused_{name}.py" for name in ("adagrad", "lamb", "novograd", "rules")),
+    *(f"tests/optimizers/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
     *(
-        f"tests/test_{name}.py"
-        for name in ("narrow_moments", "split_masters", "stochastic_rounding")
+        f"tests/optimizers/test_{name}.py"
+        for name in (
+            *("fused_adagrad", "fused_lamb", "fused_novograd", "fused_rules"),
+            *("narrow_moments", "split_masters", "stochastic_rounding"),
+            *("step_loss_scale", "step_plan_fp16", "step_plan_params"),
+        )
     ),
-    "tests/test_unscaled_grads.py",
+    "tests/operators/test_step_lists.py",
+    "tests/optimizers/test_unscaled_grads.py",
     *(
-        f"tests/test_fp16_optimizer_{name}.py"
+        f"tests/fp16_utils/test_fp16_optimizer_{name}.py"
         for name in ("accumulation", "clipping", "closures", "legacy", "masters", "overflow")
     ),
-    *(f"tests/test_step_{name}.py" for name in ("lists", "loss_scale", "plan_fp16", "plan_params")),
 )
 # What an ordinary test asks of the CPU and not of CUDA: that the host knows found_inf, and that
 # the profiler sees passes by their names. And 2**32 numbers, which are too many here.
 NOT_FOR_CUDA = (
-    "tests/test_split_masters.py::test_each_float32_is_kept",
-    "tests/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
-    "tests/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
-    "tests/test_fused_rules.py::test_a_first_step_that_is_skipped_leaves_no_state",
-    "tests/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",
-    "tests/test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
-    "tests/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
-    "tests/test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",
+    "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
+    "tests/optimizers/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
+    "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
+    "tests/optimizers/test_fused_rules.py::test_a_first_step_that_is_skipped_leaves_no_state",
+    "tests/optimizers/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",
+    "tests/optimizers/test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
+    "tests/fp16_utils/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
+    "tests/fp16_utils/test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from builder import CSRC
 from nets import INSIDE, NETS, Net
 
-TESTS = "tests/test_operators.py"
+TESTS = "tests/operators/test_operators.py"
 EDGES = f"{INSIDE}/test_chunk_edges.py"
 LARGE = f"{INSIDE}/test_large.py"
 

@@ -6,17 +6,17 @@ from nets import INSIDE
 from planted_bugs import WRONG_BITS, PlantedBug
 
 STEPPER = f"{INSIDE}/test_stepper.py"
-UNSCALED = "tests/test_unscaled_grads.py"
+UNSCALED = "tests/optimizers/test_unscaled_grads.py"
 UNWAITED = f"{INSIDE}/test_unwaited_steps.py"
-LAMB = "tests/test_fused_lamb.py"
+LAMB = "tests/optimizers/test_fused_lamb.py"
 RATIOS = f"{LAMB}::test_each_tensor_has_its_own_ratio"
 NET = "plan, forward"
 NOT_NEAR = r"assert \S+ == \S+ ± "
 NOT_REFUSED = "Failed: DID NOT RAISE"
 FREED = r"AddressSanitizer: heap-use-after-free"
 
-SPLIT = "tests/test_split_masters.py"
-ROUNDING = "tests/test_stochastic_rounding.py"
+SPLIT = "tests/optimizers/test_split_masters.py"
+ROUNDING = "tests/optimizers/test_stochastic_rounding.py"
 SAME_BITS = f"{ROUNDING}::test_random_bits_are_those_of_the_hash"
 APART = f"{ROUNDING}::test_no_two_roundings_have_to_do_with_each_other"
 
@@ -185,7 +185,7 @@ PLANTED_PLAN_BUGS = {
         "cuda/stepper.cpp",
         "  run.loss_scale = loss_scale;\n",
         "",
-        "tests/test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host",
+        "tests/optimizers/test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host",
         r"assert scale\.read\(\) == rule",
         net=NET,
     ),
@@ -193,7 +193,7 @@ PLANTED_PLAN_BUGS = {
         "step/plan.cpp",
         "  task_.found_inf = nullptr;\n",
         "",
-        "tests/test_fused_adam_grad_scaler.py",
+        "tests/optimizers/test_fused_adam_grad_scaler.py",
         r"assert not torch\.equal\(param, before\)",
         net=NET,
     ),

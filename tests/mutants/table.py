@@ -12,7 +12,7 @@ class Mutant(NamedTuple):
         file: Under apex_mp/.
         before: Text that the file holds once, with lines around it where needed.
         after: What the mutant has instead.
-        tests: File under tests/, without "test_" and ".py".
+        tests: File in a folder of tests/, without "test_" and ".py".
     """
 
     file: str

@@ -28,7 +28,7 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += [f"--rootdir={TESTS.parent}", f"-c={TESTS.parent / 'pyproject.toml'}"]
     done = subprocess.run(
-        [*command, "-m", "not slow", TESTS / f"test_{mutant.tests}.py"],
+        [*command, "-m", "not slow", *TESTS.glob(f"*/test_{mutant.tests}.py")],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

@@ -13,10 +13,10 @@ from op_cases import (
     Arguments,
     Dtypes,
     ListCase,
+    assert_is_axpby,
     fill_small_integers,
     tensors_of,
 )
-from test_operators import assert_is_axpby
 from tolerances import assert_same_bits
 from torch import Tensor
 

@@ -1,0 +1,89 @@
+"""benchmarks.amp measures what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from apex_mp.amp import _current
+from benchmarks import amp as benchmark
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "amp-cpu.json"
+CACHING_RESULTS = ROOT / "benchmarks" / "results" / "amp-caching-cpu.json"
+
+pytestmark = [
+    pytest.mark.any_torch,
+    pytest.mark.cpu_only,
+    pytest.mark.usefixtures("amp_off"),
+]
+
+# What each way computes a linear layer in.
+COMPUTED_IN = {
+    "fp32": torch.float32,
+    "NoOpHandle": torch.float32,
+    "torch.autocast": torch.bfloat16,
+    "amp.init": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize(("way", "dtype"), COMPUTED_IN.items())
+def test_each_way_computes_in_its_precision(way, dtype):
+    assert [*benchmark.contexts(torch.bfloat16, "cpu")] == [*COMPUTED_IN]
+    with benchmark.contexts(torch.bfloat16, "cpu")[way]():
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+
+
+@pytest.mark.slow
+def test_a_run_times_every_model_in_every_way_and_writes_it(tmp_path, capsys):
+    path = tmp_path / "amp.json"
+    results = benchmark.main(
+        ["--device=cpu", "--dtypes", "bf16", "--rounds=1", "--save-results", str(path)]
+    )
+    assert json.loads(path.read_text()) == results
+    assert [row["model"] for row in results["rows"]] == [w.name for w in benchmark.WORKLOADS]
+    for row in results["rows"]:
+        # On a processor without AVX-512 oneDNN has no bf16 LSTM, so torch.autocast may have none.
+        may_fail = {"torch.autocast"} if row["model"] == "LSTM" else set()
+        assert set(row["failures"]) <= may_fail
+        assert set(row["ms"]) == set(COMPUTED_IN) - set(row["failures"])
+        assert all(ms > 0 for ms in row["ms"].values())
+        expected = None
+        if not row["failures"]:
+            expected = pytest.approx(row["ms"]["amp.init"] / row["ms"]["torch.autocast"])
+        assert row["ratio"]["amp.init / torch.autocast"] == expected
+    assert benchmark.table(results) in capsys.readouterr().out
+    assert _current.handle is None
+
+
+def test_a_way_that_fails_is_said_to_fail():
+    results = json.loads(RESULTS.read_text())
+    (lstm,) = [r for r in results["rows"] if r["dtype"] == "fp16" and r["model"] == "LSTM"]
+    assert "torch.autocast" in lstm["failures"]
+    assert "| fp16 | LSTM |" in benchmark.table(results)
+    assert "| fails |" in benchmark.table(results)
+
+
+def test_the_published_costs_are_within_five_percent_of_autocast():
+    rows = json.loads(RESULTS.read_text())["rows"]
+    ratios = [
+        row["ratio"]["amp.init / torch.autocast"]
+        for row in rows
+        if row["model"] in ("MLP", "ResNet block")
+    ]
+    assert len(ratios) == 4
+    assert max(ratios) <= 1.05
+    assert all(0.97 <= row["ratio"]["NoOpHandle / fp32"] <= 1.03 for row in rows)
+
+
+CELL = "cell in a loop, batch of 1"
+
+
+def test_keeping_casts_pays_where_a_weight_is_used_again():
+    rows = json.loads(CACHING_RESULTS.read_text())["rows"]
+    ratios = [r["ratio"]["amp.init / enable_caching=False"] for r in rows if r["model"] == CELL]
+    assert len(ratios) == 2
+    assert max(ratios) < 0.9

@@ -1,0 +1,119 @@
+"""docs/data.md shows all results, made anew for the site; what other pages quote is in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import activation_report, monitor, published
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# CI reads the first; pages of recipes show the others.
+SHOWN_ELSEWHERE = {"nightly.json", "digits-cpu.json", "rl-fp16-cpu.json"}
+
+
+def test_every_file_of_results_has_its_place_on_the_page() -> None:
+    page = (DOCS / "data.md").read_text()
+    named = re.findall(r"^<!-- output of python -m benchmarks.published (\S+) -->$", page, re.M)
+    files = {path.name for path in published.RESULTS.glob("*.json")} - SHOWN_ELSEWHERE
+    assert {*named} == files == {*published.PAGES}
+
+
+@pytest.mark.parametrize("name", published.PAGES)
+def test_what_is_shown_is_a_table(name: str) -> None:
+    assert re.search(r"^\|.*\|\n\|[ :|-]+\|\n\|.*\d.*\|$", published.text(name), re.M)
+
+
+def results(name: str) -> Any:
+    return json.loads((published.RESULTS / name).read_text())
+
+
+def page(name: str) -> str:
+    return " ".join((DOCS / name).read_text().split())
+
+
+def test_the_page_of_speed_quotes_the_many_small_tensors() -> None:
+    (small,) = [w for w in results("step-cpu.json")["workloads"] if w["workload"] == "2000 x 64"]
+    ms = {row["case"]: row["ms"] for row in small["rows"]}
+    said = (
+        f"A float32 step of ours takes {ms['ours fp32']:.1f} ms there with cold caches, the "
+        f"fastest other {ms['DeepSpeed CPUAdam']:.1f} ms; float16 {ms['ours fp16']:.1f} and "
+        f"{ms['plain torch fp16, foreach']:.1f} ms"
+    )
+    assert said in page("speed.md")
+
+
+def test_the_page_of_memory_quotes_the_times_of_split_masters() -> None:
+    rows = [row for w in results("step-modes-cpu.json")["workloads"] for row in w["rows"]]
+
+    def times(*kinds: str, stochastic: bool) -> str:
+        found = [
+            row["times_ours"]
+            for row in rows
+            if row["case"].startswith(kinds) and ("stochastic" in row["case"]) == stochastic
+        ]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    bf16, fp16 = "ours bf16, split", "ours fp16, split"
+    said = (
+        f"a bfloat16 step with split masters takes {times(bf16, stochastic=False)} of the time "
+        f"with float32 masters, a float16 step {times(fp16, stochastic=False)}, with stochastic "
+        f"rounding {times(bf16, fp16, stochastic=True)} ("
+    )
+    assert said in page("memory.md")
+
+
+def test_the_page_of_memory_quotes_batches_and_shares() -> None:
+    bert, resnet = (activations_of(model) for model in results("activations-cpu.json")["models"])
+    text = page("memory.md")
+    assert f"{bert['fp32']} in float32, {bert['fp16, FP16_Optimizer']} in float16, " in text
+    assert f"{bert['amp.init']} under `amp.init`" in text
+    three = (resnet[mode] for mode in ("fp32", "fp16, FP16_Optimizer", "amp.init"))
+    assert f"of ResNet-50 at 224 x 224: {', '.join(map(str, three))}" in text
+
+
+def activations_of(model: dict[str, Any]) -> dict[str, int]:
+    """The largest batch of each mode, from the lines that the page of figures shows."""
+    said = activation_report.finding(model)
+    found = {"fp32": int(re.search(r"a batch of (\d+) in fp32", said)[1])}  # type: ignore[index]
+    return found | {mode: int(n) for n, mode in re.findall(r"(\d+) \(([^)]*)\)", said)}
+
+
+def test_the_pages_of_casts_and_monitor_quote_their_ratios() -> None:
+    ratios = [row["ratio"]["amp.init / torch.autocast"] for row in results("amp-cpu.json")["rows"]]
+    assert round(100 * max(ratio - 1 for ratio in ratios if ratio)) == 8
+    assert "within 8 %" in page("casts.md")
+    of_step, of_training, _ = monitor.shares(results("monitor-cpu.json")["run"])
+    said = (
+        f"took {100 * of_step:.0f} % longer than another, which is {100 * of_training:.1f} % of a"
+    )
+    assert said in page("monitor.md")
+
+
+def test_the_page_of_norms_quotes_the_slowest_and_the_worst() -> None:
+    runs = results("normalization-cpu.json")["runs"]
+    mixed = [r for r in runs if r["norm"] == "FusedLayerNorm" and r["input"] != r["weights"]]
+    slowest = max(1 / run["times_ours"]["both"]["torch"] for run in mixed)
+    worst = max(run["off"]["torch"] for run in mixed)
+    said = f"up to {slowest:.1f} times as long as torch's own with backward"
+    assert said in page("normalization.md")
+    assert f"where torch's are off by up to {100 * worst:.0f} %" in page("normalization.md")
+
+
+def test_the_recipe_of_reinforcement_learning_shows_what_it_is_for() -> None:
+    rows = {row["run"]: row for row in results("rl-fp16-cpu.json")["rows"]}
+    assert len(rows["fp16"]["seeds"]) == 3
+    pairs = zip(rows["fp16"]["mismatch"], rows["bf16"]["mismatch"], strict=True)
+    assert all(half <= brain / 5 for half, brain in pairs)
+    assert rows["fp16"]["outside"] == [0.0] * 3
+    assert min(rows["bf16"]["outside"]) > 0.1
+    rewards = {name: row["reward"] for name, row in rows.items()}
+    assert sum(rewards["fp16"]) / 3 >= min(rewards["fp32"])
+    assert max(rewards["bf16, no masters"]) < min(rewards["fp32"])
+    assert min(rows["bf16, no masters"]["lost"]) > 0.85

@@ -1,0 +1,510 @@
+"""The loss-scale rule, against the rules of 2019, torch.amp.GradScaler and its twin in C++."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from apex_mp.loss_scale import (
+    AMP_PRESET,
+    FLOAT32_MAX,
+    FP16_UTILS_PRESET,
+    FUSED_PRESET,
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    from_dict,
+    to_dict,
+)
+
+pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
+
+SMALLEST_NORMAL = 2.0**-126
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+def all_sequences(length: int) -> Iterator[tuple[bool, ...]]:
+    """Every sequence of that length; as states are compared step by step, all shorter ones too."""
+    return itertools.product([False, True], repeat=length)
+
+
+def scales(loss_scale: LossScale, overflows: tuple[bool, ...]) -> list[float]:
+    out = []
+    for found_inf in overflows:
+        loss_scale = loss_scale.update(found_inf)
+        out.append(loss_scale.scale)
+    return out
+
+
+def flags(text: str) -> tuple[bool, ...]:
+    """x is an overflow, a dot a good step."""
+    return tuple(c == "x" for c in text)
+
+
+# The rules of 2019, each from its description, with no line in common with the package.
+
+
+def amp_rule_of_2019(start: float, window: int, overflows: tuple[bool, ...]) -> list[float]:
+    scale, unskipped, out = start, 0, []
+    for overflow in overflows:
+        if overflow:
+            scale /= 2.0
+            unskipped = 0
+        else:
+            unskipped += 1
+        if unskipped == window:
+            scale = min(2.0**24, scale * 2.0)
+            unskipped = 0
+        out.append(scale)
+    return out
+
+
+def modulo_rule_of_2019(start: float, window: int, overflows: tuple[bool, ...]) -> list[float]:
+    """fp16_utils.DynamicLossScaler, and the lines inlined in the fused FP16_Optimizer."""
+    scale, last_overflow_iter, out = start, -1, []
+    for cur_iter, overflow in enumerate(overflows):
+        if overflow:
+            scale = max(scale / 2.0, 1)
+            last_overflow_iter = cur_iter
+        elif (cur_iter - last_overflow_iter) % window == 0:
+            scale *= 2.0
+        out.append(scale)
+    return out
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("preset", "start", "rule_of_2019"),
+    [
+        pytest.param(AMP_PRESET, 2.0**16, amp_rule_of_2019, id="amp"),
+        pytest.param(AMP_PRESET, 2.0**23, amp_rule_of_2019, id="amp-near-its-maximum"),
+        pytest.param(FP16_UTILS_PRESET, 2.0**32, modulo_rule_of_2019, id="fp16_utils"),
+        pytest.param(
+            FP16_UTILS_PRESET, 2.0**2, modulo_rule_of_2019, id="fp16_utils-near-its-floor"
+        ),
+        pytest.param(FUSED_PRESET, 2.0**16, modulo_rule_of_2019, id="fused"),
+        pytest.param(FUSED_PRESET, 2.0**1, modulo_rule_of_2019, id="fused-near-its-floor"),
+    ],
+)
+def test_a_preset_walks_every_sequence_as_its_rule_of_2019(
+    preset: DynamicLossScale,
+    start: float,
+    rule_of_2019: Callable[[float, int, tuple[bool, ...]], list[float]],
+    window: int,
+) -> None:
+    loss_scale = dataclasses.replace(preset, scale=start, growth_interval=window)
+    for overflows in all_sequences(12):
+        assert scales(loss_scale, overflows) == rule_of_2019(start, window, overflows), overflows
+
+
+def test_presets_hold_the_numbers_of_2019() -> None:
+    assert (AMP_PRESET.scale, AMP_PRESET.growth_interval) == (65536.0, 2000)
+    assert (AMP_PRESET.min_scale, AMP_PRESET.max_scale) == (SMALLEST_NORMAL, 16777216.0)
+    assert (FP16_UTILS_PRESET.scale, FP16_UTILS_PRESET.growth_interval) == (4294967296.0, 1000)
+    assert (FP16_UTILS_PRESET.min_scale, FP16_UTILS_PRESET.max_scale) == (1.0, math.inf)
+    assert (FUSED_PRESET.scale, FUSED_PRESET.growth_interval) == (65536.0, 1000)
+    assert (FUSED_PRESET.min_scale, FUSED_PRESET.max_scale) == (1.0, math.inf)
+    for preset in (AMP_PRESET, FP16_UTILS_PRESET, FUSED_PRESET):
+        assert (preset.growth_factor, preset.backoff_factor, preset.hysteresis) == (2.0, 0.5, 1)
+        assert (preset.good_steps, preset.overflows) == (0, 0)
+
+
+GRAD_SCALER_CASES = [
+    DynamicLossScale(2.0**16, growth_interval=1),
+    DynamicLossScale(2.0**16, growth_interval=3),
+    DynamicLossScale(1024.0, growth_interval=2, growth_factor=3.0, backoff_factor=0.7),
+    DynamicLossScale(2.0**125, growth_interval=1),  # meets the end of float32
+    DynamicLossScale(3.0 * 2.0**124, growth_interval=1, growth_factor=1.1, backoff_factor=0.9),
+]
+
+
+@pytest.mark.parametrize("loss_scale", GRAD_SCALER_CASES)
+def test_grad_scaler_walks_the_same_scales_bit_for_bit(loss_scale: DynamicLossScale) -> None:
+    param = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for overflows in all_sequences(8):
+        scaler = torch.amp.GradScaler(
+            device="cpu",
+            init_scale=loss_scale.scale,
+            growth_factor=loss_scale.growth_factor,
+            backoff_factor=loss_scale.backoff_factor,
+            growth_interval=loss_scale.growth_interval,
+        )
+        theirs = []
+        for found_inf in overflows:
+            scaler.scale(torch.zeros(()))
+            param.grad = torch.full((), math.inf if found_inf else 0.0)
+            scaler.step(optimizer)
+            scaler.update()
+            theirs.append(scaler.get_scale())
+        assert scales(loss_scale, overflows) == theirs, overflows
+
+
+def test_the_default_numbers_are_those_of_grad_scaler() -> None:
+    ours, theirs = DynamicLossScale(), torch.amp.GradScaler(device="cpu")
+    assert ours.scale == theirs.get_scale()
+    assert ours.growth_factor == theirs.get_growth_factor()
+    assert ours.backoff_factor == theirs.get_backoff_factor()
+    assert ours.growth_interval == theirs.get_growth_interval()
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "growth_interval", "steps", "expected_scales", "expected_overflows"),
+    [
+        # Every overflow backs off when hysteresis is 1.
+        (1, 9, "xx.x", [128, 64, 64, 32], [0, 0, 0, 0]),
+        # The second of two in a row backs off and clears the count.
+        (2, 9, "xxxx", [256, 128, 128, 64], [1, 0, 1, 0]),
+        # A good step between two overflows does not clear the count.
+        (2, 9, "x.x.x.x", [256, 256, 128, 128, 128, 128, 64], [1, 1, 0, 0, 1, 1, 0]),
+        # A growth clears it: the next overflow is the first again.
+        (2, 3, "x...xx", [256, 256, 256, 512, 512, 256], [1, 1, 1, 0, 1, 0]),
+        # An overflow that does not back off still restarts the count of good steps.
+        (3, 3, "..x..x...x", [256] * 8 + [512, 512], [0, 0, 1, 1, 1, 2, 2, 2, 0, 1]),
+        (3, 2, "xxx", [256, 256, 128], [1, 2, 0]),
+    ],
+)
+def test_hysteresis_backs_off_at_the_nth_overflow_since_a_backoff_or_growth(
+    hysteresis: int,
+    growth_interval: int,
+    steps: str,
+    expected_scales: list[float],
+    expected_overflows: list[int],
+) -> None:
+    loss_scale = DynamicLossScale(
+        256.0, growth_interval=growth_interval, hysteresis=hysteresis, min_scale=1.0
+    )
+    walk = list(itertools.accumulate(flags(steps), lambda s, f: s.update(f), initial=loss_scale))
+    assert [value.scale for value in walk[1:]] == expected_scales
+    assert [value.overflows for value in walk[1:]] == expected_overflows
+
+
+def test_a_growth_that_the_maximum_holds_back_still_clears_both_counts() -> None:
+    loss_scale = DynamicLossScale(
+        8.0, max_scale=8.0, growth_interval=2, hysteresis=3, good_steps=1, overflows=2
+    )
+    grown = loss_scale.update(False)
+    assert (grown.scale, grown.good_steps, grown.overflows) == (8.0, 0, 0)
+
+
+@pytest.mark.parametrize("growth_factor", [1.0, 1.1, 2.0, 3.0, 1e30, FLOAT32_MAX])
+@pytest.mark.parametrize("start", [1.0, 3.0, 2.0**127, FLOAT32_MAX])
+def test_the_scale_never_grows_out_of_float32(growth_factor: float, start: float) -> None:
+    loss_scale = DynamicLossScale(start, growth_factor=growth_factor, growth_interval=1)
+    for _ in range(1000):
+        previous, loss_scale = loss_scale, loss_scale.update(False)
+        assert previous.scale <= loss_scale.scale <= FLOAT32_MAX
+
+
+def test_doubling_stops_at_the_largest_power_of_two() -> None:
+    loss_scale = DynamicLossScale(2.0**126, growth_interval=1)
+    assert scales(loss_scale, flags("...")) == [2.0**127] * 3
+
+
+@pytest.mark.parametrize("min_scale", [SMALLEST_NORMAL, 2.0**-3, 0.1, 1.0])
+@pytest.mark.parametrize("backoff_factor", [0.5, 0.7, 1e-30])
+def test_the_scale_stops_at_its_minimum_when_overflows_do_not_end(
+    min_scale: float, backoff_factor: float
+) -> None:
+    loss_scale = DynamicLossScale(
+        2.0**16, growth_interval=1, backoff_factor=backoff_factor, min_scale=min_scale
+    )
+    for _ in range(1000):
+        loss_scale = loss_scale.update(True)
+    assert loss_scale.scale == struct.unpack("f", struct.pack("f", min_scale))[0]
+    assert math.isfinite(loss_scale.inv_scale)
+    assert loss_scale.update(False).scale > loss_scale.scale
+
+
+def test_a_scale_below_the_minimum_is_not_raised_by_an_overflow() -> None:
+    loss_scale = DynamicLossScale(0.5, min_scale=1.0, growth_interval=1)
+    assert scales(loss_scale, flags("xx.x.")) == [0.5, 0.5, 1.0, 1.0, 2.0]
+
+
+def test_a_scale_above_the_maximum_is_not_lowered_by_good_steps() -> None:
+    loss_scale = DynamicLossScale(32.0, max_scale=8.0, growth_interval=1)
+    assert scales(loss_scale, flags("..xxx..")) == [32.0, 32.0, 16.0, 8.0, 4.0, 8.0, 8.0]
+
+
+def test_growth_stops_at_a_maximum_that_is_no_power_of_the_factor() -> None:
+    loss_scale = DynamicLossScale(4.0, max_scale=10.0, growth_interval=1)
+    assert scales(loss_scale, flags("...x")) == [8.0, 10.0, 10.0, 5.0]
+
+
+def test_more_good_steps_than_the_interval_grow_at_once() -> None:
+    loss_scale = DynamicLossScale(4.0, growth_interval=3, good_steps=7)
+    assert loss_scale.update(False) == dataclasses.replace(loss_scale, scale=8.0, good_steps=0)
+
+
+def test_the_product_is_rounded_to_float32_with_ties_to_even() -> None:
+    # float32 next to 1 is 1 + 2**-23; times 1.5 that lies halfway between two float32 numbers.
+    loss_scale = DynamicLossScale(1.0 + 2.0**-23, growth_factor=1.5, growth_interval=1)
+    assert loss_scale.update(False).scale == 1.5 + 2.0**-22
+    loss_scale = dataclasses.replace(loss_scale, scale=1.0 + 3 * 2.0**-23)
+    assert loss_scale.update(False).scale == 1.5 + 2.0**-21
+
+
+@pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(128.0)])
+def test_an_overflow_leaves_a_scale_that_is_not_dynamic_as_it_is(loss_scale: LossScale) -> None:
+    assert loss_scale.update(True) is loss_scale
+    assert loss_scale.update(False) is loss_scale
+
+
+def test_inv_scale_is_the_inverse_of_scale() -> None:
+    assert (NoOpLossScale().scale, NoOpLossScale().inv_scale) == (1.0, 1.0)
+    assert StaticLossScale(128.0).inv_scale == 0.0078125
+    assert DynamicLossScale(2.0**16).inv_scale == 2.0**-16
+
+
+def test_update_returns_a_new_value_and_leaves_the_old_one() -> None:
+    loss_scale = DynamicLossScale(8.0, growth_interval=3, hysteresis=2)
+    before = dataclasses.asdict(loss_scale)
+    for found_inf in (False, True):
+        assert loss_scale.update(found_inf) is not loss_scale
+        assert dataclasses.asdict(loss_scale) == before
+
+
+@pytest.mark.parametrize("loss_scale", [StaticLossScale(2.0), DynamicLossScale()])
+def test_a_field_cannot_be_assigned(loss_scale: LossScale) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loss_scale.scale = 1.0  # type: ignore[misc]
+
+
+def test_equal_loss_scales_are_equal_and_hash_alike() -> None:
+    walked = DynamicLossScale(8.0, growth_interval=1).update(False).update(True)
+    assert walked == DynamicLossScale(8, growth_interval=1)
+    assert hash(walked) == hash(DynamicLossScale(8, growth_interval=1))
+
+
+@pytest.mark.parametrize("field", ["scale", "growth_factor", "backoff_factor", "min_scale"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0, 0.0, -1.0, 10**400])
+def test_a_number_out_of_range_raises_a_sentence(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^DynamicLossScale: {field} is .+; it must lie in .+$"):
+        DynamicLossScale(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"scale": math.nan},
+            "DynamicLossScale: scale is nan; it must lie in "
+            "[1.1754943508222875e-38, 3.4028234663852886e+38]",
+        ),
+        (
+            {"growth_factor": 0.5},
+            "DynamicLossScale: growth_factor is 0.5; it must lie in [1.0, 3.4028234663852886e+38]",
+        ),
+        (
+            {"backoff_factor": 1.0},
+            "DynamicLossScale: backoff_factor is 1.0; it must lie in (0.0, 1.0)",
+        ),
+        (
+            {"min_scale": 4.0, "max_scale": 2.0},
+            "DynamicLossScale: max_scale is 2.0; it must lie in [4.0, inf]",
+        ),
+        (
+            {"max_scale": math.nan},
+            "DynamicLossScale: max_scale is nan; it must lie in [1.1754943508222875e-38, inf]",
+        ),
+        (
+            {"growth_interval": 0},
+            "DynamicLossScale: growth_interval is 0; it must lie in [1, 2147483647]",
+        ),
+        (
+            {"growth_interval": 2**31},
+            "DynamicLossScale: growth_interval is 2147483648; it must lie in [1, 2147483647]",
+        ),
+        ({"hysteresis": 0}, "DynamicLossScale: hysteresis is 0; it must lie in [1, 2147483647]"),
+        ({"good_steps": -1}, "DynamicLossScale: good_steps is -1; it must lie in [0, 2147483647]"),
+        ({"overflows": -1}, "DynamicLossScale: overflows is -1; it must lie in [0, 2147483647]"),
+    ],
+)
+def test_a_value_error_names_field_value_and_wish(
+    arguments: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DynamicLossScale(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [True, "2", None, torch.tensor(2.0)])
+@pytest.mark.parametrize(
+    "field", ["scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
+)
+def test_something_that_is_no_number_raises_a_sentence(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^DynamicLossScale: {field} is .+; it must be a number$"):
+        DynamicLossScale(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [True, "2", None, 2.0])
+@pytest.mark.parametrize("field", ["growth_interval", "hysteresis", "good_steps", "overflows"])
+def test_a_count_that_is_no_int_raises_a_sentence(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^DynamicLossScale: {field} is .+; it must be an int$"):
+        DynamicLossScale(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 2.0**-127, 1e39])
+def test_a_static_scale_out_of_range_raises_a_sentence(value: float) -> None:
+    with pytest.raises(ValueError, match=r"^StaticLossScale: scale is .+; it must lie in \[.+\]$"):
+        StaticLossScale(value)
+
+
+def test_a_static_scale_that_is_no_number_raises_a_sentence() -> None:
+    with pytest.raises(TypeError) as error:
+        StaticLossScale("dynamic")  # type: ignore[arg-type]
+    assert str(error.value) == "StaticLossScale: scale is 'dynamic'; it must be a number"
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        NoOpLossScale(),
+        StaticLossScale(128.0),
+        DynamicLossScale(),
+        dataclasses.replace(AMP_PRESET, scale=3.0, hysteresis=4, good_steps=7, overflows=2),
+    ],
+)
+def test_a_loss_scale_returns_from_its_dict_of_plain_values(loss_scale: LossScale) -> None:
+    values = to_dict(loss_scale)
+    assert all(type(value) in (str, int, float) for value in values.values())
+    assert from_dict(json.loads(json.dumps(values))) == loss_scale
+
+
+@pytest.mark.parametrize("values", [{}, {"kind": "Dynamic"}, {"kind": None, "scale": 2.0}])
+def test_a_dict_of_unknown_kind_raises_a_sentence(values: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"kind is .+; it must be one of \['noop', 'static', "):
+        from_dict(values)
+
+
+def test_a_dict_with_an_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="unskipped"):
+        from_dict({"kind": "dynamic", "scale": 2.0, "unskipped": 3})
+
+
+# The twin in C++. The rule is a function of state and found_inf, so it is enough to compare one
+# step from every state that some sequence reaches.
+
+DRIVER = r"""
+#include <cstdio>
+
+#include "math/update_scale.h"
+
+int main() {
+  using namespace apex_mp::math;
+  LossScaleRule rule;
+  LossScaleState state;
+  int found_inf;
+  while (std::scanf("%lf %lf %lf %lf %d %d %f %d %d %d", &rule.growth_factor,
+                    &rule.backoff_factor, &rule.min_scale, &rule.max_scale,
+                    &rule.growth_interval, &rule.hysteresis, &state.scale, &state.good_steps,
+                    &state.overflows, &found_inf) == 10) {
+    const LossScaleState next = update_scale(state, found_inf != 0, rule);
+    std::printf("%a %d %d\n", static_cast<double>(next.scale), next.good_steps, next.overflows);
+  }
+}
+"""
+
+Twin = Callable[[list[tuple[DynamicLossScale, bool]]], list[tuple[float, int, int]]]
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    """update_scale of C++, compiled so that undefined behaviour traps."""
+    folder = tmp_path_factory.mktemp("update_scale")
+    (folder / "driver.cpp").write_text(DRIVER)
+    subprocess.run(
+        [
+            *shlex.split(os.environ.get("CXX", "c++")),
+            *["-std=c++17", "-O2", "-Wall", "-Wextra", "-Wconversion", "-Werror"],
+            *["-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-on-error"],
+            *[f"-I{CSRC}", "driver.cpp", "-o", "driver"],
+        ],
+        cwd=folder,
+        check=True,
+    )
+
+    def run(cases: list[tuple[DynamicLossScale, bool]]) -> list[tuple[float, int, int]]:
+        lines = [
+            f"{s.growth_factor.hex()} {s.backoff_factor.hex()} {s.min_scale.hex()} "
+            f"{s.max_scale.hex()} {s.growth_interval} {s.hysteresis} {s.scale.hex()} "
+            f"{s.good_steps} {s.overflows} {found_inf:d}"
+            for s, found_inf in cases
+        ]
+        out = subprocess.run(
+            [folder / "driver"], input="\n".join(lines), capture_output=True, text=True, check=True
+        ).stdout
+        words = [line.split() for line in out.splitlines()]
+        return [(float.fromhex(scale), int(good), int(over)) for scale, good, over in words]
+
+    return run
+
+
+def in_python(cases: list[tuple[DynamicLossScale, bool]]) -> list[tuple[float, int, int]]:
+    after = [loss_scale.update(found_inf) for loss_scale, found_inf in cases]
+    return [(s.scale, s.good_steps, s.overflows) for s in after]
+
+
+def reachable(start: DynamicLossScale, length: int) -> list[DynamicLossScale]:
+    """Every state that a sequence of at most that length reaches."""
+    seen, edge = {start}, {start}
+    for _ in range(length):
+        edge = {s.update(found_inf) for s in edge for found_inf in (False, True)} - seen
+        seen |= edge
+    return sorted(seen, key=lambda s: (s.scale, s.good_steps, s.overflows))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        DynamicLossScale(2.0**23, growth_interval=3, max_scale=2.0**24),
+        DynamicLossScale(2.0**2, growth_interval=3, min_scale=1.0),
+        DynamicLossScale(2.0**16, growth_interval=3, hysteresis=2),
+        DynamicLossScale(2.0**16, growth_interval=2, growth_factor=3.0, backoff_factor=0.7),
+        DynamicLossScale(1.0, growth_interval=2, growth_factor=1.1, backoff_factor=0.9),
+        DynamicLossScale(2.0**125, growth_interval=1, hysteresis=3),
+        DynamicLossScale(2.0**-124, growth_interval=2),
+        DynamicLossScale(1.0, growth_interval=1, max_scale=1.1, min_scale=0.1, hysteresis=2),
+    ],
+)
+def test_the_twin_in_cpp_takes_every_step_as_python_does(
+    twin: Twin, start: DynamicLossScale
+) -> None:
+    cases = [(s, found_inf) for s in reachable(start, 12) for found_inf in (False, True)]
+    assert twin(cases) == in_python(cases)
+
+
+def test_the_twin_in_cpp_agrees_bit_for_bit_on_any_rule_and_any_float32_scale(twin: Twin) -> None:
+    rng = random.Random(0)
+
+    def float32(low: int = -126, high: int = 127) -> float:
+        return math.ldexp(1.0 + rng.getrandbits(23) / 2.0**23, rng.randint(low, high))
+
+    cases = []
+    for _ in range(5000):
+        bounds = sorted([float32(), float32()])
+        interval, hysteresis = rng.randint(1, 3), rng.randint(1, 3)
+        loss_scale = DynamicLossScale(
+            float32(),
+            growth_factor=rng.choice([2.0, 1.0, 1.0 + rng.random(), float32(0, 40)]),
+            backoff_factor=rng.choice([0.5, rng.uniform(1e-9, 1.0), float32(-40, -1)]),
+            min_scale=rng.choice([SMALLEST_NORMAL, bounds[0], bounds[0] * 1.0000000001]),
+            max_scale=rng.choice([math.inf, bounds[1] * 1.0000000002]),
+            growth_interval=interval,
+            hysteresis=hysteresis,
+            good_steps=rng.choice([0, 1, 2, 2**31 - 1]),
+            overflows=rng.choice([0, 1, 2, 2**31 - 1]),
+        )
+        cases += [(loss_scale, False), (loss_scale, True)]
+    assert twin(cases) == in_python(cases)

@@ -1,0 +1,69 @@
+"""docs/checkpoints.md: its code runs, and its tables have the keys that we write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pickle_cases import module_of
+from torch import nn
+
+from apex_mp import amp, convert, fp16_utils, optimizers
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+OPEN, CONVERT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
+
+
+def test_the_code_that_opens_an_old_file_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2).half()
+    optimizer = fp16_utils.FP16_Optimizer(FusedAdam(model.parameters()), verbose=False)
+    with module_of("apex.fp16_utils.loss_scaler.LossScaler") as made:
+        scaler: Any = made()
+        scaler.cur_scale = 64.0
+        old = {**optimizer.state_dict(), "loss_scaler": scaler}
+        torch.save({"model": model.state_dict(), "optimizer": old}, "checkpoint.pt")
+    exec(OPEN, {"model": model, "optimizer": optimizer})
+    assert optimizer.loss_scale == 64.0
+
+
+def test_the_code_that_converts_runs_and_says_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = Net()
+    torch.save(net.state_dict(), "float32.pt")
+    exec(CONVERT, {"torch": torch, "Net": Net})
+    masters = torch.load("masters.pt", weights_only=True)
+    assert all(torch.equal(masters[name], value) for name, value in net.state_dict().items())
+    said = re.findall(r"^(\S+ from \S+ to \S+)$", PAGE, re.MULTILINE)
+    assert len(said) == 3
+    assert {*said} <= {*capsys.readouterr().out.splitlines()}
+
+
+def test_every_key_that_we_write_is_on_the_page() -> None:
+    handle = amp.init(device_type="cpu")
+    keys = {*handle.state_dict(), *handle.state_dict()["loss_scaler0"]}
+    for face in (fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer):
+        model = nn.Linear(2, 2).half()
+        keys |= {*face(FusedAdam(model.parameters()), 1.0, True, verbose=False).state_dict()}
+    keys |= {*handle.wrap_optimizer(FusedAdam(Net().parameters())).state_dict()}
+    assert {key for key in keys if f"`{key}`" not in PAGE} == set()
+
+
+def test_every_function_of_convert_is_on_the_page() -> None:
+    assert {*re.findall(r"`convert\.(\w+)\(", PAGE)} == {*convert.__all__}

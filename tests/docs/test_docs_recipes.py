@@ -1,0 +1,117 @@
+"""docs/recipes/: each page holds what its commands printed when benchmarks.recipes ran them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recipes
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(recipes.PAGES.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_what_each_command_printed_is_kept(page: Path) -> None:
+    text = page.read_text()
+    commands = recipes.commands(text)
+    assert text.count("```console\n") == len(commands), "a block that is not one command"
+    if commands:
+        printed = json.loads((recipes.RESULTS / f"{page.stem}.json").read_text())["blocks"]
+        kept = [each["command"] for each in printed]
+        assert commands == kept, f"run python -m benchmarks.recipes {page.stem}"
+        assert all(each["output"].strip() for each in printed)
+
+
+PAGE = "# Sums\n" + "and\n".join(
+    f"```console\n$ python -c 'print({each})'\n```\n" for each in ("{}", "2")
+)
+
+
+def test_the_site_shows_output_below_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "PAGES", tmp_path)
+    monkeypatch.setattr(recipes, "RESULTS", tmp_path / "results")
+    page = tmp_path / "sums.md"
+    page.write_text(PAGE.format("1 + 2"))
+    recipes.renew("sums")
+    assert recipes.with_outputs("sums", page.read_text()) == (
+        "# Sums\n```console\n$ python -c 'print(1 + 2)'\n3\n```\nand\n"
+        "```console\n$ python -c 'print(2)'\n2\n```\n"
+    )
+
+
+def test_a_command_that_fails_leaves_the_results_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "PAGES", tmp_path)
+    monkeypatch.setattr(recipes, "RESULTS", tmp_path / "results")
+    (tmp_path / "fails.md").write_text(PAGE.format("1 / 0"))
+    with pytest.raises(SystemExit, match="failed with exit status 1"):
+        recipes.renew("fails")
+    assert not (tmp_path / "results").exists()
+
+
+PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}
+COME_ALONG = {"PIL", "numpy"}  # with matplotlib and with scikit-learn
+OPTIONAL = {"torchvision"}
+
+
+def needed(program: Path, seen: set[Path]) -> set[str]:
+    """Return what pip must install for a program of examples/, besides torch and apex_mp."""
+    seen.add(program)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(program.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).partition(".")[0])
+    here = {program.with_name(f"{name}.py") for name in names}
+    for each in {path for path in here if path.exists()} - seen:
+        names |= needed(each, seen)
+    ours = {path.stem for path in (ROOT / "examples").rglob("*.py")} | {"torch", "apex_mp"}
+    return names - sys.stdlib_module_names - ours
+
+
+RECIPES = [
+    page
+    for page in PAGES
+    if page.stem not in ("docker", "index")  # The image has them.
+    and re.search(r"examples/[\w/]+\.py", page.read_text())
+]
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=[page.stem for page in RECIPES])
+def test_a_page_says_what_its_program_needs(page: Path) -> None:
+    text = page.read_text()
+    programs = {ROOT / each for each in re.findall(r"examples/[\w/]+\.py", text)}
+    names = set().union(*(needed(each, set()) for each in programs)) - OPTIONAL
+    wanted = {PACKAGES.get(name, name) for name in names - COME_ALONG}
+    told = {name for line in re.findall(r"pip install ([\w -]+)", text) for name in line.split()}
+    assert told == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - {"arguments", "machine"}),
+)
+def test_a_path_that_a_program_had_before_says_the_new_one(name: str) -> None:
+    command = [sys.executable, ROOT / "examples" / f"{name}.py", "--fp16"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode
+    assert (ROOT / ended.stderr.split()[-1]).is_file()
+
+
+def test_the_list_of_recipes_says_with_how_many_threads_the_pages_were_printed() -> None:
+    records = [json.loads(path.read_text()) for path in recipes.RESULTS.glob("*.json")]
+    (threads,) = {each["environment"]["threads"] for each in records}
+    assert f"`OMP_NUM_THREADS={threads}`" in (recipes.PAGES / "index.md").read_text()

@@ -1,0 +1,169 @@
+"""A step reads what this process holds of DTensors. test_sharded.py trains with them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from fp16_cases import F16, F32
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from apex_mp import amp
+from apex_mp.amp import GradScaler
+from apex_mp.core.step import StepRequest
+from apex_mp.optimizers import FusedAdam
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("one_process")]
+
+
+def spread(tensor: Tensor, placement: Any = None) -> DTensor:
+    mesh = init_device_mesh("cpu", (1,))
+    return DTensor.from_local(tensor, mesh, [placement or Shard(0)])
+
+
+def pair(dtype: torch.dtype, **options: Any) -> tuple[Any, Any, FusedAdam, FusedAdam]:
+    """A plain parameter and a DTensor with its numbers, and an optimizer of each."""
+    plain = nn.Parameter(torch.randn(5, 3).to(dtype))
+    other = nn.Parameter(spread(plain.detach().clone()))
+    made = [FusedAdam([param], lr=0.1, **options) for param in (plain, other)]
+    return plain, other, made[0], made[1]
+
+
+KEPT = ({"master_weights": True}, {"master_weights": "split", "moment_dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kept", KEPT, ids=["float32", "16 bits"])
+def test_the_numbers_are_those_of_a_plain_step(
+    dtype: torch.dtype, given: bool, kept: dict[str, Any]
+) -> None:
+    plain, other, expected, optimizer = pair(dtype, **kept)
+    for step in range(3):
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+        grad = torch.randn(5, 3).to(dtype)
+        plain.grad, other.grad = grad.clone(), spread(grad.clone())
+        expected.step()
+        if given:  # What this process holds, instead of .grad.
+            other.grad = None
+            optimizer.step(grads=[grad])
+        else:
+            optimizer.step()
+    assert torch.equal(other.to_local(), plain)
+    for name, value in expected.state[plain].items():
+        found = optimizer.state[other][name]
+        assert isinstance(found, DTensor) == (name != "step")
+        assert torch.equal(found.to_local() if name != "step" else found, value)
+    assert ("master_param" in optimizer.state[other]) == (dtype == F16)
+    master = optimizer.master(other)
+    assert isinstance(master, DTensor)
+    assert torch.equal(master.to_local(), expected.master(plain))
+
+
+def test_a_gradient_must_be_divided_as_its_parameter_is() -> None:
+    _, other, _, optimizer = pair(F32)
+    before = other.to_local().clone()
+    for placement, written in ((Partial(), "Partial(sum)"), (Replicate(), "Replicate()")):
+        other.grad = spread(torch.ones(5, 3), placement)
+        sentence = f"grads[0][0] is a DTensor with the placements ({written},), its parameter has"
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        assert sentence in str(raised.value)
+    assert not optimizer.state
+    assert torch.equal(other.to_local(), before)
+
+
+def test_a_step_clips_and_looks_for_inf() -> None:
+    plain, other, expected, optimizer = pair(F32, max_grad_norm=0.1)
+    for number, bad in ((1, False), (1, True), (2, False), (3, False)):
+        grad = torch.randn(5, 3)
+        grad[0, 0] = torch.inf if bad else 1.0
+        plain.grad, other.grad = grad.clone(), spread(grad.clone())
+        results = [
+            each.step(grads=StepRequest(check=True, grads_of=[[param]]))
+            for each, param in ((expected, plain), (optimizer, other))
+        ]
+        assert [result.outcome.found_inf for result in results] == [bad, bad]
+        assert optimizer.state[other]["step"] == number
+        assert torch.equal(other.to_local(), plain)
+    optimizer.param_groups[0]["max_grad_norm"] = expected.param_groups[0]["max_grad_norm"] = 0.0
+    for each in (optimizer, expected):
+        each.step()
+    assert torch.equal(other.to_local(), plain)
+
+
+def test_a_part_that_lies_otherwise_than_its_state_is_refused() -> None:
+    _, other, _, optimizer = pair(F32)
+    other.grad = spread(torch.ones(5, 3))
+    optimizer.step()
+    before = other.to_local().clone()
+    other._local_tensor = other._local_tensor.t().contiguous().t()
+    sentence = r"params\[0\]\[0\] is a DTensor whose part here lies in memory in another order"
+    with pytest.raises(RuntimeError, match=sentence):
+        optimizer.step()
+    assert torch.equal(other.to_local(), before)
+
+
+def test_a_state_of_plain_tensors_is_refused() -> None:
+    plain, other, expected, optimizer = pair(F32)
+    plain.grad = torch.ones(5, 3)
+    expected.step()
+    sentence = r"state\[0\]\['exp_avg'\] is a plain tensor, its parameter a DTensor; load it by"
+    with pytest.raises(TypeError, match=sentence):
+        optimizer.load_state_dict(expected.state_dict())
+    other.grad = spread(torch.ones(5, 3))
+    optimizer.step()
+    again = FusedAdam([nn.Parameter(other.detach().clone())], lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    (loaded,) = again.state.values()
+    assert torch.equal(loaded["exp_avg"].to_local(), expected.state[plain]["exp_avg"])
+
+
+def test_writes_after_clip_grad_norm_are_seen_in_either_tensor() -> None:
+    writes: dict[str, Any] = {
+        "nothing": lambda grad: None,
+        "DTensor": lambda grad: grad.mul_(2.0),
+        "part": lambda grad: grad.to_local().mul_(2.0),  # as FSDP2 adds up
+    }
+    for name, write in writes.items():
+        _, other, _, optimizer = pair(F16, master_weights=True)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        other.grad = spread(torch.ones(5, 3, dtype=F16))
+        assert scaler.clip_grad_norm_(optimizer, 1e-3) == pytest.approx(math.sqrt(15) / 8)
+        with torch.no_grad():
+            write(other.grad)
+        refused = pytest.raises(RuntimeError, match="written or replaced after")
+        with contextlib.nullcontext() if name == "nothing" else refused:
+            scaler.step(optimizer)
+
+
+def test_gradients_may_be_of_another_dtype() -> None:
+    plain, other, expected, optimizer = pair(F16, master_weights=True)
+    for param in (plain, other):
+        param.grad_dtype = None  # any
+    grad = torch.randn(5, 3)
+    plain.grad, other.grad = grad, spread(grad)
+    for each in (expected, optimizer):
+        each.step()
+    assert torch.equal(other.to_local(), plain)
+
+
+@pytest.mark.usefixtures("amp_off")
+def test_scale_loss_adds_up_gradients() -> None:
+    handle = amp.init(enable_caching=False, loss_scale=4.0)
+    plain, other, expected, optimizer = pair(F32)
+    for param, each in ((plain, expected), (other, optimizer)):
+        wrapped = handle.wrap_optimizer(each, num_loss=2)
+        for factor in (1.0, 3.0):
+            with wrapped.scale_loss(param.square().sum() * factor) as loss:
+                loss.backward()
+        wrapped.step()
+    assert torch.equal(other.to_local(), plain)
+    assert torch.equal(other.grad.to_local(), plain.grad)
