@@ -191,9 +191,6 @@ DTYPES: dict[str, list[Sequence[Dtypes]]] = {
     ],
 }
 
-# Every triple, for lists of one shape.
-ALL_TRIPLES = [((x,), (y,), (out,)) for x in FLOATS for y in FLOATS for out in FLOATS]
-
 
 def name_of(dtypes: Sequence[Dtypes]) -> str:
     return "-".join("+".join(NAMES[dtype] for dtype in each) for each in dtypes)

@@ -13,7 +13,6 @@ from op_cases import (
     F16,
     F32,
     F64,
-    FLOATS,
     MIXED,
     Dtypes,
     ListCase,
@@ -40,9 +39,6 @@ STEP_DTYPES: list[tuple[Dtypes, Dtypes, Dtypes]] = [
     ((F32,), (F64,), (BF16,)),
     (MIXED, MIXED[::-1], (None,)),
     (MIXED, (F16, BF16, F16, F64), MIXED[::-1]),
-]
-ALL_STEP_DTYPES: list[tuple[Dtypes, Dtypes, Dtypes]] = [
-    ((param,), (grad,), (copy,)) for param in FLOATS for grad in FLOATS for copy in (None, *FLOATS)
 ]
 
 

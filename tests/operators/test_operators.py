@@ -10,7 +10,6 @@ import reference
 import torch
 from op_cases import (
     A_FEW,
-    ALL_TRIPLES,
     BF16,
     CHUNK,
     DTYPES,
@@ -416,8 +415,13 @@ def test_axpby_adds_two_rounded_products(
 
 
 @each_cpu_level
-@each_dtypes(ALL_TRIPLES)
-def test_axpby_takes_any_dtypes(dtypes: list[Dtypes], device: torch.device) -> None:
+@pytest.mark.parametrize("x", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("y", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("out", FLOATS, ids=NAMES.get)
+def test_axpby_takes_any_dtypes(
+    x: torch.dtype, y: torch.dtype, out: torch.dtype, device: torch.device
+) -> None:
+    dtypes = [(x,), (y,), (out,)]
     call = OPERATOR["axpby_"].sample(ListCase("a list", [(TILE + 9,)]), dtypes, device)
     ops.axpby_(**call)
     assert_is_axpby(call)

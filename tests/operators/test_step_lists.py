@@ -13,8 +13,10 @@ from op_cases import (
     F16,
     F32,
     F64,
+    FLOATS,
     LISTS,
     MANY_LISTS,
+    NAMES,
     TILE,
     ListCase,
     assert_guards_intact,
@@ -23,7 +25,6 @@ from op_cases import (
 )
 from step_list_cases import (
     ADAM,
-    ALL_STEP_DTYPES,
     LR,
     NOVOGRAD,
     RULES,
@@ -64,11 +65,14 @@ def test_every_rule_takes_the_usual_dtypes(
     assert_steps(rule, sample(rule, A_FEW, dtypes, device))
 
 
-@pytest.mark.parametrize("dtypes", ALL_STEP_DTYPES, ids=name_of)
+@pytest.mark.parametrize("param", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("grad", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("copy", [None, *FLOATS], ids=NAMES.get)
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=str)
 def test_adam_and_sgd_take_any_dtypes(
-    rule: Rule, dtypes: Any, device: torch.device, cpu_level: str
+    rule: Rule, copy: Any, grad: Any, param: Any, device: torch.device, cpu_level: str
 ) -> None:
+    dtypes = [(param,), (grad,), (copy,)]
     assert_steps(rule, sample(rule, ListCase("a list", [(TILE + 9,)]), dtypes, device))
 
 

@@ -176,15 +176,21 @@ CASES: list[tuple[Callable[[], Any], Any, str]] = [
 
 
 @pytest.fixture
-def modern() -> Iterator[None]:
+def modern() -> Iterator[Replacements]:
     replacements = Replacements()
     notes.forget()
     modernize.supply(replacements)
-    yield
+    yield replacements
     replacements.undo()
 
 
-@pytest.mark.usefixtures("modern")
+@pytest.fixture(params=[False, True], ids=["alone", "with --device cpu"])
+def modern_anywhere(request: pytest.FixtureRequest, modern: Replacements) -> None:
+    if request.param:
+        cpu.redirect(modern)
+
+
+@pytest.mark.usefixtures("modern_anywhere")
 @pytest.mark.parametrize(("say", "get", "line"), CASES)
 def test_the_script_gets_what_it_got_then_and_hears_of_it_once(
     say: Callable[[], Any], get: Any, line: str, capsys: pytest.CaptureFixture[str]
@@ -198,27 +204,10 @@ def test_the_script_gets_what_it_got_then_and_hears_of_it_once(
     assert capsys.readouterr().err == ""
 
 
-@pytest.fixture
-def modern_on_cpu() -> Iterator[None]:
-    replacements = Replacements()
-    notes.forget()
-    modernize.supply(replacements)
-    cpu.redirect(replacements)
-    yield
-    replacements.undo()
-
-
-@pytest.mark.usefixtures("modern_on_cpu")
-@pytest.mark.parametrize(("say", "get", "line"), CASES)
-def test_it_gets_the_same_when_the_cpu_stands_in_for_a_gpu(
-    say: Callable[[], Any], get: Any, line: str, capsys: pytest.CaptureFixture[str]
+def test_torch_itself_gets_what_it_expects_of_a_function_that_is_replaced_twice(
+    modern: Replacements,
 ) -> None:
-    assert say() == get
-    assert line in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("modern_on_cpu")
-def test_torch_itself_gets_what_it_expects_of_a_function_that_is_replaced_twice() -> None:
+    cpu.redirect(modern)
     names = {"__name__": "torch.anything", "torch": torch}
     assert eval("torch.full((1,), 3).dtype", names) == torch.int64
     assert not eval("torch.ones(1).is_cuda", names)
@@ -231,23 +220,16 @@ def outcome(say: Callable[[], Any]) -> Any:
         return error
 
 
-# So that this list shrinks when torch, or Python, changes its mind.
-@pytest.mark.parametrize(("say", "get", "line"), CASES)
-def test_without_it_the_script_gets_something_else(
-    say: Callable[[], Any], get: Any, line: str
-) -> None:
-    assert outcome(say) != get
-
-
 # Each in words of its own: (it says nothing of schedulers; argparse exits, see test_run.py)
 NO_HINT = ('can only concatenate str (not "float") to str', "2")
 
 
 @pytest.mark.parametrize(("say", "get", "line"), CASES)
-def test_who_dies_without_it_is_told_that_it_would_help(
+def test_without_it_the_script_gets_something_else_and_an_error_says_what_helps(
     say: Callable[[], Any], get: Any, line: str
 ) -> None:
     error = outcome(say)
+    assert error != get  # So that this list shrinks when torch, or Python, changes.
     if not isinstance(error, BaseException) or isinstance(error, Warning) or str(error) in NO_HINT:
         return
     hint = hints.line_for(error, Settings())

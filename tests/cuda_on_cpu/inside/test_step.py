@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import reference
@@ -23,7 +24,9 @@ from op_cases import (
     F16,
     F32,
     F64,
+    FLOATS,
     MIXED,
+    NAMES,
     SMALLEST_CHUNK,
     Dtypes,
     name_of,
@@ -40,7 +43,7 @@ from step_cases import (
     step_exactly,
 )
 from step_driver import Adam, Group, Sgd, Step, Task
-from step_list_cases import ALL_STEP_DTYPES, STEP_DTYPES
+from step_list_cases import STEP_DTYPES
 from tolerances import assert_same_bits
 
 SIZES = [*range(18), 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 1, 7]
@@ -82,9 +85,11 @@ def test_a_step_of_a_million_parameters_has_three_blocks_for_each_multiprocessor
 
 
 @each_rule
-@pytest.mark.parametrize("dtypes", ALL_STEP_DTYPES, ids=name_of)
-def test_a_step_takes_any_dtypes(dtypes: list[Dtypes], groups: list[Group]) -> None:
-    task = sample([3, 40, 17], dtypes, groups=groups)
+@pytest.mark.parametrize("param", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("grad", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("copy", [None, *FLOATS], ids=NAMES.get)
+def test_a_step_takes_any_dtypes(copy: Any, grad: Any, param: Any, groups: list[Group]) -> None:
+    task = sample([3, 40, 17], [(param,), (grad,), (copy,)], groups=groups)
     assert_steps_exactly(Step(task), task)
 
 
