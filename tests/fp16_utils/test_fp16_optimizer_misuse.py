@@ -454,6 +454,15 @@ def test_an_inner_optimizer_that_steps_the_model_itself_is_refused_at_its_first_
     assert weight.tolist() == [1.0, 1.0]
 
 
+@faces
+def test_a_wrong_parameter_of_the_last_group_leaves_the_first_as_it_was(face: Any) -> None:
+    good, bad = Parameter(torch.ones(2).half()), Parameter(torch.ones(2, device="meta").half())
+    inner = torch.optim.SGD([{"params": [good]}, {"params": [bad]}], lr=0.1)
+    with pytest.raises(TypeError, match=r"FP16_Optimizer: params\[1\]\[0\] is on meta"):
+        face(inner, verbose=False)
+    assert inner.param_groups[0]["params"] == [good]
+
+
 @pytest.mark.cpu_only  # gloo
 def test_a_zero_redundancy_optimizer_is_refused(tmp_path: Any) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)

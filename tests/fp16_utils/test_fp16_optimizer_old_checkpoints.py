@@ -161,6 +161,16 @@ def test_hooks_may_bring_another_layout_into_shape(device: torch.device) -> None
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
+def test_hooks_may_make_a_state_of_what_is_none(device: torch.device) -> None:
+    inner = ADAMS["AdamW"](groups(params_of(device)))
+    optimizer = fp16_utils.FP16_Optimizer(inner, 64.0, verbose=False)
+    saved = optimizer.state_dict()
+    saved["optimizer_state_dict"]["param_groups"][0]["lr"] = 0.25
+    inner.register_load_state_dict_pre_hook(lambda *_: saved["optimizer_state_dict"])
+    optimizer.load_state_dict({**saved, "optimizer_state_dict": {"path": "state.pt"}})
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
 # GradScaler.
 
 

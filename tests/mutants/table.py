@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Mutant(NamedTuple):
-    """A change of one line.
-
-    Attributes:
-        file: Under apex_mp/.
-        before: Text that the file holds once, with lines around it where needed.
-        after: What the mutant has instead.
-        tests: File in a folder of tests/, without "test_" and ".py".
-    """
-
-    file: str
-    before: str
-    after: str
-    tests: str
-
+from drawn import DRAWN
+from mutant import Mutant
 
 _EARLIER = "for scaler in self.earlier:\n            scaler.note_overflow("
 _UNSCALED = "for guard in guards:\n            guard.scaled_by = "
@@ -956,4 +940,5 @@ OLD_SCRIPTS = {
     ),
 }
 
-MUTANTS = {**AMP, **FP16_UTILS, **OPTIMIZERS, **CHECKPOINTS, **SCALER, **MONITOR, **OLD_SCRIPTS}
+PARTS = (AMP, FP16_UTILS, OPTIMIZERS, CHECKPOINTS, SCALER, MONITOR, OLD_SCRIPTS, DRAWN)
+MUTANTS = {name: mutant for part in PARTS for name, mutant in part.items()}
