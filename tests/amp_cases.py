@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_mp.amp.policy import Rule
-
 
 class Runs(nn.Module):
     """Calls a function with itself, as the outermost module."""
@@ -251,11 +249,6 @@ def calls(name: str) -> list[Make]:
     made = [*CALLS[plain]]
     # An operator takes two operands, and no option.
     return made[:1] if name.startswith("__") and plain in ("div", "add", "mul", "sub") else made
-
-
-def rule_id(rule: Rule) -> str:
-    """Name a rule in a test's name."""
-    return f"{rule.library}.{rule.name}"
 
 
 def floats_in(value: Any) -> list[Tensor]:

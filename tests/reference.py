@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 
-def holds_inf_or_nan(tensors: Sequence[Tensor]) -> bool:
-    return any(not bool(tensor.isfinite().all()) for tensor in tensors)
-
-
 def math_dtype(*tensors: Tensor) -> torch.dtype:
     """Return float64 if one of the tensors is, else float32: what the operators compute in."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)

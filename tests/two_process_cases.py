@@ -212,7 +212,6 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], Trainer], Callable[[nn.Module],
     "amp handle, Reducer": (with_handle_and_reducer, no_reduction),
     "fp16_utils.FP16_Optimizer, Reducer": (with_fp16_optimizer_and_reducer, no_reduction),
 }
-BY_REDUCER = {name for name in WAYS if "Reducer" in name}
 
 # How a script keeps gradients to itself until the last of several batches. Of `no_sync` the forward
 # counts: backward, in its block of scale_loss, may come after it.

@@ -166,7 +166,6 @@ def test_an_in_place_float32_method_casts_its_other_tensors() -> None:
     assert x.tolist() == [8.0, 8.0, 8.0]
 
 
-BANNED = next(rule for rule in policy.rules(allow_banned=False) if rule.kind == policy.REFUSE)
 BAN = """
 amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` It requires \
 that the output of the previous function be already a FloatTensor.\x20

@@ -36,7 +36,6 @@ each_optimizer = pytest.mark.parametrize(
     "make", [*OURS.values(), *OF_TORCH.values()], ids=[*OURS, *OF_TORCH]
 )
 each_of_ours = pytest.mark.parametrize("make", OURS.values(), ids=[*OURS])
-each_of_torch = pytest.mark.parametrize("make", OF_TORCH.values(), ids=[*OF_TORCH])
 
 
 # --- As torch's.

@@ -31,7 +31,6 @@ torch.manual_seed(1)
 runpy.run_module("parlai", run_name="__main__", alter_sys=True)
 """
 FROM_BASE = "--init-model base"
-EPOCH = 31  # steps
 LAST = 10  # steps whose losses are averaged
 # 6 first models: 0.004 at the most.
 BAND = 0.02

@@ -7,7 +7,6 @@ from planted_bugs import WRONG_BITS, PlantedBug
 
 STEPPER = f"{INSIDE}/test_stepper.py"
 UNSCALED = "tests/optimizers/test_unscaled_grads.py"
-UNWAITED = f"{INSIDE}/test_unwaited_steps.py"
 LAMB = "tests/optimizers/test_fused_lamb.py"
 RATIOS = f"{LAMB}::test_each_tensor_has_its_own_ratio"
 NET = "plan, forward"
