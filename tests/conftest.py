@@ -46,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: starts processes, builds or trains long; make test and CI's recipes leave it out",
     )
     config.addinivalue_line(
+        "markers", "every_case: has parameters that interact; all of its cases run each time"
+    )
+    config.addinivalue_line(
         "markers", "any_torch: is as true of one torch as of another; make cuda-link leaves it out"
     )
 
@@ -58,8 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not item.get_closest_marker(unwanted):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    choose = list if config.getoption("every_case") else cases_with_each_value
-    chosen = {item for cases in functions.values() for item in choose(cases)}
+    every_case = config.getoption("every_case")
+    chosen = set[pytest.Item]()
+    for cases in functions.values():
+        keeps_all = every_case or cases[0].get_closest_marker("every_case")
+        chosen.update(cases if keeps_all else cases_with_each_value(cases))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

@@ -309,6 +309,7 @@ OUT: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("dtype", [F16, F32], ids=["half", "float"])
 @pytest.mark.parametrize("name", OUT)

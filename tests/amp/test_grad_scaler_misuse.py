@@ -238,6 +238,7 @@ def test_a_fused_step_of_torch_checks_gradients_of_any_layout(
     assert scaler.get_scale() == (512.0 if bad else 1024.0)
 
 
+@pytest.mark.every_case
 @each_call
 @each_optimizer
 def test_calls_before_the_first_loss_leave_nothing(

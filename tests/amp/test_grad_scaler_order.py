@@ -333,6 +333,7 @@ def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(
     assert "at the scale 1024" in message
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("where", ["host", "device"])
 @each_optimizer
 def test_some_gradients_of_0_are_no_reason_to_warn(
