@@ -30,7 +30,7 @@ def main(out: Path) -> int:
     tests += [f"tests/optimizers/test_fused_rules.py::test_{name}" for name in of_each]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):
-        status, output = run(library, net, ["-q"])
+        status, output = run(library, net, ["-q", "--every-case"])
         if status:
             print(output)
             return status

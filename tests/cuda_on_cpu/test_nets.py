@@ -7,7 +7,7 @@ from nets import NETS, RunNet
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    arguments = ("-p", "pairs") if metafunc.config.getoption("short") else ()
+    arguments = () if metafunc.config.getoption("short") else ("--every-case",)
     jobs = {name: pytest.mark.job("net", RunNet(net, arguments)) for name, net in NETS.items()}
     metafunc.parametrize((), [pytest.param(marks=job, id=name) for name, job in jobs.items()])
 

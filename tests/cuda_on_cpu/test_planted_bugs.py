@@ -35,7 +35,7 @@ class RunBug:
         self.bug.plant(out / "csrc")
         sound = libraries[net.grid]
         spoilt = build(out, grid=net.grid, sources_root=out / "csrc", unchanged=sound)
-        return run(spoilt, net, ["--exitfirst"])
+        return run(spoilt, net, ["--exitfirst", "--every-case"])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.param(
             bug,
             marks=[
-                pytest.mark.job("without the bug", RunNet(bug.short_net)),
+                pytest.mark.job("without the bug", RunNet(bug.short_net, ("--every-case",))),
                 pytest.mark.job("with the bug", RunBug(name, bug)),
             ],
             id=name,
