@@ -49,7 +49,7 @@ class NoOpLossScale:
 
     @property
     def inv_scale(self) -> float:
-        """The factor on the gradients."""
+        """1 / scale, by which scaled gradients are multiplied."""
         return 1.0
 
     def update(self, found_inf: bool) -> NoOpLossScale:
@@ -80,7 +80,7 @@ class StaticLossScale:
 
     @property
     def inv_scale(self) -> float:
-        """The factor on the gradients."""
+        """1 / scale, by which scaled gradients are multiplied."""
         return 1.0 / self.scale
 
     def update(self, found_inf: bool) -> StaticLossScale:
@@ -159,7 +159,7 @@ class DynamicLossScale:
 
     @property
     def inv_scale(self) -> float:
-        """The factor on the gradients."""
+        """1 / scale, by which scaled gradients are multiplied."""
         return 1.0 / self.scale
 
     def update(self, found_inf: bool) -> DynamicLossScale:

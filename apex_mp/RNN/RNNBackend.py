@@ -17,7 +17,7 @@ __all__ = ["RNNCell", "bidirectionalRNN", "stackedRNN"]
 
 
 class _Several(nn.Module):
-    """What is asked of all modules in `rnns` alike."""
+    """Methods that call the same method of all modules in `rnns`."""
 
     rnns: Iterable[Any]  # A ModuleList.
 

@@ -64,7 +64,7 @@ class FoldedClip:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within, the scaler takes the step or unscales; afterwards there is nothing to clip."""
+        """A context in which the scaler steps or unscales; at its end the clip is forgotten."""
         self._is_stepping = True
         try:
             yield

@@ -25,7 +25,7 @@ from apex_mp.fp16_utils import FP16_Optimizer, convert_network
 
 
 class Setup:
-    """What is to be set up; made, it is checked, and nothing is changed yet.
+    """The arguments of `amp.initialize`. The constructor checks them and changes nothing.
 
     Args:
         models: A module or a list of modules.
@@ -224,7 +224,7 @@ def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor
                 model._apply(lambda t: t.to(target) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
             model.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
         if outputs is not None:
-            # Before hooks of the user's, for which the model is what it was.
+            # Runs before the hooks of the user, who expects outputs in the dtypes of before.
             model.register_forward_hook(CastOutputs(outputs), prepend=True)
     return originals
 

@@ -91,7 +91,7 @@ class ScaleBounds:
         }
 
     def loaded(self, state: Mapping[str, Any]) -> ScaleBounds:
-        """Return those of a checkpoint; what it does not hold, as torch's, stays as it is here."""
+        """Return the bounds of a checkpoint; those that it lacks, as torch's does, stay as here."""
         here = {**self.state(), "overflows": 0}
         return ScaleBounds(**{name: state.get(name, value) for name, value in here.items()})
 

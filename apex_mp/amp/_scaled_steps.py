@@ -191,7 +191,7 @@ class ScaledSteps:
     # Parameters without masters.
 
     def watch_updates(self) -> LostUpdateCounter | None:
-        """Return what watches the step that is about to be taken, if there is reason to."""
+        """Return a counter of lost updates for the next step; None if it needs none."""
         optimizer = self._optimizer()
         if self._has_looked_at_updates or optimizer is None:
             return None

@@ -1,4 +1,4 @@
-"""amp.init(): mixed precision for a script that knows nothing of it."""
+"""amp.init(): casts and a loss scale for a script whose model and optimizer stay as they are."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _write_back(buffer: Tensor, cast: Tensor, version: int, after: Tensor) -> No
 
 @contextlib.contextmanager
 def _flat_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Let recurrent layers have their list of weights back, which are casts in the meantime."""
+    """Restore the weight lists of recurrent layers, which hold casts in the meantime."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     before = [(layer._flat_weights, layer._flat_weight_refs) for layer in layers]
     try:

@@ -98,7 +98,7 @@ class Grads:
         return [self.slots.sources[row] for here in self.plain.values() for row in here.rows]
 
     def other_params(self) -> list[Tensor]:
-        """Return those with another gradient."""
+        """Return the parameters whose gradients Python reads: C++ does not."""
         return [self.slots.sources[row] for row in self.others]
 
 

@@ -307,7 +307,7 @@ class MasterGrads:
 
 @torch.no_grad()
 def _rescale(masters: GroupedMasters, params: list[Parameter], before: Scale, after: Scale) -> None:
-    """Give the gradients that there are another scale."""
+    """Multiply the existing gradients so that they are scaled by `after`, not `before`."""
     if before is after:
         return
     if not (isinstance(before, Tensor) or isinstance(after, Tensor)) and before == after:

@@ -169,7 +169,7 @@ def _source(group: Any, source: int | None) -> int:
 
 
 def _check_all_have_as_many(masters: list[Tensor], module: torch.nn.Module, group: Any) -> None:
-    """Refuse, in all processes alike, what would wait for ever or mix up masters."""
+    """Raise in all processes if their masters differ in number: a broadcast would hang."""
     param = next(module.parameters(), None)
     if param is None:
         return

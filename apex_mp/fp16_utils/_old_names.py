@@ -128,12 +128,12 @@ class OldNames(OldScale):
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
-        """Their masters, by group."""
+        """The masters of the low-precision parameters, by group."""
         return [group.master_params for group in self._masters.groups]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
-        """Parameters that are their own masters, by group."""
+        """The parameters of float32 and float64, by group."""
         return [group.fp32_params for group in self._masters.groups]
 
     @property
@@ -143,12 +143,12 @@ class OldNames(OldScale):
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Parameter]:
-        """Their masters."""
+        """The masters of the low-precision parameters."""
         return self._masters.master_params()
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Parameter]:
-        """Parameters that are their own masters."""
+        """The parameters of float32 and float64."""
         return self._masters.fp32_params()
 
     @property

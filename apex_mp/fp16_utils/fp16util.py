@@ -245,6 +245,6 @@ def _hide(hidden: str, _: nn.Module, state: dict[str, Any], prefix: str, __: Any
 def _unhide(hidden: str, wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     inner = wrapper.get_submodule(hidden.rstrip("."))
     own: Mapping[str, Any] = inner.state_dict()
-    # Not whatever lacks the prefix: the wrapped module may have a child of that very name.
+    # Only keys of the wrapped module: it may have a child whose name is the prefix.
     for key in [key for key in state if key.startswith(prefix) and key[len(prefix) :] in own]:
         state[prefix + hidden + key[len(prefix) :]] = state.pop(key)

@@ -225,7 +225,7 @@ class Monitor:
         Args:
             note: What the optimizer or scaler says of the step.
         """
-        readback.wait()  # The host knows of the step, so it has waited, if need be.
+        readback.wait()  # The outcome of this step is known, so this waits for nothing more.
         number = self._history.total + 1
         self._begun = max(self._begun, number)
         known = self._measured.pop(number, {})
@@ -378,7 +378,7 @@ def _awaited(source: Any) -> str:
 
 
 def _owner(source: Any) -> Any:
-    """Return whose steps are heard if a user gives `source`."""
+    """Return the object whose steps are recorded for the `source` that the user gives."""
     if source is None or isinstance(source, torch.optim.Optimizer | GradScaler):
         return source._optimizer if isinstance(source, OptimWrapper) else source
     if isinstance(source, NoOpHandle):

@@ -261,7 +261,7 @@ class _Search:
         first = next((call for call in self._events if not call.is_minus_inf), None)
         if first is None and not holds_nonfinite(loss):
             return None
-        if first is None or first.was_given_it:  # By -inf that is no mask, then.
+        if first is None or first.was_given_it:  # Then a -inf was the first, and no mask.
             first = self._events[0] if self._events else None
         if first is None:
             return Origin("loss", None, results=(range_of("loss", loss.detach()),))

@@ -138,7 +138,7 @@ def number(function: str, name: str, value: Any) -> Tensor:
 
 
 def check_choice(function: str, name: str, value: Any, meanings: dict[int, str]) -> None:
-    """Refuse a number that stands for nothing.
+    """Check that a number is one of the choices.
 
     Raises:
         ValueError: It is none of the keys of `meanings`.

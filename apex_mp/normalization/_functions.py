@@ -34,7 +34,7 @@ class FusedLayerNormFunction:
         eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Normalise, as since then."""
+        """Normalize, with the arguments of that era."""
         return layer_norm(input, as_shape(normalized_shape), None, None, eps)
 
     forward = apply
@@ -60,7 +60,7 @@ class FusedLayerNormAffineFunction:
         eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Normalise, as since then, to the input's dtype."""
+        """Normalize, with the arguments of that era; the output has the input's dtype."""
         return layer_norm(input, as_shape(normalized_shape), weight, bias, eps)
 
     forward = apply

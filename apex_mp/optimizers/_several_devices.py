@@ -306,7 +306,7 @@ def _look_at(part: Part, scale: float | Tensor, groups: int) -> Tensor:
         groups_of = [number for number, group in enumerate(part.groups) for _ in group["params"]]
         kinds = [known.get(row, 2 * number + 1) for row, number in enumerate(groups_of)]
     roots = found.sum_sq[part.device].sqrt()
-    # Those that count to one norm, next to each other.
+    # Sorted by norm: split() below needs the members of each next to each other.
     order = sorted(range(len(kinds)), key=kinds.__getitem__)
     sizes = [kinds.count(kind) for kind in range(2 * groups)]
     ordered = roots[order] if order != [*range(len(order))] else roots

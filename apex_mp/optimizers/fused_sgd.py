@@ -91,7 +91,7 @@ class FusedSGD(FusedOptimizer):
 
     @property
     def wd_after_momentum(self) -> bool:
-        """What the constructor was given."""
+        """Whether weight decay is added after the momentum."""
         return bool(self.defaults["wd_after_momentum"])
 
     def _check_options(self, group: Mapping[str, Any]) -> None:

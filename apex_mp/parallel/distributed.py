@@ -265,7 +265,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @contextlib.contextmanager
     def _teaching_the_graph(self) -> Iterator[None]:
-        """Let the first backward be one that torch looks at, even in `no_sync`.
+        """Have torch record the graph in the first backward, even in `no_sync`.
 
         torch takes the first backward of all for the one that shows which parameters get
         gradients, and does not look at it in `no_sync`: it would average no gradients later.

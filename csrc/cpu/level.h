@@ -10,7 +10,8 @@ namespace apex_mp::cpu {
 // has, or the one that the environment variable APEX_MP_CPU_LEVEL names.
 const char* level_name();
 
-// Choose a level by name; throws std::invalid_argument if this build or this processor has it not.
+// Choose a level by name; throws std::invalid_argument if this build or this
+// processor does not support it.
 void set_level(const std::string& name);
 
 // The levels that this build and this processor have, best first.

@@ -44,8 +44,8 @@ struct StepFacts {
   uint32_t writes_grad : 1;
 };
 
-// The work of one block, found without a search: 16 bytes, which memory hands out at once. An empty
-// row has a chunk of no numbers, so that its steps are counted.
+// The work of one block, found without a search, by one load of 16 bytes. An empty row has a chunk
+// of no numbers, so that its steps are counted.
 struct alignas(16) StepChunk {
   int32_t row;
   int32_t index;  // of the row's chunks; the block of number 0 looks after the row itself

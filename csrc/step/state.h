@@ -35,7 +35,7 @@ struct State {
   PyObject* numbers[math::kMaxNumbers] = {};
   PyObject* master_param = nullptr;
 
-  // Whether the master is what is wanted.
+  // Whether there is a master in the form that the group asks for.
   bool has(Masters masters) const {
     if (masters == Masters::kNone) return true;
     const at::ScalarType dtype = masters == Masters::kFloat ? at::kFloat : at::kShort;

@@ -158,7 +158,7 @@ REPLACED: dict[str, Callable[..., Any]] = {"lstsq": lstsq, "symeig": symeig}
 
 
 def supply(replacements: Replacements) -> None:
-    """Add the names where they are missing, and replace what only says that it has gone."""
+    """Add the names where they are missing or only raise that they were removed."""
     for module, names in DROPPED.items():
         if module != "numpy" or importlib.util.find_spec("numpy") is not None:
             _add(replacements, importlib.import_module(module), names)
