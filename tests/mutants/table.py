@@ -802,7 +802,7 @@ MONITOR = {
     ),
     "results of a device are taken out of order": Mutant(
         "monitor/_monitor.py",
-        "readback.wait()  # The host knows",
+        "readback.wait()  # The outcome of this",
         "#",
         "monitor",
     ),
