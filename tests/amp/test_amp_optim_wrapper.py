@@ -31,11 +31,6 @@ inners = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def handle(device: torch.device) -> Any:
-    return amp.init(device_type=device.type)
-
-
-@pytest.fixture
 def weight(device: torch.device) -> nn.Parameter:
     return parameter([1.0], F32, device)
 

@@ -20,13 +20,16 @@ _NOT_UNDONE = "except BaseException:\n"
 
 AMP = {
     "an overflow does not reach earlier losses": Mutant(
-        "amp/scaling.py", f"{_EARLIER}overflowed)", f"{_EARLIER}False)", "amp_scale_loss"
+        "amp/scaling.py", f"{_EARLIER}overflowed)", f"{_EARLIER}False)", "amp_scale_loss_delayed"
     ),
     "a loss of two blocks updates its scale twice": Mutant(
-        "amp/scaling.py", "earlier.pop(id(scaler), None)", "pass", "amp_scale_loss"
+        "amp/scaling.py", "earlier.pop(id(scaler), None)", "pass", "amp_scale_loss_delayed"
     ),
     "unscaled gradients count as scaled": Mutant(
-        "amp/scaling.py", f"{_UNSCALED}None", f"{_UNSCALED}guard.scaled_by", "amp_scale_loss"
+        "amp/scaling.py",
+        f"{_UNSCALED}None",
+        f"{_UNSCALED}guard.scaled_by",
+        "amp_scale_loss_delayed",
     ),
     "a float16 loss is scaled in float16": Mutant(
         "amp/scaling.py",
@@ -53,19 +56,19 @@ AMP = {
         "amp/step_guard.py",
         "        self._refuse_scaled_gradients(optimizer)\n",
         "",
-        "amp_scale_loss",
+        "amp_scale_loss_delayed",
     ),
     "an abandoned line search is kept": Mutant(
         "amp/step_guard.py",
         "before.restore(state)\n            value = None",
         "value = None",
-        "amp_scale_loss",
+        "amp_scale_loss_steps",
     ),
     "the guard of an optimizer guards its copies": Mutant(
         "amp/step_guard.py",
         'if vars(optimizer).get("_amp_step_guard") is not self:',
         "if False:",
-        "amp_scale_loss",
+        "amp_scale_loss_state",
     ),
     "frozen parameters get masters": Mutant(
         "core/masters.py",
@@ -164,13 +167,13 @@ AMP = {
         "amp/_loss_grads.py",
         "source.grad = stashed.source_grad\n",
         "source.grad = None\n",
-        "amp_scale_loss",
+        "amp_scale_loss_delayed",
     ),
     "gradients left scaled are scaled once more": Mutant(
         "amp/_loss_grads.py",
         "mul_(scale / (scaled_by or 1.0))",
         "mul_(scale)",
-        "amp_scale_loss",
+        "amp_scale_loss_delayed",
     ),
     "an optimizer skips for what another one's gradients hold": Mutant(
         "amp/scaling.py", "if overflowed or found_in_sum:", "if True:", "amp_scale_loss"
