@@ -65,6 +65,9 @@ class PlantedBug:
             if not target.exists() or target.read_text() != text:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(text)
+        for path in copy.rglob("*.*"):
+            if not (CSRC / path.relative_to(copy)).exists():
+                path.unlink()  # of an earlier csrc/
 
 
 PLANTED_BUGS = {
