@@ -52,12 +52,12 @@ COVERAGE := build/coverage
 PYTEST_OPTIONS := -q --timeout 300 --timeout-method thread
 IN_PARALLEL := -n auto --dist loadfile
 PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(IN_PARALLEL)
-tests_of = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
+tests_of = $(foreach name,$(1),$(or $(wildcard tests/*/test_$(name).py),$(error There is no test_$(name).py)))
 # Tests whose results depend on torch's CPU kernels.
-PROCESSOR_TESTS := $(call tests_of,amp_casts amp_fp16_compute amp_policy benchmark_amp \
+PROCESSOR_TESTS = $(call tests_of,amp_casts amp_fp16_compute amp_policy benchmark_amp \
   language_model normalization point_of_mixed_precision published_snippets rnn_training)
 # Tests of what leans on private names of torch, or on what its documentation does not promise.
-TORCH_TESTS := $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registry amp_scopes \
+TORCH_TESTS = $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registry amp_scopes \
   amp_threads distributed_checkpoint example_custom_op fp16_optimizer_closures fp16_optimizer_in_torch fp16util \
   fused_adam_grad_scaler grad_versions grad_slots grad_scaler_in_torch grad_scaler_torch_cases multiproc \
   operator_autograd operators packaging parallel \
@@ -145,7 +145,8 @@ coverage: $(BUILT)
 	  --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/cpu > $(COVERAGE)/build.log \
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q --every-case \
-	  tests/operators tests/optimizers tests/core/test_grad_versions.py tests/core/test_grad_slots.py \
+	  tests/operators/test_operator*.py tests/operators/test_cpu_levels.py tests/optimizers/test_fused_*.py \
+	  tests/*/test_step_*.py tests/core/test_grad_*.py tests/optimizers/test_unscaled_grads.py \
 	  tests/fp16_utils/test_fp16_optimizer_clipping.py
 	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
 	@for level in $$($(VENV)/bin/python -c \

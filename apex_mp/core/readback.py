@@ -22,7 +22,7 @@ from apex_mp.core import log
 
 # How long a process that ends waits for pending readbacks.
 SECONDS_AT_EXIT = 5.0
-_LOG = log.logger("apex_mp.device_scale")
+_LOG = log.logger("apex_mp.readback")
 
 
 class Readback:

@@ -183,12 +183,12 @@ class Sampler:
             ops.exponents_([_part_of(grad, limit, places) for _, _, grad in facts], counts)
             kept = [(i, name, tuple(grad.shape), grad.dtype) for i, name, grad in facts]
             if device.type in device_scale.DEVICE_TYPES:
-                readback.submit_tensor(counts, self._teller(kept))
+                readback.submit_tensor(counts, self._recorder(kept))
             else:
-                self._teller(kept)(counts)
+                self._recorder(kept)(counts)
         self._facts.clear()  # No gradient is kept.
 
-    def _teller(
+    def _recorder(
         self, kept: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]
     ) -> Callable[[Tensor], None]:
         def record(counts: Tensor) -> None:

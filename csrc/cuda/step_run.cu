@@ -148,8 +148,7 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
   if (!run.captured) {
     changed = changed_groups(groups_, task.groups);
     remember(task.groups);
-    if (changed.count * sizeof(step::Group) >
-        kTableBytes / 2) {  // It does not fit beside gradients.
+    if (changed.count * sizeof(step::Group) > kTableBytes / 2) {  // No space beside gradients.
       upload_groups(run.memory, stream);
       changed = {0, 0};
     }

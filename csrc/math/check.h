@@ -9,8 +9,7 @@
 namespace apex_mp::math {
 
 // The test looks at the exponent bits: a comparison could be folded away by a compiler that may
-// assume finite numbers. The result is an int, not a bool: compilers vectorise an OR into
-// an int.
+// assume finite numbers. The result is an int, not a bool: compilers vectorise an OR into an int.
 APEX_MP_MATH int32_t not_finite(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));

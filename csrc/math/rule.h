@@ -10,9 +10,8 @@
 //   kAllTensors         whether it always has all of them
 //   tensors()           if not kAllTensors: how many with these options, those that come first
 //   kNumbers            how many float32 numbers of state it has
-//   kNeedsNumbers       whether they must be there, and the first one counts steps; if not, one
-//   that
-//                       is not there reads as 0
+//   kNeedsNumbers       whether they must be there, and the first one counts steps; if not, a
+//                       missing one reads as 0
 //   kPrepared           how many numbers prepare() makes, once for a tensor and step
 //   kNorm               which of them needs the norm of the tensor's gradient; -1: none
 //   wants_max()         if kNorm >= 0: whether that is the maximum norm, else it is the l2 norm
@@ -23,9 +22,8 @@
 //   factors()           from those; a gradient is to be multiplied by `grad_factor`
 //   direction()         if kRatio >= 0: the update of a number, whose norm is meant, from factors
 //                       for a ratio that is not known yet; changes `tensors` as update() does
-//   update()            steps one number: parameter, tensors of state. opmath_t is float, double,
-//   or a
-//                       register of numbers with operators and sqrt
+//   update()            steps one number: parameter, tensors of state. opmath_t is float, double
+//                       or a register of numbers with operators and sqrt
 //   advance()           a number of state after the step
 #pragma once
 

@@ -63,8 +63,7 @@ class Plan {
   // Takes the step that was read; but does nothing if `found_inf` (None, or one number) is not 0,
   // or if it is to look for inf and NaN and finds any. `norms` is None, or for each group None or
   // the norm of its gradients as they lie. `loss_scale`, if there is no `found_inf`, or nullptr, is
-  // updated. The outcome is known if the host is to `wait` for it, and always on the
-  // CPU.
+  // updated. The outcome is known if the host is to `wait` for it, and always on the CPU.
   Outcome run(const pybind11::object& norms, const pybind11::object& found_inf, bool check,
               bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait);
 
