@@ -19,23 +19,18 @@ PACKAGE = Path(apex_mp.__file__).parent
 SOME_FAILED = 1
 
 
-def _file_of(mutant: Mutant) -> Path:
-    """Return the test file, of two of one name that of `make test`."""
-    found = TESTS.glob(f"*/test_{mutant.tests}.py")
-    return min(found, key=lambda path: path.parent.name == "clients")
-
-
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=[*MUTANTS])
 def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     copy = tmp_path / "apex_mp"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     source = (copy / mutant.file).read_text()
     (copy / mutant.file).write_text(source.replace(mutant.before, mutant.after))
+    (tests,) = TESTS.glob(f"*/test_{mutant.tests}.py")
     # The folder of the copy comes first on the path; the root of the project does not come at all.
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += [f"--rootdir={TESTS.parent}", f"-c={TESTS.parent / 'pyproject.toml'}"]
     done = subprocess.run(
-        [*command, "-m", "not slow", _file_of(mutant)],
+        [*command, "-m", "not slow", tests],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

@@ -140,3 +140,9 @@ def test_every_path_in_the_glossary_exists() -> None:
     for path in paths:
         home = ROOT if path.startswith("csrc/") else PACKAGE
         assert (home / path).exists(), path
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    # The Makefile and the table of mutants name a test file without its folder.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
