@@ -20,9 +20,6 @@ GPU_ARGS ?=
 GPU_PYTHON ?= python3.12
 GPU_TORCH ?= torch==2.11.0
 GPU_ARCH ?= 9.0
-# For compare: the earlier commit; and what tests/comparison/compare.py --help tells.
-BASE ?= HEAD
-COMPARE_ARGS ?=
 # For bench: what python -m benchmarks.step --help tells.
 BENCH_ARGS ?=
 
@@ -68,7 +65,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo docs test every-case test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench compare sdist release-check format clean
+.PHONY: help build demo docs test every-case test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist release-check format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -96,7 +93,6 @@ help:
 	@echo 'make gpu        on a machine with a GPU: build, test, measure and sanitize, see docs/gpu.md'
 	@echo 'make gpu-prepare  build, without a GPU, what make gpu uses on another machine'
 	@echo 'make bench      time the optimizer step, ours and others; tables, JSON and a chart'
-	@echo 'make compare    run random programs on this tree and on the commit BASE, and compare'
 	@echo 'make clean      remove what the other targets made'
 
 build: $(BUILT)
@@ -158,9 +154,6 @@ coverage: $(BUILT)
 
 bench: $(BUILT)
 	$(VENV)/bin/python -m benchmarks.step $(BENCH_ARGS)
-
-compare: $(BUILT)
-	$(VENV)/bin/python tests/comparison/compare.py --base $(BASE) $(COMPARE_ARGS)
 
 # Collects the tests and does not run them; the extension is that of this tree.
 sdist: $(BUILT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from apex_mp.amp import _current
 from benchmarks import activation_models, activation_report, memory_probe
 from benchmarks import activations as benchmark
 from benchmarks.activation_models import Task
 
-activation_chart = pytest.importorskip(
-    "benchmarks.activation_chart", reason="the chart needs matplotlib", exc_type=ImportError
-)
-
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
-ROOT = Path(benchmark.__file__).resolve().parents[1]
 PUBLISHED = json.loads((benchmark.RESULTS / "activations-cpu.json").read_text())
 BERT, RESNET = activation_models.QUICK
 
@@ -51,19 +44,6 @@ def test_the_models_have_the_published_numbers_of_parameters(bert_base: nn.Modul
     assert sum(param.numel() for param in resnet.parameters()) == 25_557_032
 
 
-def test_a_position_attends_to_all_others() -> None:
-    model = BERT.build().eval()
-    ids = BERT.inputs(2)
-    other = ids.clone()
-    other[:, -1] = other[:, -1] % 99 + 1  # another word, and no padding
-    assert not torch.equal(model(ids), model(other))
-
-
-def test_resnet_makes_the_image_32_times_smaller() -> None:
-    layers = [*activation_models.ResNet((1, 1, 1, 1), 4)]
-    assert nn.Sequential(*layers[:-3])(torch.ones(2, 3, 64, 96)).shape == (2, 128, 2, 3)
-
-
 # --- What is counted
 
 
@@ -78,14 +58,6 @@ def test_each_storage_counts_once_and_what_is_known_does_not_count() -> None:
     assert held == {("loss", "float32"): 3 * 5 * 4}
     held = memory_probe.held_for_backward(forward, linear.parameters())
     assert held == {("loss", "float32"): 3 * 5 * 4, ("Linear", "float32"): 3 * 4 * 4}
-
-
-def test_a_module_that_raises_leaves_no_hooks() -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        memory_probe.held_for_backward(lambda: nn.Linear(2, 2)(torch.ones(3)), [])
-    assert memory_probe.held_for_backward(lambda: torch.ones(3).requires_grad_().sum(), []) == {}
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert not torch.nn.modules.module._global_forward_hooks
 
 
 STATE = {
@@ -115,34 +87,6 @@ def test_what_is_held_is_a_line_in_the_batch(task: Task, mode: str, rows: dict[A
     assert row["per_sample"] > 0
     assert row["fixed"] >= 0
     assert sum(each["bytes"] for each in row["by_module"]) == row["per_sample"]
-
-
-def test_only_casts_inside_the_model_keep_copies_of_weights(rows: dict[Any, Any]) -> None:
-    model = RESNET.build()
-    in_half = sum(
-        2 * layer.weight.numel()
-        for layer in model.modules()
-        if isinstance(layer, nn.Conv2d | nn.Linear)
-    )
-    # Mean and deviation of each channel, in the dtype of the norm's parameters.
-    channels = sum(n.num_features for n in model.modules() if isinstance(n, nn.BatchNorm2d))
-    loss = 4  # the sum of the weights of all classes
-    fixed = {mode: rows[RESNET.name, mode]["fixed"] for mode in benchmark.MODES}
-    assert fixed == {
-        "fp32": 2 * 4 * channels + loss,
-        "fp16, FP16_Optimizer": 2 * 2 * channels + loss,
-        "amp.init": 2 * 4 * channels + loss + in_half,
-        "amp O1": 2 * 4 * channels + loss + in_half,
-        "amp O2": 2 * 4 * channels + loss,
-        "bf16, FP16_Optimizer": 2 * 2 * channels + loss,
-    }
-
-
-@pytest.mark.parametrize("mode", ["amp.init", "amp O1"])
-def test_no_mode_leaves_casts_behind(mode: str, amp_off: None) -> None:
-    benchmark.measure_mode(RESNET, mode, "cpu")
-    assert _current.handle is None
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
 # --- What it saves
@@ -190,32 +134,6 @@ def row(**changes: Any) -> dict[str, Any]:
     return whole | {"peak": None, "by_module": [], "off_line": 0} | changes
 
 
-@pytest.mark.parametrize(
-    ("budget", "batch"), [(0, 0), (170, 0), (269, 0), (270, 1), (369, 1), (370, 2), (10_170, 100)]
-)
-def test_the_largest_batch_fills_the_budget_and_no_more(budget: int, batch: int) -> None:
-    assert benchmark.largest_batch(row(), budget) == batch
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("16GiB", 16 << 30), ("1.5 GB", 1_500_000_000), ("200 MiB", 200 << 20), ("1MB", 10**6)],
-)
-def test_a_budget_is_a_number_with_a_unit(text: str, expected: int) -> None:
-    assert benchmark.parse_args(["--budget", text]).budget == expected
-
-
-@pytest.mark.parametrize("text", ["16", "GiB", "0 GiB", "-1GiB", "16 gib", "many"])
-def test_another_budget_is_refused_with_what_is_wanted(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text}' is no size"):
-        benchmark.size(text)
-    with pytest.raises(SystemExit):
-        benchmark.parse_args([f"--budget={text}"])
-    assert "such as 16GiB" in capsys.readouterr().err
-
-
 # --- A run, and what is said
 
 
@@ -228,27 +146,3 @@ def test_a_quick_run_writes_json_and_picture_and_prints_the_table(
     assert json.loads((tmp_path / "activations-cpu.json").read_text()) == results
     assert (tmp_path / "activations.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == activation_report.page(results) + "\n"
-
-
-def test_a_bar_has_all_that_the_largest_batch_counts() -> None:
-    one = row()
-    batch = benchmark.largest_batch(one, 10_170)
-    assert sum(activation_chart.parts(one, batch).values()) == 10_170
-    assert activation_chart.parts(one, batch).keys() == activation_chart.PARTS.keys()
-
-
-def test_the_table_says_what_was_measured() -> None:
-    half = row(mode="fp16", fixed=0, per_sample=45_000_000, largest_batch=7)
-    single = row(per_sample=90_000_000, fixed=1_000_000, largest_batch=3)
-    model = {"model": "small", "parameters": 1_234_000, "rows": [single, half]}
-    title, _, head, _, *lines = activation_report.table(model, 16 << 30).splitlines()
-    assert title == "small: 1.23 M parameters"
-    assert head.split("|")[-2].strip() == "batch in 16 GiB"
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [each[0] for each in cells] == ["fp32", "fp16"]
-    assert [each[-4:] for each in cells] == [
-        ["1.0", "90.0", "1.00", "3"],
-        ["", "45.0", "0.50", "7"],
-    ]
-    assert activation_report.finding(model) == "- small: a batch of 3 in fp32, 7 (fp16)"
-    assert "fp16 holds 0.50" in activation_report.finding_in_short(model)

@@ -94,10 +94,6 @@ HOLDS = {
 }
 
 
-def test_the_table_of_what_is_held_has_every_case():
-    assert [*HOLDS] == [case.name for case in CASES]
-
-
 @pytest.mark.parametrize("name", HOLDS)
 def test_a_case_holds_these_bytes_a_parameter_and_no_others(name, device):
     made = []
@@ -173,59 +169,6 @@ def test_a_temporary_of_the_models_size_in_a_step_is_seen(dtype, device):
     assert row["skipped_step"] >= dtype.itemsize
 
 
-def test_a_temporary_inside_fused_adam_is_seen(device, monkeypatch):
-    def step(self, *args, plain=FusedAdam.step, **kwargs):
-        grads = [param.float() + 0.0 for group in self.param_groups for param in group["params"]]
-        assert grads
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(FusedAdam, "step", step)
-    row = benchmark.measure_case(NAMED["ours fp32"], WORKLOAD, rounds=1, device=device.type)
-    assert row["step"] == pytest.approx(4.0, abs=NOTHING)
-
-
-def test_what_is_kept_and_what_is_given_back_are_told_apart(device):
-    kept = []
-
-    def work() -> None:
-        kept.append(torch.ones(1 << 20, device=device))
-        torch.ones(1 << 19, device=device)
-        torch.ones(1 << 18, device=device)
-
-    assert memory_probe.allocated(work, device.type) == (6 << 20, 4 << 20)
-
-
-@pytest.mark.cpu_only
-def test_what_frees_first_and_allocates_then_is_counted_in_full():
-    tensors = [torch.ones(1 << 20)]
-
-    def work() -> None:
-        tensors.clear()
-        tensors.append(torch.ones(1 << 20))
-
-    assert memory_probe.allocated(work, "cpu") == (4 << 20, 4 << 20)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.skipif(not memory_probe.can_see_resident(), reason="needs /proc/self/clear_refs")
-def test_the_resident_set_shows_what_torchs_allocator_does_not():
-    size = 64 << 20  # glibc maps and unmaps blocks of this size whatever came before
-
-    def work() -> None:
-        assert b"x" * size
-
-    assert memory_probe.allocated(work, "cpu").peak == 0
-    for _ in range(2):
-        assert memory_probe.resident(work).peak == pytest.approx(size, rel=0.05)
-    assert memory_probe.resident(lambda: None).peak < size / 50
-
-
-def test_memory_is_counted_where_it_is_met_first():
-    one, other = torch.ones(10), torch.ones(3)
-    counted = memory_probe.by_storage({"a": [one[2:], one], "b": [one.view(2, 5), other]})
-    assert counted == {"a": 40, "b": 12}
-
-
 # --- A run
 
 
@@ -249,20 +192,6 @@ def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeyp
     assert by_name["torch AdamW, for-loop"]["step"] == pytest.approx(12 / 30, abs=NOTHING)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
-        ([], "benchmarks/results"),
-        (["--quick"], "build/bench"),
-        (["--quick", "--results", "here"], "here"),
-    ],
-)
-def test_only_a_whole_run_goes_beside_the_published_results(arguments, folder):
-    args = benchmark.parse_args(["--device=cpu", *arguments])
-    path = benchmark.place_of(args, {"device": "NVIDIA H200"})
-    assert path.as_posix().endswith(f"{folder}/memory-nvidia-h200.json")
-
-
 # --- What is said
 
 
@@ -273,32 +202,6 @@ def row(case: str, masters: float, skipped: float | None, resident: float | None
         "first_step": 8.0, "step": masters / 2, "skipped_step": skipped,
         "step_resident": resident,
     }  # fmt: skip
-
-
-FIXED = {
-    "workload": "small", "tensors": 2, "parameters": 2_000_000,
-    "rows": [row("ours bf16", 0.0, 0.0, 0.014), row("torch's", 4.0, None, None),
-             row("torch's, more", 5.0, 1.0, None)],
-}  # fmt: skip
-
-TABLE = """\
-small: 2.00 M parameters in 2 tensors; bytes a parameter
-
-| case          | weights | gradients | masters | moments | held | first step | step | skipped step | step, resident |
-| ------------- | ------: | --------: | ------: | ------: | ---: | ---------: | ---: | -----------: | -------------: |
-| ours bf16     |     2.0 |       2.0 |         |     8.0 | 12.0 |       8.00 | 0.00 |         0.00 |           0.01 |
-| torch's       |     2.0 |       2.0 |     4.0 |     8.0 | 16.0 |       8.00 | 2.00 |              |                |
-| torch's, more |     2.0 |       2.0 |     5.0 |     8.0 | 17.0 |       8.00 | 2.50 |         1.00 |                |"""  # noqa: E501
-
-FINDING = """\
-- held: ours 12.00 in every case; torch's 16.00 to 17.00 (torch's, more; small)
-- a step: ours 0.00 in every case; torch's 2.00 to 2.50 (torch's, more; small)
-- a skipped step: ours 0.00 in every case; torch's 1.00 in every case"""
-
-
-def test_the_table_says_what_was_measured():
-    assert memory_report.table(FIXED) == TABLE
-    assert memory_report.finding({"workloads": [FIXED]}) == FINDING
 
 
 def test_the_published_run_was_whole_and_its_two_ways_of_looking_agree():

@@ -12,11 +12,6 @@ from benchmarks import monitor
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 
-def test_the_shares_are_of_a_step_without_a_monitor() -> None:
-    ms = {"forward, backward": 40.0, "no monitor": 10.0, "monitor": 10.0, "sampled step": 15.0}
-    assert monitor.shares({"every": 100, "ms": ms}) == (0.5, 0.1, 0.001)
-
-
 def test_a_small_run_measures_everything_and_writes_it(tmp_path: Path) -> None:
     results = monitor.main(["--device=cpu", "--rounds=2", "--quick", f"--results={tmp_path}"])
     assert json.loads((tmp_path / "monitor-cpu.json").read_text()) == results

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from benchmarks import step_cases, step_device, step_profile, step_report
+from benchmarks import step_cases, step_device, step_profile
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
-ROOT = Path(step_profile.__file__).resolve().parents[1]
 CASES = {case.name: case for case in (*step_cases.CASES, *step_cases.REPLAYED)}
 
 
@@ -83,18 +81,3 @@ def test_a_profile_counts_what_the_steps_do_and_not_what_the_benchmark_does():
              "ms": pytest.approx(0.001)},
         ],
     }  # fmt: skip
-
-
-def test_a_profile_says_if_kernels_were_lost():
-    profile = step_profile.summaries(TRACE, steps=1)["other"]
-    assert (profile["launches"], profile["kernels_lost"]) == (2.0, 1.0)
-    row = {"case": "other", "profile": profile}
-    shown = {"workload": "it", "rows": [row], "reference_GB_per_s": {"median": 1.0}}
-    assert "| at least 0.003 |" in step_report.profile_table(shown)
-
-
-def test_the_kernels_of_our_passes_are_there():
-    code = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("step_*.cu"))
-    kernels = {each.kernel for case in CASES.values() for each in case.passes if each.kernel}
-    assert kernels == {"chunks_kernel", "step_kernel"}
-    assert all(f" {kernel}(const" in code for kernel in kernels)

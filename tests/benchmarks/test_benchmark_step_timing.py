@@ -24,41 +24,9 @@ def test_the_reference_of_a_cpu_reads_and_writes_every_byte_that_it_claims(monke
     assert reference.bytes == 2 * 2**20 == 2 * tensor.nbytes
 
 
-def test_the_reference_of_a_gpu_is_a_copy_from_one_place_to_another(monkeypatch):
-    copied = []
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda target, source: copied.append((target, source))
-    )
-    reference = step_timing.Reference(Stub(), 1)
-    reference.once()
-    ((target, source),) = copied
-    assert reference.bytes == 2 * 2**20 == target.nbytes + source.nbytes
-    assert target.data_ptr() != source.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [(["48K", "2048K", "307200K"], 1200), (["48K", "1024K"], 128), ([], 512)],
-)
-def test_the_reference_is_larger_than_any_cache(sizes, expected, tmp_path):
-    for index, size in enumerate(sizes):
-        cache = tmp_path / f"index{index}"
-        cache.mkdir()
-        (cache / "size").write_text(f"{size}\n")
-    assert step_timing.reference_mebibytes("cpu", tmp_path) == expected
-
-
 def recorded() -> tuple[list[str], Running]:
     calls: list[str] = []
     return calls, Running(lambda: calls.append("prepare"), lambda: calls.append("step"))
-
-
-@pytest.mark.parametrize(("again", "steps"), [(False, 1), (True, 4)])
-def test_only_a_small_model_is_stepped_with_warm_caches(again, steps):
-    calls, case = recorded()
-    time = step_timing.look(case, 1, step_timing.Reference(Cpu(), 1), again=again)
-    assert calls == ["prepare", "step"] * steps
-    assert (time.again is not None) == again
 
 
 class Ticking(Stub):
@@ -84,22 +52,6 @@ def test_a_batch_waits_before_and_after_its_steps_and_times_nothing_between_them
     assert took == [1.0, 1.0, 1.0]
     assert len(host) == 3
     assert all(0.0 < each < 1.0 for each in host)
-
-
-def test_cases_take_turns_in_whole_rounds_that_fit_the_time(monkeypatch):
-    # The third round would begin at 9 seconds and end at 12 or so.
-    now = iter([0.0, 4.0, 5.0, 8.0, 9.0])
-    monkeypatch.setattr(step_timing.time, "monotonic", lambda: next(now))
-    _, case = recorded()
-    asked = []
-
-    def take(name: str) -> int:
-        asked.append(name)
-        return len(asked)
-
-    *_, found = step_timing.take_turns({"a": case, "b": case}, 9, 10.0, take)
-    assert [sorted(asked[:2]), sorted(asked[2:])] == [["a", "b"], ["a", "b"]]
-    assert [[asked[each - 1] for each in found[name]] for name in "ab"] == [["a"] * 2, ["b"] * 2]
 
 
 def test_the_clock_of_a_gpu_is_events_on_the_current_stream(monkeypatch):

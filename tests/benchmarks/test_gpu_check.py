@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import apex_mp
 from benchmarks import gpu_bugs, gpu_build, gpu_check, gpu_programs, gpu_stages
 from benchmarks.gpu_stages import Stage
 
@@ -102,39 +98,6 @@ def test_a_stage_that_fails_is_told_and_the_others_run(desk: Desk, capsys: Any) 
     assert "so it is" in capsys.readouterr().out
 
 
-def test_nothing_follows_a_build_that_fails(desk: Desk) -> None:
-    assert desk.run([stage("build", "raise SystemExit(1)", ends_all=True), stage("b")]) == 1
-    assert desk.outcomes == {"build": "failed", "b": "not reached"}
-
-
-def test_a_stage_without_its_tool_is_missing_and_not_passed_over(desk: Desk, capsys: Any) -> None:
-    assert desk.run([Stage("memcheck", 9, None, note="there is no sanitizer"), stage("b")]) == 1
-    assert desk.outcomes == {"memcheck": "missing", "b": "passed"}
-    assert "there is no sanitizer" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["bugs", "variants"])
-def test_what_nobody_has_built_is_missing_and_has_not_failed(
-    kind: str, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(gpu_check, "PREPARED", tmp_path / "gpu")
-    package = tmp_path / "gpu" / kind / "a" / "apex_mp"
-    package.mkdir(parents=True)
-    (package / "_C.so").touch()  # It is for another machine, so that gpu_build has not taken it.
-    (table,) = [each for each in table_of() if each.name == kind]
-    table = dataclasses.replace(table, argv=[sys.executable, "-ISc", ""])
-    assert desk.run([table]) == 1
-    assert desk.outcomes == {kind: "missing"}
-    assert (
-        f"build/gpu/{kind} has nothing for this machine: make gpu-prepare"
-        in capsys.readouterr().out
-    )
-    (package / "__init__.py").touch()
-    shutil.rmtree(desk.results)
-    assert desk.run([table]) == 0
-    assert desk.outcomes == {kind: "passed"}
-
-
 NEVER_ENDS = """
 import os, sys, time
 if os.fork() == 0:
@@ -158,13 +121,6 @@ def test_what_meets_its_limit_is_stopped_with_its_children_and_named(
     written = child.read_text()
     time.sleep(0.2)
     assert child.read_text() == written != ""
-
-
-def test_no_stage_begins_after_the_end_of_the_whole(desk: Desk) -> None:
-    table = [stage("a", "import time; time.sleep(60)"), stage("b")]
-    assert desk.run(table, "--seconds=0.5") == 1
-    assert desk.outcomes == {"a": "timed out", "b": "not reached"}
-    assert desk.json["cut_short"] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -212,12 +168,6 @@ def test_the_stages_of_a_part_fit_into_nine_minutes(part: int) -> None:
     limits = [each.limit for each in table_of() if each.part in (part, None)][1:]
     assert sum(limits) <= 540
     assert table_of()[0].name == "build"
-
-
-def test_what_tells_most_comes_first() -> None:
-    wanted = """build report bugs steps benchmark fused variants activations tests programs planted
-        memcheck racecheck synccheck initcheck"""
-    assert [each.name for each in table_of()] == wanted.split()
 
 
 def test_no_test_file_is_run_twice_or_left_out() -> None:
@@ -276,67 +226,6 @@ def test_tests_pass_if_some_did_and_none_failed_or_hangs(
 
 # The plugin, under the real pytest
 
-TEST_FILES = {
-    "conftest.py": """
-import pytest, torch
-@pytest.fixture
-def device(): pass
-def pytest_configure(config): config.addinivalue_line("markers", "cuda_only: ")
-torch.cuda.is_available = lambda: True
-torch.cuda.synchronize = lambda: None
-""",
-    "test_mixed.py": """
-import pytest, torch
-def test_without_a_device(): pass
-@pytest.mark.cuda_only
-def test_marked(): pass
-def test_good(device): pass
-def test_bad(device): assert 1 == 2
-@pytest.mark.skip(reason="not today")
-def test_skipped(device): pass
-@pytest.mark.xfail
-def test_known(device): assert False
-def test_sticky(device):
-    def synchronize(): raise RuntimeError("CUDA error: misaligned address")
-    torch.cuda.synchronize = synchronize
-    synchronize()
-def test_after(device): torch.cuda.synchronize()
-""",
-    "test_broken.py": "import not_here\n",
-}
-
-
-@slow
-def test_reports_are_read_back_and_a_spoilt_process_is_replaced(tmp_path: Path) -> None:
-    for name, text in TEST_FILES.items():
-        (tmp_path / name).write_text(text)
-    lines = tmp_path / "lines.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu_pytest", f"--lines={lines}"]
-    done = subprocess.run(
-        [
-            *command,
-            "--continue-on-collection-errors",
-            "-p",
-            "xdist",
-            "-n1",
-            "-p",
-            "no:cacheprovider",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **gpu_stages.PYTEST_ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    facts = gpu_stages.read_lines(lines)
-    assert facts["counts"] == {"passed": 3, "failed": 3, "skipped": 1, "xfailed": 1}
-    assert facts["unfinished"] == []
-    assert "assert 1 == 2" in facts["failures"]["test_mixed.py::test_bad"]
-    assert "misaligned address" in facts["failures"]["test_mixed.py::test_sticky"]
-    assert "not_here" in facts["failures"]["test_broken.py"]
-    assert facts["skipped"] == {"test_mixed.py::test_skipped": "Skipped: not today"}
-
 
 # The programs for sanitizers
 
@@ -353,48 +242,9 @@ def test_the_programs_are_there_for_every_kernel() -> None:
     assert named == expected
 
 
-def test_a_kernel_is_known_by_its_rule() -> None:
-    name = "void apex_mp::cuda::(anonymous namespace)::step_kernel<apex_mp::math::Sgd>(x)"
-    assert gpu_programs.is_kernel("step<Sgd>", name)
-    assert not gpu_programs.is_kernel("step<Adam>", name)
-    assert not gpu_programs.is_kernel("step", name)
-    assert gpu_programs.is_kernel("sgd", "apex_mp::cuda::(anonymous namespace)::sgd_kernel(x)")
-    assert not gpu_programs.is_kernel("rows", "apex_mp::cuda::few_rows_kernel(x)")
-
-
 @pytest.mark.parametrize("name", gpu_programs.PROGRAMS)
 def test_each_program_runs(name: str) -> None:
     gpu_programs.PROGRAMS[name]("cpu")
-
-
-def test_a_program_that_fails_is_told_and_the_others_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def fail(device: str) -> None:
-        raise ValueError("so it is")
-
-    monkeypatch.setitem(gpu_programs.PROGRAMS, "clipped", gpu_programs.Program(fail, ()))
-    monkeypatch.setattr(sys, "argv", ["gpu_programs", "--device=cpu", "clipped", "graph"])
-    assert gpu_programs.main() == 1
-    printed = capsys.readouterr()
-    assert "ValueError: so it is" in printed.err
-    assert "graph: " in printed.out
-
-
-def test_programs_for_which_no_time_is_left_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_programs", "--device=cpu", "--seconds=-1", "graph"])
-    assert gpu_programs.main() == 0
-    said = capsys.readouterr().out
-    assert said == "graph: left out\n"
-    judged = gpu_stages.judge(stage("a", kind="sanitizer"), 0, said + CLEAN, Path())
-    assert judged == (True, {"found": "0 errors found, graph: left out"})
-
-
-def test_a_kernel_that_did_not_run_is_named() -> None:
-    with pytest.raises(AssertionError, match="few_chunks did not run"):
-        gpu_programs.profiled(gpu_programs.PROGRAMS["graph"], "cpu")
 
 
 # Planted bugs, and the prebuilt extension
@@ -442,63 +292,6 @@ def test_a_bug_is_caught_if_a_test_fails_in_its_words(
     assert gpu_bugs.verdict(gpu_bugs.BUGS["the-host-waits"], status, output).startswith(verdict)
 
 
-@pytest.mark.parametrize("bug", gpu_bugs.BUGS.values(), ids=gpu_bugs.BUGS.keys())
-@pytest.mark.parametrize(
-    "error",
-    [
-        "assert 1 == 2",
-        "AssertionError: there is no such tensor",
-        "RuntimeError: apex_mp: a CUDA kernel did not start: no kernel image is available",
-        "fixture 'captured' not found",
-    ],
-)
-def test_a_failure_in_other_words_catches_no_bug(error: str, bug: gpu_bugs.Bug) -> None:
-    said = gpu_bugs.verdict(bug, 1, f"E   {error}\nFAILED tests/a.py::b")
-    assert said.startswith("not caught: the tests failed, but did not say")
-
-
-CAPTURE = "all-is-launched-on-the-default-stream"
-COUNT = "the-count-of-blocks-is-not-reset"
-
-
-@pytest.mark.parametrize(
-    ("slug", "error"),
-    [
-        (CAPTURE, "RuntimeError: ... not start: operation not permitted when stream is capturing"),
-        (CAPTURE, " +  where False = FP16_Optimizer (\\n    lr: 0.001\\n).overflow"),
-        (CAPTURE, " +  where 512.0 = FP16_Optimizer (\\n    lr: 0.001\\n).loss_scale"),
-        (CAPTURE, " +  where False = <built-in method equal of type object at 0x7fe3>(Parameter"),
-        (COUNT, " +  where False = FP16_Optimizer (\\n    lr: 0.001\\n).overflow"),
-        (COUNT, "assert 1024.0 == 256.0"),
-        (COUNT, "AssertionError: assert [] == ['group 0, pa...: inf or NaN']"),
-        (
-            "the-host-waits",
-            "Left contains 20 more items, first extra item: 'cudaStreamSynchronize'",
-        ),
-        ("threads-do-not-wait-for-the-factors", "AssertionError: Tensor-likes are not close!"),
-    ],
-)
-def test_a_failure_in_the_words_of_its_test_catches_a_bug(slug: str, error: str) -> None:
-    output = f"E       {error}\nFAILED tests/a.py::b"
-    assert gpu_bugs.verdict(gpu_bugs.BUGS[slug], 1, output) == "caught"
-
-
-@slow
-def test_a_bug_is_looked_for_in_its_own_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = Path(apex_mp.__file__).parent
-    shutil.copytree(package, tmp_path / "bugs" / "b" / "apex_mp")
-    monkeypatch.setattr(gpu_bugs, "PREPARED", tmp_path)
-    test = tmp_path / "test_which.py"
-    test.write_text("import apex_mp\ndef test_which(): assert apex_mp.__file__ == 'mine'\n")
-    bug = gpu_bugs.Bug("", "", "", str(test), rf"\+ {tmp_path}/bugs/b/apex_mp/__init__.py")
-    monkeypatch.setattr(gpu_bugs.Bug, "command", lambda self, device: ["pytest", "-ra", self.tests])
-    verdict, output = gpu_bugs.run("b", bug, "cpu")
-    assert verdict == "caught", output
-    assert gpu_bugs.run("c", bug, "cpu") == ("not built (make gpu-prepare)", "")
-
-
 @pytest.fixture
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
     monkeypatch.setattr(gpu_build, "PREPARED", tmp_path)
@@ -521,29 +314,3 @@ def test_an_extension_for_another_machine_or_of_other_sources_is_not_taken(
 ) -> None:
     (tmp_path / "_C.json").write_text(json.dumps({**prepared, **changed}))
     assert gpu_build.obstacle("9.0") == obstacle
-
-
-@pytest.mark.parametrize(
-    ("gpu", "capability"), [((8, 6), "8.6"), (None, "9.0")], ids=["GPU", "no GPU"]
-)
-def test_what_is_built_is_for_the_gpu_that_is_there(
-    gpu: Any, capability: str, prepared: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[Any] = []
-
-    def build(argv: list[str], env: dict[str, str], **more: Any) -> Any:
-        built.append(env["TORCH_CUDA_ARCH_LIST"])
-        return subprocess.CompletedProcess(argv, 0)
-
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
-    monkeypatch.setattr(subprocess, "run", build)
-    monkeypatch.setattr(sys, "argv", ["gpu_build"])
-    with pytest.raises(SystemExit):
-        gpu_build.main()
-    assert built == [capability]
-
-
-def test_without_a_prebuilt_extension_that_is_said(prepared: Facts) -> None:
-    assert gpu_build.obstacle("9.0") == "none was made (make gpu-prepare)"

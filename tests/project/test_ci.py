@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,20 +114,6 @@ def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(
     assert run(ci, monkeypatch)[1] & with_paths == with_paths
 
 
-def test_a_target_that_failed_in_the_nightly_run_runs_again(
-    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("src/bug").touch()
-    commit()
-    assert not run(ci, monkeypatch, "--nightly")[0]
-    assert "Failed: cuda-on-cpu, recipes, clients, trainers" in capsys.readouterr().out
-    commit()
-    passed, ran = run(ci, monkeypatch)
-    assert not passed
-    again = {"clients", "trainers", "recipes", "cuda-on-cpu"}
-    assert ran & {*again, "coverage"} == again
-
-
 def test_the_nightly_result_says_what_was_run_and_for_how_long(
     ci: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,27 +129,6 @@ def test_the_nightly_result_says_what_was_run_and_for_how_long(
         ci.main()
 
 
-def test_some_targets_alone_leave_the_results_of_others(
-    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("src/bug").touch()
-    commit()
-    run(ci, monkeypatch, "--nightly")
-    before = json.loads(ci.NIGHTLY.read_text())
-    Path("src/bug").unlink()
-    commit()
-    assert run(ci, monkeypatch, "--nightly", "clients") == (True, {"clients"})
-    assert "passed in nightly.json" not in capsys.readouterr().out
-    after = json.loads(ci.NIGHTLY.read_text())
-    assert after["clients"]["passed"]
-    assert after["clients"]["commit"] != before["clients"]["commit"]
-    assert {**after, "clients": 0} == {**before, "clients": 0}
-    commit()
-    monkeypatch.setattr(sys, "argv", ["run", "--nightly", "client"])
-    with pytest.raises(SystemExit, match="client: the targets are build"):
-        ci.main()
-
-
 def test_a_target_that_does_not_end_is_stopped_and_has_failed(
     ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,13 +138,3 @@ def test_a_target_that_does_not_end_is_stopped_and_has_failed(
     with pytest.raises(SystemExit, match="not run"):
         ci.main()
     assert "make build: FAILED, stopped after 0.5 s" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_a_shell_runs_the_program_and_nothing_else(shell: str, tmp_path: Path) -> None:
-    shutil.copy(CI / "run", tmp_path)
-    (tmp_path / "run.py").write_text("import sys; print(*sys.argv[1:]); sys.exit(3)")
-    started = subprocess.run(
-        [shell, str(tmp_path / "run"), "--nightly"], capture_output=True, text=True
-    )
-    assert (started.returncode, started.stdout, started.stderr) == (3, "--nightly\n", "")

@@ -41,7 +41,3 @@ def test_a_case_that_no_other_has_a_value_of_is_chosen_wherever_it_stands() -> N
         cases = [Case(a="usual", b=number % 2) for number in range(9)]
         cases.insert(place, Case(a="rare", b=0))
         assert "rare" in [case["a"] for case in params_of(cases_with_each_value(cases))]
-
-
-def test_what_has_no_parameters_is_kept() -> None:
-    assert len(cases_with_each_value([object()])) == 1
