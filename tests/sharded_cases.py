@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from apex_mp import convert
 from apex_mp.amp import GradScaler
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.shards import agree
-from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2
 
@@ -221,48 +213,6 @@ def zero(rank: int, world: int) -> dict[str, Any]:
     return train(model, optimizer, rank, world)
 
 
-def refusals() -> list[str]:
-    """Return what the optimizers that cannot step a DTensor say of one."""
-    said = []
-    makes: list[Any] = [
-        FusedLAMB,
-        FusedNovoGrad,
-        lambda params: FP16_Optimizer(torch.optim.SGD(params, lr=0.1), verbose=False),
-        lambda params: FP16_Optimizer(FusedAdam(params), verbose=False),
-        lambda params: FusedAdam(params).load_state_dict(state_of_plain),
-    ]
-    plain = net()
-    whole = FusedAdam(plain.parameters())
-    for param in plain.parameters():
-        param.grad = torch.ones_like(param)
-    whole.step()
-    state_of_plain = whole.state_dict()
-    for make in makes:
-        model = sharded(net(), (WORLD,))
-        model(torch.ones(1, 6)).sum().backward()
-        try:
-            make(model.parameters()).step()
-        except (TypeError, ValueError, RuntimeError) as error:
-            said.append(str(error))
-    model = sharded(net(), (WORLD,))
-    optimizer = FusedAdam(model.parameters())
-    param = next(model.parameters())
-    mesh = param.device_mesh
-    param.grad = DTensor.from_local(torch.ones(17, 6), mesh, [Partial()])
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        said.append(str(error))
-    assert not optimizer.state
-    # The same placement in another object.
-    param.grad = DTensor.from_local(
-        torch.ones_like(param.to_local()), mesh, [Shard(0)], shape=param.shape, stride=(6, 1)
-    )
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 1
-    return said
-
-
 def without_gradients(rank: int) -> list[bool]:
     """Whether each step moved this process's part, where only the first has gradients."""
     model = sharded(net(), (WORLD,))
@@ -305,33 +255,6 @@ def agreed(rank: int) -> list[Any]:
     return said
 
 
-def resumed(rank: int) -> dict[str, Any]:
-    """Take three steps, and three more from a checkpoint of whole tensors."""
-    model = sharded(net().half(), (WORLD,))
-    optimizer = FUSED["FusedAdam, masters"](model.parameters())
-    train(model, optimizer, rank, WORLD, "clip_grad_norm_")
-    options = StateDictOptions(full_state_dict=True)
-    # Tensors that are whole already are those of the optimizer, which goes on.
-    saved = copy.deepcopy(get_state_dict(model, optimizer, options=options))
-    again = sharded(net().half(), (WORLD,))
-    other = FUSED["FusedAdam, masters"](again.parameters())
-    of_model, of_optimizer = copy.deepcopy(saved)  # It is written to.
-    set_state_dict(
-        again, other, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options
-    )
-    runs = [
-        train(each, stepped, rank, WORLD, "clip_grad_norm_")
-        for each, stepped in ((model, optimizer), (again, other))
-    ]
-    masters = convert.masters(model, optimizer)
-    return {
-        "same": [torch.equal(*pair) for pair in zip(*(run["params"] for run in runs), strict=True)],
-        "saved": saved,
-        "params": runs[0]["params"],
-        "masters": {name: full(master) for name, master in masters.items()},
-    }
-
-
 def misfits(rank: int) -> list[str]:
     """Return what is said of processes with other loss scales or an other order of parameters."""
     said = []
@@ -363,8 +286,6 @@ def work(rank: int, folder: str) -> None:
         "fp32 fused": fully_sharded(torch.float32, rank, WORLD, fused=True),
         "zero": zero(rank, WORLD),
         "fused": [fused(case, rank, WORLD) for case in range(len(CASES))],
-        "resumed": resumed(rank),
-        "refused": refusals(),
         "misfits": misfits(rank),
         "agreed": agreed(rank),
         "without gradients": without_gradients(rank),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,24 +122,6 @@ def load_and_go_on(rank: int, world: int, path: str) -> dict[str, Any]:
     return run.train(BEFORE + AFTER - run.steps).numbers()
 
 
-class Interrupted(dcp.FileSystemWriter):
-    """Stops before it has written what it was given."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise OSError("no space left")
-        return super().write_data(plan, planner)
-
-
-def interrupted(rank: int, folder: str) -> bool:
-    """Return whether a save that fails in one process leaves no checkpoint that looks whole."""
-    run = Run(rank, 2).train(1)
-    with contextlib.suppress(BaseException):
-        dcp.save({"run": run}, storage_writer=Interrupted(f"{folder}/interrupted"))
-    dist.barrier()
-    return not Path(f"{folder}/interrupted/.metadata").exists()
-
-
 def from_one_process(rank: int, world: int, path: str) -> dict[str, Any]:
     """Go on from a file of an optimizer that was never sharded."""
     saved = torch.load(path)
@@ -170,8 +150,6 @@ def work(rank: int, world: int, folder: str, what: str) -> None:
     found: dict[str, Any] = {}
     if what == "save":
         found = save_and_go_on(rank, world, folder)
-        if world == 2:
-            found["interrupted"] = interrupted(rank, folder)
     else:
         for name in [*map(str, WORLDS), "new4", "new1", "async4"]:
             found[name] = load_and_go_on(rank, world, f"{folder}/{name}")

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ddp_cases
 import torch
+from ddp_cases import weight
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -305,215 +305,6 @@ def runs() -> list[tuple[str, str | None]]:
     return [(way, None) for way in WAYS] + accumulating
 
 
-# The arguments of DistributedDataParallel. Gradients are exact: a process has `rank + 1`.
-
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "delay_allreduce": {"delay_allreduce": True},
-    "gradient_average": {"gradient_average": False},
-    "gradient_predivide_factor": {"gradient_predivide_factor": 4.0},
-    "gradient_predivide_factor, no average": {
-        "gradient_predivide_factor": 4.0,
-        "gradient_average": False,
-    },
-    "gradient_average_split_factor": {
-        "gradient_average_split_factor": 4.0,
-        "gradient_average": False,
-    },
-    "allreduce_always_fp32": {"allreduce_always_fp32": True},
-    "retain_allreduce_buffers": {"retain_allreduce_buffers": True},
-}
-
-
-def backward(model: Any, value: float, dtype: torch.dtype = torch.float32) -> None:
-    model(torch.full((1, 2), value, dtype=dtype)).sum().backward()
-
-
-def weight(dtype: torch.dtype = torch.float32) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(2, 1, bias=False, dtype=dtype)
-
-
-def gradient_with(options: dict[str, Any], rank: int) -> float:
-    module = weight()
-    backward(parallel.DistributedDataParallel(module, **options), rank + 1.0)
-    return module.weight.grad[0, 0].item()  # type: ignore[index]
-
-
-def large_half_gradient_with(options: dict[str, Any], _: int) -> float:
-    """Of 40000 in both, whose sum is too large for float16."""
-    module = weight(torch.float16)
-    backward(parallel.DistributedDataParallel(module, **options), 40000.0, torch.float16)
-    return module.weight.grad[0, 0].item()  # type: ignore[index]
-
-
-def small_half_gradient_with(options: dict[str, Any], _: int) -> float:
-    """Of the smallest float16 in both, whose half is 0 in float16."""
-    module = weight(torch.float16)
-    backward(parallel.DistributedDataParallel(module, **options), 2.0**-24, torch.float16)
-    return module.weight.grad[0, 0].item()  # type: ignore[index]
-
-
-def gradient_of_a_copy(options: dict[str, Any], rank: int) -> float:
-    model = pickle.loads(pickle.dumps(parallel.DistributedDataParallel(weight(), **options)))
-    backward(model, rank + 1.0)
-    model.zero_grad()
-    backward(model, rank + 1.0)  # From the first, torch has learnt the graph.
-    grad: float = model.module.weight.grad[0, 0].item()
-    return grad
-
-
-def retained_buffers(rank: int) -> dict[str, Any]:
-    """What is in the buffers, whether gradients are in them too, and how many a forward leaves."""
-    module = nn.Sequential(weight(), nn.Linear(1, 3, bias=False))
-    nn.init.ones_(module[1].weight)  # type: ignore[arg-type]
-    model = parallel.DistributedDataParallel(module, message_size=1, retain_allreduce_buffers=True)
-    backward(model, rank + 1.0)
-    model.zero_grad()
-    backward(model, rank + 1.0)
-    grads = [param.grad for param in module.parameters()]
-    memory = {buffer.untyped_storage().data_ptr() for buffer in model.allreduce_buffers}
-    found = {
-        "elements": sorted(torch.cat(model.allreduce_buffers).tolist()),
-        "grads": sorted(torch.cat([grad.flatten() for grad in grads]).tolist()),  # type: ignore[union-attr]
-        "are views": all(grad.untyped_storage().data_ptr() in memory for grad in grads),  # type: ignore[union-attr]
-    }
-    model(torch.ones(1, 2))
-    return {**found, "after a forward": len(model.allreduce_buffers)}
-
-
-def switched_between_forward_and_backward(rank: int) -> list[float]:
-    module = weight()
-    model = parallel.DistributedDataParallel(module)
-    grads: list[float] = []
-    for switch in (model.disable_allreduce, model.enable_allreduce) * 2:
-        loss = model(torch.full((1, 2), rank + 1.0)).sum()
-        switch()
-        loss.backward()
-        grads.append(module.weight.grad[0, 0].item())  # type: ignore[index]
-    return grads
-
-
-def two_backwards_of_one_forward(rank: int) -> list[float]:
-    """Where they stay here both are right; so is the next one, which does not."""
-    module = weight()
-    model = parallel.DistributedDataParallel(module)
-    model.disable_allreduce()
-    loss = model(torch.full((1, 2), rank + 1.0)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    grads = [module.weight.grad[0, 0].item()]  # type: ignore[index]
-    model.enable_allreduce()
-    backward(model, rank + 1.0)
-    return [*grads, module.weight.grad[0, 0].item()]  # type: ignore[index]
-
-
-# How models are used that torch alone would learn a wrong graph from, or none. Each gives the
-# gradients of its steps, of which a process alone has `rank + 1`.
-
-
-@dataclasses.dataclass
-class Output:
-    logits: Tensor
-
-
-class InDataclass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight()
-
-    def forward(self, x: Tensor) -> Output:
-        return Output(self.inner(x))
-
-
-def grads_of_steps(module: nn.Linear, step: Callable[[int], None], steps: int = 4) -> list[float]:
-    grads: list[float] = []
-    for number in range(steps):
-        module.zero_grad()
-        step(number)
-        grads.append(module.weight.grad[0, 0].item())  # type: ignore[index]
-    return grads
-
-
-def output_in_a_dataclass(rank: int) -> list[float]:
-    net = InDataclass()
-    model = parallel.DistributedDataParallel(net)
-    x = torch.full((1, 2), rank + 1.0)
-    return grads_of_steps(net.inner, lambda _: model(x).logits.sum().backward())
-
-
-def frozen_where_backward_passes_through_first(rank: int) -> list[float]:
-    """The discriminator of a GAN, while the generator is trained."""
-    module = weight()
-    model = parallel.DistributedDataParallel(module)
-
-    def step(_: int) -> None:
-        module.requires_grad_(False)
-        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-        module.requires_grad_(True)
-        backward(model, rank + 1.0)
-
-    return grads_of_steps(module, step)
-
-
-def unfrozen_later(rank: int) -> list[float]:
-    net = nn.Sequential(weight(), nn.Linear(1, 1, bias=False))
-    nn.init.ones_(net[1].weight)  # type: ignore[arg-type]
-    net[0].requires_grad_(False)
-    model = parallel.DistributedDataParallel(net)
-    backward(model, rank + 1.0)
-    net[0].requires_grad_(True)
-    return grads_of_steps(net[0], lambda _: backward(model, rank + 1.0))  # type: ignore[arg-type]
-
-
-def frozen_for_a_while(rank: int) -> list[float]:
-    net = nn.Sequential(weight(), nn.Linear(1, 1))
-    nn.init.ones_(net[1].weight)  # type: ignore[arg-type]
-    model = parallel.DistributedDataParallel(net)
-    for trained in (True, False, False):
-        net[0].requires_grad_(trained)
-        backward(model, rank + 1.0)
-    net[0].requires_grad_(True)
-    return grads_of_steps(net[0], lambda _: backward(model, rank + 1.0))  # type: ignore[arg-type]
-
-
-def gradient_of_the_input_too(rank: int) -> list[float]:
-    """A gradient penalty: torch.autograd.grad between forward and backward."""
-    module = weight()
-    model = parallel.DistributedDataParallel(module)
-
-    def step(_: int) -> None:
-        loss = model(torch.full((1, 2), rank + 1.0)).sum()
-        x = torch.ones(1, 2, requires_grad=True)
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (loss + 0.0 * grad.sum()).backward()
-
-    return grads_of_steps(module, step)
-
-
-def users_hook_after_no_sync(rank: int) -> list[float]:
-    module = weight()
-    model = parallel.DistributedDataParallel(module)
-    model.register_comm_hook(None, allreduce_hook)
-
-    def step(_: int) -> None:
-        with model.no_sync():
-            backward(model, 0.0)
-        backward(model, rank + 1.0)
-
-    return grads_of_steps(module, step)
-
-
-USES = (
-    output_in_a_dataclass,
-    frozen_where_backward_passes_through_first,
-    unfrozen_later,
-    frozen_for_a_while,
-    gradient_of_the_input_too,
-    users_hook_after_no_sync,
-)
-
-
 # Ways in whose `join()` a process with fewer batches ends with what the other one has.
 JOINING = [
     "amp handle",
@@ -557,12 +348,6 @@ def masters_in_one_process_only(rank: int) -> str:
     return f"{optimizer} was not missed"
 
 
-def reduced_lists(rank: int) -> list[list[float]]:
-    grads = [torch.full((2,), rank + 1.0), [torch.full((1,), rank + 3.0).half()]]
-    parallel.Reducer(grads).reduce()
-    return [grads[0].tolist(), grads[1][0].tolist()]  # type: ignore[union-attr]
-
-
 def overflow_in_one_shard(rank: int) -> list[Any]:
     """Whether a step of a DTensor was skipped, for an overflow in one process and then none."""
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -595,34 +380,9 @@ def averages_of_a_model(rank: int) -> dict[str, list[Tensor]]:
     return {"ours": [param.grad for param in net.parameters()], "torch's": theirs, "params": params}  # type: ignore[misc]
 
 
-def groups_of(_: int) -> dict[str, list[list[int]]]:
-    """Ranks of this process's group of one, and of two."""
-    ours = [parallel.create_syncbn_process_group(size) for size in (1, 2)]
-    theirs = [dist.new_subgroups(size)[0] for size in (1, 2)]
-    return {
-        "ours": [dist.get_process_group_ranks(group) for group in ours],
-        "torch's": [dist.get_process_group_ranks(group) for group in theirs],
-    }
-
-
 def probes(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, options in ARGUMENTS.items():
-        found["gradient", name] = gradient_with(options, rank)
-        found["large", name] = large_half_gradient_with(options, rank)
-        found["small", name] = small_half_gradient_with(options, rank)
-        found["copy", name] = gradient_of_a_copy(options, rank)
-    for probe in (
-        retained_buffers,
-        switched_between_forward_and_backward,
-        two_backwards_of_one_forward,
-        reduced_lists,
-        overflow_in_one_shard,
-        averages_of_a_model,
-        groups_of,
-        *USES,
-        masters_in_one_process_only,
-    ):
+    found = ddp_cases.probes(rank)
+    for probe in (overflow_in_one_shard, averages_of_a_model, masters_in_one_process_only):
         found[probe.__name__] = probe(rank)
     for way in JOINING:
         found["joined", way] = joined(way, rank)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from amp_cases import Runs
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from apex_mp import amp
 
@@ -56,36 +55,6 @@ def test_a_tied_weight_is_cast_once_in_a_forward(grad: bool, verbose: bool) -> N
     with torch.set_grad_enabled(grad):
         for _ in range(2):
             assert weight_casts(lambda: model(X), model.weight) == 1
-
-
-def test_without_caching_each_use_casts() -> None:
-    model = Counted()
-    handle = amp.init(device_type="cpu", enable_caching=False)
-    assert not handle.has_cache
-    assert weight_casts(lambda: model(X), model.weight) == 4
-
-
-def test_outside_of_modules_no_cast_is_kept() -> None:
-    model = Counted()
-    handle = amp.init(device_type="cpu")
-    assert weight_casts(lambda: model.forward(X), model.weight) == 4
-    assert handle.cache == {}
-
-
-def test_a_region_of_another_dtype_in_a_module_gets_casts_of_its_own() -> None:
-    class TwoDtypes(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            around = F.linear(x, self.weight)
-            with torch.autocast("cpu", torch.bfloat16):
-                return around, F.linear(x, self.weight)
-
-    model = TwoDtypes(3, 2)
-    nn.init.constant_(model.weight, 1e5)  # too large for float16
-    amp.init(device_type="cpu")
-    around, inside = model(X)
-    assert (around.dtype, inside.dtype) == (F16, BF16)
-    assert around.isinf().all()
-    assert inside.isfinite().all()
 
 
 def test_the_handle_shows_and_forgets_what_is_kept() -> None:
@@ -161,18 +130,6 @@ def test_the_next_forward_sees_edited_weights(
     fresh.load_state_dict({"weight": torch.eye(3) + 1.0})
     assert not torch.equal(before, after)
     assert torch.equal(after, fresh(X).detach())
-
-
-def test_an_ema_that_is_swapped_in_and_out_is_seen() -> None:
-    """Evaluation with averaged weights, which are put into the model through `.data` and back."""
-    model = Counted()
-    amp.init(device_type="cpu")
-    with torch.no_grad():
-        own = model(X)
-        backup, model.weight.data = model.weight.data, torch.zeros(3, 3)
-        assert not model(X).any()
-        model.weight.data = backup
-        assert torch.equal(model(X), own)
 
 
 @pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
@@ -259,39 +216,6 @@ def test_a_second_backward_and_a_second_derivative_go_through_a_kept_cast() -> N
     amp.init(device_type="cpu")
     for found, wanted in zip(Runs()(twice), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.01 * float(wanted.abs().max()))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_may_use_a_weight_whose_cast_is_kept(reentrant: bool) -> None:
-    class Mixed(Runs):
-        def forward(self, x: Tensor, *, saves: bool) -> Tensor:
-            def product(x: Tensor) -> Tensor:
-                return torch.tanh(F.linear(x, self.weight))
-
-            x = product(x)
-            x = checkpoint(product, x, use_reentrant=reentrant) if saves else product(x)
-            return product(x).float().sum()
-
-    model = Mixed()
-    amp.init(device_type="cpu")
-    (expected,) = torch.autograd.grad(model(X, saves=False), model.weight)
-    model(X, saves=True).backward()
-    assert model.weight.grad is not None
-    torch.testing.assert_close(model.weight.grad, expected, rtol=2.0**-9, atol=0.0)
-
-
-def test_a_cast_that_is_made_in_a_transform_is_not_kept() -> None:
-    model = Runs()
-
-    def uses() -> Tensor:
-        torch.func.grad(lambda x: F.linear(x, model.weight).float().sum())(X)
-        torch.func.vmap(lambda x: F.linear(x, model.weight))(X)
-        return F.linear(X, model.weight).float().sum()
-
-    amp.init(device_type="cpu")
-    model(uses).backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[2.0] * 3] * 3
 
 
 def test_a_compiled_model_may_use_data_and_sees_edits() -> None:

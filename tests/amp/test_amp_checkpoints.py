@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from amp_level_cases import (
-    BF16,
-    F16,
     F32,
     OPTIMIZERS,
     Net,
@@ -25,7 +23,6 @@ from amp_level_cases import (
     levels,
     train,
     train_plain,
-    twins,
 )
 from fp16_cases import pull
 from tolerances import assert_same_bits
@@ -101,24 +98,6 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
             assert_same_bits(ours, theirs)
 
 
-@dtypes
-def test_a_checkpoint_may_be_loaded_into_a_training_under_way(dtype: torch.dtype) -> None:
-    model = Net()
-    optimizer = OPTIMIZERS["Adam"](model.parameters())
-    start("O2", dtype, model, optimizer)
-    train(model, optimizer, 3)
-    saved = checkpoint(model, optimizer)
-    train(model, optimizer, 3, start=3)
-    expected = everything(model, optimizer)
-    train(model, optimizer, 3, start=6)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    amp.load_state_dict(saved["amp"])
-    train(model, optimizer, 3, start=3)
-    for ours, theirs in zip(everything(model, optimizer), expected, strict=True):
-        assert_same_bits(ours, theirs)
-
-
 # What is in a checkpoint of O2.
 
 
@@ -169,35 +148,6 @@ def test_a_model_saves_its_masters_in_float32(
     torch.testing.assert_close(plain.eval()(images), model.eval()(images), rtol=0, atol=5e-2)
 
 
-def test_parts_and_wrappers_of_a_model_save_and_load_masters_too() -> None:
-    model, optimizer = trained()
-    master = next(amp.master_params(optimizer))
-    parts = {
-        "": model.conv,
-        "conv.": model,
-        "0.conv.": nn.Sequential(model),
-        "module.conv.": nn.DataParallel(model),
-    }
-    for prefix, part in parts.items():
-        assert_same_bits(part.state_dict()[f"{prefix}weight"], master.detach())
-    for number, (prefix, part) in enumerate(parts.items()):
-        state = copy.deepcopy(part.state_dict())
-        state[f"{prefix}weight"].fill_(number + 1 / 3)
-        part.load_state_dict(state)
-        wanted = torch.full_like(master, number + 1 / 3)
-        assert_same_bits(master.detach(), wanted)
-        assert_same_bits(model.conv.weight.detach(), wanted.half())
-
-
-def test_a_state_that_does_not_fit_is_for_torch_to_refuse() -> None:
-    model, optimizer = trained()
-    before = [master.detach().clone() for master in amp.master_params(optimizer)]
-    with pytest.raises(RuntimeError, match=r"size mismatch for out\.weight"):
-        model.load_state_dict({"out.weight": torch.zeros(1, 8)}, strict=False)
-    for master, value in zip(amp.master_params(optimizer), before, strict=True):
-        assert_same_bits(master.detach(), value)
-
-
 @makes
 def test_a_float32_script_goes_on_from_a_checkpoint_of_o2_and_back(make: Any) -> None:
     model, optimizer = trained(make=make)
@@ -222,34 +172,6 @@ def test_a_float32_script_goes_on_from_a_checkpoint_of_o2_and_back(make: Any) ->
     losses = train(again, again_optimizer, 2, start=4)
     # Two steps with every product rounded to float16.
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
-
-
-def test_o2_without_masters_or_optimizers_saves_float32_and_o3_saves_what_it_has() -> None:
-    def dtype_of(level: str, **options: Any) -> torch.dtype:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        initialize(model, optimizer, opt_level=level, **options)
-        return model.state_dict()["weight"].dtype
-
-    model = nn.Linear(2, 2)
-    initialize(model, opt_level="O2")
-    assert model.state_dict()["weight"].dtype is F32
-    assert dtype_of("O2", master_weights=False) is F32
-    assert dtype_of("O3") is F16
-    assert dtype_of("O3", dtype=BF16) is BF16
-    assert dtype_of("O3", master_weights=True) is F32
-
-
-def test_a_saved_model_is_no_larger_than_in_float32() -> None:
-    model, _ = trained()
-
-    def size(value: Any) -> int:
-        file = io.BytesIO()
-        torch.save(value, file)
-        return len(file.getvalue())
-
-    assert size(model.state_dict()) <= size(Net().state_dict()) + 512
-    assert size(model.out.state_dict()) <= size(Net().out.state_dict()) + 512
 
 
 # amp.state_dict and amp.load_state_dict.
@@ -291,22 +213,6 @@ def test_files_of_2019_are_read() -> None:
     assert scales() == [(2.0**10, 7), (2.0**11, 8)]
 
 
-@pytest.mark.parametrize(
-    ("num_losses", "expected"),
-    [(1, [(2.0**10, 7)]), (3, [(2.0**10, 7), (2.0**11, 8), (2.0**16, 0)])],
-)
-def test_another_number_of_scales_is_warned_of(
-    num_losses: int, expected: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    initialize(nn.Linear(1, 1), opt_level="O2", num_losses=num_losses, verbosity=1)
-    capsys.readouterr()
-    amp.load_state_dict(FILE_OF_2019)
-    assert capsys.readouterr().out == (
-        f"Warning: state_dict contains 2 entries, while {num_losses} loss_scalers are used\n"
-    )
-    assert scales() == expected
-
-
 GRAD_SCALER = {
     "scale": 2.0**10,
     "growth_factor": 4.0,
@@ -314,24 +220,6 @@ GRAD_SCALER = {
     "growth_interval": 7,
     "_growth_tracker": 3,
 }
-
-
-def test_the_state_of_a_grad_scaler_goes_to_all_scales() -> None:
-    initialize(nn.Linear(1, 1), opt_level="O1", num_losses=2, min_loss_scale=2.0)
-    amp.load_state_dict(GRAD_SCALER)
-    assert scales() == [(2.0**10, 3)] * 2
-    value = _amp_state.loss_scalers[1].value
-    assert (value.growth_factor, value.backoff_factor, value.growth_interval) == (4.0, 0.125, 7)
-    assert (value.min_scale, value.max_scale) == (2.0, 2.0**24)
-
-
-def test_a_static_scale_stays_static_and_takes_the_number() -> None:
-    initialize(nn.Linear(1, 1), opt_level="O1", loss_scale=128.0)
-    for state in (GRAD_SCALER, {"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 3}}):
-        _amp_state.loss_scalers[0]._loss_scale = 128.0
-        amp.load_state_dict(state)
-        assert not _amp_state.loss_scalers[0].dynamic
-        assert scales() == [(2.0**10, 0)]
 
 
 def test_loss_scalers_that_were_pickled_are_taken_over() -> None:
@@ -349,13 +237,6 @@ def test_loss_scalers_that_were_pickled_are_taken_over() -> None:
     assert scales() == [(2.0**16, 4), (2.0**19, 0), (64.0, 0)]
     windows = [scaler.value.growth_interval for scaler in _amp_state.loss_scalers]
     assert windows == [9, 1000, 2000]
-
-
-def test_a_handle_takes_the_state_of_a_grad_scaler() -> None:
-    handle = amp.init(device_type="cpu")
-    handle.load_state_dict(GRAD_SCALER)
-    assert handle._default_scaler.loss_scale() == 2.0**10
-    assert handle._default_scaler._unskipped == 3
 
 
 UNREADABLE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -400,15 +281,3 @@ def test_what_cannot_be_read_changes_nothing(
     with pytest.raises(error, match=message):
         amp.load_state_dict(state)
     assert scales() == [(2.0**16, 0), (2.0**16, 0)]
-
-
-def test_a_copy_of_a_model_saves_its_own_values() -> None:
-    model, _ = trained()
-    copied = copy.deepcopy(model)
-    state = copied.state_dict()
-    for name, param in copied.named_parameters():
-        assert state[name].data_ptr() == param.data_ptr()
-    plain, _ = twins(Net)
-    plain.load_state_dict(state)
-    assert_same_bits(plain.conv.weight.detach(), copied.conv.weight.detach().float())
-    copied.load_state_dict(plain.state_dict())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import random
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from amp_level_cases import (
-    F16,
     F32,
     OPTIMIZERS,
     Net,
@@ -22,7 +19,6 @@ from amp_level_cases import (
     batches,
     everything,
     initialize,
-    step,
     train,
 )
 from fp16_cases import pull
@@ -144,87 +140,6 @@ def test_both_of_a_copied_pair_train_as_if_there_had_been_no_copy(how: str, make
 
 
 @hows
-def test_a_copy_saves_and_loads_its_own_masters(how: Any) -> None:
-    model, optimizer = how(pair(1 / 3))
-    (master,) = amp.master_params(optimizer)
-    assert (model.weight.dtype, master.dtype) == (F16, F32)
-    assert_same_bits(model.state_dict()["weight"], master.detach())
-    model.load_state_dict({"weight": torch.tensor([[1 / 7]])})
-    assert_same_bits(master.detach(), torch.tensor([[1 / 7]]))
-    assert_same_bits(model.weight.detach(), torch.tensor([[1 / 7]]).half())
-
-
-@hows
-def test_a_copy_clears_the_gradients_of_its_model(how: Any) -> None:
-    model, optimizer = how(pair(1.0))
-    backward(optimizer, pull((model.weight, [[1.0]])))
-    optimizer.zero_grad()
-    assert [model.weight.grad, next(amp.master_params(optimizer)).grad] == [None, None]
-
-
-@hows
-def test_a_copy_gives_masters_to_later_groups(how: Any) -> None:
-    model, optimizer = how(pair(1.0))
-    later = linear(1.0).half()
-    optimizer.add_param_group({"params": later.parameters(), "lr": 0.5})
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        optimizer.add_param_group({"params": model.weight})
-    with pytest.raises(TypeError, match=r"params\[2\]\[0\] is on meta"):
-        optimizer.add_param_group({"params": nn.Parameter(torch.ones(1, device="meta"))})
-    step(optimizer, pull((model.weight, [[0.25]]), (later.weight, [[0.25]])))
-    assert [model.weight.item(), later.weight.item()] == [0.75, 0.875]
-    assert {p.dtype for p in amp.master_params(optimizer)} == {F32}
-
-
-@hows
-def test_the_first_step_of_a_copy_may_have_a_closure_that_overflows(how: Any) -> None:
-    model, optimizer = how(pair(1.0))
-    grads = iter([128.0, 0.5])  # The first overflows float16 at the scale of 2**10.
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = pull((model.weight, [[next(grads)]]))
-        backward(optimizer, loss)
-        return loss
-
-    optimizer.step(closure)
-    assert model.weight.item() == 0.5
-
-
-@hows
-def test_a_plain_backward_is_named_by_the_step_of_a_copy(how: Any) -> None:
-    model, optimizer = how(pair(1.0))
-    pull((model.weight, [[1.0]])).backward()
-    with pytest.raises(RuntimeError, match="not in those of its float32 masters; call backward in"):
-        optimizer.step()
-
-
-@hows
-def test_models_and_optimizers_that_share_a_weight_share_it_in_a_copy(how: Any) -> None:
-    first, second = linear(1.0), linear(0.0)
-    second.weight = first.weight
-    one, two = sgd(first, lr=1.0), sgd(second, lr=0.5)
-    initialize([first, second], [one, two], opt_level="O2")
-    first, second, one, two = how((first, second, one, two))
-    assert first.weight is second.weight
-    assert next(amp.master_params(one)) is next(amp.master_params(two))
-    backward([one, two], pull((first.weight, [[2.0**-12]])))
-    one.step()
-    two.step()
-    assert next(amp.master_params(two)).item() == 1 - 1.5 * 2.0**-12
-    assert_same_bits(second.state_dict()["weight"], torch.tensor([[1 - 1.5 * 2.0**-12]]))
-
-
-def test_a_copy_of_one_optimizer_of_two_trains_its_own_part() -> None:
-    first, second = linear(1.0), linear(1.0)
-    one, two = sgd(first), sgd(second)
-    initialize([first, second], [one, two], opt_level="O2")
-    model, optimizer = copy.deepcopy((second, two))
-    step(optimizer, pull((model.weight, [[0.25]])))
-    assert [model.weight.item(), second.weight.item(), first.weight.item()] == [0.75, 1.0, 1.0]
-
-
-@hows
 @pytest.mark.parametrize("make", ["SGD", "LARC"])
 def test_an_optimizer_copied_without_its_model_is_refused_by_scale_loss(
     make: str, how: Any
@@ -250,14 +165,6 @@ def test_an_optimizer_copied_without_its_model_is_refused_by_scale_loss(
         backward(again[1], loss)
 
 
-def test_an_original_outlives_its_model() -> None:
-    model, optimizer = pair(1.0)
-    weight = model.weight
-    del model
-    step(optimizer, pull((weight, [[0.25]])))
-    assert weight.item() == 0.75
-
-
 @pytest.mark.parametrize("wrap", [lambda o: amp.OptimWrapper(o, _amp_state.handle, 1), LARC])
 def test_an_optimizer_around_one_with_masters_is_copied_with_them(wrap: Any) -> None:
     model, optimizer = pair(1.0)
@@ -271,60 +178,6 @@ def test_an_optimizer_around_one_with_masters_is_copied_with_them(wrap: Any) -> 
     assert_same_bits(model.state_dict()["weight"], next(amp.master_params(wrapped)).detach())
 
 
-def test_a_shallow_copy_steps_the_same_masters() -> None:
-    model, optimizer = pair(1.0)
-    other = copy.copy(optimizer)
-    for each in (optimizer, other):
-        each.zero_grad()
-        step(each, pull((model.weight, [[0.25]])))
-    assert model.weight.item() == 0.5
-
-
-def test_a_copied_pair_goes_on_in_a_process_that_has_set_up_amp_for_no_model() -> None:
-    data = pickle.dumps((pair(1.0), amp.state_dict()))
-    vars(_amp_state).update(vars(type(_amp_state)()))
-    (model, optimizer), scale = pickle.loads(data)
-    with pytest.raises(RuntimeError, match=r"model, optimizer = amp\.initialize"):
-        backward(optimizer, pull((model.weight, [[0.25]])))
-    initialize([], opt_level="O2")
-    amp.load_state_dict(scale)
-    step(optimizer, pull((model.weight, [[0.25]])))
-    assert model.weight.item() == 0.75
-    assert amp.state_dict()["loss_scaler0"] == {**scale["loss_scaler0"], "unskipped": 1}
-
-
-def test_the_class_of_an_optimizer_with_masters_is_its_own_in_all_that_is_seen() -> None:
-    model = linear(1.0)
-    optimizer, plain = sgd(model), sgd(linear(1.0))
-    before = repr(optimizer)
-    initialize(model, optimizer, opt_level="O2")
-    for each in (optimizer, copy.deepcopy(optimizer), pickled(optimizer)):
-        assert isinstance(each, torch.optim.SGD)
-        assert (each.__class__.__name__, repr(each)) == ("SGD", before)
-        assert type(each).__module__ == type(plain).__module__
-        assert type(each) is type(optimizer)
-    assert type(plain) is torch.optim.SGD
-
-
-def test_the_class_of_an_optimizer_with_masters_makes_optimizers_without() -> None:
-    _, optimizer = pair(1.0)
-    other = type(optimizer)(linear(1.0).parameters(), **optimizer.defaults)
-    assert type(other) is torch.optim.SGD
-
-
-def test_the_class_of_an_optimizer_is_freed_with_it() -> None:
-    class Own(torch.optim.SGD):
-        pass
-
-    model = linear(1.0)
-    optimizer = Own(model.parameters())
-    initialize(model, optimizer, opt_level="O2")
-    reference = weakref.ref(Own)
-    del Own, optimizer
-    gc.collect()
-    assert reference() is None
-
-
 class WithoutState(torch.optim.SGD):
     def __reduce__(self) -> Any:
         return WithoutState, ([*self.param_groups[0]["params"]],)
@@ -336,29 +189,6 @@ def test_a_copy_that_its_class_makes_without_state_is_refused(how: Any) -> None:
     pair = initialize(model, WithoutState(model.parameters()), opt_level="O2")
     with pytest.raises(TypeError, match=r"WithoutState\.__reduce__ returns no state, so a copy"):
         how(pair)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_copy_may_be_initialized_where_the_optimizer_was_not_changed(level: str) -> None:
-    model = linear(1.0)
-    _, optimizer = initialize(model, sgd(model), opt_level=level)
-    copied, lone = linear(1.0), copy.deepcopy(optimizer)
-    if level != "O2":
-        initialize(copied, lone, opt_level=level)
-        return
-    with pytest.raises(RuntimeError, match=r"passed through amp\.initialize once"):
-        initialize(copied, lone, opt_level=level)
-
-
-def test_loading_with_assign_is_refused_while_there_are_masters() -> None:
-    model, _ = pair(1.0)
-    weight = model.weight
-    outer = nn.Sequential(linear(5.0), model)
-    with pytest.raises(RuntimeError, match=r"load_state_dict: assign is True, which puts new"):
-        model.load_state_dict({"weight": torch.zeros(1, 1)}, assign=True)
-    assert (model.weight is weight, weight.item()) == (True, 1.0)
-    assert outer[0].weight.item() == 5.0
-    copy.deepcopy(model).load_state_dict({"weight": torch.zeros(1, 1)}, assign=True)
 
 
 # Random programs. Each pair of model and optimizer has a history of what trains it. Between its

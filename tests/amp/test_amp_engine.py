@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,17 +54,6 @@ def test_the_backward_of_a_float_function_is_computed_in_float32(name: str, scal
         assert_same_bits(found, expected)
 
 
-def test_code_in_the_with_block_of_scale_loss_casts() -> None:
-    layer = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    handle = amp.init(device_type="cpu")
-    with handle.scale_loss(layer(X).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        assert torch.mm(X, X.t()).dtype is F16
-        assert F.softmax(X.half(), 1).dtype is F32
-    assert torch.mm(X, X.t()).dtype is F16
-
-
 class Mixes(torch.autograd.Function):
     """Its backward multiplies half by float32 matrices, as many did, leaning on casts."""
 
@@ -98,36 +84,6 @@ def test_the_python_backward_of_a_custom_function_casts(in_block: bool) -> None:
     assert weight.grad is not None
     assert weight.grad.dtype is F32
     assert weight.grad.tolist() == [[2.0] * 3] * 3
-
-
-def test_a_custom_function_follows_disable_casts() -> None:
-    weight = nn.Parameter(torch.ones(3, 3))
-    handle = amp.init(device_type="cpu")
-    with handle._disable_casts():
-        Mixes.apply(X, weight).sum().backward()
-    assert Mixes.dtypes == [F32, F32, F32]
-
-
-def test_hooks_run_uncast_like_the_engine() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    found = []
-    weight.register_hook(lambda _: found.append(torch.mm(X, X.t()).dtype))
-    amp.init(device_type="cpu")
-    (weight * 2).sum().backward()
-    assert found == [F32]
-    assert torch.mm(X, X.t()).dtype is F16
-
-
-def test_an_exception_in_backward_leaves_casts_on() -> None:
-    def fail(_: Tensor) -> None:
-        raise ValueError("broken")
-
-    weight = nn.Parameter(torch.ones(3))
-    weight.register_hook(fail)
-    amp.init(device_type="cpu")
-    with pytest.raises(ValueError, match="broken"):
-        (weight * 2).sum().backward()
-    assert torch.mm(X, X.t()).dtype is F16
 
 
 def network() -> nn.Module:
@@ -189,26 +145,6 @@ def test_a_checkpoint_computes_again_what_it_computed(reentrant: bool) -> None:
         assert_same_bits(one.detach(), other.detach())
 
 
-def test_torchs_own_functions_in_python_are_left_alone() -> None:
-    """Their backward brings its own region of autocast with it, if it wants one."""
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            found.append(torch.mm(X, X.t()).dtype)
-            return grad * 2
-
-    found: list[torch.dtype] = []
-    Own.__module__ = "torch.utils.something"
-    amp.init(device_type="cpu")
-    Own.apply(nn.Parameter(torch.ones(3))).sum().backward()
-    assert found == [F32]
-
-
 # torch.compile.
 
 
@@ -257,60 +193,6 @@ def test_a_compiled_model_computes_what_it_computes_without(first: str) -> None:
     assert_same_bits(compiled(IMAGES).detach(), uncast)
 
 
-def test_a_compiled_function_casts() -> None:
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x @ x.t(), F.softmax(x.half(), 1), x.half() + x
-
-    handle = amp.init(device_type="cpu")
-    assert [t.dtype for t in function(X)] == [F16, F32, F32]
-    with handle._disable_casts():
-        assert [t.dtype for t in function(X)] == [F32, F16, F32]
-    handle._deactivate()
-    assert [t.dtype for t in function(X)] == [F32, F16, F32]
-
-
-def test_a_compiled_step_of_an_optimizer_works() -> None:
-    torch._dynamo.reset()
-    amp.init(device_type="cpu")
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    for weight in weights:
-        weight.grad = torch.ones(3)
-    compiled, plain = (torch.optim.SGD([weight], lr=0.1) for weight in weights)
-    torch.compile(compiled.step, backend="aot_eager")()
-    plain.step()
-    assert torch.equal(*weights)
-    assert torch.mm(X, X.t()).dtype is F16
-
-
-DYNAMO_AFTER_INIT = """
-import sys, torch
-from apex_mp import amp
-assert "torch._dynamo" not in sys.modules
-handle = amp.init(device_type="cpu")
-layer = torch.nn.Linear(3, 3)
-torch.optim.SGD(layer.parameters(), lr=0.1)  # imports Dynamo
-handle._deactivate()
-handle = amp.init(device_type="cpu")
-compiled = torch.compile(lambda x: torch.mv(x, x[0]), backend="aot_eager", fullgraph=True)
-assert compiled(torch.ones(3, 3)).dtype is torch.float16
-handle._deactivate()
-assert compiled(torch.ones(3, 3)).dtype is torch.float32
-"""
-
-
-@pytest.mark.slow
-def test_dynamo_knows_torchs_functions_whenever_it_is_imported(tmp_path: Path) -> None:
-    """It notes them once: ours in their place would be taken for them ever after."""
-    # From a folder without sources, which Python would find before an installed apex_mp.
-    done = subprocess.run(
-        [sys.executable, "-c", DYNAMO_AFTER_INIT], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 # Tracers.
 
 
@@ -330,42 +212,6 @@ def test_torchscript_compiles_after_init_and_gets_what_torch_casts(verbose: bool
     assert torch.jit.script(nn.Linear(3, 2))(X).dtype is F16
     assert F.softmax is softmax
     handle._deactivate()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_an_error_in_the_compiler_of_torchscript_leaves_casts_on() -> None:
-    def wrong(x: Tensor) -> Tensor:
-        return x.no_such_method()
-
-    amp.init(device_type="cpu")
-    with pytest.raises(RuntimeError):
-        torch.jit.script(wrong)
-    assert F.softmax(X.half(), 1).dtype is F32
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_traced_model_computes_what_it_was_traced_with() -> None:
-    amp.init(device_type="cpu")
-    tied = nn.Linear(3, 3)
-    model = nn.Sequential(tied, tied, network())
-    traced = torch.jit.trace(model, X)
-    assert_near_half(traced(X * 0.5), model(X * 0.5))
-
-
-def test_fx_traces_through_the_wrappers() -> None:
-    amp.init(device_type="cpu")
-
-    class Traced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.softmax(self.linear(x).exp(), 1)
-
-    traced = torch.fx.symbolic_trace(Traced())
-    assert "torch.nn.functional.softmax" in traced.code
-    assert traced(X).dtype is F32
 
 
 def test_functional_transforms_cast() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,26 +67,7 @@ def torch_is_left_as_it_was() -> Iterator[None]:
     assert not casts_are_on()
 
 
-def test_torch_is_left_as_it_was_sees_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AssertionError, match="exp2"), torch_is_left_as_it_was():
-        monkeypatch.setattr(torch.Tensor, "exp2", lambda x: x)
-
-
 # Arguments.
-
-
-def test_init_takes_the_arguments_that_it_should() -> None:
-    parameters = inspect.signature(amp.init).parameters.values()
-    found = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-    assert [*found.items()] == [
-        ("enabled", True),
-        ("loss_scale", "dynamic"),
-        ("enable_caching", True),
-        ("verbose", False),
-        ("allow_banned", False),
-    ]
-    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert {"dtype": F16, "device_type": None}.items() <= keywords.items()
 
 
 DYNAMIC = (True, 2.0**16)
@@ -135,13 +113,6 @@ def test_another_string_counts_as_true_with_a_warning(caplog: pytest.LogCaptureF
     assert handle.verbose
 
 
-@pytest.mark.parametrize("enable", [False, True])
-def test_enable_is_another_name_of_enabled(enable: bool) -> None:
-    handle: Any = amp.init(enable=enable, device_type="cpu")  # type: ignore[call-arg]
-    assert handle.is_active() is enable
-    assert casts_are_on() is enable
-
-
 @pytest.mark.parametrize(("args", "kwargs"), [((True,), {}), ((), {"enabled": True})])
 def test_enable_beside_enabled_is_refused_and_changes_nothing(
     args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,37 +155,7 @@ def test_a_failure_half_way_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPat
         assert _current.handle is None
 
 
-@pytest.mark.parametrize(("has_gpu", "expected"), [(True, "cuda"), (False, "cpu")])
-def test_the_device_is_cuda_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, expected: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    amp.init()
-    assert [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)] == [expected]
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_dtype_is_the_low_precision(dtype: torch.dtype) -> None:
-    amp.init(dtype=dtype, device_type="cpu")
-    assert nn.Linear(3, 2)(X).dtype is dtype
-    assert casts_are_on(dtype)
-
-
 # No casts.
-
-
-def test_init_with_enabled_false_leaves_torch_untouched() -> None:
-    with torch_is_left_as_it_was():
-        before = snapshot()
-        handle = amp.init(enabled=False)
-        assert all(
-            old.get(key) is value
-            for old, new in zip(before, snapshot(), strict=True)
-            if isinstance(new, dict)
-            for key, value in new.items()
-        )
-        assert isinstance(handle, NoOpHandle)
-        assert nn.Linear(3, 2)(X).dtype is F32
 
 
 def test_the_handle_that_does_nothing_has_what_the_other_one_has() -> None:
@@ -269,46 +210,6 @@ def test_a_second_init_replaces_the_first() -> None:
         assert casts_are_on(BF16)
         second._deactivate()
         second._deactivate()
-
-
-def test_a_second_init_with_enabled_false_switches_the_first_off() -> None:
-    with torch_is_left_as_it_was():
-        first = amp.init(device_type="cpu")
-        amp.init(enabled=False)
-        assert not first.is_active()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))])
-def test_a_copy_of_the_handle_is_the_handle(copied: Callable[[Any], Any]) -> None:
-    handle = amp.init(device_type="cpu")
-    assert copied(handle) is handle
-
-
-def test_a_second_init_wraps_what_torch_had_and_not_the_first_ones_wrappers() -> None:
-    softmax = F.softmax
-    for _ in range(2):
-        amp.init(device_type="cpu", verbose=True)
-        assert F.softmax.__wrapped__ is softmax
-
-
-def test_decorated_functions_are_left_alone_after_the_end() -> None:
-    handle = amp.init(device_type="cpu")
-    decorated = amp.half_function(lambda x: x)
-    assert decorated(X).dtype is F16
-    handle._deactivate()
-    assert decorated(X).dtype is F32
-
-
-def test_where_casts_are_off_nothing_is_promoted_or_refused() -> None:
-    handle = amp.init(device_type="cpu", verbose=True)
-    half = torch.full((2,), 0.5, dtype=F16)
-    with handle._disable_casts():
-        assert half.exp_() is half
-        assert torch.exp_(half) is half
-        assert F.binary_cross_entropy(half * 0, half * 0).dtype is F16
-        assert torch.cat([half, half]).dtype is F16
-        with pytest.raises(RuntimeError, match="same dtype"):
-            torch.dot(half, half.float())
 
 
 # Undoing.
@@ -428,54 +329,6 @@ def test_torch_is_as_it_was_whatever_the_order_of_nesting(
         way(handle)
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_init_in_a_region_lasts_beyond_it_from_the_next_module_call(used: bool) -> None:
-    with torch_is_left_as_it_was():
-        with torch.autocast("cpu", dtype=BF16):
-            handle = amp.init(device_type="cpu")
-            assert casts_are_on()
-        if used:
-            assert nn.Linear(3, 2)(X).dtype is F16
-            assert casts_are_on()
-        handle._deactivate()
-
-
-def test_a_function_that_somebody_else_has_wrapped_meanwhile_stays_theirs() -> None:
-    original = F.softmax
-    handle = amp.init(device_type="cpu")
-    ours = F.softmax
-    calls = []
-
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return ours(*args, **kwargs)
-
-    try:
-        F.softmax = theirs
-        assert F.softmax(X.half(), 1).dtype is F32
-        handle._deactivate()
-        assert F.softmax is theirs
-        assert F.softmax(X.half(), 1).dtype is F16
-        assert len(calls) == 2
-    finally:
-        F.softmax = original
-
-
-def test_wrappers_that_somebody_keeps_do_nothing_any_more() -> None:
-    kept = amp.init(device_type="cpu")
-    call, softmax, cpu = nn.Module.__call__, F.softmax, torch.Tensor.cpu
-    engine, bootstrap = torch.autograd._engine_run_backward, threading.Thread._bootstrap_inner
-    kept._deactivate()
-    with torch_is_left_as_it_was():
-        assert call(nn.Linear(3, 2), X).dtype is F32
-        assert softmax(X.half(), 1).dtype is F16
-        assert cpu(X.half()).dtype is F16
-        with torch.autocast("cpu", dtype=F16):
-            assert softmax(X.half(), 1).dtype is F16
-        assert callable(engine)
-        assert callable(bootstrap)
-
-
 # What a newcomer stumbled over.
 
 
@@ -500,9 +353,3 @@ def test_a_string_is_not_taken_for_enabled(call: Any) -> None:
     with pytest.raises(TypeError, match=r"enabled is '.*'; it must be True or False"):
         call()
     assert _current.handle is None
-
-
-def test_a_device_type_without_a_device_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    if not torch.cuda.is_available():
-        amp.init(device_type="cuda")
-    assert ("there is no GPU" in caplog.text) is not torch.cuda.is_available()

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from apex_mp import amp
-from apex_mp.core import device_scale
-from apex_mp.optimizers import FusedAdam
 from apex_mp.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
-
-INF = float("inf")
 
 
 def small_model() -> nn.Module:
@@ -40,77 +36,6 @@ def test_zero_grad_inside_the_block_clears_what_was_there(level: str, set_to_non
     assert norms[0] > 0
     assert norms == [norms[0]] * 3
     assert "scale_loss" not in str(vars(optimizer).get("zero_grad"))
-
-
-def test_a_module_that_trains_another_one_sees_its_new_weights() -> None:
-    handle: Any = amp.init(device_type="cpu")
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    class Trainer(nn.Module):
-        def forward(self, x: Tensor) -> list[float]:
-            losses = []
-            for _ in range(3):
-                optimizer.zero_grad()
-                loss = model(x).float().pow(2).mean()
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            return losses
-
-    first, second, third = Trainer()(torch.randn(6, 4))
-    assert first > second > third
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, FusedAdam])
-def test_another_default_dtype_changes_nothing(make: Any) -> None:
-    handle: Any = amp.init(device_type="cpu")
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = make([weight], lr=0.5)
-    torch.set_default_dtype(torch.float64)
-    try:
-        for _ in range(2):
-            with handle.scale_loss(weight.sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-        optimizer.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0, 2.0]
-
-
-def test_a_first_step_of_fused_sgd_that_is_skipped_leaves_no_momentum(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu", "cuda"})
-    handle: Any = amp.init(device_type="cpu")
-    weight = nn.Parameter(torch.ones(64, 64))
-    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5, fused=True)
-    for factor in (INF, 1.0, 1.0):
-        optimizer.zero_grad()
-        with handle.scale_loss((weight * factor).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    assert torch.equal(weight, torch.full((64, 64), 1.0 - 0.5 - 0.75))
-
-
-def test_a_step_that_raises_on_a_device_is_still_to_be_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu", "cuda"})
-    handle: Any = amp.init(device_type="cpu")
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    with handle.scale_loss((weight * INF).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step()
-    hook.remove()
-    optimizer.step()
-    assert weight.tolist() == [1.0, 1.0]
-    assert amp.step_was_skipped(optimizer)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from amp_level_cases import BF16, F16, F32, F64, initialize, levels, step
+from amp_level_cases import BF16, F16, F32, initialize, levels
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state, _current
-from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -111,41 +108,6 @@ loss_scale             : 128.0
 def test_it_prints_what_it_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(linear(), opt_level="O2", keep_batchnorm_fp32="False", loss_scale="128.0")
     assert capsys.readouterr().out == PRINTED
-
-
-@pytest.mark.parametrize(
-    ("verbosity", "printed"),
-    [(0, r"\Z"), (1, r"Selected[^>]*\Z"), (2, r"Selected[^>]*\n(Float->Half \(linear\)\n){3}\Z")],
-)
-def test_verbosity_0_prints_nothing_1_options_and_2_casts_too(
-    verbosity: int, printed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = amp.initialize(linear(), opt_level="O1", verbosity=verbosity)
-    model(torch.ones(2, 2))
-    assert re.match(printed, capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(("rank", "prints"), [(0, True), (1, False)])
-def test_only_the_first_process_of_a_group_prints(
-    rank: int, prints: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    amp.initialize(linear(), opt_level="O0")
-    assert bool(capsys.readouterr().out) is prints
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_dtype_is_the_low_precision_of_every_level(dtype: torch.dtype) -> None:
-    seen = {}
-    for level in ("O1", "O2", "O3"):
-        model = nn.Sequential(linear(), nn.Identity())
-        initialize(model, opt_level=level, dtype=dtype)
-        model[1].register_forward_hook(
-            lambda _, args, __, level=level: seen.update({level: args[0].dtype})
-        )
-        model(torch.ones(2, 2))
-    assert seen == {"O1": dtype, "O2": dtype, "O3": dtype}
 
 
 OVERRIDES = {
@@ -415,51 +377,6 @@ def test_an_object_out_of_place_is_an_error_and_nothing_is_changed(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", ["weight", "running_mean"])
-@levels
-def test_a_model_in_low_precision_is_refused_by_name(level: str, name: str) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    tensor = getattr(model[0], name)
-    tensor.data = tensor.data.half()
-    kind = "param" if name == "weight" else "buffer"
-    with pytest.raises(
-        RuntimeError,
-        match=rf"Found {kind} 0\.{name} with type torch\.float16, expected torch\.float32\.\n"
-        r"When using amp\.initialize, you do not need to call \.half\(\) on your model\n",
-    ):
-        initialize(model, opt_level=level)
-    _amp_state.allow_incoming_model_not_fp32 = True
-    initialize(model, opt_level=level)
-
-
-def test_hard_override_prints_what_would_be_an_error_and_goes_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _amp_state.hard_override = True
-    amp.initialize(linear().half(), opt_level="O2", patch_torch_functions=True)
-    printed = capsys.readouterr().out.splitlines()
-    warnings = [line for line in printed if line.startswith("Warning:  ")]
-    assert [line.split()[1:3] for line in warnings] == [
-        *(["amp.initialize:", "patch_torch_functions"], ["Found", "param"], ["Found", "param"])
-    ]
-    assert _amp_state.opt_properties is not None
-    assert _amp_state.opt_properties.patch_torch_functions is True
-
-
-@pytest.mark.parametrize("before", ["O0", "O1", "O2"])
-def test_without_cudnn_casts_on_cuda_are_refused(
-    before: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    initialize(linear(), opt_level=before)
-    model = linear()
-    optimizer = sgd(model)
-    unchanged = Unchanged(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"Amp requires torch\.backends\.cudnn\.enabled = True"):
-        initialize(model, optimizer, opt_level="O1", device_type="cuda")
-    unchanged.check()
-
-
 @pytest.mark.parametrize("before", ["O0", "O1", "O2"])
 def test_a_registered_function_that_is_gone_is_refused_and_nothing_is_changed(before: str) -> None:
     module = types.ModuleType("theirs")
@@ -478,16 +395,6 @@ def test_a_registered_function_that_is_gone_is_refused_and_nothing_is_changed(be
         with pytest.raises(RuntimeError, match=message):
             call()
         unchanged.check()
-
-
-@levels
-def test_complex_tensors_of_a_model_stay_complex(level: str) -> None:
-    model = linear()
-    model.register_buffer("rotations", torch.tensor([1j]))
-    model.phase = nn.Parameter(torch.tensor([2j]), requires_grad=False)
-    options = {"keep_batchnorm_fp32": False} if level == "O2" else {}
-    initialize(model, opt_level=level, **options)
-    assert (model.rotations.item(), model.phase.item()) == (1j, 2j)
 
 
 # What comes back.
@@ -533,13 +440,6 @@ def test_enabled_false_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
-def test_enabled_false_ends_the_casts_of_an_earlier_call() -> None:
-    initialize(linear(), opt_level="O1")
-    initialize(linear(), enabled=False)
-    assert linear()(torch.ones(1, 2)).dtype is F32
-    assert _current.handle is None
-
-
 # Several calls in a process.
 
 
@@ -566,33 +466,3 @@ def test_a_later_call_replaces_an_earlier_one_whatever_the_levels() -> None:
             scaled_loss.backward()
         optimizer.step()
         assert model.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-
-
-def test_a_users_own_amp_init_outlives_a_call_that_does_not_cast_functions() -> None:
-    handle = amp.init(device_type="cpu")
-    initialize(linear(), opt_level="O2")
-    assert handle.is_active()
-    initialize(linear(), opt_level="O1")
-    assert not handle.is_active()
-
-
-def test_models_and_optimizers_are_not_kept_alive() -> None:
-    def call() -> list[weakref.ref[Any]]:
-        model = linear()
-        optimizer = FusedAdam(model.parameters())
-        initialize(model, optimizer, opt_level="O2")
-        step(optimizer, model(torch.ones(1, 2)).sum())
-        return [weakref.ref(each) for each in (model, optimizer, model.weight)]
-
-    references = call()
-    gc.collect()
-    assert [reference() for reference in references] == [None, None, None]
-
-
-def test_a_model_in_float64_is_cast_as_any_other() -> None:
-    model, inputs = linear().double(), torch.ones(1, 2, dtype=F64)
-    optimizer = sgd(model)
-    initialize(model, optimizer, opt_level="O2")
-    assert model.weight.dtype is F16
-    assert [p.dtype for p in amp.master_params(optimizer)] == [F32, F32]
-    assert model(inputs).dtype is F32

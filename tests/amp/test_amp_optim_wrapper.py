@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from fp16_cases import F16, F32, INF, assert_grads, parameter, pull
+from fp16_cases import F32, INF, parameter, pull
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from apex_mp import amp, fp16_utils
+from apex_mp import amp
 from apex_mp.amp import OptimWrapper
 from apex_mp.optimizers import FusedAdam
 
@@ -50,48 +50,6 @@ def scales(wrapped: Any) -> list[float]:
 
 
 # Losses.
-
-
-@inners
-def test_each_loss_has_a_scale_of_its_own(make: Any, handle: Any, weight: Any, other: Any) -> None:
-    wrapped = handle.wrap_optimizer(make([weight, other]), num_loss=3)
-    for second in (1.0, INF, INF, 1.0):
-        for value in (1.0, second, 1.0):
-            backward(wrapped, pull((weight, value)))
-        wrapped.step()
-        assert wrapped.step_was_skipped is (second == INF)
-        wrapped.zero_grad()
-    assert scales(wrapped) == [SCALE, SCALE / 4, SCALE]
-    assert [scaler._unskipped for scaler in wrapped._loss_scaler] == [4, 1, 4]
-    wrapped._loss_scaler[1]._loss_scale = 2.0
-    for scale in (SCALE, 2.0, SCALE):
-        with wrapped.scale_loss(pull((weight, 1.0))) as scaled_loss:
-            assert scaled_loss.item() == scale * weight.item()
-            scaled_loss.backward()
-    assert_grads([weight.grad], 3.0)
-
-
-def test_gradients_of_several_losses_add_up(handle: Any, weight: Any, other: Any) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight, other]), num_loss=3)
-    backward(wrapped, pull((weight, 1.0)))
-    backward(wrapped, pull((weight, 10.0), (other, 5.0)))
-    assert_grads([weight.grad, other.grad], 11.0, 5.0)
-    backward(wrapped, pull((weight, 100.0)))
-    assert_grads([weight.grad, other.grad], 111.0, 5.0)
-    wrapped.step()
-    assert weight.tolist() == [1.0 - 55.5]
-
-
-@pytest.mark.parametrize("value", [1.0, INF])
-def test_gradients_that_a_loss_does_not_touch_keep_their_bits(
-    value: float, handle: Any, weight: Any, other: Any
-) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight, other]), num_loss=2)
-    backward(wrapped, pull((other, 1.0 / 3.0)))
-    kept, bits = other.grad, other.grad.clone()
-    backward(wrapped, pull((weight, value)))
-    assert other.grad is kept
-    assert torch.equal(other.grad, bits)
 
 
 @pytest.mark.parametrize("overflowing", [[0], [1], [2], [0, 2], [0, 1, 2]])
@@ -128,58 +86,6 @@ def test_more_losses_than_num_loss_are_refused(num_loss: int, handle: Any, weigh
     backward(wrapped, pull((weight, 1.0)))
 
 
-def test_a_block_that_raises_does_not_count(handle: Any, weight: Any) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight]))
-    with (  # noqa: PT012
-        pytest.raises(KeyError),
-        wrapped.scale_loss(pull((weight, 1.0))) as scaled_loss,
-    ):
-        scaled_loss.backward()
-        raise KeyError
-    backward(wrapped, pull((weight, 3.0)))
-    assert_grads([weight.grad], 3.0)
-
-
-def test_a_message_names_parameters(handle: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(1, 1).to(handle._caster.device_type)
-    model(torch.ones(1, 1, device=model.weight.device))
-    wrapped = handle.wrap_optimizer(sgd(model.parameters()), num_loss=2)
-    backward(wrapped, pull((model.weight, 1.0)))
-    backward(wrapped, pull((model.bias, INF)))
-    assert caplog.messages == [
-        "Gradient overflow, skipping update; the loss scale goes from 65536.0 to 32768.0\n"
-        "  bias [1]: 1 inf, 0 NaN"
-    ]
-
-
-def test_the_optimizer_inside_does_not_step_with_an_overflow_either(
-    handle: Any, weight: Any
-) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight]))
-    backward(wrapped, pull((weight, INF)))
-    wrapped._optimizer.step()
-    assert weight.tolist() == [1.0]
-
-
-def test_two_wrapped_optimizers_know_nothing_of_each_other(
-    handle: Any, weight: Any, other: Any
-) -> None:
-    first = handle.wrap_optimizer(sgd([weight]), num_loss=1)
-    second = handle.wrap_optimizer(sgd([other]), num_loss=2)
-    backward(second, pull((other, 1.0)))
-    with (
-        second.scale_loss(pull((other, 1.0))) as scaled,
-        first.scale_loss(pull((weight, INF))) as s,
-    ):
-        s.backward()
-        scaled.backward()
-    first.step()
-    second.step()
-    assert_grads([weight, other], 1.0, [0.0, 1.0])
-    assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
-    assert (scales(first), scales(second)) == ([SCALE / 2], [SCALE, SCALE])
-
-
 # Old rules.
 
 
@@ -190,22 +96,6 @@ def test_a_closure_is_refused_in_the_old_words(handle: Any, weight: Any) -> None
         match=r"^The `closure` argument is unsupported by the amp optimizer wrapper\.$",
     ):
         wrapped.step(lambda: 1.0)
-
-
-def test_after_wrapping_the_handle_scales_no_losses(handle: Any, weight: Any) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight]))
-    assert handle._default_scaler is None
-    assert handle.state_dict() == {}
-    for optimizer in (wrapped, wrapped._optimizer):
-        with (
-            pytest.raises(
-                RuntimeError,
-                match=r"^After calling `handle\.wrap_optimizer\(\)`, you must explicitly use "
-                r"`optimizer\.scale_loss\(loss\)`\.$",
-            ),
-            handle.scale_loss(pull((weight, 1.0)), optimizer),
-        ):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -291,40 +181,6 @@ def test_a_wrapper_is_an_optimizer_with_the_attributes_of_the_one_inside(
         _ = wrapped.nonsense
 
 
-def test_groups_are_added_and_cleared_through_the_wrapper(
-    handle: Any, weight: Any, other: Any
-) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight]))
-    backward(wrapped, pull((weight, 1.0)))
-    wrapped.add_param_group({"params": [other], "lr": 0.25})
-    assert len(wrapped._optimizer.param_groups) == 2
-    wrapped.step()
-    wrapped.zero_grad(set_to_none=False)
-    assert weight.grad.tolist() == [0.0]
-    backward(wrapped, pull((weight, 1.0), (other, 4.0)))
-    wrapped.step()
-    assert_grads([weight, other], 0.0, [0.0, 1.0])
-    wrapped.zero_grad()
-    assert (weight.grad, other.grad) == (None, None)
-
-
-def test_hooks_run_once_for_each_real_step(handle: Any, weight: Any) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight]))
-    calls: list[str] = []
-    wrapped.register_step_pre_hook(lambda *_: calls.append("pre"))
-    wrapped.register_step_post_hook(lambda *_: calls.append("post"))
-    wrapped.register_state_dict_post_hook(lambda *_: calls.append("state"))
-    backward(wrapped, pull((weight, INF)))
-    wrapped.step()
-    assert calls == []
-    wrapped.zero_grad()
-    backward(wrapped, pull((weight, 1.0)))
-    wrapped.step()
-    assert calls == ["pre", "post"]
-    wrapped.state_dict()
-    assert calls == ["pre", "post", "state"]
-
-
 @pytest.mark.parametrize("on", ["wrapper", "inner before", "inner after", "both"])
 @pytest.mark.parametrize("first", [INF, 1.0])
 def test_schedulers_step_without_a_warning(first: float, on: str, handle: Any, weight: Any) -> None:
@@ -383,17 +239,6 @@ def test_a_checkpoint_resumes_optimizer_and_scales(handle: Any, weight: Any, dev
     assert torch.equal(weight, copy_of_weight)
 
 
-def test_a_file_from_before_the_scales_were_saved_loads(handle: Any, weight: Any) -> None:
-    wrapped = trained(handle, weight, INF)
-    old = torch.optim.Adam([weight])
-    weight.grad = torch.ones_like(weight)
-    old.step()
-    wrapped.load_state_dict(saved(old.state_dict()))
-    assert scales(wrapped) == [SCALE, SCALE / 2]  # As they were.
-    assert wrapped.state[weight]["step"].item() == 1.0
-    old.load_state_dict(wrapped.state_dict())  # And the other way round.
-
-
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
@@ -413,49 +258,6 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     with pytest.raises(error, match=sentence):
         wrapped.load_state_dict(state)
     assert str(wrapped.state_dict()) == before
-
-
-def test_a_checkpoint_that_the_optimizer_refuses_changes_no_scale(
-    handle: Any, weight: Any, other: Any
-) -> None:
-    state = trained(handle, weight, INF).state_dict()
-    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight, other]), 2)
-    with pytest.raises(
-        ValueError, match="group 0 of the saved optimizer has 1 parameters, that of"
-    ):
-        wrapped.load_state_dict(state)
-    assert scales(wrapped) == [SCALE, SCALE]
-
-
-def test_moments_of_another_shape_change_neither_optimizer_nor_scales(
-    handle: Any, weight: Any
-) -> None:
-    state = copy.deepcopy(trained(handle, weight, INF, 1.0).state_dict())
-    state["state"][0]["exp_avg"] = torch.ones(3)
-    wrapped = trained(handle, weight, 1.0, 2.0)
-    before = str(wrapped.state_dict())
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 in group 0 has shape \[3\]"):
-        wrapped.load_state_dict(state)
-    assert str(wrapped.state_dict()) == before
-
-
-def test_a_state_that_the_optimizer_itself_refuses_half_way_is_taken_back(
-    handle: Any, weight: Any
-) -> None:
-    state = copy.deepcopy(trained(handle, weight, INF, 1.0).state_dict())
-    state["state"][0]["step"] = "many"  # torch looks at it when it has put the rest in place.
-    wrapped = trained(handle, weight, 1.0, 2.0)
-    before = str(wrapped.state_dict())
-    with pytest.raises(ValueError, match="could not convert"):
-        wrapped.load_state_dict(state)
-    assert str(wrapped.state_dict()) == before
-
-
-def test_the_state_of_an_fp16_optimizer_is_refused_in_a_sentence(handle: Any, weight: Any) -> None:
-    half = fp16_utils.FP16_Optimizer(torch.optim.Adam([parameter([1.0])]), 2.0, verbose=False)
-    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight]), 2)
-    with pytest.raises(ValueError, match=r"keys \['state', 'param_groups'\] are missing"):
-        wrapped.load_state_dict(half.state_dict())
 
 
 GRAD_SCALER = {
@@ -491,22 +293,6 @@ def test_scales_alone_are_loaded_and_leave_the_optimizer_as_it_is(
     assert str(wrapped._optimizer.state_dict()) == before
 
 
-def test_scales_of_amp_beside_the_optimizers_state_are_loaded_too(handle: Any, weight: Any) -> None:
-    state = trained(handle, weight, INF).state_dict()
-    numbered = {f"loss_scaler{i}": one for i, one in enumerate(state.pop("loss_scalers"))}
-    wrapped = handle.wrap_optimizer(torch.optim.Adam([weight]), 2)
-    wrapped.load_state_dict({**state, **numbered})
-    assert scales(wrapped) == [SCALE, SCALE / 2]
-
-
-def test_scales_go_into_a_file_without_casts_too(handle: Any, weight: Any) -> None:
-    state = trained(handle, weight, INF).state_dict()
-    disabled: Any = amp.init(enabled=False)
-    wrapped = disabled.wrap_optimizer(torch.optim.Adam([weight]), 2)
-    wrapped.load_state_dict(state)
-    assert wrapped.state_dict()["loss_scalers"] == state["loss_scalers"]
-
-
 # Copies.
 
 
@@ -536,24 +322,4 @@ def test_a_copy_made_during_training_goes_on_alone(
     assert scales(wrapped) == [SCALE / 2, SCALE]
 
 
-def test_a_copy_that_outlives_the_handle_does_nothing_more(handle: Any, weight: Any) -> None:
-    data = pickle.dumps(handle.wrap_optimizer(sgd([weight])))
-    handle._deactivate()
-    wrapped = pickle.loads(data)
-    loss = pull((weight, 1.0))
-    with wrapped.scale_loss(loss) as scaled_loss:
-        assert scaled_loss is loss
-
-
 # A model in low precision.
-
-
-def test_gradients_of_a_half_model_are_unscaled(handle: Any, device: torch.device) -> None:
-    weight = parameter([1.0], F16, device)
-    wrapped = handle.wrap_optimizer(sgd([weight]), num_loss=2)
-    for scaler in wrapped._loss_scaler:
-        scaler._loss_scale = 8.0
-    backward(wrapped, pull((weight, 0.5)))
-    backward(wrapped, pull((weight, 0.25)))
-    assert weight.grad.dtype is F16
-    assert_grads([weight.grad], 0.75)

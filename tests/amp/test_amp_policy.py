@@ -9,9 +9,7 @@ from typing import Any
 import amp_cases
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from amp_cases import Maker
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from apex_mp import amp
@@ -122,50 +120,6 @@ def test_every_name_of_the_lists_is_a_function() -> None:
     assert [rule for rule in named if not callable(getattr(rule.owner, rule.name, None))] == []
 
 
-@pytest.mark.parametrize("name", ["grid_sample", "ctc_loss"])
-def test_functions_that_need_a_gpu_are_given_float32_there(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    given: list[Tensor] = []
-    monkeypatch.setattr(F, name, lambda *args, **_: given.extend(amp_cases.floats_in(args)))
-    amp.init(device_type="cuda")
-    with FakeTensorMode():
-        for make in amp_cases.calls(name):
-            made = make(Maker(F16, device="cuda"))
-            getattr(F, name)(*made.args, **made.kwargs)
-    assert given
-    assert {tensor.dtype for tensor in given} == {F32}
-
-
-@in_all_settings
-def test_in_place_forms_of_float32_functions_refuse_low_precision_as_they_did(
-    policy_of: str, low: torch.dtype, verbose: bool, device: torch.device
-) -> None:
-    with casts(policy_of, device, dtype=low, verbose=verbose):
-        for rule in policy.rules(allow_banned=True):
-            if rule.kind not in (policy.REFUSE, policy.REFUSE_FIRST):
-                continue
-            kind = "function" if rule.kind == policy.REFUSE else "method"
-            with_what = "with fp16 arguments" if rule.kind == policy.REFUSE else "on fp16 Tensors"
-            sentence = f"Cannot call in-place {kind} {rule.name} {with_what}."
-            function = getattr(rule.owner, rule.name)
-            for make in amp_cases.calls(rule.name):
-                made = make(Maker(low, device=policy_of))
-                with pytest.raises(NotImplementedError) as error:
-                    function(*made.args, **made.kwargs)
-                assert str(error.value) == sentence
-                for dtypes in [(F32,), (F64,)]:
-                    made = make(Maker(*dtypes, device=policy_of))
-                    assert function(*made.args, **made.kwargs) is made.args[0]
-
-
-def test_an_in_place_float32_method_casts_its_other_tensors() -> None:
-    amp.init(device_type="cpu")
-    x = torch.full((3,), 2.0)
-    assert x.pow_(torch.full((3,), 3.0, dtype=F16)) is x
-    assert x.tolist() == [8.0, 8.0, 8.0]
-
-
 BAN = """
 amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` It requires \
 that the output of the previous function be already a FloatTensor.\x20
@@ -219,58 +173,3 @@ def test_an_in_place_operator_keeps_dtype_and_storage(
             x, y = Maker(first, device=policy_of)(3), Maker(second, device=policy_of)(3)
             assert IN_PLACE[operator](x, y) is x
             assert x.dtype is first
-
-
-def test_a_low_precision_buffer_keeps_its_dtype_when_a_module_updates_it() -> None:
-    """In 2019 `self.average *= 0.9` made a float buffer of a half one."""
-
-    class Average(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("average", torch.ones(3, dtype=F16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.average *= torch.full((3,), 0.5)
-            self.average += x
-            return self.average * 1
-
-    amp.init(device_type="cpu")
-    model = Average()
-    storage = model.average.data_ptr()
-    model(torch.ones(3))
-    assert (model.average.dtype, model.average.data_ptr()) == (F16, storage)
-    assert model.average.tolist() == [1.5, 1.5, 1.5]
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("verbose", [False, True], ids=["ordinary", "verbose"])
-def test_our_wrappers_leave_bf16_alone_under_fp16_and_torch_casts_it(verbose: bool) -> None:
-    calls = [
-        (rule, make)
-        for rule in policy.rules(allow_banned=True)
-        if rule.kind in (policy.LOW, policy.FLOAT, policy.PROMOTE)
-        for make in amp_cases.calls(rule.name)
-    ]
-    expected = []
-    for rule, make in calls:
-        with torch.autocast("cpu", dtype=F16, enabled=rule.is_done_by_torch("cpu")):
-            expected.append(outcome(rule, make, Maker(BF16)))
-    with casts("cpu", torch.device("cpu"), verbose=verbose, allow_banned=True):
-        found = [outcome(rule, make, Maker(BF16)) for rule, make in calls]
-    wrong = [
-        f"{rule.library}.{rule.name}: {is_so}, not {wanted}"
-        for (rule, _), is_so, wanted in zip(calls, found, expected, strict=True)
-        if is_so != wanted
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_tensors_of_the_other_device_are_never_cast(device: torch.device) -> None:
-    other = {"cpu": "cuda", "cuda": "cpu"}[device.type]
-    amp.init(device_type=other)
-    for rule in policy.rules(allow_banned=False):
-        if rule.kind in (policy.LOW, policy.FLOAT) and rule.name != "cpu":
-            make = amp_cases.calls(rule.name)[0]
-            dtype = F32 if rule.kind == policy.LOW else BF16
-            found = outcome(rule, make, Maker(dtype, device=device.type))
-            assert found in ({dtype}, "no floats") or isinstance(found, str), rule

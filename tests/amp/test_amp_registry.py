@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import collections
-import copy
 import functools
-import inspect
-import pickle
-import threading
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex_mp import amp
 from apex_mp.amp import registry
@@ -90,16 +84,6 @@ def test_a_decorated_function_gets_the_precision_it_asks_for(
 
 
 @pytest.mark.parametrize("decorator", DECORATORS)
-def test_decorators_work_before_and_after_init(
-    init: Any, h: Tensor, s: Tensor, decorator: str
-) -> None:
-    before = DECORATORS[decorator](dtypes)
-    init()
-    after = DECORATORS[decorator](dtypes)
-    assert before(h, s) == after(h, s) == ([H, H] if decorator == "half" else [S, S])
-
-
-@pytest.mark.parametrize("decorator", DECORATORS)
 def test_without_casts_a_decorated_function_is_called_straight(
     init: Any, h: Tensor, s: Tensor, decorator: str
 ) -> None:
@@ -122,82 +106,6 @@ def test_without_casts_a_decorated_function_is_called_straight(
     assert is_straight()
 
 
-def test_a_decorated_function_looks_like_the_original() -> None:
-    for decorator in DECORATORS.values():
-        function = decorator(arguments)
-        assert function.__name__ == "arguments"
-        assert function.__doc__ == arguments.__doc__
-        assert function.__wrapped__ is arguments  # type: ignore[attr-defined]
-        assert inspect.signature(function) == inspect.signature(arguments)
-
-
-@amp.half_function
-def of_this_module(x: Tensor) -> torch.dtype:
-    return x.dtype
-
-
-def test_a_decorated_function_can_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(of_this_module)) is of_this_module
-
-
-def test_verbose_output_has_the_name_of_the_decorated_function(
-    init: Any, s: Tensor, h: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    init(verbose=True)
-    amp.half_function(dtypes)(s, h)
-    amp.float_function(dtypes)(s, h)
-    assert capsys.readouterr().out == "Float->Half (dtypes)\nHalf->Float (dtypes)\n"
-
-
-def test_decorated_functions_follow_the_dtype_of_autocast(init: Any, h: Tensor, s: Tensor) -> None:
-    half, wide = amp.half_function(dtypes), amp.float_function(dtypes)
-    init(dtype=B)
-    assert half(s, h) == [B, H]
-    assert wide(s.to(B), h) == [S, H]
-    init()
-    with torch.autocast(h.device.type, dtype=B):
-        assert half(s, h) == [B, H]
-
-
-class Methods:
-    @amp.half_function
-    def method(self, x: Tensor) -> tuple[type, torch.dtype]:
-        return type(self), x.dtype
-
-    @staticmethod
-    @amp.half_function
-    def inside_static(x: Tensor) -> torch.dtype:
-        return x.dtype
-
-    @amp.half_function
-    @staticmethod
-    def outside_static(x: Tensor) -> torch.dtype:
-        return x.dtype
-
-    @classmethod
-    @amp.half_function
-    def inside_class(cls, x: Tensor) -> tuple[type, torch.dtype]:
-        return cls, x.dtype
-
-    @amp.half_function
-    @classmethod
-    def outside_class(cls, x: Tensor) -> tuple[type, torch.dtype]:
-        return cls, x.dtype
-
-
-class Derived(Methods):
-    pass
-
-
-def test_methods_are_decorated_on_either_side_of_their_kind(init: Any, s: Tensor) -> None:
-    init()
-    assert Derived().method(s) == (Derived, H)
-    for of in (Derived, Derived()):
-        assert of.inside_static(s) is of.outside_static(s) is H
-        assert of.inside_class(s) == of.outside_class(s) == (Derived, H)
-    assert amp.half_function(Counter().count)(s) is H
-
-
 class Counter:
     """Something that is called, and has no name."""
 
@@ -206,10 +114,6 @@ class Counter:
 
     def count(self, x: Tensor) -> torch.dtype:
         return x.dtype
-
-
-def to_script(x: Tensor) -> Tensor:
-    return x.neg()
 
 
 # What is called without any name or Python of its own.
@@ -235,14 +139,6 @@ def test_whatever_can_be_called_can_be_decorated(
     assert amp.promote_function(function)(h).dtype is H
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_script_can_be_decorated(init: Any, h: Tensor, s: Tensor) -> None:
-    script = torch.jit.script(to_script)
-    init()
-    assert amp.half_function(script)(s).dtype is H
-    assert amp.float_function(script)(h).dtype is S
-
-
 @pytest.mark.parametrize("thing", [None, 3, nn.Linear])
 def test_what_is_no_function_cannot_be_decorated(thing: Any) -> None:
     for decorator in DECORATORS.values():
@@ -253,41 +149,6 @@ def test_what_is_no_function_cannot_be_decorated(thing: Any) -> None:
 # What happens inside.
 
 
-def test_a_half_or_promote_function_casts_what_it_calls(init: Any, h: Tensor, s: Tensor) -> None:
-    def inside(x: Tensor) -> list[torch.dtype]:
-        return [x.dtype, torch.mm(s, s).dtype, torch.exp(h).dtype]
-
-    class Own:
-        def __call__(self, x: Tensor) -> list[torch.dtype]:
-            return inside(x)
-
-    init()
-    for function in (inside, Own(), Own().__call__, functools.partial(inside)):
-        assert amp.half_function(function)(s) == [H, H, S]
-        assert amp.promote_function(function)(s) == [S, H, S]
-
-
-def test_a_float_function_casts_nothing_inside(init: Any, h: Tensor, s: Tensor) -> None:
-    def inside(x: Tensor) -> list[torch.dtype]:
-        return [x.dtype, torch.mm(s, s).dtype, torch.exp(h).dtype, amp.half_function(dtypes)(s)[0]]
-
-    init()
-    assert amp.float_function(inside)(h) == [S, S, H, S]
-    assert torch.mm(s, s).dtype is H
-
-
-def test_casts_are_on_again_after_an_error_inside(init: Any, h: Tensor, s: Tensor) -> None:
-    @amp.float_function
-    def fails(x: Tensor) -> None:
-        raise KeyError
-
-    init()
-    for function in (fails, amp.half_function(torch.ops.aten.mm)):
-        with pytest.raises((KeyError, RuntimeError)):
-            function(h)
-        assert torch.mm(s, s).dtype is H
-
-
 # Among C functions are torch's own: they do what the user said, not what a list says.
 @pytest.mark.parametrize("function", [torch.exp, torch.ops.aten.exp, F.softmax, torch.cumsum])
 def test_a_c_function_is_called_uncast(init: Any, s: Tensor, function: Any) -> None:
@@ -295,16 +156,6 @@ def test_a_c_function_is_called_uncast(init: Any, s: Tensor, function: Any) -> N
     arguments = (s,) if "exp" in str(function) else (s, 0)
     assert function(*arguments).dtype is S
     assert amp.half_function(function)(*arguments).dtype is H
-
-
-@pytest.mark.parametrize("of", [lambda linear: linear, lambda linear: linear.forward])
-def test_a_module_in_low_precision_casts_its_weights(
-    init: Any, device: torch.device, s: Tensor, of: Any
-) -> None:
-    linear = nn.Linear(2, 2, device=device)
-    init()
-    assert amp.half_function(of(linear))(s).dtype is H
-    assert amp.promote_function(of(linear))(s).dtype is H
 
 
 # Gradients.
@@ -341,41 +192,6 @@ def test_forward_and_backward_of_an_autograd_function_can_be_decorated(
     assert x.grad.dtype is w.grad.dtype is S
     assert x.grad.tolist() == [[1.5, 6.0], [1.5, 6.0]]
     assert w.grad.tolist() == [[2.5, 2.5], [5.0, 5.0]]
-
-
-def test_the_apply_of_an_autograd_function_can_be_given_a_precision(init: Any, s: Tensor) -> None:
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            assert x.dtype is H
-            return torch.mm(x, s)  # Casts what it calls.
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad.float()
-
-    decorated = amp.half_function(Product.apply)
-    amp.register_half_function(Product, "apply")
-    init()
-    for apply in (decorated, Product.apply):
-        x = s.clone().requires_grad_()
-        output = apply(x)
-        output.sum().backward()
-        assert output.dtype is H
-        assert x.grad is not None
-
-
-def test_gradients_flow_through_the_casts_of_nested_arguments(init: Any, s: Tensor) -> None:
-    @amp.half_function
-    def total(pairs: dict[str, list[Tensor]]) -> Tensor:
-        return torch.stack([a * b for a, b in pairs.values()]).sum()
-
-    init()
-    a, b = s.clone().requires_grad_(), s.clone().requires_grad_()
-    total({"first": [a, b], "second": [a, a]}).backward()
-    assert a.grad is not None
-    assert a.grad.dtype is S
-    assert torch.equal(a.grad, b + 2 * a)
 
 
 # Containers.
@@ -428,63 +244,6 @@ def test_tensors_in_containers_of_any_kind_are_cast(
     mixed = amp.promote_function(arguments)(low, key=s)
     assert same(mixed, ((wide,), {"key": s}))
     assert same(low, containers(h)[which])  # The caller's own stays as it is.
-
-
-def test_a_defaultdict_stays_one(init: Any, h: Tensor, s: Tensor) -> None:
-    given = collections.defaultdict(list, a=[s])
-    init()
-    (got,), _ = amp.half_function(arguments)(given)
-    assert same([*got.items()], [("a", [h])])
-    assert got["new"] == []
-    assert "new" not in given
-
-
-@pytest.mark.parametrize("which", range(8))
-def test_a_container_that_needs_no_cast_is_passed_itself(
-    init: Any, h: Tensor, s: Tensor, which: int
-) -> None:
-    low, wide = containers(h)[which], containers(s)[which]
-    init()
-    (got,), kwargs = amp.half_function(arguments)(low, key=low)
-    assert got is kwargs["key"] is low
-    (got,), kwargs = amp.float_function(arguments)(wide, key=wide)
-    assert got is kwargs["key"] is wide
-
-
-def test_what_holds_no_tensor_is_passed_itself(init: Any) -> None:
-    things = ["word", 3, None, object(), range(3), torch.Size([1]), {1, 2}, [1, [2]], {"a": (3,)}]
-    init()
-    for decorator in DECORATORS.values():
-        got, _ = decorator(arguments)(*things)
-        assert all(new is old for new, old in zip(got, things, strict=True))
-
-
-def test_tensors_elsewhere_are_not_cast(init: Any, device: torch.device, s: Tensor) -> None:
-    init()
-    elsewhere = torch.ones(2, device="meta")
-    assert amp.half_function(dtypes)(s, elsewhere) == [H, S]
-
-
-def test_lists_of_parameters_are_cast_inside_a_model(init: Any, device: torch.device) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList([torch.ones(2, 2), torch.ones(2)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return product([x], (self.weights[0], [self.weights[1]]))
-
-    @amp.half_function
-    def product(inputs: list[Tensor], weights: tuple[Tensor, list[Tensor]]) -> Tensor:
-        (x,), (w, (b,)) = inputs, weights
-        assert dtypes(x, w, b) == [H, H, H]
-        return x @ w + b
-
-    model = Model().to(device)
-    init()
-    for _ in range(2):
-        model(torch.ones(3, 2, device=device)).sum().backward()
-    assert [p.grad.tolist() for p in model.parameters()] == [[[6.0] * 2] * 2, [6.0] * 2]  # type: ignore[union-attr]
 
 
 # Registration: what it says is done, whatever the lists say.
@@ -544,36 +303,6 @@ def test_a_registration_wins_over_the_lists(
     assert call(h, s).dtype is registered
 
 
-@wins
-@pytest.mark.cpu_only
-def test_a_registration_wins_over_the_lists_of_cuda(
-    register: str,
-    owner: Any,
-    name: str,
-    call: Any,
-    listed: torch.dtype,
-    registered: torch.dtype,
-) -> None:
-    with FakeTensorMode():
-        s = torch.ones(2, 2, device="cuda")
-        h = s.half()
-        amp.init(device_type="cuda")
-        assert call(h, s).dtype is listed
-        REGISTERS[register](owner, name)
-        assert call(h, s).dtype is registered
-
-
-def test_a_registered_sigmoid_makes_bce_work(init: Any, device: torch.device) -> None:
-    model = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()).to(device)
-    x, y = torch.ones(3, 2, device=device), torch.ones(3, 1, device=device)
-    init()
-    with pytest.raises(NotImplementedError, match="register_float_function"):
-        nn.BCELoss()(model(x), y)
-    amp.register_float_function(torch, "sigmoid")
-    nn.BCELoss()(model(x), y).backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
 def everything() -> dict[tuple[str, str], Any]:
     """All attributes of the libraries that amp replaces functions of."""
     owners = {"torch": torch, "F": F, "Tensor": torch.Tensor, "_VF": torch._VF, "nn": nn.Module}
@@ -622,21 +351,6 @@ def test_deactivate_undoes_all_registrations(init: Any) -> None:
     assert all(after[key] is before[key] for key in before)
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid"])
-def test_a_registration_replaces_the_wrapper_that_is_there(
-    init: Any, s: Tensor, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = getattr(torch, name)
-    handle = init(verbose=True)
-    for register in (amp.register_float_function, amp.register_half_function):
-        register(torch, name)
-        assert getattr(torch, name).__wrapped__ is original
-    getattr(torch, name)(s)
-    assert capsys.readouterr().out == f"Float->Half ({name})\n"
-    handle._deactivate()
-    assert getattr(torch, name) is original
-
-
 def test_a_registration_holds_for_each_init_to_come(init: Any, h: Tensor) -> None:
     amp.register_float_function(torch, "sigmoid")
     init(enabled=False)
@@ -666,15 +380,6 @@ def test_the_last_registration_of_a_name_counts(init: Any, s: Tensor, when: str)
     assert Here.static(s) is S
 
 
-def test_registrations_apply_in_their_order(init: Any) -> None:
-    """Base.of_class is replaced first, so that Here's, which it inherits, runs around it."""
-    amp.register_half_function(Base, "of_class")
-    amp.register_float_function(Here, "of_class")
-    amp.register_half_function(Base, "of_class")
-    assert [key[1] for key in registry.registrations] == ["of_class"] * 2
-    assert [each.owner for each in registry.registrations.values()] == [Here, Base]
-
-
 # Where a function can be registered: an owner, a name, and how it is called then.
 OWNERS: dict[str, tuple[Any, str, Callable[[Tensor], Any], Any]] = {
     "a method": (Here, "method", lambda s: Here().method(s), (Here, H)),
@@ -698,87 +403,6 @@ def test_methods_of_the_users_classes_can_be_registered(
     assert call(s) == expected
 
 
-def test_forward_and_backward_of_an_autograd_function_can_be_registered(
-    init: Any, s: Tensor
-) -> None:
-    seen = []
-
-    class Same(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen.append(x.dtype)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(grad.dtype)
-            return grad
-
-    amp.register_half_function(Same, "forward")
-    amp.register_float_function(Same, "backward")
-    init()
-    x = s.clone().requires_grad_()
-    Same.apply(x).sum().backward()
-    assert seen == [H, S]
-    assert x.grad is not None
-    assert x.grad.dtype is S
-
-
-def test_recurrent_functions_can_be_registered(init: Any, s: Tensor) -> None:
-    lstm = nn.LSTM(2, 2).to(s)
-    init()
-    assert lstm(s)[0].dtype is H
-    amp.register_float_function(torch._VF, "lstm")
-    assert lstm(s)[0].dtype is S
-
-
-def test_registrations_hold_under_initialize(device: torch.device, h: Tensor) -> None:
-    amp.register_float_function(torch, "sigmoid")
-    amp.initialize(nn.Linear(2, 2).to(device), opt_level="O1", device_type=device.type, verbosity=0)
-    assert torch.sigmoid(h).dtype is S
-
-
-def test_they_hold_in_threads_started_later(init: Any, s: Tensor) -> None:
-    decorated, seen = amp.half_function(dtypes), []
-    amp.register_half_function(torch, "tanh")
-    init()
-    thread = threading.Thread(target=lambda: seen.extend([*decorated(s), torch.tanh(s).dtype]))
-    thread.start()
-    thread.join()
-    assert seen == [H, H]
-
-
-def test_functions_of_the_users_modules_can_be_registered(init: Any, s: Tensor) -> None:
-    backend = types.ModuleType("backend")
-    backend.in_python = lambda x: (x.dtype, torch.mm(s, s).dtype)  # type: ignore[attr-defined]
-    backend.in_c = torch.neg  # type: ignore[attr-defined]
-    amp.register_half_function(backend, "in_python")
-    amp.register_half_function(backend, "in_c")
-    handle = init()
-    assert backend.in_python(s) == (H, H)
-    assert backend.in_c(s).dtype is H
-    amp.register_float_function(backend, "in_python")
-    assert backend.in_python(s.half()) == (S, S)
-    handle._deactivate()
-    assert backend.in_c is torch.neg
-
-
-def test_one_object_can_be_registered_and_copied(init: Any, h: Tensor) -> None:
-    registered, other = nn.Linear(2, 2).to(h), nn.Linear(2, 2).to(h)
-    amp.register_float_function(registered, "forward")
-    handle = init()
-    with torch.no_grad():
-        registered.float()
-        its_copy = copy.deepcopy(registered)
-        its_copy.weight.zero_()
-        its_copy.bias.zero_()
-    assert registered(h).dtype is S
-    assert other(h).dtype is H
-    assert its_copy(h).tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    handle._deactivate()
-    assert "forward" not in vars(registered)
-
-
 # What cannot be registered.
 
 
@@ -791,34 +415,6 @@ def test_a_wrong_name_is_named(init: Any, register: Any, name: str) -> None:
         assert str(info.value) == f"No function named {name} in module {torch}."
         init()
     assert not registry.registrations
-
-
-def test_a_class_is_no_function() -> None:
-    with pytest.raises(ValueError, match=r"^No function named Linear in module (.*) It is a class"):
-        amp.register_float_function(nn, "Linear")
-
-
-class Slotted:
-    __slots__ = ()
-
-    def method(self) -> None:
-        pass
-
-
-NOT_REPLACEABLE = [(list, "append"), (Slotted(), "method"), (nn.Sequential(nn.Tanh()), "0")]
-
-
-@pytest.mark.parametrize(("owner", "name"), NOT_REPLACEABLE)
-def test_what_cannot_be_replaced_is_refused_where_it_is_registered(
-    init: Any, h: Tensor, s: Tensor, owner: Any, name: str
-) -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="cannot be replaced") as info:
-            amp.register_half_function(owner, name)
-        assert f"named {name} in" in str(info.value)
-        init()
-    assert not registry.registrations
-    assert torch.mm(s, s).dtype is H
 
 
 # torch.compile.

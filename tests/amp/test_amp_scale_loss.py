@@ -1,13 +1,18 @@
-"""handle.scale_loss: scaled losses, unscaled gradients, several optimizers."""
+"""scale_loss: what is scaled, unscaled and skipped, and what it leaves behind."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import io
+import logging
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fp16_cases import BF16, F16, F32, F64, INF, NAN, assert_grads, parameter, pull
+from fp16_cases import BF16, F16, F32, F64, INF, NAN, assert_grads, pull
 from scale_loss_cases import (
     SCALE,
     Larc,
@@ -19,64 +24,15 @@ from scale_loss_cases import (
     param,
     sgd,
 )
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from apex_mp import amp
-from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
 # The scaled loss.
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
-def test_the_loss_is_scaled_in_its_own_range(dtype: torch.dtype, handle: Any) -> None:
-    optimizer = sgd([param([1.0], torch.device("cpu"))])
-    with handle.scale_loss(torch.tensor(3.0, dtype=dtype), optimizer) as scaled_loss:
-        assert scaled_loss.item() == 3.0 * SCALE
-        assert scaled_loss.dtype is (F64 if dtype is F64 else F32)
-
-
-def test_a_static_scale_stays(device: torch.device) -> None:
-    handle: Any = amp.init(loss_scale=128.0, device_type=device.type)
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    overflow(handle, optimizer)
-    optimizer.step()
-    assert weight.tolist() == [1.0]
-    with handle.scale_loss(pull((weight, 2.0)), optimizer) as scaled_loss:
-        assert scaled_loss.item() == 256.0
-        scaled_loss.backward()
-    optimizer.step()
-    assert handle._default_scaler._loss_scale == 128.0
-    assert handle._default_scaler._unskipped == 0
-
-
-def test_a_written_scale_is_used(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device)
-    handle._default_scaler._loss_scale = 1.0
-    with handle.scale_loss(pull((weight, 2.0)), sgd([weight])) as scaled_loss:
-        assert scaled_loss.item() == 2.0
-
-
-def test_each_block_counts_as_a_good_step(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    handle._default_scaler._unskipped = 1998
-    backward(handle, pull((weight, 1.0)), optimizer)
-    assert handle._default_scaler.loss_scale() == SCALE
-    backward(handle, pull((weight, 1.0)), optimizer)
-    assert handle._default_scaler.loss_scale() == 2 * SCALE
-    assert_grads(grads(weight), 2.0)
-
-
-def test_a_loss_that_is_no_scalar_takes_the_gradient_of_backward(
-    handle: Any, device: torch.device
-) -> None:
-    weight = param([1.0, 2.0], device)
-    with handle.scale_loss(weight * 3.0, sgd([weight])) as scaled_loss:
-        scaled_loss.backward(torch.tensor([1.0, 10.0], device=device))
-    assert_grads(grads(weight), [3.0, 30.0])
 
 
 @pytest.mark.parametrize(
@@ -86,26 +42,6 @@ def test_a_loss_that_is_none_is_named(loss: Any, kind: str, handle: Any) -> None
     with (
         pytest.raises(TypeError, match=rf"loss is a {kind}; it must be a floating tensor"),
         handle.scale_loss(loss, sgd([torch.ones(1)])),
-    ):
-        pass
-
-
-def test_an_optimizer_that_is_none_is_named(handle: Any, device: torch.device) -> None:
-    loss = torch.ones((), device=device)
-    for optimizer in (None, [None]):
-        with (
-            pytest.raises(TypeError, match="optimizer is a NoneType; it must be an optimizer"),
-            handle.scale_loss(loss, optimizer),
-        ):
-            pass
-
-
-def test_an_fp16_optimizer_scales_by_itself(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device, F16)
-    optimizer = FP16_Optimizer(sgd([weight]), verbose=False)
-    with (
-        pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"),
-        handle.scale_loss(pull((weight, 1.0)), optimizer),
     ):
         pass
 
@@ -142,51 +78,6 @@ def test_gradients_of_every_dtype_are_unscaled(
         assert_grads(grads(weight), total)
 
 
-def test_complex_gradients_are_unscaled(handle: Any) -> None:
-    weight = parameter([1.0 + 1.0j], torch.complex64)
-    optimizer = sgd([weight])
-    for total in (2.0, 4.0):
-        backward(handle, (weight.real * 2.0 + weight.imag * 3.0).sum(), optimizer)
-        assert weight.grad.tolist() == [complex(total, 1.5 * total)]
-
-
-@pytest.mark.parametrize("layout", ["transposed", "channels last", "expanded"])
-def test_gradients_of_every_layout_are_unscaled(
-    layout: str, handle: Any, device: torch.device
-) -> None:
-    weight = torch.arange(24.0, device=device).reshape(2, 3, 2, 2)
-    if layout == "transposed":
-        weight = weight.transpose(0, 1)
-    elif layout == "channels last":
-        weight = weight.to(memory_format=torch.channels_last)
-    weight = weight.clone().requires_grad_()
-    optimizer = sgd([weight])
-    factor = torch.full((1,), 3.0, device=device) if layout == "expanded" else weight.detach()
-    for count in (1, 2):
-        with handle.scale_loss((weight * factor).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        assert torch.equal(weight.grad, (count * factor).expand_as(weight))
-
-
-def test_a_gradient_may_lie_otherwise_than_the_one_before(
-    handle: Any, device: torch.device
-) -> None:
-    weight = torch.arange(6.0, device=device).reshape(2, 3).t().contiguous().t().requires_grad_()
-    weight.grad = torch.arange(6.0, device=device).reshape(2, 3)  # Contiguous, as weight is not.
-    backward(handle, (weight * weight.detach()).sum(), sgd([weight]))
-    assert weight.grad.tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
-
-
-def test_rows_whose_sum_overflows_skip_the_step(handle: Any, device: torch.device) -> None:
-    handle._default_scaler._loss_scale = 1.0
-    layer = nn.Embedding(2, 1, sparse=True, device=device)
-    optimizer = sgd(layer.parameters())
-    backward(handle, (layer(torch.tensor([1, 1], device=device)) * 2e38).sum(), optimizer)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer) is True
-    assert bool(layer.weight.isfinite().all())
-
-
 @pytest.mark.parametrize("make", [torch.optim.SparseAdam, sgd], ids=["SparseAdam", "SGD"])
 def test_sparse_gradients_are_unscaled(make: Any, handle: Any, device: torch.device) -> None:
     layer = nn.Embedding(4, 2, sparse=True, device=device)
@@ -209,49 +100,6 @@ def test_sparse_gradients_are_unscaled(make: Any, handle: Any, device: torch.dev
     assert torch.equal(layer.weight, before)
 
 
-@pytest.mark.parametrize("sparse_first", [False, True])
-def test_sparse_and_dense_gradients_add_up(
-    sparse_first: bool, handle: Any, device: torch.device
-) -> None:
-    layer = nn.Embedding(3, 1, sparse=True, device=device)
-    rows = torch.tensor([0, 2, 2], device=device)
-    optimizer = sgd(layer.parameters())
-    losses = [lambda: pull((layer.weight, 4.0)), lambda: layer(rows).sum()]
-    for loss in reversed(losses) if sparse_first else losses:
-        backward(handle, loss(), optimizer)
-    assert layer.weight.grad.to_dense().flatten().tolist() == [5.0, 4.0, 6.0]
-
-
-def test_what_a_loss_does_not_touch_stays_as_it_is(handle: Any, device: torch.device) -> None:
-    touched, other, without = (param([1.0], device) for _ in range(3))
-    frozen = nn.Parameter(torch.ones(1, device=device), requires_grad=False)
-    optimizer = sgd([touched, other, without, frozen])
-    backward(handle, pull((other, 1.0 / 3.0)), optimizer)
-    kept, values = other.grad, other.grad.clone()
-    for value in (1.0, INF):  # An overflow elsewhere changes nothing here.
-        backward(handle, pull((touched, value)), optimizer)
-        assert other.grad is kept
-        assert torch.equal(other.grad, values)
-        assert without.grad is None
-        assert frozen.grad is None
-
-
-def test_only_gradients_of_the_optimizer_given_are_unscaled(
-    handle: Any, device: torch.device
-) -> None:
-    ours, others = param([1.0], device), param([1.0], device)
-    backward(handle, pull((ours, 2.0), (others, 2.0)), sgd([ours]))
-    assert_grads(grads(ours, others), 2.0, 2.0 * SCALE)
-
-
-def test_weights_are_never_scaled(handle: Any, device: torch.device) -> None:
-    weight = param([3.0], device)
-    optimizer = sgd([weight])
-    for _ in range(2):
-        backward(handle, pull((weight, 1.0)), optimizer)
-        assert weight.tolist() == [3.0]
-
-
 @pytest.mark.parametrize("clear", ["to none", "to zero", "by the model"])
 def test_blocks_before_a_step_add_their_gradients(
     clear: str, handle: Any, device: torch.device
@@ -272,73 +120,7 @@ def test_blocks_before_a_step_add_their_gradients(
     assert first.tolist() == [1.0 - 111.0]
 
 
-def test_a_sum_that_overflows_float16_skips_the_step(handle: Any, device: torch.device) -> None:
-    handle._default_scaler._loss_scale = 1.0
-    weight = param([1.0], device, F16)
-    optimizer = sgd([weight])
-    for _ in range(2):
-        backward(handle, pull((weight, 40000.0)), optimizer)
-    optimizer.step()
-    assert weight.tolist() == [1.0]
-    optimizer.zero_grad()
-    handle._default_scaler._loss_scale = 0.25  # Finite as it comes, inf when unscaled.
-    backward(handle, pull((weight, 80000.0)), optimizer)
-    optimizer.step()
-    assert weight.tolist() == [1.0]
-
-
-def test_a_block_that_raises_leaves_everything_as_it_was(handle: Any, device: torch.device) -> None:
-    weight, fresh = param([1.0], device), param([1.0], device)
-    optimizer = sgd([weight, fresh])
-    backward(handle, pull((weight, 2.0)), optimizer)
-    kept = weight.grad
-    state = handle._default_scaler.value
-    with (  # noqa: PT012
-        pytest.raises(KeyError, match="mine"),
-        handle.scale_loss(pull((weight, 1.0), (fresh, 1.0)), optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-        raise KeyError("mine")
-    assert weight.grad is kept
-    assert_grads(grads(weight, fresh), 2.0, None)
-    assert handle._default_scaler.value == state
-    assert handle.is_active()
-    assert torch.is_autocast_enabled(device.type)
-    backward(handle, pull((weight, 1.0)), optimizer)
-    optimizer.step()
-    assert weight.tolist() == [1.0 - 0.5 * 3.0]
-
-
-def test_a_gradient_that_cannot_be_unscaled_leaves_the_others(handle: Any) -> None:
-    weight = parameter([1.0], F32)
-    strange = parameter([1.0], torch.float8_e5m2)
-    optimizer = sgd([weight, strange])
-    backward(handle, pull((weight, 2.0)), optimizer)
-    with (  # noqa: PT012
-        pytest.raises(RuntimeError),
-        handle.scale_loss(pull((weight, 2.0)), optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-        strange.grad = torch.ones(1, dtype=torch.float8_e5m2)
-    assert_grads(grads(weight), 2.0)
-
-
 # Several optimizers.
-
-
-def test_one_loss_of_two_optimizers_skips_both(handle: Any, device: torch.device) -> None:
-    first, second = param([1.0], device), param([1.0], device)
-    pair = [sgd([first]), torch.optim.Adam([second])]
-    backward(handle, pull((first, INF), (second, 1.0)), pair)
-    for optimizer in pair:
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer) is True
-    assert_grads([first, second], 1.0, 1.0)
-    assert handle._default_scaler.loss_scale() == SCALE / 2
-    for optimizer in pair:
-        optimizer.zero_grad()
-    backward(handle, pull((first, 2.0), (second, 1.0)), tuple(pair))
-    assert_grads(grads(first, second), 2.0, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -356,58 +138,184 @@ def test_inf_of_one_loss_does_not_skip_an_optimizer_that_only_the_next_is_for(
     assert_grads(grads(own), 1.0)
 
 
-def test_a_parameter_of_two_optimizers_is_unscaled_once(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device)
-    one = sgd([weight])
-    for pair in ([one, sgd([weight])], [one, one]):
-        backward(handle, pull((weight, 2.0)), pair)
-    assert_grads(grads(weight), 4.0)
+# Overflow.
 
 
-def test_blocks_of_two_optimizers_nest(handle: Any, device: torch.device) -> None:
-    first, second = param([1.0], device), param([1.0], device)
-    outer, inner = sgd([first]), sgd([second])
-    with handle.scale_loss(pull((first, 2.0)), outer) as scaled_outer:
-        with handle.scale_loss(pull((second, INF)), inner) as scaled_inner:
-            scaled_inner.backward()
-            scaled_outer.backward()
-        # The scale has changed within the outer block.
-        assert handle._default_scaler.loss_scale() == SCALE / 2
-    assert_grads(grads(first, second), 2.0, INF)
-    outer.step()
-    inner.step()
-    assert_grads([first, second], 0.0, 1.0)
+@pytest.mark.parametrize("value", [INF, -INF, NAN, 1e36])
+@optimizers
+def test_an_overflow_skips_the_step_and_nothing_changes(
+    make: Any, value: float, handle: Any, device: torch.device
+) -> None:
+    weight, other = param([1.0, 2.0], device), param([3.0], device)
+    optimizer = make([weight, other])
+    backward(handle, pull((weight, 1.0), (other, 1.0)), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = copy.deepcopy([[weight, other], [*getattr(optimizer, "state", {}).values()]])
+    backward(handle, pull((weight, [1.0, value]), (other, 1.0)), optimizer)
+    assert optimizer.step() is None
+    assert amp.step_was_skipped(optimizer) is True
+    after = [[weight, other], [*getattr(optimizer, "state", {}).values()]]
+    assert str(after) == str(before)
+    assert handle._default_scaler.loss_scale() == SCALE / 2
+    optimizer.zero_grad()
+    backward(handle, pull((weight, 1.0), (other, 1.0)), optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is False
+    assert not torch.equal(weight, before[0][0])
 
 
-def test_blocks_of_one_optimizer_do_not_nest(handle: Any, device: torch.device) -> None:
+def test_fifty_skipped_steps_in_a_row_warn_once(handle: Any, device: torch.device) -> None:
+    weight = param([1.0, 1.0], device)
+    optimizer = sgd([weight])
+
+    def skip(times: int) -> None:
+        for _ in range(times):
+            optimizer.zero_grad()
+            overflow(handle, optimizer)
+            overflow(handle, optimizer)
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        skip(49)
+        optimizer.zero_grad()
+        backward(handle, pull((weight, 0.0)), optimizer)
+        optimizer.step()
+        skip(49)
+        assert caught == []
+        skip(30)
+        assert len(caught) == 1
+    assert caught[0].category is RuntimeWarning
+    assert caught[0].filename == __file__
+    assert "amp: SGD has skipped 50 steps in a row" in str(caught[0].message)
+    assert "The worst: group 0, parameter 0 [2]: 2 inf, 0 NaN." in str(caught[0].message)
+
+
+# What it says.
+
+
+def test_the_message_names_the_worst_parameters(
+    handle: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, device=device) for name in "abc"})
+    model.forward = lambda x: sum(layer(x).float().sum() for layer in model.values())
+    optimizer = sgd(model.parameters())
+    model(torch.ones(1, 2, device=device))
+    b, c = model["b"], model["c"]
+    b_weight = (b.weight, [[NAN, INF], [INF, 1.0]])
+    caplog.set_level(logging.WARNING, "apex_mp.amp")
+    backward(
+        handle,
+        pull(b_weight, (b.bias, [INF, 1.0]), (c.weight, INF), (c.bias, INF)),
+        optimizer,
+    )
+    assert [(record.name, record.levelname) for record in caplog.records] == [
+        ("apex_mp.amp", "WARNING")
+    ]
+    assert caplog.messages[0].splitlines() == [
+        "Gradient overflow, skipping update; the loss scale goes from 65536.0 to 32768.0",
+        "  c.weight [2, 2]: 4 inf, 0 NaN",
+        "  b.weight [2, 2]: 2 inf, 1 NaN",
+        "  c.bias [2]: 2 inf, 0 NaN",
+        "  and 1 more parameters",
+    ]
+
+
+# Copies.
+
+
+# Switching off.
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_afterwards_the_optimizer_is_as_before(
+    own: bool, handle: Any, device: torch.device
+) -> None:
     weight = param([1.0], device)
     optimizer = sgd([weight])
-    with (
-        pytest.raises(RuntimeError, match="inside a scale_loss block of the same optimizer"),
-        handle.scale_loss(pull((weight, 2.0)), optimizer),
-        handle.scale_loss(pull((weight, 2.0)), optimizer),
-    ):
-        pass
-    backward(handle, pull((weight, 2.0)), optimizer)  # Nothing is left open.
-    assert_grads(grads(weight), 2.0)
+    if own:
+        lr_scheduler.StepLR(optimizer, step_size=1)
+    before = dict(vars(optimizer))
+    backward(handle, pull((weight, 1.0)), optimizer)
+    assert vars(optimizer) != before
+    handle._deactivate()
+    assert vars(optimizer) == before
+    assert ("step" in vars(optimizer)) is own
+    optimizer.step()
+    assert weight.tolist() == [0.5]
 
 
-def test_two_optimizers_take_turns(handle: Any, device: torch.device) -> None:
-    """As a GAN does: the second loss goes back through the first one's graph and parameters."""
-    critic, maker = param([2.0], device), param([3.0], device)
-    of_critic, of_maker = sgd([critic]), sgd([maker])
-    for value in (1.0, INF, 1.0):
-        start = critic.item(), maker.item()
-        of_critic.zero_grad()
-        fake = maker * 1.0
-        with handle.scale_loss((fake.detach() * critic).sum() * value, of_critic) as scaled_loss:
-            scaled_loss.backward(retain_graph=True)
-        grad_of_critic = critic.grad.clone()
-        of_maker.zero_grad()
-        with handle.scale_loss((fake * 4.0).sum(), of_maker) as scaled_loss:
+# Checkpoints of the handle.
+
+
+def test_the_scale_of_a_handle_is_saved_and_loaded(handle: Any, device: torch.device) -> None:
+    optimizer = sgd([param([1.0], device)])
+    overflow(handle, optimizer)
+    backward(handle, pull((optimizer.param_groups[0]["params"][0], 1.0)), optimizer)
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other: Any = amp.init(device_type=device.type)
+    other.load_state_dict(state)
+    assert other._default_scaler.value == handle._default_scaler.value
+    assert other._default_scaler._unskipped == 1
+    with pytest.raises(ValueError, match="they must be"):
+        other.load_state_dict({**state, "loss_scaler1": {}})
+    disabled: Any = amp.init(enabled=False)
+    disabled.load_state_dict(state)
+    assert disabled.state_dict() == {}
+
+
+# Numbers.
+
+
+def train(optimizer: Any, weights: list[Tensor], backward: Callable[[Tensor], None]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        x = torch.randn(4, 3, generator=generator).to(weights[0].device)
+        hidden = (x.unsqueeze(-1) * weights[0]).sum(1)
+        loss = ((hidden * weights[1]) - x[:, :2]).square().sum()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [FusedAdam, torch.optim.AdamW, functools.partial(sgd, lr=0.01)])
+def test_training_outside_casts_has_the_bits_of_training_without_amp(
+    make: Any, device: torch.device
+) -> None:
+    torch.manual_seed(2)
+    start = [torch.randn(3, 2).to(device), torch.randn(2).to(device)]
+    plain = [each.clone().requires_grad_() for each in start]
+    train(make(plain), plain, lambda loss: loss.backward())
+    ours = [each.clone().requires_grad_() for each in start]
+    handle: Any = amp.init(device_type=device.type)
+    optimizer = make(ours)
+    train(optimizer, ours, lambda loss: backward(handle, loss, optimizer))
+    for one, other in zip(ours, plain, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_closure_whose_loss_is_not_finite_is_not_called_until_the_scale_is_gone(
+    handle: Any, device: torch.device
+) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * float("nan")).sum()
+        losses.append(loss)
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        assert torch.equal(critic.grad, grad_of_critic)
-        of_critic.step()
-        of_maker.step()
-        moved = critic.item() != start[0], maker.item() != start[1]
-        assert moved == (value != INF, True)
+        return loss
+
+    with handle.scale_loss(weight.sum(), optimizer):  # The guard is before the step from here on.
+        pass
+    assert optimizer.step(closure) is None
+    assert len(losses) == 1
+    assert handle._default_scaler.loss_scale() == 2.0**15
+    assert weight.item() == 1.0

@@ -1,22 +1,21 @@
-"""handle.scale_loss: closures, schedulers, and the method `step` of the optimizer."""
+"""Steps after scale_loss, with closures and schedulers, and gradients that it leaves scaled."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fp16_cases import F16, INF, pull
-from scale_loss_cases import SCALE, Larc, PlainSgd, backward, overflow, param, sgd
+from fp16_cases import F16, INF, assert_grads, pull
+from scale_loss_cases import SCALE, PlainSgd, backward, grads, param, sgd
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from apex_mp import amp
+from apex_mp.amp import scaling
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
@@ -103,91 +102,6 @@ def test_lbfgs_finds_the_minimum_through_overflows(
     assert amp.step_was_skipped(optimizer) is False
 
 
-def test_a_step_whose_closure_never_stops_overflowing_is_abandoned(device: torch.device) -> None:
-    handle: Any = amp.init(loss_scale=128.0, device_type=device.type)
-    weight = param([4.0, -3.0], device)
-    optimizer = torch.optim.LBFGS([weight], lr=0.5, max_iter=3)
-    scales: list[float] = []
-    loss = {"value": lambda: (weight - 1.0).square().sum()}
-    closure = closure_with_scale_loss(handle, optimizer, lambda: loss["value"](), scales)
-    optimizer.step(closure)
-    before = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    left = [2]
-
-    def overflow_later() -> Tensor:
-        left[0] -= 1
-        factor = 1.0 if left[0] >= 0 else INF
-        return ((weight - 2.0).square() * factor).sum()
-
-    loss["value"] = overflow_later
-    assert optimizer.step(closure) is None
-    assert left[0] < 0
-    assert torch.equal(weight, before[0])
-    assert str(optimizer.state_dict()) == str(before[1])
-    assert amp.step_was_skipped(optimizer) is True
-    assert torch.is_autocast_enabled(device.type)
-    loss["value"] = lambda: (weight - 1.0).square().sum()
-    assert optimizer.step(closure) is not None
-    assert amp.step_was_skipped(optimizer) is False
-
-
-def test_a_closure_runs_with_casts(handle: Any, device: torch.device) -> None:
-    handle._default_scaler._loss_scale = 1024.0
-    layer = nn.Linear(2, 2, device=device)
-    optimizer = sgd(layer.parameters())
-    dtypes = []
-
-    def closure() -> Tensor:
-        output = layer(torch.ones(1, 2, device=device))
-        dtypes.append(output.dtype)
-        backward(handle, output.float().sum(), optimizer)
-        dtypes.append(layer(torch.ones(1, 2, device=device)).dtype)
-        return output
-
-    optimizer.step(closure)
-    overflow(handle, optimizer)
-    optimizer.step(closure)
-    optimizer.zero_grad()
-    optimizer.step(closure)
-    assert dtypes == [F16] * 4
-    assert torch.is_autocast_enabled(device.type)
-
-
-def test_a_first_step_whose_closure_never_stops_overflowing_is_undone_and_says_so(
-    device: torch.device,
-) -> None:
-    handle: Any = amp.init(loss_scale=128.0, device_type=device.type)
-    weight = param([4.0, -3.0], device)
-    optimizer = torch.optim.LBFGS([weight], lr=0.5, max_iter=3)
-    count = iter([1.0, INF])
-    closure = closure_with_scale_loss(
-        handle, optimizer, lambda: ((weight - 1.0).square() * next(count)).sum(), []
-    )
-    with pytest.raises(RuntimeError, match="the step was undone"):
-        optimizer.step(closure)
-    assert weight.tolist() == [4.0, -3.0]
-    assert torch.is_autocast_enabled(device.type)
-    optimizer.step(
-        closure_with_scale_loss(handle, optimizer, lambda: (weight - 1.0).square().sum(), [])
-    )
-    assert weight.tolist() != [4.0, -3.0]
-
-
-def test_what_a_closure_raises_comes_through(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    backward(handle, pull((weight, 1.0)), optimizer)
-
-    def closure() -> Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        optimizer.step(closure)
-    assert torch.is_autocast_enabled(device.type)
-    optimizer.step()
-    assert weight.tolist() == [0.5]
-
-
 # Schedulers and introspection.
 
 
@@ -215,95 +129,103 @@ def test_schedulers_step_without_a_warning(
     assert handle._default_scaler.loss_scale() == SCALE * 0.5**skips
 
 
-def test_a_scheduler_on_an_optimizer_inside_another_is_told_of_skipped_steps(
-    handle: Any, device: torch.device
+# Delayed unscaling, which amp.scale_loss offers.
+
+
+def delayed(scaler: Any, loss: Tensor, optimizer: Any, **delay: bool) -> None:
+    with scaling.scaled_backward(loss, [optimizer], scaler, **delay) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("make", [sgd, FusedAdam, torch.optim.SparseAdam])
+def test_gradients_left_scaled_add_up_even_if_the_scale_changes(
+    make: Any, handle: Any, device: torch.device
 ) -> None:
-    optimizer = Larc(sgd([param([1.0], device)]))
-    scheduler = lr_scheduler.StepLR(optimizer.optim, step_size=1)
-    overflow(handle, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        scheduler.step()
-    assert amp.step_was_skipped(optimizer)
-    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < scheduler.base_lrs[0]
+    scaler = handle._default_scaler
+    layer = nn.Embedding(2, 1, sparse=make is torch.optim.SparseAdam, device=device)
+    rows = torch.tensor([0, 1, 1], device=device)
+    optimizer = make(layer.parameters())
+    delayed(scaler, layer(rows).sum(), optimizer)  # Unscaled gradients are there already.
+    for count, scale in ((1, 8.0), (2, 2.0), (3, 1024.0)):
+        scaler._loss_scale = scale
+        delayed(scaler, layer(rows).sum(), optimizer, delay_unscale=True)
+        scaled = layer.weight.grad.to_dense().flatten().tolist()
+        assert scaled == [scale * (count + 1), scale * 2 * (count + 1)]
+    scaler._loss_scale = 4.0
+    delayed(scaler, layer(rows).sum(), optimizer)
+    assert layer.weight.grad.to_dense().flatten().tolist() == [5.0, 10.0]
+    optimizer.step()
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("make", [sgd, FusedAdam, PlainSgd], ids=["SGD", "FusedAdam", "PlainSgd"])
-def test_step_stays_a_method_with_its_name_and_signature(
-    make: Any, scheduled: bool, handle: Any, device: torch.device
-) -> None:
-    optimizer = make([param([1.0], device)])
-    before = inspect.signature(optimizer.step), optimizer.step.__doc__
-    if scheduled and make is not PlainSgd:
-        lr_scheduler.StepLR(optimizer, step_size=1)
-    overflow(handle, optimizer)
-    assert inspect.ismethod(optimizer.step)
-    assert optimizer.step.__self__ is optimizer
-    assert optimizer.step.__func__.__name__ == optimizer.step.__name__ == "step"
-    assert (inspect.signature(optimizer.step), optimizer.step.__doc__) == before
-
-
-def test_arguments_of_step_get_there(handle: Any, device: torch.device) -> None:
-    seen = []
-
-    class Odd(PlainSgd):
-        def step(self, factor: float, *more: Any, times: int = 1) -> Any:
-            seen.append((factor, *more, times))
-            return "done"
-
-    optimizer = Odd([param([1.0], device)])
-    backward(handle, pull((optimizer.param_groups[0]["params"][0], 1.0)), optimizer)
-    assert optimizer.step(0.5, "a", times=2) == "done"
-    assert seen == [(0.5, "a", 2)]
-
-
-def test_the_legacy_call_of_fused_adam_gets_through(handle: Any, device: torch.device) -> None:
-    weight, out = param([1.0], device), param([0.0], device, F16)
-    optimizer = FusedAdam([weight], lr=0.5)
-    backward(handle, pull((weight, 1.0)), optimizer)
-    optimizer.step(grads=[torch.full((1,), 8.0, device=device)], output_params=[out], scale=8.0)
-    assert out.tolist() == [0.5]
-
-
-def test_a_step_borrowed_from_another_object_is_called_on_that(
-    handle: Any, device: torch.device
-) -> None:
-    weight = param([1.0], device)
-    inner, outer = sgd([weight]), PlainSgd([weight], lr=100.0)
-    outer.step = inner.step
-    backward(handle, pull((weight, 1.0)), outer)
-    outer.step()
-    assert weight.tolist() == [0.5]
-
-
-def test_hooks_run_once_for_each_real_step(handle: Any, device: torch.device) -> None:
+def test_a_step_with_gradients_left_scaled_is_refused(handle: Any, device: torch.device) -> None:
     weight = param([1.0], device)
     optimizer = sgd([weight])
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    scaler = handle._default_scaler
+    delayed(scaler, pull((weight, 1.0)), optimizer, delay_unscale=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"still scaled by 65536\.0"):
+            optimizer.step()
+    assert weight.tolist() == [1.0]
+    delayed(scaler, pull((weight, 1.0)), optimizer)
+    optimizer.step()
+    assert weight.tolist() == [0.0]
+    delayed(scaler, pull((weight, 1.0)), optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    optimizer.step()  # There is nothing to step with any more.
+    pull((weight, 1.0)).backward()
+    optimizer.step()
+    assert weight.tolist() == [-0.5]
+    optimizer.zero_grad()
     backward(handle, pull((weight, 1.0)), optimizer)
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    optimizer.step()
-    assert calls == ["pre", "post"]
-    overflow(handle, optimizer)
-    optimizer.step()
-    assert calls == ["pre", "post"]
+    assert_grads(grads(weight), 1.0)
 
 
-def test_grad_scaler_may_step_the_optimizer_afterwards(handle: Any, device: torch.device) -> None:
-    for make in (sgd, FusedAdam):
-        weight = param([1.0], device)
-        optimizer = make([weight], lr=0.5)
-        backward(handle, pull((weight, 1.0)), optimizer)
+@pytest.mark.parametrize("step_between", [False, True])
+def test_an_overflow_whose_check_is_delayed_skips_one_step_and_lowers_the_scale_later(
+    step_between: bool, handle: Any, device: torch.device
+) -> None:
+    weight, other = param([1.0], device), param([1.0], device)
+    optimizer = sgd([weight, other])
+    scaler = handle._default_scaler
+    delayed(scaler, pull((weight, INF)), optimizer, delay_overflow_check=True)
+    assert scaler.loss_scale() == SCALE
+    if step_between:
         optimizer.step()
-        stepped = weight.item()
-        scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
-        for value in (INF, 1.0):
-            optimizer.zero_grad()
-            scaler.scale(pull((weight, value))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert (weight.item() == stepped) is (value == INF)
-        assert weight.item() == 0.0
+        assert amp.step_was_skipped(optimizer) is True
+        optimizer.zero_grad()
+    delayed(scaler, pull((other, 1.0)), optimizer)
+    assert scaler.loss_scale() == SCALE / 2
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is not step_between
+    assert_grads([weight, other], 1.0, 0.5 if step_between else 1.0)
+
+
+# Masters, which amp.initialize gives to an optimizer.
+
+
+@pytest.fixture
+def with_master(device: torch.device) -> tuple[nn.Parameter, nn.Parameter, Any]:
+    model, master = param([1.0], device, F16), param([1.0], device)
+    optimizer = sgd([master])
+    optimizer._amp_model_of = {master: model}
+    return model, master, optimizer
+
+
+def test_gradients_of_a_model_with_masters_may_be_left_scaled(
+    handle: Any, with_master: Any
+) -> None:
+    model, master, optimizer = with_master
+    scaler = handle._default_scaler
+    scaler._loss_scale = 8.0
+    backward(handle, pull((model, 1.0)), optimizer)
+    for scale in (8.0, 16.0):
+        scaler._loss_scale = scale
+        delayed(scaler, pull((model, 1.0)), optimizer, delay_unscale=True)
+        with pytest.raises(RuntimeError, match="still scaled"):
+            optimizer.step()
+    with pytest.raises(KeyError), scaling.scaled_backward(pull((model, 1.0)), [optimizer], scaler):
+        raise KeyError
+    delayed(scaler, pull((model, 1.0)), optimizer)
+    assert_grads([master.grad], 4.0)
+    optimizer.step()
+    assert_grads([master], 1.0 - 2.0)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-import torch
-from fp16_cases import INF, NAN
+from fp16_cases import NAN
 
-from apex_mp import amp
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.loss_scale import DynamicLossScale
 
 pytestmark = pytest.mark.usefixtures("amp_off")
-
-SMALLEST_NORMAL = 2.0**-126
-
-
-def test_overflows_since_the_scale_changed_are_saved() -> None:
-    scaler = after(LossScaler(DynamicLossScale(hysteresis=3)), "xx")
-    resumed = LossScaler(DynamicLossScale(hysteresis=3))
-    resumed.load_state_dict(scaler.state_dict())
-    assert after(resumed, "x").loss_scale() == after(scaler, "x").loss_scale() == 2.0**15
 
 
 def after(scaler: LossScaler, overflows: str) -> LossScaler:
@@ -34,31 +21,6 @@ def after(scaler: LossScaler, overflows: str) -> LossScaler:
 
 
 # The old numbers.
-
-
-def test_a_dynamic_scale_starts_at_65536() -> None:
-    assert LossScaler().loss_scale() == 65536.0
-    assert LossScaler().dynamic is True
-
-
-def test_2000_good_steps_double_the_scale() -> None:
-    scaler = after(LossScaler(), "." * 1999)
-    assert (scaler.loss_scale(), scaler._unskipped) == (65536.0, 1999)
-    after(scaler, ".")
-    assert (scaler.loss_scale(), scaler._unskipped) == (131072.0, 0)
-
-
-def test_the_scale_stops_at_16777216() -> None:
-    scaler = LossScaler()
-    for _ in range(9):
-        scaler._unskipped = 1999
-        after(scaler, ".")
-    assert scaler.loss_scale() == 16777216.0
-
-
-def test_an_overflow_halves_the_scale_and_starts_counting_anew() -> None:
-    scaler = after(LossScaler(), "...x")
-    assert (scaler.loss_scale(), scaler._unskipped) == (32768.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +43,6 @@ def test_the_arguments_say_how_the_scale_moves(
     assert after(LossScaler(**options), overflows).loss_scale() == scale
 
 
-def test_endless_overflow_leaves_a_positive_normal_number() -> None:
-    scaler = after(LossScaler(), "x" * 300)
-    assert scaler.loss_scale() == SMALLEST_NORMAL
-    assert 1.0 / scaler.loss_scale() < INF
-
-
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
@@ -105,69 +61,10 @@ def test_a_wrong_argument_is_named(
         LossScaler(**options)
 
 
-def test_init_sets_the_bounds_of_its_scale(device: torch.device) -> None:
-    handle: Any = amp.init(device_type=device.type, min_loss_scale=2.0**15, max_loss_scale=2.0**16)
-    assert after(handle._default_scaler, "xxx").loss_scale() == 2.0**15
-    for _ in range(3):
-        handle._default_scaler._unskipped = 1999
-        after(handle._default_scaler, ".")
-    assert handle._default_scaler.loss_scale() == 2.0**16
-    wrapped = handle.wrap_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    assert after(wrapped._loss_scaler[0], "xxx").loss_scale() == 2.0**15
-
-
 # The old names.
 
 
-def test_the_private_names_of_2019_are_read_and_written() -> None:
-    scaler = LossScaler()
-    scaler._loss_scale = 1.0
-    assert scaler.loss_scale() == scaler._loss_scale == 1.0
-    scaler._unskipped = 1999
-    assert after(scaler, ".").loss_scale() == 2.0
-    fixed = LossScaler(128.0)
-    fixed._loss_scale = 64.0
-    assert fixed.loss_scale() == 64.0
-    assert fixed._unskipped == 0
-
-
-def test_a_written_scale_must_be_one() -> None:
-    with pytest.raises(ValueError, match=r"scale is -1\.0"):
-        LossScaler()._loss_scale = -1.0
-
-
-def test_an_overflow_is_remembered_until_the_scale_is_updated() -> None:
-    scaler = LossScaler()
-    scaler.note_overflow(True)
-    scaler.note_overflow(False)
-    assert scaler.update_scale() is True
-    assert scaler.update_scale() is False
-    scaler.note_overflow(True)
-    scaler.clear_overflow_state()
-    assert scaler.update_scale() is False
-
-
 # Checkpoints.
-
-
-def test_the_state_survives_a_file_of_weights_only() -> None:
-    scaler = after(LossScaler(), "x..")
-    file = io.BytesIO()
-    torch.save(scaler.state_dict(), file)
-    file.seek(0)
-    other = LossScaler()
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert other.value == scaler.value
-    assert (other.loss_scale(), other._unskipped) == (32768.0, 2)
-
-
-def test_the_state_of_2019_is_loaded() -> None:
-    scaler = LossScaler()
-    scaler.load_state_dict({"loss_scale": 512.0, "unskipped": 7})
-    assert (scaler.loss_scale(), scaler._unskipped) == (512.0, 7)
-    fixed = LossScaler(128.0)
-    fixed.load_state_dict({"loss_scale": 512.0, "unskipped": 7})
-    assert fixed.loss_scale() == 512.0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, mm, nn
 from torch.nn.functional import cross_entropy, linear
-from torch.utils.checkpoint import checkpoint
 
 from apex_mp import amp
 
@@ -130,93 +129,7 @@ def test_a_thread_casts_as_the_current_init_says(pool: Callable[[], Any], starte
         assert run(autocast_state) == at_rest
 
 
-@with_every_pool
-def test_the_state_of_autocast_in_another_thread_is_torchs_own(pool: Callable[[], Any]) -> None:
-    with pool() as run:
-        before = run(autocast_state)
-    amp.init(device_type="cpu", dtype=BF16)
-    with pool() as run:
-        for call in CALLS.values():
-            run(call)
-        assert run(autocast_state) == before
-
-
-def test_initialize_casts_in_threads_until_the_next_initialize() -> None:
-    with executor() as run:
-        model = nn.Linear(3, 2)
-        amp.initialize(model, opt_level="O1", device_type="cpu", verbosity=0)
-        assert run(lambda: model(X).dtype) is F16
-        assert run(CALLS["function"]) is F16
-        amp.initialize(nn.Linear(3, 2), opt_level="O0", verbosity=0)
-        assert run(CALLS["function"]) is F32
-
-
-def test_a_user_of_casts_in_one_thread_may_end_them_from_another() -> None:
-    before = autocast_state()
-    handle = amp.init(device_type="cpu")
-    with executor() as run:
-        run(handle._deactivate)
-        assert {call() for call in CALLS.values()} == {F32}
-        assert autocast_state() == before
-        amp.init(device_type="cpu")
-        run(lambda: amp.init(device_type="cpu", dtype=BF16))
-        assert CALLS["function"]() is BF16
-        assert autocast_state() == before
-        amp.init(enabled=False)
-        assert {call() for call in CALLS.values()} == {F32}
-        assert run(autocast_state) == before
-
-
-def test_casts_that_end_within_a_call_in_another_thread_end_with_that_call() -> None:
-    entered, ended = threading.Event(), threading.Event()
-
-    class Waits(nn.Module):
-        def forward(self) -> Any:
-            entered.set()
-            assert ended.wait(30)
-            return torch.is_autocast_enabled("cpu")
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        before = pool.submit(autocast_state).result()
-        handle = amp.init(device_type="cpu")
-        call = pool.submit(Waits())
-        assert entered.wait(30)
-        handle._deactivate()
-        ended.set()
-        assert call.result() is True
-        assert pool.submit(autocast_state).result() == before
-
-
 # What is started later.
-
-
-class Subclass(threading.Thread):
-    def __init__(self, target: Callable[[], Any]) -> None:
-        super().__init__()
-        self.work = target
-
-    def run(self) -> None:
-        self.work()
-
-
-def finish(thread: threading.Thread) -> None:
-    thread.start()
-    thread.join()
-
-
-THREADS: dict[str, Callable[[Callable[[], Any]], None]] = {
-    "target": lambda work: finish(threading.Thread(target=work)),
-    "subclass": lambda work: finish(Subclass(work)),
-    "timer": lambda work: finish(threading.Timer(0.0, work)),
-}
-
-
-@pytest.mark.parametrize("start", THREADS.values(), ids=THREADS)
-def test_threads_started_later_cast(start: Callable[[Callable[[], Any]], None]) -> None:
-    found: list[Any] = []
-    amp.init(device_type="cpu")
-    start(lambda: found.extend(dtypes_of(F16)))
-    assert found == CAST
 
 
 # Every rule of the main thread.
@@ -305,66 +218,6 @@ def test_another_thread_follows_every_rule_of_the_main_thread(started: str) -> N
             assert (name, run(result)) == (name, result())
             assert run(autocast_state) == at_rest
         with handle._disable_casts():
-            assert run(lambda: dtypes_of(F16)) == CAST
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_in_another_thread_computes_again_what_it_computed(reentrant: bool) -> None:
-    amp.init(device_type="cpu")
-    weight, seen = nn.Parameter(torch.ones(3, 3)), []
-
-    def product(x: Tensor) -> Tensor:
-        result = F.linear(x, weight)
-        seen.append(result.dtype)
-        return result * result
-
-    def train() -> None:
-        x = X.clone().requires_grad_()
-        checkpoint(product, x, use_reentrant=reentrant).float().sum().backward()
-
-    with executor() as run:
-        run(train)
-    assert seen == [F16, F16]
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [[12.0] * 3] * 3
-
-
-def test_disable_casts_is_of_one_thread() -> None:
-    handle = amp.init(device_type="cpu")
-
-    def in_block() -> Any:
-        with handle._disable_casts():
-            with handle._disable_casts():
-                pass
-            return dtypes_of(F16), Model()()
-
-    with executor() as run:
-        with handle._disable_casts():
-            assert run(lambda: dtypes_of(F16)) == CAST
-            assert run(handle.is_active)
-            assert dtypes_of(F16) == UNCAST
-        assert run(in_block) == (UNCAST, UNCAST)
-        assert run(lambda: dtypes_of(F16)) == CAST
-
-
-def test_an_exception_in_another_thread_leaves_its_state_as_it_was() -> None:
-    def fail() -> None:
-        torch.mm(X, X)
-
-    def fail_in_step() -> None:
-        def closure() -> Any:
-            raise ValueError("broken")
-
-        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step(closure)
-
-    with executor() as run:
-        amp.init(device_type="cpu")
-        at_rest = run(autocast_state)
-        for call, error in ((fail, RuntimeError), (fail_in_step, ValueError)):
-            with pytest.raises(error):
-                run(call)
-            assert run(autocast_state) == at_rest
-            assert run(Model()) == CAST
             assert run(lambda: dtypes_of(F16)) == CAST
 
 

@@ -62,25 +62,6 @@ def test_a_network_prints_what_it_printed(
         }
 
 
-def test_a_layer_prints_weight_bias_and_input_and_in_a_second_call_the_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.layer(x)
-            print("again")
-            return self.layer(x)
-
-    amp.init(device_type="cpu", verbose=True)
-    Twice()(torch.ones(2, 3))
-    line = "Float->Half (linear)\n"
-    assert capsys.readouterr().out == line * 3 + "again\n" + line
-
-
 LINES: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
     "in order": (lambda h, s: F.linear(s, h), ["Float->Half (linear)"]),
     "softmax": (lambda h, s: F.softmax(h, 1), ["Half->Float (softmax)"]),
@@ -110,60 +91,3 @@ def test_a_line_names_the_function_and_the_cast(
     amp.init(device_type="cpu", verbose=True)
     function(torch.rand(3, 3).half(), torch.rand(3, 3))
     assert capsys.readouterr().out.splitlines() == lines
-
-
-def test_recurrent_layers_name_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    amp.init(device_type="cpu", verbose=True)
-    nn.LSTM(3, 4)(torch.ones(2, 1, 3))  # Four weights, the input, two states.
-    assert Counter(capsys.readouterr().out.splitlines()) == {"Float->Half (lstm)": 7}
-    nn.GRUCell(3, 4)(torch.ones(1, 3))
-    assert Counter(capsys.readouterr().out.splitlines()) == {"Float->Half (gru_cell)": 6}
-
-
-def test_bf16_has_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    amp.init(device_type="cpu", verbose=True, dtype=torch.bfloat16)
-    F.softmax(torch.ones(2, 2) @ torch.ones(2, 2), 1)
-    assert capsys.readouterr().out.splitlines() == [
-        *["Float->BFloat16 (__matmul__)"] * 2,
-        "BFloat16->Float (softmax)",
-    ]
-
-
-def test_without_verbose_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Net()
-    handle = amp.init(device_type="cpu")
-    train_step(model, handle, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert capsys.readouterr().out == ""
-
-
-def test_backward_and_optimizer_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    amp.init(device_type="cpu", verbose=True)
-    loss = model(IMAGES).sum()
-    capsys.readouterr()
-    loss.backward()
-    optimizer.step()
-    assert capsys.readouterr().out == ""
-
-
-def test_verbose_computes_what_it_computes_without() -> None:
-    results = []
-    for verbose in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Net(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Softmax(1))
-        handle = amp.init(device_type="cpu", verbose=verbose)
-        out = model(IMAGES)
-        out.square().sum().backward()
-        handle._deactivate()
-        results.append([out.detach(), *[param.grad for param in model.parameters()]])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_compiled_code_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    torch._dynamo.reset()
-    amp.init(device_type="cpu", verbose=True)
-    model = torch.compile(Net(), backend="aot_eager", fullgraph=True)
-    assert model(IMAGES).dtype is torch.float32
-    assert capsys.readouterr().out == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from amp_cases import Runs
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex_mp import amp
 from apex_mp.optimizers import FusedSGD
@@ -29,7 +29,6 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         torch._VF.rnn_relu_cell(x, torch.zeros_like(x), w, w, torch.ones(3), torch.zeros(3)) - 1
     ),
 }
-with_every_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 
 
 @torch.no_grad()
@@ -133,139 +132,4 @@ def test_an_edit_between_two_uses_in_one_forward_is_seen_by_every_product(
         assert torch.equal(second, fresh[1])
 
 
-def test_a_weight_that_is_swapped_between_two_uses_is_seen_by_every_product() -> None:
-    amp.init(device_type="cpu")
-    for product in PRODUCTS.values():
-        model, other = Runs(), nn.Parameter(torch.eye(3))
-        with torch.no_grad():
-            other.mul_(2)
-            model.weight.mul_(1)
-            assert model.weight._version == other._version
-
-            def uses() -> Tensor:
-                product(X, model.weight)  # noqa: B023
-                torch.utils.swap_tensors(model.weight, other)  # noqa: B023
-                return product(X, model.weight)  # noqa: B023
-
-            second = model(uses)
-        assert torch.equal(second, product(X, 2 * torch.eye(3)))
-
-
-def test_an_ema_that_is_swapped_in_and_out_inside_a_forward_is_seen() -> None:
-    """Between the calls of a model by another module: `.data.copy_` changes no version."""
-
-    class Evaluates(nn.Module):
-        def __init__(self, model: nn.Module, average: Tensor) -> None:
-            super().__init__()
-            self.model, self.average = model, average
-
-        def forward(self, x: Tensor) -> list[Tensor]:
-            own, results = self.model.weight.data.clone(), []
-            for weights in (None, self.average, own):
-                if weights is not None:
-                    for param in self.model.parameters():
-                        param.data.copy_(weights)
-                results.append(self.model(x).detach())
-            return results
-
-    amp.init(device_type="cpu")
-    own, averaged, back = Evaluates(nn.Linear(3, 3, bias=False), torch.zeros(3, 3))(X)
-    assert own.any()
-    assert not averaged.any()
-    assert torch.equal(back, own)
-
-
-@with_every_product
-@pytest.mark.parametrize("inside", [True, False], ids=["in a module", "without a module"])
-def test_the_users_own_region_keeps_no_cast_beyond_its_end(
-    product: Callable[[Tensor, Tensor], Tensor], inside: bool
-) -> None:
-    """As torch promises: even an edit that leaves no trace is seen in the next region."""
-    model = Runs()
-    alias = model.weight.data
-
-    def uses() -> list[Tensor]:
-        results = []
-        for dtype in (F16, F16, BF16):
-            with torch.autocast("cpu", dtype=dtype, cache_enabled=True):
-                results.append(product(X, model.weight).detach())
-            alias.mul_(2)
-        return results
-
-    amp.init(device_type="cpu")
-    results = model(uses) if inside else uses()
-    assert [r.dtype for r in results] == [F16, F16, BF16]
-    amp.init(device_type="cpu")
-    for factor, dtype, result in zip((1, 2, 4), (F16, F16, BF16), results, strict=True):
-        with torch.autocast("cpu", dtype=dtype):
-            assert torch.equal(result, product(X, factor * torch.eye(3)))
-
-
-@with_every_product
-@pytest.mark.parametrize("inside", [True, False], ids=["in a module", "without a module"])
-def test_an_edit_inside_a_users_region_is_seen(
-    product: Callable[[Tensor, Tensor], Tensor], inside: bool
-) -> None:
-    model = Runs()
-
-    def uses() -> list[Tensor]:
-        with torch.autocast("cpu", dtype=BF16):
-            first = product(X, model.weight)
-            adds(model.weight)
-            return [first, product(X, model.weight)]
-
-    amp.init(device_type="cpu")
-    first, second = model(uses) if inside else uses()
-    assert torch.equal(second, 2 * first)
-
-
-def test_a_region_in_which_init_is_called_keeps_torchs_promise() -> None:
-    model = Runs()
-    alias = model.weight.data
-    with torch.autocast("cpu", dtype=F16):
-        amp.init(device_type="cpu")
-        before = F.linear(X, model.weight).detach()
-        alias.mul_(2)
-        assert torch.equal(F.linear(X, model.weight), 2 * before)
-    alias.mul_(2)
-    with torch.autocast("cpu", dtype=F16):
-        assert torch.equal(F.linear(X, model.weight), 4 * before)
-
-
 # What no version and no access to `.data` shows.
-
-
-def test_clear_cache_forgets_casts_of_weights_that_were_edited_past_torch() -> None:
-    """Through a tensor that was taken from `.data` before the first use."""
-    model = Runs()
-    alias = model.weight.data
-
-    def uses() -> list[Tensor]:
-        results = [F.linear(X, model.weight)]
-        alias.mul_(2)
-        results.append(F.linear(X, model.weight))
-        amp.clear_cache()
-        return [*results, F.linear(X, model.weight)]
-
-    for start in (
-        lambda: amp.init(device_type="cpu"),
-        lambda: amp.initialize(Runs(), opt_level="O1", device_type="cpu", verbosity=0),
-    ):
-        start()
-        first, stale, fresh = model(uses)
-        assert torch.equal(stale, first)
-        assert torch.equal(fresh, 2 * first)
-    amp.init(device_type="cpu", enable_caching=False)
-    first, second, third = model(uses)
-    assert torch.equal(second, 2 * first)
-    assert torch.equal(third, second)
-
-
-def test_clear_cache_does_nothing_where_no_casts_are_on() -> None:
-    amp.clear_cache()
-    amp.init(enabled=False)
-    amp.clear_cache()
-    model = amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
-    amp.clear_cache()
-    assert not torch.is_autocast_enabled("cpu")
-    assert model(torch.ones(1, 2)).dtype is torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -127,22 +126,6 @@ def test_a_loss_scale_that_does_not_move_stays(take: Any, value: LossScale) -> N
     assert set(scales(take(value), OVERFLOWS)) == {value.scale}
 
 
-def test_the_rule_stays_when_a_dynamic_scale_is_switched_off_and_on() -> None:
-    optimizer = fp16_optimizer(dataclasses.replace(VALUE, good_steps=0, overflows=0))
-    optimizer.dynamic_loss_scale = False
-    optimizer.dynamic_loss_scale = True
-    value = dataclasses.replace(VALUE, good_steps=0, overflows=0)
-    assert scales(optimizer, OVERFLOWS) == expected(value)
-
-
-@faces
-@pytest.mark.parametrize("flag", [True, 1, 1.0, np.bool_(True), np.int64(1)], ids=repr)
-def test_a_flag_may_be_a_bool_or_a_number_that_means_one(flag: Any, face: Any) -> None:
-    assert face(sgd(), dynamic_loss_scale=flag, verbose=False).dynamic_loss_scale is True
-    assert face(sgd(), dynamic_loss_scale=type(flag)(0), verbose=False).dynamic_loss_scale is False
-    assert face(sgd(), dynamic_loss_scale=None, verbose=False).dynamic_loss_scale is False
-
-
 NOT_A_FLAG = [1024.0, 2, "False", "dynamic", "", [True], np.ones(2), torch.amp.GradScaler("cpu")]
 
 
@@ -210,16 +193,6 @@ def test_amp_refuses_what_is_no_loss_scale(given: Any, call: Any) -> None:
         call(given)
 
 
-@pytest.mark.parametrize(
-    "beside", [{"min_loss_scale": 1.0}, {"max_loss_scale": 2.0**20}], ids=["min", "max"]
-)
-def test_amp_refuses_bounds_beside_a_loss_scale_that_has_its_own(beside: Any) -> None:
-    with pytest.raises(ValueError, match="give them in the loss scale alone"):
-        amp.init(loss_scale=VALUE, device_type="cpu", **beside)
-    with pytest.raises(ValueError, match="give them in the loss scale alone"):
-        amp.initialize(torch.nn.Linear(1, 1), loss_scale=VALUE, verbosity=0, **beside)
-
-
 NOT_NEEDED = "a dynamic loss scale is not needed"
 
 
@@ -236,29 +209,3 @@ def test_a_dynamic_scale_for_bfloat16_alone_is_said_not_to_be_needed(
     both.add_param_group({"params": [ones(2)]})
     face(both, dynamic_loss_scale=flag)
     assert NOT_NEEDED not in capsys.readouterr().out
-
-
-def test_amp_says_so_of_a_dynamic_scale_that_was_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for asked in (None, "dynamic", VALUE):
-        amp.initialize(
-            torch.nn.Linear(1, 1), opt_level="O2", dtype=torch.bfloat16, loss_scale=asked
-        )
-        assert (NOT_NEEDED in capsys.readouterr().out) == (asked is not None)
-
-
-@pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
-@pytest.mark.parametrize("bound", ["1024", "", [8.0]], ids=repr)
-def test_a_bound_that_is_no_number_is_refused(name: str, bound: Any) -> None:
-    field = name.replace("loss_", "")
-    with pytest.raises(TypeError, match=rf"{field} is .*; it must be a number"):
-        AmpLossScaler(**{name: bound})
-
-
-@pytest.mark.parametrize(
-    "value", [np.True_, torch.tensor(True), 10**400], ids=["numpy bool", "bool tensor", "huge"]
-)
-def test_a_loss_scale_that_is_no_float_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r'loss_scale is .*; it must be a number or "dynamic"'):
-        initialize(value)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 import pickle
-import random
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ from fused_adam_cases import (
 )
 from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from tolerances import assert_same_bits
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from apex_mp import fp16_utils
@@ -39,42 +36,6 @@ each_of_ours = pytest.mark.parametrize("make", OURS.values(), ids=[*OURS])
 
 
 # --- As torch's.
-
-
-@pytest.mark.parametrize("unscale", [False, True], ids=["step alone", "unscale_ and clip"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@each_optimizer
-def test_everything_is_that_of_torch_to_the_bit(
-    make: Any, seed: int, unscale: bool, device: torch.device
-) -> None:
-    rng = random.Random(seed)
-    options = {
-        "init_scale": rng.choice([2.0**10, 1000.0]),
-        "growth_factor": rng.choice([2.0, 1.7]),
-        "backoff_factor": rng.choice([0.5, 0.3]),
-        "growth_interval": rng.choice([1, 3]),
-    }
-    scalers = [new_scaler(device, cls, **options) for cls in (GradScaler, torch.amp.GradScaler)]
-    lists = [make_params(device), make_params(device)]
-    optimizers = [make(params) for params in lists]
-    scales = set()
-    for step in range(30):
-        # Not the first: torch's fused SGD leaves its buffer uninitialized.
-        bad = rng.choice([math.inf, math.nan, *[None] * 4]) if step else None
-        for scaler, params, optimizer in zip(scalers, lists, optimizers, strict=True):
-            give_scaled(scaler, params, step, bad)
-            if unscale:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(params, 2.0)
-            scaler.step(optimizer)
-            scaler.update()
-        assert scalers[0].state_dict() == scalers[1].state_dict()
-        scales.add(scalers[0].get_scale())
-        for ours, theirs in zip(*lists, strict=True):
-            assert_same_bits(ours.detach(), theirs.detach())
-            assert_same_bits(ours.grad, theirs.grad)
-    assert len(scales) > 3
-    assert_same_state(*optimizers)
 
 
 def test_a_checkpoint_goes_to_torch_and_back(device: torch.device) -> None:
@@ -189,13 +150,6 @@ def test_any_torch_optimizer_steps_masters_of_a_half_model(device: torch.device)
         assert_same_bits(param.detach(), wanted.detach().half())
 
 
-def test_a_gradient_that_two_parameters_share_is_unscaled_once(device: torch.device) -> None:
-    params = [Parameter(torch.ones(3, device=device)) for _ in range(2)]
-    params[0].grad = params[1].grad = torch.full((3,), 1024.0, device=device)
-    new_scaler(device).unscale_(torch.optim.SGD(params))
-    assert params[0].grad.tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_sparse_and_strided_gradients_are_unscaled_too(bad: bool, device: torch.device) -> None:
     sparse = Parameter(torch.ones(4, 2, dtype=F16, device=device))
@@ -223,24 +177,3 @@ def test_sparse_and_strided_gradients_are_unscaled_too(bad: bool, device: torch.
         ]
     else:
         assert sparse.tolist() == [[1.0] * 2, [-1.0] * 2, [1.0] * 2, [-1.0] * 2]
-
-
-@pytest.mark.cpu_only
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("bad", [False, True])
-def test_distributed_gradients_are_unscaled_by_torch_operator(bad: bool) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    weight = Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
-    grad = torch.full((4, 2), math.inf if bad else 1024.0)
-    weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
-    plain = Parameter(torch.ones(3))
-    plain.grad = torch.full((3,), 1024.0)
-    optimizer = torch.optim.SGD([plain, weight], lr=0.5, foreach=False)
-    scaler = new_scaler(torch.device("cpu"))
-    scaler.step(optimizer)
-    assert scaler.step_was_skipped(optimizer) == bad
-    assert plain.tolist() == [1.0 if bad else 0.5] * 3
-    assert weight.to_local().tolist() == [[1.0 if bad else 0.5] * 2] * 4
-    if bad:
-        (found,) = scaler.overflow_report(optimizer)
-        assert str(found) == "group 0, parameter 1 [4, 2]: 8 inf, 0 NaN"

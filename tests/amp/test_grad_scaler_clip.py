@@ -24,7 +24,6 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
 
 each_optimizer = pytest.mark.parametrize(
@@ -92,87 +91,6 @@ def test_a_fused_step_clips_gradients_of_any_dtype(
         assert_near(param.detach(), wanted.detach().to(dtype))
 
 
-def test_after_unscale_it_is_torch_clip(device: torch.device) -> None:
-    shapes = [(5,), (4, 3), ()]
-    params, theirs = make_params(device, F16, shapes), make_params(device, F16, shapes)
-    optimizer = FusedAdam(params, master_weights=True)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    give_scaled(scaler, theirs, 0)
-    scaler.unscale_(optimizer)
-    new_scaler(device).unscale_(torch.optim.SGD(theirs))
-    for norm_type, max_norm in ((math.inf, 1.5), (1.0, 20.0), (2.0, 0.5)):
-        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
-        assert_same_bits(norm, clip_grad_norm_(theirs, max_norm, norm_type))
-        for param, wanted in zip(params, theirs, strict=True):
-            assert_same_bits(param.grad, wanted.grad)
-
-
-def test_unscale_after_it_unscales_and_clips(device: torch.device) -> None:
-    params, theirs = make_params(device), make_params(device)
-    optimizer = FusedAdam(params)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    give_grads(theirs, 0)
-    norm = scaler.clip_grad_norm_(optimizer, 0.5)
-    scaler.unscale_(optimizer)
-    assert_close(norm, clip_grad_norm_(theirs, 0.5))
-    for param, wanted in zip(params, theirs, strict=True):
-        assert_close(param.grad, wanted.grad)
-    grads = [param.grad.clone() for param in params]
-    scaler.step(optimizer)
-    for param, grad in zip(params, grads, strict=True):
-        assert_same_bits(param.grad, grad)  # They are not unscaled again.
-
-
-def test_max_grad_norm_clips_what_was_clipped(device: torch.device) -> None:
-    params, theirs = make_params(device), make_params(device)
-    optimizer, expected = (FusedAdam(p, max_grad_norm=0.3, eps=0.1) for p in (params, theirs))
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    give_grads(theirs, 0)
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    scaler.step(optimizer)
-    clip_grad_norm_(theirs, 0.5)
-    expected.step()
-    for param, wanted in zip(params, theirs, strict=True):
-        assert_near(param.detach(), wanted.detach(), TRAJECTORY_TOLERANCES[F32])
-
-
-def test_only_the_gradients_of_the_optimizer_are_clipped(device: torch.device) -> None:
-    params, others = make_params(device), make_params(device)
-    optimizer, other = FusedAdam(params), FusedAdam(others)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    give_scaled(scaler, others, 0)
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    for each in (optimizer, other):
-        scaler.step(each)
-    scaler.update()
-    unclipped = make_params(device)
-    give_grads(unclipped, 0)
-    for param, wanted in zip(others, unclipped, strict=True):
-        assert_same_bits(param.grad, wanted.grad)
-    assert abs(clip_grad_norm_(params, math.inf).item() - 0.5) < 1e-6
-    # The next step is not clipped.
-    give_scaled(scaler, params, 0)
-    scaler.step(optimizer)
-    for param, wanted in zip(params, unclipped, strict=True):
-        assert_same_bits(param.grad, wanted.grad)
-
-
-def test_gradients_on_several_devices_have_one_norm(device: torch.device) -> None:
-    params = [Parameter(torch.ones(3, device=device)), Parameter(torch.ones(4))]
-    optimizer = FusedAdam(params)
-    scaler = new_scaler(device, init_scale=2.0)
-    params[0].grad = torch.full((3,), 4.0, device=device)
-    params[1].grad = torch.full((4,), 2.0)
-    assert scaler.clip_grad_norm_(optimizer, 2.0).item() == 4.0
-    scaler.step(optimizer)
-    assert_close(params[0].grad, torch.ones(3, device=device))
-    assert_close(params[1].grad, torch.full((4,), 0.5))
-
-
 @pytest.mark.parametrize(
     ("way", "measured", "unscaled"),
     [("step", 1, 0), ("clip_grad_norm_", 1, 0), ("unscale_", 0, 1), ("both", 1, 1)],
@@ -232,21 +150,6 @@ def test_unscale_loses_what_float16_cannot_hold_and_clipping_does_not(
 # --- Mistakes.
 
 
-def test_another_norm_of_scaled_gradients_is_a_sentence(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedAdam(params)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    with (
-        Unchanged(optimizer, [param.grad for param in params]),
-        pytest.raises(ValueError, match=r"norm_type is inf; only the l2 norm.*unscale_\(optimiz"),
-    ):
-        scaler.clip_grad_norm_(optimizer, 1.0, math.inf)
-    with pytest.raises(ValueError, match=r"max_norm is -1\.0; it must be 0 or more"):
-        scaler.clip_grad_norm_(optimizer, -1.0)
-    scaler.clip_grad_norm_(optimizer, 1.0)  # A refused call is not counted.
-
-
 def test_clipping_twice_and_after_the_step_are_refused_as_unscale_is(device: torch.device) -> None:
     params = make_params(device)
     optimizer = FusedAdam(params)
@@ -262,48 +165,6 @@ def test_clipping_twice_and_after_the_step_are_refused_as_unscale_is(device: tor
     scaler.update()
     give_scaled(scaler, params, 1)
     scaler.clip_grad_norm_(optimizer, 1.0)
-
-
-@each_optimizer
-def test_a_norm_that_is_not_finite_is_an_error_if_asked_for(
-    make: Any, device: torch.device
-) -> None:
-    params = make_params(device)
-    optimizer = make(params)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0, math.inf)
-    with pytest.raises(RuntimeError, match="the norm of the gradients is inf, so they cannot be"):
-        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
-    assert scaler.clip_grad_norm_(optimizer, 1.0).isinf()
-    scaler.step(optimizer)
-    assert scaler.step_was_skipped(optimizer)
-
-
-def test_without_a_scale_it_is_a_sentence(device: torch.device) -> None:
-    with pytest.raises(AssertionError, match=r"Attempted clip_grad_norm_ but _scale is None"):
-        GradScaler(device.type).clip_grad_norm_(FusedAdam(make_params(device)), 1.0)
-
-
-def test_a_disabled_scaler_clips_by_torch_function(device: torch.device) -> None:
-    params, theirs = make_params(device), make_params(device)
-    give_grads(params, 0)
-    give_grads(theirs, 0)
-    optimizer = FusedAdam(params)
-    scaler = GradScaler(device.type, enabled=False)
-    assert_same_bits(scaler.clip_grad_norm_(optimizer, 0.5), clip_grad_norm_(theirs, 0.5))
-    scaler.step(optimizer)
-    for param, wanted in zip(params, theirs, strict=True):
-        assert_same_bits(param.grad, wanted.grad)
-    assert not scaler.step_was_skipped(optimizer)
-    assert scaler.overflow_report(optimizer) == []
-
-
-def test_an_optimizer_without_gradients_has_the_norm_zero(device: torch.device) -> None:
-    optimizer = FusedAdam(make_params(device))
-    scaler = new_scaler(device)
-    with Unchanged(optimizer):
-        assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
-        scaler.step(optimizer)
 
 
 def test_sparse_gradients_are_unscaled_first_and_clipped_by_torch(device: torch.device) -> None:

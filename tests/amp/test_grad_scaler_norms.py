@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -11,18 +10,14 @@ import torch
 from fp16_cases import passes_over
 from fused_adam_cases import BF16, F16, F32, F64, NAMES, make_params
 from grad_scaler_cases import OURS, give_scaled, new_scaler
-from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_near, assert_same_bits
+from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_near
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_
 
 from apex_mp.amp import GradScaler
 from apex_mp.amp._scaled_grads import unscale
-from apex_mp.core import ops
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import GradSlots
-from apex_mp.monitor import Monitor
-from apex_mp.optimizers import FusedAdam, FusedLAMB
 
 MAX_NORM = 0.3
 SHAPES = ((40, 30), (1100,), (0, 3), (7,))
@@ -101,55 +96,6 @@ def test_the_step_is_that_which_measures_for_itself(
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-7)
 
 
-EDITS: dict[str, Any] = {
-    "torch's clip": lambda params: clip_grad_norm_(params, 1e-3),
-    "written": lambda params: params[0].grad.mul_(1e-3),
-    "written as .data": lambda params: params[0].grad.data.mul_(1e-3),  # counts no version
-    "replaced": lambda params: setattr(params[0], "grad", params[0].grad * 1e-3),
-    "removed": lambda params: setattr(params[0], "grad", None),
-    "accumulated": lambda params: (params[3] * 50.0).sum().backward(),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS.values(), ids=[*EDITS])
-@each_optimizer
-def test_gradients_that_changed_after_unscale_are_measured_anew(
-    make: Any, edit: Any, device: torch.device
-) -> None:
-    params, optimizer = two_groups(make, device)
-    theirs, expected = two_groups(make, device)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    scaler.unscale_(optimizer)
-    edit(params)
-    for param, their in zip(params, theirs, strict=True):
-        their.grad = None if param.grad is None else param.grad.clone()
-    scaler.step(optimizer)
-    expected.step()
-    for ours, wanted in zip(params, theirs, strict=True):
-        assert_same_bits(ours.detach(), wanted.detach())
-
-
-def test_a_hook_of_the_step_may_change_gradients(device: torch.device) -> None:
-    params, optimizer = two_groups(FusedAdam, device)
-    theirs, expected = two_groups(FusedAdam, device)
-
-    def shrink(each: Any, *_: Any) -> None:
-        each.param_groups[0]["params"][0].grad.mul_(1e-3)
-
-    for each in (optimizer, expected):
-        each.register_step_pre_hook(shrink)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    for param, their in zip(params, theirs, strict=True):
-        assert param.grad is not None
-        their.grad = param.grad / scaler.get_scale()
-    scaler.step(optimizer)
-    expected.step()
-    for ours, wanted in zip(params, theirs, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
 def test_norms_are_those_of_the_gradients_that_unscale_leaves(
     dtype: torch.dtype, device: torch.device
@@ -175,73 +121,3 @@ def test_norms_are_those_of_the_gradients_that_unscale_leaves(
 def _double(param: Parameter) -> Tensor:
     assert param.grad is not None
     return param.grad.double().cpu()
-
-
-def test_a_shared_gradient_counts_for_each_of_its_parameters(device: torch.device) -> None:
-    params = [Parameter(torch.zeros(3, device=device)) for _ in range(3)]
-    params[0].grad = params[2].grad = torch.full((3,), 2.0, device=device)
-    params[1].grad = torch.ones(3, device=device)
-    groups = [{"params": params[:2]}, {"params": params[2:]}]
-    half = torch.tensor(0.5, device=device)
-    measured = unscale(GradSlots(groups).read(), half, FoundInf(), torch.ones(1), sums=True)
-    norms = [norm.item() ** 2 for norm in measured.norms()]
-    assert norms == pytest.approx([3.0 + 0.75, 3.0], rel=1e-12)
-
-
-def test_an_optimizer_of_torch_is_not_measured_for(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    operator = ops.unscale_
-
-    def noted(*args: Any) -> None:
-        asked.append(args[4])
-        operator(*args)
-
-    monkeypatch.setattr(ops, "unscale_", noted)
-    params = make_params(device)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    scaler.unscale_(torch.optim.SGD(params))
-    assert asked == [None]
-
-
-@each_way
-def test_a_monitor_hears_the_norm_of_the_unscaled_gradients(way: str, device: torch.device) -> None:
-    params, optimizer = two_groups(FusedAdam, device)
-    scaler = new_scaler(device)
-    monitor = Monitor(scaler)
-    give_scaled(scaler, params, 0)
-    norm = math.sqrt(sum(_double(param).square().sum().item() for param in params))
-    prepare(way, scaler, optimizer)
-    scaler.step(optimizer)
-    [step] = monitor.history.steps
-    assert step.grad_norm == pytest.approx(norm / scaler.get_scale(), rel=1e-5)
-    monitor.close()
-
-
-@pytest.mark.parametrize("make", [FusedLAMB, functools.partial(FusedAdam, max_grad_norm=1.0)])
-def test_a_step_without_gradients_has_no_norms(make: Any, device: torch.device) -> None:
-    optimizer, scaler = make(make_params(device)), new_scaler(device)
-    for param in optimizer.param_groups[0]["params"]:
-        param.grad = None
-    scaler.step(optimizer)
-    assert not scaler.step_was_skipped(optimizer)
-
-
-def test_lamb_is_clipped_by_the_norm_of_all_groups(device: torch.device) -> None:
-    params, optimizer = two_groups(FusedLAMB, device)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    scaler.unscale_(optimizer)
-    theirs, expected = two_groups(FusedLAMB, device)
-    norm = math.sqrt(sum(_double(param).square().sum().item() for param in params))
-    for param, their, most in zip(params, theirs, (MAX_NORM, *[2 * MAX_NORM] * 3), strict=True):
-        assert param.grad is not None
-        their.grad = param.grad * min(1.0, most / norm)
-    for group in expected.param_groups:
-        group["max_grad_norm"] = 0.0
-    scaler.step(optimizer)
-    expected.step()
-    for ours, wanted in zip(params, theirs, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)

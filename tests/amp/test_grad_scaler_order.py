@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
-import pickle
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from apex_mp.amp import GradScaler
-from apex_mp.core import device_scale, readback
+from apex_mp.core import device_scale
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
@@ -85,42 +81,6 @@ def test_afterwards_a_plain_step_is_a_plain_step(make: Any, end: str, device: to
         torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_copy_of_a_clipped_optimizer_and_scaler_can_be_stepped(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedAdam(params)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    scaler.step(optimizer)
-    scaler.update()
-    give_scaled(scaler, params, 0)
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    copy.deepcopy(optimizer).step()
-    pickle.loads(pickle.dumps(optimizer)).step()
-    scaler.step(optimizer)
-    scaler.update()
-    for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        give_scaled(copied, params, 1)
-        copied.clip_grad_norm_(optimizer, 0.5)
-        copied.step(optimizer)
-        assert not copied.step_was_skipped(optimizer)
-
-
-def test_a_clip_keeps_neither_optimizer_nor_scaler_alive(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer, scaler = FusedAdam(params), new_scaler(device)
-    give_scaled(scaler, params, 0)
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    known = weakref.ref(optimizer), weakref.ref(scaler)
-    del scaler
-    gc.collect()
-    assert known[1]() is None
-    with pytest.raises(RuntimeError, match="still scaled"):
-        optimizer.step()
-    del optimizer
-    gc.collect()
-    assert known[0]() is None
-
-
 # --- The order of clip, step and update.
 
 
@@ -146,29 +106,6 @@ def test_an_update_between_clip_and_step_is_refused(
                 getattr(scaler, then)(optimizer, *arguments)
         with pytest.raises(RuntimeError, match="still scaled"):
             optimizer.step()
-
-
-@each_optimizer
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_iteration_that_the_loop_gives_up_after_clipping_is_forgotten(
-    make: Any, set_to_none: bool, device: torch.device
-) -> None:
-    params, theirs = make_params(device), make_params(device)
-    optimizer, expected = make(params), make(theirs)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    scaler.update()
-    optimizer.zero_grad(set_to_none)
-    scale = scaler.get_scale()
-    scaler.scale(sum((p * g).sum() for p, g in zip(params, ones(params), strict=True))).backward()
-    assert params[0].grad.flatten()[0].item() == scale
-    scaler.step(optimizer)
-    for param, grad in zip(theirs, ones(theirs), strict=True):
-        param.grad = grad
-    expected.step()
-    for param, wanted in zip(params, theirs, strict=True):
-        torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
 
 
 def ones(params: list[Parameter]) -> list[torch.Tensor]:
@@ -220,34 +157,6 @@ def test_gradients_that_are_unscaled_before_update_and_after_it_are_warned_of(
     assert "scaler.scale(loss) was not called since the last scaler.update()" in message
 
 
-def test_several_losses_and_several_optimizers_are_no_reason_to_warn(device: torch.device) -> None:
-    lists = [make_params(device), make_params(device)]
-    optimizers = [FusedAdam(params) for params in lists]
-    idle = FusedAdam(make_params(device))
-    scaler = new_scaler(device)
-    for _ in range(3):
-        loss = sum(param.sum() for params in lists for param in params)
-        scaled, _ = scaler.scale([loss, loss.detach()])
-        scaled.backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        scaler.step(idle)  # It has no gradients.
-        scaler._per_optimizer_states.clear()
-
-
-def test_a_loss_that_is_scaled_in_a_graph_is_scaled_at_each_replay(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = make_params(device)
-    scaler = new_scaler(device)
-    with monkeypatch.context() as patch:
-        patch.setattr(readback, "is_capturing", lambda: True)
-        scaler.scale(torch.zeros((), device=device))
-    steps = unscaled_loops(scaler, FusedAdam(params), params)
-    assert warned(lambda: steps(3)) == []
-
-
 # --- A float16 loss.
 
 
@@ -272,36 +181,6 @@ def test_a_float16_loss_whose_gradient_is_inf_is_warned_of_once(
     (message,) = warned(lambda: (scale(), scale()))
     assert "the loss is float16 and the scale is 65536, which is inf in float16" in message
     assert "Compute the loss in float32, of outputs.float()" in message
-
-
-@pytest.mark.parametrize(
-    ("way", "skipped"), [("float16", True), ("loss.float()", True), ("outputs.float()", False)]
-)
-@pytest.mark.filterwarnings("ignore:GradScaler.scale. the loss is float16:RuntimeWarning")
-def test_outputs_in_float32_help_and_a_loss_in_float32_comes_too_late(
-    way: str, skipped: bool, device: torch.device
-) -> None:
-    loss, optimizer = half_loss(device, wide=way == "outputs.float()")
-    scaler = GradScaler(device.type)
-    scaler.scale(loss.float() if way == "loss.float()" else loss).backward()
-    scaler.step(optimizer)
-    assert scaler.step_was_skipped(optimizer) == skipped
-
-
-def test_the_bounds_that_the_warning_names_help(device: torch.device) -> None:
-    loss, optimizer = half_loss(device, wide=False)
-    scaler = GradScaler(device.type, init_scale=2.0**15, max_scale=2.0**15, growth_interval=1)
-    assert warned(lambda: scaler.scale(loss).backward()) == []
-    scaler.step(optimizer)
-    assert not scaler.step_was_skipped(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**15
-
-
-def test_a_disabled_scaler_says_nothing(device: torch.device) -> None:
-    loss, optimizer = half_loss(device, wide=False)
-    scaler = GradScaler(device.type, enabled=False)
-    assert warned(lambda: (scaler.scale(loss).backward(), scaler.step(optimizer))) == []
 
 
 # --- Gradients that torch's clip_grad_norm_ has made 0.
@@ -331,21 +210,3 @@ def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(
     assert f"all gradients of {type(optimizer).__name__} are 0 in this step" in message
     assert "call scaler.clip_grad_norm_(optimizer, max_norm) instead" in message
     assert "at the scale 1024" in message
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("where", ["host", "device"])
-@each_optimizer
-def test_some_gradients_of_0_are_no_reason_to_warn(
-    make: Any, where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if where == "device":
-        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
-    params = make_params(device)
-    optimizer = make(params)
-    scaler = new_scaler(device)
-    for _ in range(2):
-        give_scaled(scaler, params, 0)
-        params[0].grad.zero_()
-        assert warned(lambda: (scaler.step(optimizer), scaler.step_was_skipped(optimizer))) == []
-        scaler.update()

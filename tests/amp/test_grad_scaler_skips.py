@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import nn
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp.amp import GradScaler
 from apex_mp.core import device_scale, readback
 from apex_mp.core.readback import Readback
 from apex_mp.optimizers import FusedAdam
@@ -99,50 +96,6 @@ def test_the_host_waits_for_no_fused_step(make: Any, device: torch.device) -> No
     assert skipped == [False, False, False, True, False]
 
 
-@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
-@pytest.mark.usefixtures("left_alone")
-def test_a_step_that_the_host_does_not_wait_for_keeps_no_gradient(
-    way: str, device: torch.device
-) -> None:
-    params = make_params(device)
-    optimizer = FusedAdam(params)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    grads = [weakref.ref(param.grad) for param in params]
-    if way == "unscale_":
-        scaler.unscale_(optimizer)
-    elif way == "clip_grad_norm_":
-        scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    optimizer.zero_grad()
-    assert [grad() for grad in grads] == [None] * len(grads)
-    scaler.update()
-    assert not scaler.step_was_skipped(optimizer)
-
-
-@pytest.mark.usefixtures("left_alone")
-def test_of_steps_in_a_graph_the_device_is_asked_each_time(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lists = [make_params(device), make_params(device)]
-    optimizers = [FusedAdam(params) for params in lists]
-    scaler = new_scaler(device)
-    for params, optimizer in zip(lists, optimizers, strict=True):
-        give_scaled(scaler, params, 0)
-        scaler.step(optimizer)
-    scaler.update()
-    with monkeypatch.context() as patch:
-        patch.setattr(readback, "is_capturing", lambda: True)
-        for params, optimizer, bad in zip(lists, optimizers, (None, math.inf), strict=True):
-            give_scaled(scaler, params, 1, bad)
-            scaler.step(optimizer)
-        scaler.update()
-    assert [*map(scaler.step_was_skipped, optimizers)] == [False, True]
-    give_scaled(scaler, lists[1], 2)
-    scaler.step(optimizers[1])
-    assert not scaler.step_was_skipped(optimizers[1])
-
-
 @pytest.mark.parametrize("make", OTHERS.values(), ids=[*OTHERS])
 @pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
 @pytest.mark.usefixtures("left_alone")
@@ -168,75 +121,6 @@ def test_the_host_waits_once_for_another_step(make: Any, way: str, device: torch
     # An optimizer that is not fused may wait in its own step.
     assert counts[0] == counts[1]
     assert counts[0] >= 1
-
-
-@pytest.mark.cuda_only
-@each_fused
-def test_cuda_is_never_waited_for(make: Any, device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = make(params)
-    scaler = new_scaler(device)
-    take_step(scaler, optimizer, params)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for way in ("step", "unscale_", "clip_grad_norm_") * 3:
-            scaler.scale(torch.ones((), device=device))
-            if way == "unscale_":
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(params, 1.0)
-            elif way == "clip_grad_norm_":
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not scaler.step_was_skipped(optimizer)
-
-
-def test_a_schedule_follows_the_steps_that_were_taken_in_one_line(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = new_scaler(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # scheduler.step() before optimizer.step()
-        for step, bad in enumerate([math.inf, math.inf, None, None, math.nan]):
-            take_step(scaler, optimizer, params, step, bad)
-            if not scaler.step_was_skipped(optimizer):
-                scheduler.step()
-    assert scheduler.get_last_lr() == [0.25]
-
-
-def test_an_average_of_weights_follows_the_steps_that_were_taken_in_one_line(
-    device: torch.device,
-) -> None:
-    model = Net(device)
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    scaler = new_scaler(device, model=model)
-    taken: list[list[torch.Tensor]] = []
-    for bad in ({}, {"first.bias": [math.inf]}, {}):
-        overflow(scaler, optimizer, model, bad)
-        scaler.update()
-        if not scaler.step_was_skipped(optimizer):
-            averaged.update_parameters(model)
-            taken.append([param.detach().clone() for param in model.parameters()])
-    assert (len(taken), averaged.n_averaged.item()) == (2, 2)
-    for average, *values in zip(averaged.module.parameters(), *taken, strict=True):
-        torch.testing.assert_close(average.detach(), torch.stack(values).mean(0))
-
-
-def test_torch_does_not_warn_of_a_schedule_after_a_skipped_first_step(
-    device: torch.device,
-) -> None:
-    params = make_params(device)
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = new_scaler(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        take_step(scaler, optimizer, params, 0, math.inf)
-        scheduler.step()
 
 
 # --- Why.
@@ -276,60 +160,6 @@ def test_the_report_names_parameters_and_counts(make: Any, device: torch.device)
     assert not scaler.step_was_skipped(optimizer)
 
 
-def test_names_come_from_the_optimizer_or_are_places(device: torch.device) -> None:
-    model = Net(device)
-    bad = {"second.bias": [math.inf]}
-    scaler = new_scaler(device)
-    optimizer = FusedAdam(model.named_parameters())
-    overflow(scaler, optimizer, model, bad)
-    assert [one.name for one in scaler.overflow_report(optimizer)] == ["second.bias"]
-    optimizer = FusedAdam([{"params": model.first.parameters()}, {"params": model.second.bias}])
-    overflow(scaler, optimizer, model, bad)
-    assert [one.name for one in scaler.overflow_report(optimizer)] == ["group 1, parameter 0"]
-
-
-@pytest.mark.parametrize("cleared", [False, True])
-@each_fused
-@pytest.mark.usefixtures("left_alone")
-def test_the_report_comes_later_from_a_device(
-    make: Any, cleared: bool, device: torch.device
-) -> None:
-    model = Net(device)
-    optimizer = make(model.parameters())
-    scaler = new_scaler(device, model=model)
-    overflow(scaler, optimizer, model, {"first.bias": [math.nan], "second.weight": [math.inf]})
-    scaler.update()
-    if cleared:
-        optimizer.zero_grad()
-    what = {True: ("inf or NaN", "inf or NaN"), False: ("0 inf, 1 NaN", "1 inf, 0 NaN")}[cleared]
-    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
-        f"first.bias [2]: {what[0]}",
-        f"second.weight [1, 2]: {what[1]}",
-    ]
-
-
-@pytest.mark.usefixtures("left_alone")
-def test_after_unscale_on_a_device_each_skip_is_named_whatever_is_cleared(
-    device: torch.device,
-) -> None:
-    model = Net(device)
-    optimizer = FusedAdam(model.parameters())
-    scaler = new_scaler(device, model=model)
-    names = []
-    for way in ("cleared", "kept"):
-        scaler.scale(torch.zeros((), device=device))
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        model.first.bias.grad[0] = math.inf
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        if way == "cleared":
-            optimizer.zero_grad()
-        names.append([str(one) for one in scaler.overflow_report(optimizer)])
-    assert names == [["first.bias [2]: inf or NaN"], ["first.bias [2]: 1 inf, 0 NaN"]]
-
-
 @pytest.mark.parametrize("where", ["host", "device"])
 @each_optimizer
 def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
@@ -358,45 +188,6 @@ def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
     assert said.endswith("[docs/troubleshooting.md#every-step-is-skipped]")
 
 
-def test_49_skips_and_a_step_are_no_warning(device: torch.device) -> None:
-    model = Net(device)
-    optimizer = FusedAdam(model.parameters())
-    scaler = new_scaler(device, init_scale=2.0**100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(99):
-            overflow(scaler, optimizer, model, {} if step == 49 else {"first.bias": [math.inf]})
-            scaler.update()
-
-
-@pytest.mark.usefixtures("left_alone")
-def test_gradients_that_came_since_are_not_taken_for_those_of_the_step(
-    device: torch.device,
-) -> None:
-    model = Net(device)
-    optimizer = FusedAdam(model.parameters())
-    scaler = new_scaler(device, model=model)
-    overflow(scaler, optimizer, model, {"first.bias": [math.nan]})
-    for param in model.parameters():
-        param.grad = torch.full_like(param, math.inf)
-    assert [str(one) for one in scaler.overflow_report(optimizer)] == ["first.bias [2]: inf or NaN"]
-
-
-@pytest.mark.parametrize("make", OTHERS.values(), ids=[*OTHERS])
-def test_clipping_leaves_inf_to_be_counted(make: Any, device: torch.device) -> None:
-    model = Net(device)
-    optimizer = make(model.parameters())
-    scaler = new_scaler(device, model=model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    model.second.weight.grad.fill_(math.inf)
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
-        "second.weight [1, 2]: 2 inf, 0 NaN"
-    ]
-
-
 # --- Whose.
 
 
@@ -407,36 +198,6 @@ def test_an_optimizer_that_was_not_stepped_is_a_sentence(device: torch.device) -
     for ask in (scaler.step_was_skipped, scaler.overflow_report):
         with pytest.raises(RuntimeError, match=r"this FusedAdam was not stepped by scaler\.step"):
             ask(optimizer)
-
-
-def test_neither_optimizer_nor_model_is_kept_alive(device: torch.device) -> None:
-    model = Net(device)
-    optimizer = FusedAdam(model.parameters())
-    scaler = GradScaler(device.type, model=model)
-    scaler.scale(torch.ones((), device=device))
-    overflow(scaler, optimizer, model, {"first.bias": [math.inf]})
-    scaler.update()
-    assert scaler.step_was_skipped(optimizer)
-    dead = weakref.ref(model), weakref.ref(optimizer)
-    del model, optimizer
-    gc.collect()
-    assert [ref() for ref in dead] == [None, None]
-
-
-@pytest.mark.usefixtures("left_alone")
-def test_a_skipped_step_is_told_though_its_optimizer_is_gone(device: torch.device) -> None:
-    model = Net(device)
-    optimizer, other = FusedAdam(model.parameters()), FusedAdam(make_params(device))
-    scaler = new_scaler(device, model=model)
-    overflow(scaler, optimizer, model, {"first.bias": [math.inf]})
-    dead = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert dead() is None
-    scaler.step(other)
-    readback.wait()
-    assert not scaler.step_was_skipped(other)
-    assert len(readback._pending) == 0
 
 
 # --- Masters that are missing.
@@ -475,34 +236,6 @@ def test_parameters_without_masters_are_told_of_once_with_what_is_lost(
         step()
 
 
-def test_of_a_first_step_that_loses_nothing_it_is_said_so(device: torch.device) -> None:
-    weight = Parameter(torch.ones(8, dtype=F16, device=device))
-    with pytest.warns(RuntimeWarning, match=r"such numbers is lost: none of 8 yet in the first st"):
-        take_step(new_scaler(device), torch.optim.SGD([weight], lr=1.0), [weight])
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_the_count_is_that_of_the_first_step_that_is_taken(
-    where: str, device: torch.device, request: pytest.FixtureRequest
-) -> None:
-    if where == "device":
-        request.getfixturevalue("left_alone")
-    weight = Parameter(torch.ones(8, dtype=F16, device=device))
-    optimizer = FusedAdam([weight], lr=2.0**-14)
-    scaler = new_scaler(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            take_step(scaler, optimizer, [weight], bad=math.inf)
-            assert scaler.step_was_skipped(optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        take_step(scaler, optimizer, [weight])
-        assert not scaler.step_was_skipped(optimizer)
-    (one,) = caught
-    assert "is lost: 8 of 8 in the first step. " in str(one.message)
-
-
 @pytest.mark.parametrize("kind", ["float32", "masters", "frozen"])
 def test_nothing_is_told_of_parameters_that_need_no_masters(
     kind: str, device: torch.device
@@ -515,24 +248,3 @@ def test_nothing_is_told_of_parameters_that_need_no_masters(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_step(scaler, optimizer, params)
-
-
-@pytest.mark.parametrize("groups", ["all", "the first"])
-def test_a_learning_rate_of_0_loses_no_updates(groups: str, device: torch.device) -> None:
-    params = [Parameter(torch.ones(4, dtype=F16, device=device)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [param], "lr": 0.0} for param in params])
-    if groups == "the first":
-        optimizer.param_groups[1]["lr"] = 1e-7
-    scaler = new_scaler(device)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in range(3):
-            give_scaled(scaler, params, step)
-            scaler.step(optimizer)
-            scaler.update()
-            if step == 0:
-                assert len(told) == (groups == "the first")
-            optimizer.param_groups[1]["lr"] = 1e-7
-    assert "steps 1 parameters" in str(told[0].message)
-    assert "is lost: 4 of 4 in the first step. " in str(told[0].message)
-    assert len(told) == 1

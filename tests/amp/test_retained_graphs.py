@@ -6,7 +6,6 @@ did not would leave a second backward with the gradient at weights that are no m
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -102,39 +101,6 @@ def test_the_refused_backward_changes_no_weight_and_no_gradient(
         backward(loss)
     assert param.grad is None
     assert_same_bits(param.detach(), weights)
-
-
-@dtypes
-@optimizers
-def test_a_graph_of_new_weights_can_be_run_backward_after_the_step(
-    make: Maker, dtype: torch.dtype, device: torch.device
-) -> None:
-    param = parameter([1.0, 2.0, 3.0], dtype, device)
-    backward, step = make(param)
-    seen = [param.detach().clone()]
-    for _ in range(3):
-        param.grad = None
-        backward(loss_of(param))
-        step()
-        seen.append(param.detach().clone())
-    assert all((after < before).all() for before, after in itertools.pairwise(seen))
-
-
-@dtypes
-@optimizers
-def test_a_graph_without_the_weights_outlives_the_step(
-    make: Maker, dtype: torch.dtype, device: torch.device
-) -> None:
-    param = parameter([1.0, 2.0, 3.0], dtype, device)
-    backward, step = make(param)
-    loss = (param * 3).float().sum()  # Its backward needs no weight.
-    backward(loss, retain_graph=True)
-    step()
-    param.grad = None
-    backward(loss)
-    assert param.grad is not None
-    assert param.grad.unique().numel() == 1
-    assert param.grad[0] != 0
 
 
 @dtypes

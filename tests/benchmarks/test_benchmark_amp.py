@@ -38,7 +38,7 @@ def test_each_way_computes_in_its_precision(way, dtype):
 
 
 @pytest.mark.slow
-def test_a_run_times_every_model_in_every_way_and_writes_it(tmp_path, capsys):
+def test_a_quick_run_of_amp_times_every_model_in_every_way_and_writes_it(tmp_path, capsys):
     path = tmp_path / "amp.json"
     results = benchmark.main(
         ["--device=cpu", "--dtypes", "bf16", "--rounds=1", "--save-results", str(path)]

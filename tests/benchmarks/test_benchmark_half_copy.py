@@ -12,7 +12,7 @@ from benchmarks import half_copy
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 
-def test_a_small_run_measures_everything_and_writes_it(tmp_path: Path) -> None:
+def test_a_quick_run_of_half_copy_measures_everything_and_writes_it(tmp_path: Path) -> None:
     size = ["--layers=1", "--width=64", "--tokens=4", "--rounds=2"]
     results = half_copy.main(["--device=cpu", *size, f"--results={tmp_path}"])
     assert json.loads((tmp_path / "half-copy-cpu.json").read_text()) == results

@@ -28,7 +28,7 @@ def test_reading_rounds_a_copy_and_counts_weights_and_buffers() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_quick_run_measures_both_networks_and_writes_it(
+def test_a_quick_run_of_inference_measures_both_networks_and_writes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference, "MODELS", dict([*inference.MODELS.items()][:1]))

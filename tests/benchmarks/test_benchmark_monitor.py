@@ -12,7 +12,7 @@ from benchmarks import monitor
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 
-def test_a_small_run_measures_everything_and_writes_it(tmp_path: Path) -> None:
+def test_a_quick_run_of_monitor_measures_everything_and_writes_it(tmp_path: Path) -> None:
     results = monitor.main(["--device=cpu", "--rounds=2", "--quick", f"--results={tmp_path}"])
     assert json.loads((tmp_path / "monitor-cpu.json").read_text()) == results
     assert list(results["run"]["ms"]) == [monitor.PASSES, *monitor.TIMED]

@@ -12,7 +12,7 @@ from benchmarks import normalization
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 
-def test_a_small_run_measures_every_case_and_writes_it(tmp_path: Path) -> None:
+def test_a_quick_run_of_normalization_measures_every_case_and_writes_it(tmp_path: Path) -> None:
     results = normalization.main(
         ["--device=cpu", "--shapes", "16x32", "--rounds=2", f"--results={tmp_path}"]
     )

@@ -17,7 +17,7 @@ BASE, *OTHERS = quality.WAYS
 
 
 @pytest.mark.slow
-def test_a_quick_run_trains_in_every_way_and_draws_it(tmp_path: Path) -> None:
+def test_a_quick_run_of_quality_trains_in_every_way_and_draws_it(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     results = quality.main(["--quick", f"--results={tmp_path}"])

@@ -1,15 +1,34 @@
-"""Runs of benchmarks.step: what is written and printed, what fails, and how time is shared."""
+"""benchmarks.step: its runs, clocks, profile, report, and the comparison of builds."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from benchmarks import step as benchmark
-from benchmarks import step_cases, step_peers, step_report
+from benchmarks import (
+    step_cases,
+    step_device,
+    step_peers,
+    step_profile,
+    step_report,
+    step_timing,
+    step_variants,
+)
+from benchmarks.step_arena import Running
+from benchmarks.step_device import Cpu, Cuda, Stub
 from benchmarks.step_shapes import QUICK
+from benchmarks.step_timing import Time
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
@@ -76,3 +95,264 @@ def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
         assert step_report.table(workload) in printed
         assert "| of copy | times ours | host, ms |" in step_report.table(workload)
         assert step_report.profile_table(workload) in printed
+
+
+def test_the_reference_of_a_cpu_reads_and_writes_every_byte_that_it_claims(monkeypatch):
+    multiplied = []
+    monkeypatch.setattr(torch.Tensor, "mul_", lambda tensor, factor: multiplied.append(tensor))
+    reference = step_timing.Reference(Cpu(), 1)
+    reference.once()
+    (tensor,) = multiplied
+    assert reference.bytes == 2 * 2**20 == 2 * tensor.nbytes
+
+
+def recorded() -> tuple[list[str], Running]:
+    calls: list[str] = []
+    return calls, Running(lambda: calls.append("prepare"), lambda: calls.append("step"))
+
+
+class Ticking(Stub):
+    """A device whose clock advances by a second at each mark, and which says what it is asked."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.now = calls, 0.0
+
+    def mark(self) -> float:
+        self.calls.append("mark")
+        self.now += 1.0
+        return self.now
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+def test_a_batch_waits_before_and_after_its_steps_and_times_nothing_between_them():
+    calls, case = recorded()
+    took, host = step_timing.batch(case, 3, Ticking(calls))
+    step = ["mark", "step", "mark"]
+    assert calls == ["wait", *step, "prepare", *step, "prepare", *step, "wait"]
+    assert took == [1.0, 1.0, 1.0]
+    assert len(host) == 3
+    assert all(0.0 < each < 1.0 for each in host)
+
+
+def test_the_clock_of_a_gpu_is_events_on_the_current_stream(monkeypatch):
+    made = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.timed, self.recorded = enable_timing, 0
+            made.append(self)
+
+        def record(self) -> None:
+            self.recorded += 1
+
+        def elapsed_time(self, end: Event) -> float:
+            assert (self, end) == (made[0], made[1])
+            return 2.5  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    device = Cuda()
+    assert device.seconds(device.mark(), device.mark()) == 0.0025
+    assert [(event.timed, event.recorded) for event in made] == [(True, 1), (True, 1)]
+
+
+def test_what_is_replayed_is_a_graph_of_one_step_with_its_gradients_in_place(monkeypatch):
+    calls, case = recorded()
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    @contextlib.contextmanager
+    def capture(graph):
+        assert isinstance(graph, Graph)
+        calls.append("capture")
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    replayed = step_cases.replayed(case, SimpleNamespace(is_cuda=True))
+    assert calls == ["prepare", "step"] * 2 + ["prepare", "capture", "step", "end"]
+    replayed.prepare()
+    replayed.step()
+    assert calls[8:] == ["replay"]
+
+
+CASES = {case.name: case for case in (*step_cases.CASES, *step_cases.REPLAYED)}
+
+
+def event(name: str, start: float, end: float, *, on_device: bool = False) -> SimpleNamespace:
+    kind = DeviceType.CUDA if on_device else DeviceType.CPU
+    return SimpleNamespace(name=name, device_type=kind, time_range=Interval(start, end))
+
+
+# Two steps of a case, at 100 and 200 us, each of two kernels, and one of another; what belongs to
+# none stands beside them.
+TRACE = [
+    event("void fill<float>(float*)", 50, 60, on_device=True),
+    event("cudaDeviceSynchronize", 55, 61),
+    *(
+        each
+        for at in (100, 200)
+        for each in (
+            event(step_device.WHOLE + "ours fp16", at, at + 80),
+            event(step_device.STEP + "ours fp16", at, at + 20),
+            event(step_device.STEP + "ours fp16", at + 5, at + 75, on_device=True),
+            event("aten::add_", at + 1, at + 2),
+            event("cudaLaunchKernel", at + 2, at + 3),
+            event("cudaLaunchKernelExC", at + 4, at + 5),
+            event("cuLaunchKernelEx", at + 4, at + 4.5),
+            event("cudaStreamSynchronize", at + 8, at + 18),
+            event("cudaMemcpyAsync", at + 7, at + 8),
+            event(
+                "void apex_mp::cuda::chunks_kernel<c10::Half>(x)", at + 5, at + 15, on_device=True
+            ),
+            event(
+                "void apex_mp::cuda::step_kernel<c10::Half>(x)", at + 30, at + 70, on_device=True
+            ),
+            event("Memcpy DtoH (Device -> Pageable)", at + 71, at + 72, on_device=True),
+            event("cudaDeviceSynchronize", at + 21, at + 80),
+        )
+    ),
+    event(step_device.WHOLE + "other", 300, 380),
+    event(step_device.STEP + "other", 300, 320),
+    event("cudaLaunchKernel", 301, 302),
+    event("cudaLaunchKernel", 303, 304),
+    event("fill", 305, 307, on_device=True),
+    event("Memset (Device)", 308, 309, on_device=True),
+]
+
+
+def test_a_profile_counts_what_the_steps_do_and_not_what_the_benchmark_does():
+    profile = step_profile.summaries(TRACE, steps=2)["ours fp16"]
+    step_profile.add_speeds(profile["kernels"], CASES["ours fp16"], 1_000_000)
+    assert profile == {
+        "steps": 2,
+        "launches": 2.0,
+        "synchronizations": 1.0,
+        "pageable_copies": 1.0,
+        "calls": {
+            "cudaLaunchKernel": 1.0, "cudaLaunchKernelExC": 1.0, "cudaMemcpyAsync": 1.0,
+            "cudaStreamSynchronize": 1.0,
+        },
+        "kernels_lost": 0.0,
+        "kernels_ms": pytest.approx(0.051),
+        "kernels": [
+            # 28 bytes for each of a million parameters in 40 us, and 2 bytes in 10 us.
+            {"name": "void apex_mp::cuda::step_kernel<c10::Half>(x)", "count": 1.0,
+             "ms": pytest.approx(0.04), "GB_per_s": pytest.approx(700.0)},
+            {"name": "void apex_mp::cuda::chunks_kernel<c10::Half>(x)", "count": 1.0,
+             "ms": pytest.approx(0.01), "GB_per_s": pytest.approx(200.0)},
+            {"name": "Memcpy DtoH (Device -> Pageable)", "count": 1.0,
+             "ms": pytest.approx(0.001)},
+        ],
+    }  # fmt: skip
+
+
+def row(case: str, ours: str, ms: float, ratio: float | None, part: float = 0.5) -> dict:
+    return {
+        "case": case, "compared_with": ours, "times_ours": ratio, "of_reference": part,
+        "bytes_per_parameter": 30, "passes": ["a R1"], "ms": ms, "ns_per_parameter": ms / 2,
+        "GB_per_s": 60.0 / ms, "ms_again": None,
+    }  # fmt: skip
+
+
+FIXED = {
+    "environment": {
+        "device": "cpu", "processor": "A processor", "threads": 2, "cores": 4, "rounds": 5,
+        "cpu_level": "avx2", "torch": "2.13.0", "apex_mp": "0.1.0",
+        "taken_by_others": {"programs": 0.25, "machines": 0.0},
+    },
+    "workloads": [
+        {
+            "workload": "BERT-base", "tensors": 2, "parameters": 2_000_000,
+            "reference_GB_per_s": {"median": 50.0, "lowest": 40.0, "highest": 61.25},
+            "rows": [
+                row("ours fp16", "ours fp16", 1.0, 1.0, 0.97),
+                row("plain torch fp16, foreach", "ours fp16", 1.75, 1.76),
+                row("ours fp16, clip", "ours fp16, clip", 1.0, 1.0),
+                row("plain torch fp16, foreach, clip", "ours fp16, clip", 122.2, 122.15),
+                row("theirs", "ours fp32", 12.0, None),
+            ],
+            "not_run": {"apex FusedAdam": "apex is not installed"},
+        }
+    ],
+    "host": [],
+}  # fmt: skip
+
+
+def test_the_summary_sets_ours_beside_the_fastest_other():
+    assert step_report.summary(FIXED).splitlines()[2:] == [
+        "| step                  |     model | ours, ms | fastest other, ms | times ours "
+        "|                       the other |",
+        "| --------------------- | --------: | -------: | ----------------: | ---------: "
+        "| ------------------------------: |",
+        "| float16 weights, clip | BERT-base |     1.00 |               122 |     122.15 "
+        "| plain torch fp16, foreach, clip |",
+    ]
+
+
+ROOT = Path(benchmark.__file__).resolve().parents[1]
+
+
+def taken(**seconds: float) -> dict[str, Time]:
+    return {case: Time(each, each / 10, 2e9, 4e9) for case, each in seconds.items()}
+
+
+def test_ratios_are_those_of_a_round_to_the_first_build():
+    rounds = [
+        {"B": taken(one=1.0, other=8.0), "A": taken(one=2.0, other=4.0)},
+        {"B": taken(one=3.0, other=8.0), "A": taken(one=4.0, other=4.0)},
+        {"B": taken(one=9.0, other=8.0), "A": taken(one=1.0, other=4.0)},
+    ]
+    found = step_variants.summary(QUICK[0], ["A", "B"], rounds, {})
+    assert found == {
+        "workload": "30 x 1000",
+        "parameters": 30_000,
+        "rounds": 3,
+        "rows": [
+            {"case": "one", "builds": {
+                "A": {"ms": 2000.0, "host_ms": 200.0, "ratio": 1.0, "copy_GB_per_s": 3.0},
+                "B": {"ms": 3000.0, "host_ms": 300.0, "ratio": 0.75, "copy_GB_per_s": 3.0},
+            }},
+            {"case": "other", "builds": {
+                "A": {"ms": 4000.0, "host_ms": 400.0, "ratio": 1.0, "copy_GB_per_s": 3.0},
+                "B": {"ms": 8000.0, "host_ms": 800.0, "ratio": 2.0, "copy_GB_per_s": 3.0},
+            }},
+        ],
+        "failed": {},
+    }  # fmt: skip
+    assert step_variants.table(found) == (
+        "30 x 1000: ms of the first build, and what the others take of it\n\n"
+        "| case  | A, ms |     B |\n"
+        "| ----- | ----: | ----: |\n"
+        "| one   |  2000 | 0.750 |\n"
+        "| other |  4000 | 2.000 |"
+    )
+
+
+@pytest.mark.slow
+def test_builds_are_compared_and_one_that_dies_is_named(tmp_path):
+    for name in ("A", "B"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "apex_mp").symlink_to(ROOT / "apex_mp")
+    (tmp_path / "C" / "apex_mp").mkdir(parents=True)
+    (tmp_path / "C" / "apex_mp" / "__init__.py").write_text("raise SystemExit(3)\n")
+    command = [sys.executable, "-m", "benchmarks.step", "--device=stub", "--quick", "--rounds=2"]
+    command += ["--cases", "ours fp16", "--results", str(tmp_path / "out"), "--threads", "1"]
+    command += ["--extensions", *(str(tmp_path / name) for name in "ABC")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    results = json.loads((tmp_path / "out" / "step-variants-stub.json").read_text())
+    assert done.returncode == 1
+    assert "FAILED: C, 30 x 1000: its process ended with status 3\n" in done.stdout
+    assert [each["workload"] for each in results["builds"]] == [each.name for each in QUICK]
+    for each in results["builds"]:
+        assert each["rounds"] == 2
+        assert [row["case"] for row in each["rows"]] == [
+            "ours fp16", "ours fp16, clip", "ours fp16, split", "ours fp16, split, bf16 moments",
+            "ours fp16, split, bf16 moments, stochastic", "ours fp16, replayed",
+        ]  # fmt: skip
+        assert all([*row["builds"]] == ["A", "B"] for row in each["rows"])
+        assert step_variants.table(each) in done.stdout

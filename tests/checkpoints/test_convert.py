@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -67,16 +66,6 @@ def test_a_float32_checkpoint_goes_into_a_model_of_any_dtype_and_wrapper(wrap: A
         assert torch.equal(value, wanted.to(value.dtype)), name
 
 
-@pytest.mark.parametrize("wrap", [network_to_half, FP16Model])
-def test_batch_norms_in_float32_get_their_statistics_unrounded(wrap: Any) -> None:
-    state, model = float32_state(), wrap(Net())
-    assert model.state_dict()["bn.running_mean"].dtype == F32
-    convert.load(model, state)
-    for name in ("bn.running_mean", "bn.running_var", "bn.weight"):
-        assert torch.equal(model.state_dict()[name], state[name])
-    assert not torch.equal(state["bn.running_var"], state["bn.running_var"].half().float())
-
-
 def test_each_tensor_is_told_of_in_one_line() -> None:
     lines: list[str] = []
     model = nn.DataParallel(network_to_half(Net()))
@@ -121,32 +110,6 @@ def test_masters_get_the_float32_values_before_they_are_rounded(make: Any, face:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     assert torch.equal(model[1].conv.weight, state["conv.weight"].half())
-
-
-@pytest.mark.parametrize("give", [True, False])
-def test_masters_of_o2_are_loaded_unrounded_too(give: bool) -> None:
-    state, model = float32_state(), Net()
-    optimizer = adam(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    convert.load(model, state, optimizer if give else None)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name])
-    lines: list[str] = []
-    convert.load(model, state, report=lines.append)
-    assert "conv.weight from float32 to float16" in lines
-    assert torch.equal(model.conv.weight, state["conv.weight"].half())
-
-
-def test_masters_that_fused_adam_keeps_itself_are_loaded_and_exported() -> None:
-    state, model = float32_state(), Net().half()
-    optimizer = FusedAdam(model.parameters(), lr=0.0, master_weights=True)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    convert.load(model, state, optimizer)
-    exported = convert.masters(model, optimizer)
-    for name in ("conv.weight", "bn.weight", "out.1.bias"):
-        assert torch.equal(exported[name], state[name])
 
 
 def test_to_mixed_gives_the_models_dtypes_and_float32_statistics() -> None:
@@ -226,36 +189,6 @@ def test_masters_of_o2_are_exported() -> None:
         assert torch.equal(state[name], master)
 
 
-def test_a_frozen_weight_is_widened_and_one_without_a_master_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
-    model[0].requires_grad_(False)
-    optimizer = FP16_Optimizer(adam([*model.parameters()]), verbose=False)
-    state = convert.masters(model, optimizer)
-    assert torch.equal(state["0.weight"], model[0].weight.float())
-    other = FP16_Optimizer(adam([model[1].bias]), verbose=False)
-    with pytest.raises(ValueError, match=r"1\.weight is in torch\.float16 and has no master"):
-        convert.masters(model, other)
-
-
-def test_a_float32_model_needs_no_masters() -> None:
-    model = Net()
-    state = convert.masters(model, adam(model.parameters()))
-    assert torch.equal(state["conv.weight"], model.conv.weight)
-
-
-def test_what_convert_makes_is_loaded_with_weights_only() -> None:
-    model = network_to_half(Net())
-    optimizer = FP16_Optimizer(adam(model.parameters()), verbose=False)
-    masters = convert.masters(model, optimizer)
-    for state in (masters, convert.to_mixed(masters, model), convert.to_float32(masters)):
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert [*loaded] == [*state]
-        assert loaded._metadata == state._metadata
-
-
 # What does not fit changes nothing.
 
 
@@ -290,24 +223,6 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str) -> None:
             convert_it()
         assert words in str(raised.value)
     assert [str(model.state_dict()), str(optimizer.state_dict())] == before
-
-
-def test_an_inf_that_was_there_before_stays() -> None:
-    state = {"weight": torch.tensor([[float("inf")]])}
-    model = nn.Linear(1, 1, bias=False).half()
-    convert.load(model, state)
-    assert model.weight.item() == float("inf")
-
-
-def test_batch_norms_of_before_num_batches_tracked_load() -> None:
-    state = float32_state()
-    del state["bn.num_batches_tracked"]
-    state._metadata = OrderedDict()
-    model = network_to_half(Net())
-    model[1].bn.num_batches_tracked.fill_(7)
-    convert.load(model, OrderedDict((f"module.1.{key}", value) for key, value in state.items()))
-    assert torch.equal(model[1].bn.running_mean, state["bn.running_mean"])
-    assert model[1].bn.num_batches_tracked.item() == 7
 
 
 # What is no state_dict, no model, no optimizer.
@@ -348,31 +263,6 @@ def test_a_whole_checkpoint_is_refused_and_its_part_named(function: Any, key: st
     assert f"such as checkpoint['{key}']" in str(raised.value)
 
 
-def test_a_model_that_is_none_is_refused() -> None:
-    state, wrong = float32_state(), "model is a OrderedDict; it must be a torch.nn.Module"
-    for call in (
-        lambda: convert.rename(state, state),  # type: ignore[arg-type]
-        lambda: convert.load(state, state),  # type: ignore[arg-type]
-        lambda: convert.to_mixed(state, state),  # type: ignore[arg-type]
-        lambda: convert.masters(state, adam(Net().parameters())),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError, match=wrong):
-            call()
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_an_optimizer_that_is_none_is_refused(listed: bool) -> None:
-    model = Net().half()
-    scheduler = torch.optim.lr_scheduler.StepLR(adam(model.parameters()), 1)
-    for wrong in ("adam", model, scheduler, {"state": {}}):
-        words = f"optimizer is a {type(wrong).__name__}; it must be an optimizer or a list of them"
-        given = [wrong] if listed else wrong
-        with pytest.raises(TypeError, match=words):
-            convert.load(model, float32_state(), given)
-        with pytest.raises(TypeError, match=words):
-            convert.masters(model, given)
-
-
 @faces
 def test_an_optimizer_of_another_model_is_refused_and_so_is_the_one_inside(face: Any) -> None:
     model = Net().half()
@@ -401,23 +291,6 @@ def test_prefixes_of_wrappers_are_found_and_replaced(prefix: str, wrap: Any) -> 
     renamed = convert.rename(saved, model)
     assert [*renamed] == [*model.state_dict()]
     assert all(map(lambda a, b: a is b, renamed.values(), state.values()))
-
-
-def test_versions_of_modules_move_with_their_keys() -> None:
-    wrapped, plain = nn.DataParallel(Net()), Net()
-    there = convert.rename(wrapped.state_dict(), plain)._metadata
-    assert there == plain.state_dict()._metadata
-    back = convert.rename(plain.state_dict(), wrapped)._metadata
-    wanted = dict(wrapped.state_dict()._metadata)
-    del wanted[""]  # The wrapper's own.
-    assert back == wanted
-
-
-def test_a_sequential_keeps_its_positions() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert [*convert.rename(model.state_dict(), model)] == [*model.state_dict()]
-    wrapped = {f"1.{key}": value for key, value in model.state_dict().items()}
-    assert [*convert.rename(wrapped, model)] == [*model.state_dict()]
 
 
 class Odd(nn.Module):
@@ -453,8 +326,3 @@ def test_keys_that_might_mean_several_things_are_refused(
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         convert.rename(dict.fromkeys(saved, torch.ones(2, 2)), model)
     assert words in str(raised.value)
-
-
-def test_a_part_of_the_keys_may_be_renamed_when_there_is_one_way() -> None:
-    renamed = convert.rename({"module.weight": torch.ones(2, 2), "module.new": 1}, nn.Linear(2, 2))
-    assert [*renamed] == ["weight", "new"]

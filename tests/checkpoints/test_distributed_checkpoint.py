@@ -184,28 +184,6 @@ def test_a_run_that_was_saved_before_its_first_step_goes_on_with_the_same_bits(
     assert all(map(torch.equal, everything(other), everything(expected)))
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "FP16_Optimizer" in name])
-def test_saved_masters_do_not_change_with_the_run(name: str) -> None:
-    run = begin(RUNS[name], 7, 3)
-    saved = get_optimizer_state_dict(*run[:2])["state"]
-    masters = [each["master_param"] for each in saved.values() if "master_param" in each]
-    before = copy.deepcopy(masters)
-    assert before
-    train(run, 2)
-    assert all(map(torch.equal, masters, before))
-
-
-def test_asking_a_new_optimizer_for_its_state_takes_no_step() -> None:
-    run = begin(RUNS["optimizers.FP16_Optimizer"], 7, 0)
-    before = everything(run)
-    optim = get_optimizer_state_dict(*run[:2])
-    assert set(optim["state"]["2.weight"]) == {"exp_avg", "exp_avg_sq", "step", "master_param"}
-    assert all(map(torch.equal, everything(run), before))
-    assert run[1].cur_iter == 0
-    assert run[1].optimizer.state == {}
-    assert run[1].param_groups[0]["lr"] == 1e-3
-
-
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
@@ -233,13 +211,3 @@ def test_asking_a_fused_optimizer_for_its_state_counts_no_step(cls: Any, options
     for one, other in zip(*runs, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_the_state_of_a_float32_run_is_taken_without_masters() -> None:
-    saved = get_optimizer_state_dict(*begin(lambda: plain(FusedAdam), 7, 3)[:2])
-    model, optimizer, _ = begin(lambda: fp16(fp16_utils.FP16_Optimizer, FusedAdam), 8, 2)
-    before = everything((model, optimizer, None))  # type: ignore[arg-type]
-    set_optimizer_state_dict(model, optimizer, saved)
-    master = optimizer.fp32_from_fp16_groups[0][0]
-    assert torch.equal(optimizer.state[master]["exp_avg"], saved["state"]["0.weight"]["exp_avg"])
-    assert all(map(torch.equal, everything((model, optimizer, None)), before))  # type: ignore[arg-type]

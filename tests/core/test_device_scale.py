@@ -5,29 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
-import pickle
 import random
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fp16_cases import F16, F32, INF, NAN, assert_grads, parameter, pull
+from fp16_cases import F16, F32, INF, NAN, parameter, pull
 from torch import nn
 from waits import Waits
 
 from apex_mp import amp
 from apex_mp.core import device_scale, readback
-from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.readback import Readback
 from apex_mp.core.step import StepResult
 from apex_mp.fp16_utils._device_steps import DeviceSteps
-from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
@@ -100,34 +95,6 @@ def test_the_host_waits_for_nothing_in_a_training_loop(
     assert len(readback._pending) == 17  # Of 11 blocks and 6 steps.
 
 
-@pytest.mark.cuda_only
-def test_cuda_is_never_waited_for(handle: Any, weight: Any, monkeypatch: Any) -> None:
-    monkeypatch.undo()
-    optimizer = FusedAdam([weight])
-    backward(handle, (weight * 1.0).sum(), optimizer)
-    optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            optimizer.zero_grad()
-            backward(handle, (weight * 1.0).sum(), optimizer)
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.state[weight]["step"] == 6
-
-
-@pytest.mark.parametrize(
-    "make",
-    [torch.optim.SGD, lambda params: [FusedAdam(params), torch.optim.SGD(params)]],
-    ids=["SGD", "FusedAdam and SGD"],
-)
-def test_with_another_optimizer_the_host_decides(make: Any, handle: Any, weight: Any) -> None:
-    backward(handle, pull((weight, INF)), make([weight]))
-    assert len(readback._pending) == 0
-    assert handle._default_scaler._device_scale is None
-
-
 # The same numbers as on the host.
 
 
@@ -179,21 +146,6 @@ def test_random_programs_end_with_the_same_bits_as_on_the_host(
         assert str(ours) == str(host), seed
 
 
-def test_the_scale_on_the_device_follows_the_rule(device: torch.device) -> None:
-    for overflows in itertools.product([0.0, 1.0], repeat=5):
-        value = DynamicLossScale(8.0, growth_interval=2, max_scale=16.0, min_scale=2.0)
-        scale = DeviceScale(value, device)
-        for found_inf in overflows:
-            value = value.update(bool(found_inf))
-            scale.update(torch.tensor(found_inf, device=device))
-            assert scale.scale.item() == value.scale
-        assert scale.read() == value
-    fixed = DeviceScale(StaticLossScale(128.0), device)
-    fixed.update(torch.ones((), device=device))
-    assert fixed.read() == StaticLossScale(128.0)
-    assert fixed.scale.item() == 128.0
-
-
 # What the host gets to know, and when.
 
 
@@ -210,16 +162,6 @@ def test_whoever_asks_is_told(make: Any, handle: Any, weight: Any) -> None:
         assert handle._default_scaler._loss_scale == scale
     assert handle.state_dict()["loss_scaler0"]["unskipped"] == 1
     assert not hasattr(optimizer, "found_inf")
-
-
-def test_a_written_scale_goes_to_the_device(handle: Any, weight: Any) -> None:
-    optimizer = FusedAdam([weight])
-    backward(handle, pull((weight, 1.0)), optimizer)
-    handle._default_scaler._loss_scale = 4.0
-    with handle.scale_loss(pull((weight, 1.0)), optimizer) as scaled_loss:
-        assert scaled_loss.item() == 4.0 * 3.0
-        scaled_loss.backward()
-    assert_grads([weight.grad], 2.0)
 
 
 def test_the_message_comes_later_and_names_what_is_still_there(
@@ -240,21 +182,6 @@ def test_the_message_comes_later_and_names_what_is_still_there(
     monkeypatch.setattr(Readback, "has_arrived", lambda self: True)
     backward(handle, pull((weight, 1.0)), optimizer)  # The next block looks what has arrived.
     assert caplog.messages[1:] == [first.format(32768.0, 16384.0)]
-
-
-def test_fifty_skipped_steps_in_a_row_warn(handle: Any, weight: Any) -> None:
-    optimizer = FusedAdam([weight])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(60):
-            optimizer.zero_grad()
-            backward(handle, pull((weight, INF)), optimizer)
-            optimizer.step()
-        assert caught == []
-        assert amp.step_was_skipped(optimizer)
-    assert len(caught) == 1
-    assert "amp: FusedAdam has skipped 50 steps in a row" in str(caught[0].message)
-    assert handle._default_scaler.loss_scale() == SCALE * 0.5**60
 
 
 def test_switching_off_tells_everything_and_still_skips(
@@ -312,19 +239,6 @@ def test_what_is_under_way_at_the_end_of_the_process_is_told_once(tmp_path: Path
     ]
 
 
-def test_a_device_that_does_not_answer_does_not_keep_the_process(
-    handle: Any, weight: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(readback, "SECONDS_AT_EXIT", 0.05)
-    backward(handle, pull((weight, INF)), FusedAdam([weight]))
-    readback._poll_at_exit()
-    assert caplog.messages == [
-        "1 results of steps are lost, with their messages of an overflow: the device has not "
-        "answered within 0.05 seconds of the end of the process "
-        "[docs/troubleshooting.md#results-that-were-lost]"
-    ]
-
-
 @pytest.mark.parametrize("verbose", [True, False])
 @pytest.mark.parametrize("found_inf", [1.0, 0.0], ids=["skipped", "taken"])
 def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
@@ -354,22 +268,6 @@ def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
 # Together with the rest.
 
 
-def test_several_losses_have_scales_of_their_own(handle: Any, weight: Any) -> None:
-    wrapped = handle.wrap_optimizer(FusedAdam([weight], lr=0.5), num_loss=2)
-    for value in (1.0, INF):
-        wrapped.zero_grad()
-        for each in (value, 1.0):
-            with wrapped.scale_loss(pull((weight, each))) as scaled_loss:
-                scaled_loss.backward()
-        wrapped.step()
-    assert wrapped.step_was_skipped is True
-    assert [scaler.loss_scale() for scaler in wrapped._loss_scaler] == [SCALE / 2, SCALE]
-    assert weight.tolist() == [0.5, 1.5]
-    other = pickle.loads(pickle.dumps(wrapped))
-    assert [scaler.loss_scale() for scaler in other._loss_scaler] == [SCALE / 2, SCALE]
-    assert copy.deepcopy(wrapped)._loss_scaler[0]._unskipped == 0
-
-
 def test_a_closure_that_overflows_is_called_again(handle: Any, weight: Any) -> None:
     optimizer = FusedAdam([weight], lr=0.5)
     handle._default_scaler._loss_scale = 2.0**18
@@ -386,22 +284,3 @@ def test_a_closure_that_overflows_is_called_again(handle: Any, weight: Any) -> N
         assert len(calls) == count
     assert handle._default_scaler.loss_scale() == 2.0**15
     assert amp.step_was_skipped(optimizer) is False
-
-
-def test_a_legacy_call_is_skipped_by_the_host(handle: Any, weight: Any) -> None:
-    optimizer = FusedAdam([weight], lr=0.5)
-    for value, after in ((INF, [1.0, 2.0]), (1.0, [1.5, 2.5])):
-        optimizer.zero_grad()
-        backward(handle, pull((weight, value)), optimizer)
-        optimizer.step(grads=[-weight.grad])
-        assert weight.tolist() == after
-        assert amp.step_was_skipped(optimizer) is (value == INF)
-
-
-def test_a_step_that_raises_leaves_no_found_inf(handle: Any, weight: Any) -> None:
-    optimizer = FusedAdam([weight])
-    backward(handle, pull((weight, 1.0)), optimizer)
-    weight.grad = torch.ones(2, device=weight.device).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    assert not hasattr(optimizer, "found_inf")

@@ -1,26 +1,19 @@
-"""GradSlots: the gradients of an optimizer's parameters, read in one walk."""
+"""x"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
+from waits import Waits
 
-from apex_mp import _C
+from apex_mp.core.found_inf import FoundInf, inverse
 from apex_mp.core.grad_slots import GradSlots
 
 F16, F32 = torch.float16, torch.float32
-
-
-class Lazy(Parameter):
-    """A parameter that makes its gradient when it is asked for it."""
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        return torch.full_like(self, 7.0, requires_grad=False)
 
 
 def make(device: torch.device, *grads: Any) -> list[Parameter]:
@@ -64,31 +57,6 @@ def test_what_the_operators_do_not_read_is_left_to_others(device: torch.device) 
     assert [*map(id, grads.other_params())] == [id(params[row]) for row in (0, 2, 4)]
 
 
-def test_a_gradient_on_a_device_without_kernels_is_left_to_others() -> None:
-    param = Parameter(torch.zeros(3, device="meta"))
-    param.grad = torch.zeros(3, device="meta")
-    grads = GradSlots([{"params": [param]}]).read()
-    assert (grads.plain, grads.others) == ({}, [0])
-
-
-def test_a_parameter_of_a_class_of_its_own_is_asked_at_its_place(device: torch.device) -> None:
-    params = make(device, torch.ones(2, 3), torch.ones(2, 3))
-    params.insert(1, Lazy(torch.zeros(2, 3, device=device)))
-    grads = GradSlots([{"params": params}]).read()
-    (here,) = grads.plain.values()
-    rows, tensors = here.rows, here.grads
-    assert rows == [0, 1, 2]
-    assert [tensor[0, 0].item() for tensor in tensors] == [1.0, 7.0, 1.0]
-    assert _C.read_grads(params)[1] == [1]
-
-
-@pytest.mark.cpu_only
-def test_without_parameters_there_is_nothing() -> None:
-    slots = GradSlots([])
-    grads = slots.read()
-    assert (grads.plain, grads.others, slots.counts([])) == ({}, [], [])
-
-
 @pytest.mark.cpu_only
 def test_a_master_steps_with_the_gradient_of_its_model() -> None:
     model, master, own = (Parameter(torch.zeros(2)) for _ in range(3))
@@ -113,3 +81,63 @@ def test_slots_fit_as_long_as_the_lists_hold_the_same_parameters() -> None:
     assert not slots.fits([*groups, {"params": []}])
     groups[0]["params"][1] = params[2]  # in place
     assert not slots.fits(groups)
+
+
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+
+
+CPU = torch.device("cpu")
+
+
+bad_numbers = pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+
+
+def make_grads(device: torch.device, bad: float | None = None) -> list[torch.Tensor]:
+    grads = [torch.full((5,), 2.0, dtype=dtype, device=device) for dtype in (F16, F32, F64)]
+    if bad is not None:
+        grads[1][3] = bad
+    return grads
+
+
+@bad_numbers
+def test_check_sums_the_squares_of_each_row(bad: float | None, device: torch.device) -> None:
+    found = FoundInf()
+    with Waits() as waits:
+        found.check(make_grads(device, bad), [0, 2, 2], 4)
+    assert waits.count == 0
+    assert bool(found) == (bad is not None)
+    if bad is None:
+        assert found.norms == [math.sqrt(20.0), 0.0, math.sqrt(40.0), 0.0]
+    assert found.on(CPU).item() == float(bad is not None)
+
+
+@bad_numbers
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("method", ["unscale", "add_unscaled"])
+def test_gradients_are_divided_by_the_scale(
+    method: str, on_device: bool, bad: float | None, device: torch.device
+) -> None:
+    scale = torch.tensor(4.0, device=device) if on_device else 4.0
+    src, dst = make_grads(device, bad), [grad.float() for grad in make_grads(device)]
+    found = FoundInf()
+    with Waits() as waits:
+        getattr(found, method)(src, dst, inverse(scale))
+    assert waits.count == 0
+    assert bool(found) == (bad is not None)
+    before = 2.0 if method == "add_unscaled" else 0.0
+    for scaled, unscaled in zip(src, dst, strict=True):
+        expected = before + scaled.float() / 4.0
+        torch.testing.assert_close(unscaled, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("flags", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, 1.0)])
+def test_overflows_on_several_devices_are_one_overflow(flags: tuple[float, ...]) -> None:
+    devices = [CPU, torch.device("cuda:0"), torch.device("cuda:1")]
+    found = FoundInf()
+    found.flags = {each: torch.tensor(flag) for each, flag in zip(devices, flags, strict=True)}
+    assert found.on(CPU).item() == max(flags)
+    joined = found.join()
+    assert joined is found.flags
+    assert sum(flag.item() for flag in joined.values()) == max(flags)
+    assert bool(found) == bool(max(flags))

@@ -20,7 +20,6 @@ from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.loss_scale_manager import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
-    LossScaleManager,
     LossScaleOptimizer,
 )
 from apex_mp.optimizers import FusedAdam
@@ -93,30 +92,6 @@ def test_the_published_call_starts_at_2_to_the_32_and_halves_at_the_second_bad_s
         assert manager.get_loss_scale() == 2.0**31
         manager.update_loss_scale(finite_grads=True)
     assert manager.get_loss_scale() == 2.0**32
-
-
-def test_a_fixed_scale_never_changes() -> None:
-    manager = FixedLossScaleManager(128)
-    for finite in (True, False, False):
-        manager.update_loss_scale(finite)
-        assert manager.get_loss_scale() == 128.0
-
-
-@pytest.mark.parametrize("wrap", [bool, torch.tensor, lambda f: torch.tensor([f]), np.bool_])
-def test_finite_grads_is_a_bool_or_a_tensor(wrap: Callable[[bool], Any]) -> None:
-    manager = ExponentialUpdateLossScaleManager(8.0, 1, 1, decr_ratio=0.5)
-    manager.update_loss_scale(wrap(False))
-    assert manager.get_loss_scale() == 4.0
-    manager.update_loss_scale(wrap(True))
-    assert manager.get_loss_scale() == 8.0
-
-
-@pytest.mark.parametrize("wrong", [1, "yes", None, torch.tensor([True, False]), torch.tensor(1.0)])
-def test_another_finite_grads_is_refused_and_changes_nothing(wrong: Any) -> None:
-    manager = ExponentialUpdateLossScaleManager(8.0, 1, 1)
-    with pytest.raises(TypeError, match=r"finite_grads is .*; it must be a bool, or a bool tensor"):
-        manager.update_loss_scale(wrong)
-    assert manager.get_loss_scale() == 8.0
 
 
 @pytest.mark.parametrize(
@@ -199,24 +174,6 @@ def test_minimize_is_the_loop_of_fp16_optimizer_with_the_same_scale(
 
 
 @kinds
-def test_compute_gradients_returns_unscaled_float32_gradients(kind: str) -> None:
-    model, plain = VARIABLES[kind](small()), small()
-    inputs = torch.ones(3, 4)
-    optimizer = LossScaleOptimizer(sgd(model), FixedLossScaleManager(1024.0))
-    expected = torch.autograd.grad(loss_of(plain, inputs), [*plain.parameters()])
-    given = inputs if kind == "float32" else inputs.half()
-    for _ in range(2):  # Gradients do not add up.
-        pairs = optimizer.compute_gradients(lambda: loss_of(model, given))
-    for (grad, var), right, param in zip(pairs, expected, model.parameters(), strict=True):
-        assert grad.dtype == var.dtype == torch.float32
-        torch.testing.assert_close(grad, right, rtol=2e-3, atol=1e-3)
-        assert var.shape == param.shape
-        assert (var is param) == (kind != "float16")
-    ((_, var),) = optimizer.compute_gradients(loss_of(model, given), [model.bias])
-    assert var is pairs[1][1]
-
-
-@kinds
 @inner
 def test_apply_gradients_steps_with_what_it_is_given_and_nothing_else(
     kind: str, make: Callable[[nn.Module], Any]
@@ -257,31 +214,6 @@ def test_an_overflow_skips_the_step_lowers_the_scale_and_is_named(
     printed = capsys.readouterr().out
     assert "Step 0 is skipped: gradients overflow at loss scale 64.0; the next is 32.0" in printed
     assert "bias [2]: 2 inf, 0 NaN" in printed
-
-
-def test_two_optimizers_share_a_manager() -> None:
-    manager = ExponentialUpdateLossScaleManager(8.0, 4)
-    models = [small(), small()]
-    optimizers = [LossScaleOptimizer(sgd(model), manager) for model in models]
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.minimize(loss_of(model, torch.ones(1, 4)))
-    assert manager.get_loss_scale() == optimizers[0].loss_scale == optimizers[1].loss_scale == 16.0
-
-
-def test_attributes_of_the_optimizer_inside_are_reachable() -> None:
-    inside = sgd(small())
-    inside._lr_t = object()
-    optimizer = LossScaleOptimizer(inside, FixedLossScaleManager(8.0))
-    assert optimizer._opt is inside
-    assert optimizer._opt._lr_t is optimizer._lr_t is inside._lr_t
-    assert optimizer.param_groups is optimizer._opt.param_groups
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.minimize(inside.param_groups[0]["params"][0].sum())
-    schedule.step()
-    assert inside.param_groups[0]["lr"] == 0.125
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = optimizer.no_such_thing
 
 
 @kinds
@@ -332,50 +264,3 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError, match=re.escape(sentence)):
             optimizer.load_state_dict(state)
         assert str(optimizer.state_dict()) == str(before)
-
-
-def test_the_state_of_the_bare_optimizer_is_loaded_and_the_scale_stays() -> None:
-    model = small()
-    bare = adam(model)
-    loss_of(model, torch.ones(1, 4)).backward()
-    bare.step()
-    optimizer = LossScaleOptimizer(adam(small()), doubling())
-    optimizer.load_state_dict(bare.state_dict())
-    ours, theirs = optimizer.state_dict()["optimizer_state_dict"], bare.state_dict()
-    assert torch.equal(ours["state"][0]["exp_avg"], theirs["state"][0]["exp_avg"])
-    assert optimizer.loss_scale == 64.0
-
-
-def test_the_scale_is_the_managers_to_set() -> None:
-    optimizer = LossScaleOptimizer(sgd(small()), FixedLossScaleManager(8.0))
-    with pytest.raises(AttributeError, match=r"set to 4.0; it is that of the loss_scale_manager"):
-        optimizer.loss_scale = 4.0
-    with pytest.raises(TypeError, match="it is that of the loss_scale_manager"):
-        optimizer.dynamic_loss_scale = True
-    assert optimizer.loss_scale == 8.0
-
-
-def test_a_variable_that_is_not_the_optimizers_is_refused() -> None:
-    optimizer = LossScaleOptimizer(sgd(small()), FixedLossScaleManager(8.0))
-    stranger = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"variable 0 \(shape \[3\]\) is none of this optimizer"):
-        optimizer.compute_gradients(torch.zeros(()), [stranger])
-    with pytest.raises(ValueError, match=r"variable 0 \(shape \[3\]\) is none of this optimizer"):
-        optimizer.apply_gradients([(stranger, stranger)])
-    with pytest.raises(ValueError, match="grads_and_vars has 0 pairs for 0 variables"):
-        optimizer.apply_gradients([])
-
-
-class Manual(LossScaleManager):
-    """A rule of the user's own."""
-
-    def update_loss_scale(self, finite_grads: bool | Tensor) -> None:
-        factor = 1.0 if finite_grads else 0.25
-        self._value = dataclasses.replace(self._value, scale=self._value.scale * factor)
-
-
-def test_a_manager_of_the_users_own_is_asked_after_each_step() -> None:
-    model, manager = small(), Manual(FixedLossScaleManager(64.0)._value)
-    optimizer = LossScaleOptimizer(sgd(model), manager, verbose=False)
-    optimizer.minimize(loss_of(model, torch.full((1, 4), math.inf)))
-    assert manager.get_loss_scale() == optimizer.loss_scale == 16.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -379,29 +378,3 @@ def test_larc_scales_gradients_or_refuses_them_before_any_is_changed(form: str) 
     expected.step()
     for param, twin in zip(params, twins, strict=True):
         torch.testing.assert_close(param.detach(), twin.detach())
-
-
-@pytest.mark.parametrize("kind", ["complex", "uninitialized", "meta"])
-def test_prep_param_lists_refuses_what_can_have_no_master_by_name(kind: str) -> None:
-    model = Holder([Parameter(numbers(F16)), make_parameter(kind, F16)])
-    with pytest.raises(TypeError) as raised:
-        fp16_utils.prep_param_lists(model)
-    assert str(raised.value).startswith("prep_param_lists: params[0][1] (odd) " + REASONS[kind])
-
-
-@pytest.mark.parametrize("form", ["DTensor", "FakeTensor", "subclass", "sparse", "meta"])
-@pytest.mark.parametrize("make", [fused_adam, fused_sgd])
-def test_a_loaded_state_that_is_not_plain_is_refused_and_nothing_is_loaded(
-    make: Any, form: str
-) -> None:
-    optimizer = make([Parameter(numbers(F32))])
-    optimizer.param_groups[0]["params"][0].grad = numbers(F32)
-    optimizer.step()
-    before, saved = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict()
-    key = "exp_avg_sq" if make is fused_adam else "momentum_buffer"
-    saved["state"][0] = {**saved["state"][0], key: FORMS[form](numbers(F32))}
-    saved["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(TypeError) as raised:
-        optimizer.load_state_dict(saved)
-    assert f"load_state_dict: state[0]['{key}'] {REASONS[form]}" in str(raised.value)
-    assert str(optimizer.state_dict()) == str(before)

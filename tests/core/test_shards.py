@@ -71,11 +71,6 @@ def test_squares_of_what_is_divided_add_up_and_others_count_once(calls: list[int
     assert calls == [2 + 3] * 3  # whichever have a gradient
 
 
-def test_there_is_no_collective_without_parts(calls: list[int]) -> None:
-    agree([torch.ones(2), spread(torch.ones(2), Replicate())], [FoundInf()], {}, scale=1.0)
-    assert not calls
-
-
 # Without a scaler no step is skipped.
 @pytest.mark.parametrize(
     ("way", "bad"), [("max_grad_norm", False), ("scaler", False), ("scaler", True)]
@@ -103,16 +98,6 @@ def test_a_step_clips_by_the_norm_of_the_whole_and_skips(
         assert scaler.step_was_skipped(optimizer) == bad
     torch.testing.assert_close(divided.to_local(), whole[:4])  # type: ignore[attr-defined]
     assert len(calls) == 1
-
-
-def test_inf_of_another_process_is_known(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: numbers[:1].add_(1.0))
-    param = nn.Parameter(spread(torch.ones(2)))
-    optimizer, scaler = FusedAdam([param]), GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    param.grad = spread(torch.ones(2))
-    scaler.step(optimizer)
-    assert scaler.step_was_skipped(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +146,6 @@ def test_processes_that_do_not_fit_each_other_are_named_before_the_first_step(
     assert not optimizer.state
 
 
-def test_processes_are_compared_at_the_first_step_only(calls: list[int]) -> None:
-    param = nn.Parameter(spread(torch.ones(2)))
-    param.grad = spread(torch.ones(2))
-    optimizer = FusedAdam([param], max_grad_norm=1.0)
-    for _ in range(2):
-        optimizer.step()
-        OTHER["params"] = lambda own: []
-    assert len(calls) == 2
-
-
 @pytest.mark.usefixtures("calls")
 def test_a_part_that_overflows_when_it_is_unscaled_skips_its_optimizers_step() -> None:
     params = [nn.Parameter(spread(torch.ones(2).half())) for _ in range(2)]
@@ -181,19 +156,3 @@ def test_a_part_that_overflows_when_it_is_unscaled_skips_its_optimizers_step() -
     for optimizer in optimizers:
         optimizer.step()
     assert [bool(param.to_local().eq(1.0).all()) for param in params] == [True, False]
-
-
-@pytest.mark.usefixtures("calls")
-@pytest.mark.parametrize("calls", [4], indirect=True)
-def test_copies_of_a_sharded_model_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate(), Shard(0)]))
-    compared: list[list[int]] = []
-
-    def all_gather_object(found: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
-        compared.append(dist.get_process_group_ranks(group))
-        found[:] = [mine, mine]
-
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    agree([param], [FoundInf()], scale=1.0)
-    assert sorted(compared) == [[0, 1], [0, 2]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,14 +60,6 @@ def test_what_is_no_dict_is_refused_by_its_type(who: str) -> None:
     assert str(loader.state_dict()) == before
 
 
-@pytest.mark.parametrize("who", LOADERS)
-def test_of_a_files_name_is_said_what_opens_it(who: str) -> None:
-    loader = LOADERS[who]()
-    for given in ("old.pt", Path("old.pt")):
-        with pytest.raises(TypeError, match=r"'old\.pt', which apex_mp\.load_checkpoint opens"):
-            loader.load_state_dict(given)
-
-
 @pytest.mark.parametrize("who", OF_OPTIMIZERS)
 def test_of_a_whole_checkpoint_the_optimizers_part_is_named(who: str) -> None:
     loader = OF_OPTIMIZERS[who]()
@@ -83,12 +74,6 @@ def test_of_a_whole_checkpoint_the_optimizers_part_is_named(who: str) -> None:
     )
     assert str(loader.state_dict()) == before
     loader.load_state_dict(whole["optim"])
-
-
-@pytest.mark.parametrize("who", OF_OPTIMIZERS)
-def test_a_dict_without_any_optimizer_is_refused_by_its_keys(who: str) -> None:
-    with pytest.raises(ValueError, match=r"has \['epoch', 'model'\]"):
-        OF_OPTIMIZERS[who]().load_state_dict({"epoch": 3, "model": {}})
 
 
 @pytest.mark.parametrize("who", OF_OPTIMIZERS)

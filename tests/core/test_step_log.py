@@ -44,28 +44,6 @@ def end(log: step_log.StepLog, skipped: bool, *owners: Any) -> None:
     )
 
 
-def test_a_step_that_is_taken_ends_a_row_of_skips_and_leaves_the_last_report(
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    log = step_log.StepLog(optimizer, "it")
-    assert (log.was_skipped, log.skips_in_a_row, [*log.report]) == (False, 0, [])
-    rows = []
-    for skipped in (True, True, False, True):
-        end(log, skipped)
-        rows.append((log.was_skipped, log.skips_in_a_row))
-    assert rows == [(True, 1), (True, 2), (False, 0), (True, 1)]
-    end(log, False)
-    assert log.report == REPORT
-
-
-def test_of_a_captured_step_the_device_is_asked_each_time(optimizer: torch.optim.Optimizer) -> None:
-    log = step_log.StepLog(optimizer, "it")
-    log.captured = torch.zeros(())
-    assert not log.was_skipped
-    log.captured.fill_(2.0)  # a replay
-    assert log.was_skipped
-
-
 def test_the_fiftieth_skip_in_a_row_warns_with_the_worst_and_the_scale(
     optimizer: torch.optim.Optimizer,
 ) -> None:
@@ -111,9 +89,3 @@ def test_all_listeners_are_notified_once_the_step_is_recorded_though_one_raises(
     )
     step_log.unlisten(first)  # type: ignore[arg-type]
     step_log.unlisten(second)  # type: ignore[arg-type]
-
-
-def test_an_optimizer_that_is_gone_is_not_marked() -> None:
-    log = step_log.StepLog(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), "it")
-    end(log, True)
-    assert log.skips_in_a_row == 1

@@ -11,7 +11,7 @@ import torch
 from pickle_cases import module_of
 from torch import nn
 
-from apex_mp import amp, convert, fp16_utils, optimizers
+from apex_mp import amp, fp16_utils, optimizers
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
@@ -63,7 +63,3 @@ def test_every_key_that_we_write_is_on_the_page() -> None:
         keys |= {*face(FusedAdam(model.parameters()), 1.0, True, verbose=False).state_dict()}
     keys |= {*handle.wrap_optimizer(FusedAdam(Net().parameters())).state_dict()}
     assert {key for key in keys if f"`{key}`" not in PAGE} == set()
-
-
-def test_every_function_of_convert_is_on_the_page() -> None:
-    assert {*re.findall(r"`convert\.(\w+)\(", PAGE)} == {*convert.__all__}

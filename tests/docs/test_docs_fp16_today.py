@@ -70,11 +70,6 @@ def test_the_loop_with_folded_clipping_trains_and_is_reported(
     assert capsys.readouterr().out == "2.weight [2, 16]: 3 inf, 0 NaN\n"
 
 
-def test_the_loop_over_masters_trains(device: torch.device) -> None:
-    there = run(MASTERS, device)
-    assert {param.dtype for param in there["masters"]} == {torch.float32}
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["float16 loss", "float32 loss"])
 def test_a_float16_loss_skips_the_first_step(wide: bool, device: torch.device) -> None:
     there = names(device)

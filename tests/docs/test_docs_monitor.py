@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +64,6 @@ def test_the_handler_hears_of_a_skipped_step(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[-1] == "loss scale: 8.0"
 
 
-def test_the_example_makes_its_monitor_as_the_page_says() -> None:
-    assert MADE.strip() in (ROOT / "examples" / "monitor" / "monitor.py").read_text()
-
-
 def loop() -> dict[str, Any]:
     model = nn.Linear(4, 2).half()
     optimizer = wrap(FusedAdam(model.parameters()), model=model)
@@ -111,26 +105,6 @@ def test_steps_go_where_they_are_to_go() -> None:
     assert Writer.tags == {"amp/loss_scale", "amp/skipped", "amp/grad_norm"}
 
 
-def test_a_plain_loop_records() -> None:
-    there = loop()
-    there["optimizer"] = torch.optim.SGD(there["model"].parameters(), lr=0.1)
-    exec(PLAIN, there)
-    steps = there["monitor"].history.steps
-    assert len(steps) == 3
-    assert all(step.grad_norm > 0 for step in steps)
-
-
-def test_a_sample_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    there = loop()
-    make, read = SAMPLE.split("...\n")
-    exec(make, there)
-    train(there)
-    exec(read, there)
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\d+ of 10 lie below 2\^-14, \d+ are zero", lines[0])
-    assert len(lines) == 3
-
-
 def test_a_batch_is_looked_into(capsys: pytest.CaptureFixture[str]) -> None:
     there = loop()
     exec(FIND, there)
@@ -164,23 +138,3 @@ def test_the_origin_of_the_page_is_what_is_printed() -> None:
     for ours, theirs in zip(said[1:], told[1:], strict=True):
         assert ours.split(":")[0] == theirs.split(":")[0]
         assert ours.split(",")[0] == theirs.split(",")[0]
-
-
-def test_lost_updates_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    there = loop()
-    there["optimizer"] = FusedAdam(there["model"].parameters(), lr=1e-6)
-    there["criterion"](there["model"](there["x"]), there["y"]).backward()
-    exec(LOST, there)
-    assert re.match(r"weight: \d of 8 updates are lost\nbias: \d of 2 ", capsys.readouterr().out)
-
-
-def test_the_example_writes_what_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--steps=60", f"--save={tmp_path}/run.json", f"--plot={tmp_path}/run.png"]
-    monkeypatch.setattr(sys, "argv", ["monitor.py", *arguments])
-    source = (ROOT / "examples" / "monitor" / "monitor.py").read_text()
-    exec(compile(source, "monitor.py", "exec"), {"__name__": "__main__", "__doc__": "A.\n\nB."})
-    assert capsys.readouterr().out.startswith("steps           60, ")
-    assert json.loads((tmp_path / "run.json").read_text())["total"] == 60
-    assert (tmp_path / "run.png").stat().st_size > 10_000

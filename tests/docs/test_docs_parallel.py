@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import re
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from apex_mp import amp, parallel
 from apex_mp.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_process")]
@@ -45,38 +43,11 @@ def test_the_loops_before_and_after_end_with_the_same_weights() -> None:
     assert before["model"].state_dict().keys() == after["model"].state_dict().keys()
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
-    there = learnable()
-    model, reference = there["model"], nn.Linear(4, 2)
-    reference.load_state_dict(model.state_dict())
-    (inputs, labels), *_ = there["train_dataloader"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    there |= {"amp": amp, "contextlib": contextlib, "optimizer": optimizer}
-    there["model"] = DistributedDataParallel(model)
-    there["micro_batches"] = [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])]
-
-    def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(inputs), labels)
-
-    exec(ACCUMULATING, {**there, "loss_of": loss_of})
-    loss_of(reference, inputs, labels).backward()
-    torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=2e-3, atol=1e-4)
-
-
 def test_every_argument_has_its_row() -> None:
     section = PAGE.split("## The arguments of DistributedDataParallel\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     said = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(said) == sorted([*inspect.signature(DistributedDataParallel).parameters][1:])
-
-
-def test_every_name_has_its_row() -> None:
-    section = PAGE.split("## The names\n")[1].split("\n## ")[0]
-    said = set(re.findall(r"^\| `(\w+)", section, re.MULTILINE))
-    assert said == {*parallel.__all__, "python"}
-    by_hand = re.findall(r"`(\w+)`", section.split("averaged by hand")[1])[:5]
-    assert all(hasattr(parallel.flat_calls, name) for name in by_hand)
 
 
 def test_the_names_of_torch_are_there() -> None:

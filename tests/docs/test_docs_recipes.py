@@ -31,36 +31,6 @@ def test_what_each_command_printed_is_kept(page: Path) -> None:
         assert all(each["output"].strip() for each in printed)
 
 
-PAGE = "# Sums\n" + "and\n".join(
-    f"```console\n$ python -c 'print({each})'\n```\n" for each in ("{}", "2")
-)
-
-
-def test_the_site_shows_output_below_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recipes, "PAGES", tmp_path)
-    monkeypatch.setattr(recipes, "RESULTS", tmp_path / "results")
-    page = tmp_path / "sums.md"
-    page.write_text(PAGE.format("1 + 2"))
-    recipes.renew("sums")
-    assert recipes.with_outputs("sums", page.read_text()) == (
-        "# Sums\n```console\n$ python -c 'print(1 + 2)'\n3\n```\nand\n"
-        "```console\n$ python -c 'print(2)'\n2\n```\n"
-    )
-
-
-def test_a_command_that_fails_leaves_the_results_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recipes, "PAGES", tmp_path)
-    monkeypatch.setattr(recipes, "RESULTS", tmp_path / "results")
-    (tmp_path / "fails.md").write_text(PAGE.format("1 / 0"))
-    with pytest.raises(SystemExit, match="failed with exit status 1"):
-        recipes.renew("fails")
-    assert not (tmp_path / "results").exists()
-
-
 PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}
 COME_ALONG = {"PIL", "numpy"}  # with matplotlib and with scikit-learn
 OPTIONAL = {"torchvision"}
@@ -109,9 +79,3 @@ def test_a_path_that_a_program_had_before_says_the_new_one(name: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode
     assert (ROOT / ended.stderr.split()[-1]).is_file()
-
-
-def test_the_list_of_recipes_says_with_how_many_threads_the_pages_were_printed() -> None:
-    records = [json.loads(path.read_text()) for path in recipes.RESULTS.glob("*.json")]
-    (threads,) = {each["environment"]["threads"] for each in records}
-    assert f"`OMP_NUM_THREADS={threads}`" in (recipes.PAGES / "index.md").read_text()

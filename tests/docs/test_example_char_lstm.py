@@ -66,10 +66,3 @@ def test_the_recurrent_layer_runs_in_the_precision_asked_for(char_lstm, monkeypa
     monkeypatch.setattr(char_lstm.CharLSTM, "forward", spy)
     char_lstm.main([*SMALL, "--amp", "--dtype", "bfloat16", "--steps", "1", "--sample", "1"])
     assert set(seen) == {torch.bfloat16}
-
-
-def test_a_checkpoint_of_another_model_is_refused(char_lstm, tmp_path):
-    saved = tmp_path / "saved.pt"
-    char_lstm.main([*SMALL, "--steps", "1", "--save", str(saved)])
-    with pytest.raises(SystemExit, match="is of another model; give its --hidden and --layers"):
-        char_lstm.main([*SMALL, "--layers", "3", "--steps", "2", "--resume", str(saved)])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
-import io
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "digits"
@@ -96,32 +92,6 @@ def test_fp16_with_masters_takes_as_many_bytes_of_state_as_fp32(trained):
     assert half.state_bytes_per_param == pytest.approx(16.0, abs=0.01)
 
 
-def test_bytes_held_for_backward_are_those_of_inputs_and_activations(monkeypatch):
-    measure = load(monkeypatch, "digits_measure")
-    model = torch.nn.Linear(8, 10)
-    images = torch.rand(4, 8)
-    # The input of the linear layer, the log-probabilities, the labels, the sum of their weights.
-    expected = 4 * 8 * 4 + 4 * 10 * 4 + 4 * 8 + 4
-    assert measure.bytes_held_for_backward(model, images) == expected
-
-
-def test_every_precision_starts_from_the_same_weights_and_sees_the_same_batches(digits):
-    args = digits.parse_args(["--seed", "3", "--epochs", "2"])
-    first, second = [list(digits.batches(100, args)) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.cat(first).bincount().tolist() == [2] * 100
-
-
-def test_weights_decay_and_biases_and_norms_do_not(digits):
-    model = digits.DigitsNet()
-    optimizer = digits.build_optimizer(model, digits.parse_args([]))
-    sizes = [
-        (group["weight_decay"], {p.dim() for p in group["params"]})
-        for group in optimizer.param_groups
-    ]
-    assert sizes == [(0.01, {2, 4}), (0.0, {1})]
-
-
 @pytest.mark.slow
 def test_compare_writes_table_picture_and_figures(tmp_path):
     figures = tmp_path / "new" / "figures.json"
@@ -140,48 +110,6 @@ def test_compare_writes_table_picture_and_figures(tmp_path):
     assert done.stdout.startswith("Training 5 models from 1 seed on cpu:\n\n| run ")
     assert figures.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert [row["steps"] for row in json.loads(figures.read_text())["rows"]] == [3] * 5
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_skipped_step_is_told_above_the_bar_and_where_there_is_no_bar_not_at_all(
-    digits, monkeypatch, terminal
-):
-    screen = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
-    log = logging.getLogger("apex_mp")
-    monkeypatch.setattr(log, "level", log.level)
-
-    def skip_a_step(name: str, args: Any, data: Any, bar: Any) -> None:
-        bar.refresh()
-        logging.getLogger("apex_mp.amp").warning("Gradient overflow, skipping update")
-        sys.stderr.write("a warning\n")
-        bar.update()
-
-    monkeypatch.setattr(digits, "train", skip_a_step)
-    args = ["--compare", "--device", "cpu", "--epochs", "1", "--max_batches", "1"]
-    digits.compare(digits.parse_args(args))
-    first, *_ = lines = screen.getvalue().rstrip("\n").split("\n")
-    assert first == "Training 5 models from 1 seed on cpu:"
-    # What a bar leaves on its line is wiped, up to the last carriage return.
-    shown = [line.rpartition("\r")[2] for line in lines[1:]]
-    if terminal:
-        assert shown.pop().startswith("all: 100%")
-        assert shown == ["Gradient overflow, skipping update", "a warning"] * 5
-    else:
-        assert shown == ["a warning"] * 5
-
-
-def test_the_finding_is_computed_from_the_accuracies(report, results):
-    worse = copy.deepcopy(results)
-    for row in worse["rows"]:
-        row["accuracy"] = [0.9] if row["run"] == "fp16 dynamic" else [0.98]
-    assert "falls 8.0 points short of fp32: 90.0 % against 98.0 %" in report.finding(worse)
 
 
 def test_in_the_published_figures_fp16_comes_within_a_point_of_fp32(results):

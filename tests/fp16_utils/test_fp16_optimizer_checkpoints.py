@@ -130,19 +130,6 @@ def test_a_run_resumed_from_a_file_goes_on_bit_for_bit(
     check_that_it_resumes(inner, face, face, scaling, device)
 
 
-@scalings
-@pytest.mark.parametrize("inner", [INNERS["fused"], INNERS["AdamW"]], ids=["fused", "AdamW"])
-@pytest.mark.parametrize(
-    ("saver", "loader"),
-    [(UTILS, FUSED), (FUSED, UTILS)],
-    ids=["fused from utils", "utils from fused"],
-)
-def test_each_face_resumes_from_the_others_checkpoint(
-    saver: Any, loader: Any, inner: Any, scaling: dict[str, Any], device: torch.device
-) -> None:
-    check_that_it_resumes(inner, saver, loader, scaling, device)
-
-
 def test_a_run_goes_on_with_another_kind_of_adam(device: torch.device) -> None:
     model, optimizer = build(device, INNERS["fused"], UTILS, static_loss_scale=128.0)
     train(model, optimizer, FIRST)
@@ -187,39 +174,6 @@ def test_the_old_keys_are_there(inner: Any, face: Any, device: torch.device) -> 
 
 @faces
 @inners
-def test_the_number_of_steps_comes_back_with_a_static_scale(
-    inner: Any, face: Any, device: torch.device
-) -> None:
-    model, optimizer = build(device, inner, face, static_loss_scale=128.0)
-    train(model, optimizer, FIRST)
-    resumed = build(device, inner, face, static_loss_scale=128.0)[1]
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert resumed._iteration == len(FIRST)
-
-
-@faces
-def test_state_of_equal_shapes_stays_with_its_parameter(face: Any, device: torch.device) -> None:
-    """Groups in the order of early 2018, with masters first, would fit as well."""
-
-    def new() -> tuple[list[Any], Any]:
-        params = [
-            torch.nn.Parameter(torch.ones(3, device=device, dtype=dtype))
-            for dtype in (torch.float32, torch.float16)
-        ]
-        return params, face(torch.optim.AdamW(params), verbose=False)
-
-    params, optimizer = new()
-    optimizer.backward(pull(*zip(params, (1.0, 2.0), strict=True)))
-    optimizer.step()
-    resumed = new()[1]
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    pairs = zip(resumed.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
-    for one, other in pairs:
-        assert_same(tree_leaves(resumed.state[one]), tree_leaves(optimizer.state[other]))
-
-
-@faces
-@inners
 def test_saved_masters_are_copies(inner: Any, face: Any, device: torch.device) -> None:
     model, optimizer = build(device, inner, face, static_loss_scale=128.0)
     state = optimizer.state_dict()
@@ -227,22 +181,6 @@ def test_saved_masters_are_copies(inner: Any, face: Any, device: torch.device) -
     saved = copy.deepcopy(state[key])
     train(model, optimizer, [1.0, 2.0])
     assert_same(tree_leaves(state[key]), tree_leaves(saved))
-
-
-@faces
-@inners
-def test_loading_copies_too(inner: Any, face: Any, device: torch.device) -> None:
-    model, optimizer = build(device, inner, face, static_loss_scale=128.0)
-    train(model, optimizer, FIRST)
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(state)
-    train(model, optimizer, SECOND)
-    again_model, again = build(device, inner, face, static_loss_scale=128.0)
-    key = "fp32_from_fp16" if face is UTILS else "fp32_groups_flat"
-    before = copy.deepcopy(state[key])
-    again.load_state_dict(state)
-    train(again_model, again, SECOND)
-    assert_same(tree_leaves(state[key]), tree_leaves(before))
 
 
 @faces
@@ -261,21 +199,6 @@ def test_the_model_equals_the_rounded_masters_after_loading(
     ):
         assert torch.equal(param, master.to(param.dtype))
     assert torch.equal(resumed_model.weight, model.weight)
-
-
-@faces
-@inners
-def test_masters_are_the_same_objects_after_loading(
-    inner: Any, face: Any, device: torch.device
-) -> None:
-    model, optimizer = build(device, inner, face, static_loss_scale=128.0)
-    masters, flats = optimizer.all_fp32_from_fp16_params, optimizer.fp32_groups_flat
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(map(lambda a, b: a is b, optimizer.all_fp32_from_fp16_params, masters))
-    assert all(map(lambda a, b: a is b, optimizer.fp32_groups_flat, flats))
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    assert held >= {id(master) for master in masters}
-    train(model, optimizer, [1.0])
 
 
 # What does not fit.
@@ -469,22 +392,6 @@ def test_what_the_inner_optimizer_refuses_changes_nothing(
     assert_same(everything(optimizer, *model.parameters()), before)
     assert numbers_of(optimizer) == numbers
     train(model, optimizer, SECOND)
-
-
-@savers
-@loaders
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_the_kind_of_loss_scale_is_taken_from_the_checkpoint(
-    dynamic: bool, saver: Any, loader: Any, device: torch.device
-) -> None:
-    make = INNERS["SGD"]
-    optimizer = build(device, make, saver, **SCALINGS["dynamic" if dynamic else "static"])[1]
-    other = build(device, make, loader, **SCALINGS["static" if dynamic else "dynamic"])[1]
-    other.load_state_dict(optimizer.state_dict())
-    assert other.dynamic_loss_scale is dynamic
-    assert other.loss_scale == optimizer.loss_scale
-    if dynamic:
-        assert other.scale_window == 3
 
 
 # Parameters that were unfrozen while the checkpointed run trained.

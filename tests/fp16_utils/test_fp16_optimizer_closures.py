@@ -1,7 +1,6 @@
 """Steps with a closure: LBFGS and line searches, and closures that overflow."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from fp16_cases import (
     everything,
     faces,
     grads_used,
-    ones,
     parameter,
     probes,
     pull,
 )
 from torch import Tensor
 
-from apex_mp import fp16_utils
 from apex_mp.optimizers import FusedAdam
 
 
@@ -73,38 +70,6 @@ def test_lbfgs_finds_the_minimum(
     assert optimizer.overflow is False
     for param in params:
         assert float((param.detach() - 0.25).abs().max()) < 1e-3
-
-
-@faces
-def test_the_model_follows_the_masters_within_a_step(face: Any, device: torch.device) -> None:
-    weight = parameter([2.0], F16, device)
-    optimizer = face(lbfgs([weight], max_iter=4), 16.0, verbose=False)
-    seen = []
-
-    def loss() -> Tensor:
-        seen.append((weight.item(), float(optimizer.fp32_groups_flat[0])))
-        return bowl([weight])
-
-    optimizer.step(closure_of(optimizer, loss))
-    assert len({model for model, _ in seen}) >= 3
-    for model, master in seen:
-        assert model == float(torch.tensor(master).half())
-
-
-@faces
-@probes
-def test_a_closure_of_an_ordinary_optimizer_is_called_once(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = face(probe(params), 128.0, verbose=False)
-    calls: list[float] = []
-    loss = optimizer.step(
-        closure_of(optimizer, lambda: pull(*((param, 3.0) for param in params)), calls)
-    )
-    assert float(loss) == 3.0 * 2.5
-    assert len(calls) == 1
-    assert_grads(grads_used(optimizer), 3.0, 3.0)
 
 
 @faces
@@ -212,24 +177,6 @@ def test_a_line_search_that_runs_into_inf_is_taken_back(
     assert_a_bad_closure_changes_only_the_scale(optimizer, params, good_calls)
 
 
-def test_the_state_of_lbfgs_comes_back_whole_after_an_abandoned_step(
-    device: torch.device,
-) -> None:
-    def run(disturb: bool) -> list[Tensor]:
-        params, factors = mixed(device), iter([1.0, INF])
-        optimizer = fp16_utils.FP16_Optimizer(
-            lbfgs(params, line_search_fn="strong_wolfe"), 128.0, verbose=False
-        )
-        for index in range(4):
-            if disturb and index == 2:
-                closure = closure_of(optimizer, lambda: bowl(params) * next(factors))
-                assert optimizer.step(closure) is None
-            optimizer.step(closure_of(optimizer, lambda: bowl(params)))
-        return [*params, *optimizer.all_fp32_from_fp16_params]
-
-    assert_same(run(disturb=True), run(disturb=False))
-
-
 @faces
 @pytest.mark.parametrize("inner", [lbfgs, FusedAdam], ids=["LBFGS", "fused"])
 def test_an_exception_in_the_closure_comes_out(inner: Any, face: Any, device: torch.device) -> None:
@@ -248,24 +195,3 @@ def test_an_exception_in_the_closure_comes_out(inner: Any, face: Any, device: to
     assert_same(params, before)
     optimizer.step(closure_of(optimizer, lambda: bowl(params)))
     assert differ(params, before)
-
-
-@faces
-def test_a_closure_runs_with_gradients_on(face: Any, device: torch.device) -> None:
-    for make in (lbfgs, FusedAdam):
-        params = mixed(device)
-        before = [param.detach().clone() for param in params]
-        optimizer = face(make(params), 128.0, verbose=False)
-        with torch.no_grad():
-            optimizer.step(closure_of(optimizer, partial(bowl, params)))
-        assert differ(params, before)
-
-
-def test_a_legacy_optimizer_with_a_closure_steps_once(device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = fp16_utils.FP16_Optimizer(
-        FusedAdam([weight], betas=(0.0, 0.999)), 128.0, verbose=False
-    )
-    assert float(optimizer.step(closure_of(optimizer, lambda: pull((weight, 3.0))))) == 6.0
-    assert_grads(grads_used(optimizer), 3.0)
-    assert optimizer.step(closure_of(optimizer, lambda: pull((weight, INF)))) is None

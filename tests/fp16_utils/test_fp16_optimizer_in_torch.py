@@ -112,49 +112,6 @@ def test_schedulers_set_the_learning_rate(
             assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
 
 
-@faces
-@probes
-@places
-def test_the_learning_rate_that_a_scheduler_sets_is_used(
-    on: str, probe: Any, face: Any, device: torch.device
-) -> None:
-    def make(optimizer: Any) -> Any:
-        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
-
-    optimizer, scheduler = build_with_scheduler(make, on, probe, face, device)
-    run_step(optimizer)
-    scheduler.step()
-    before = optimizer.fp32_groups_flat[0].clone()
-    run_step(optimizer)
-    assert torch.equal(optimizer.fp32_groups_flat[0], before)
-
-
-@probes
-@places
-def test_a_step_called_after_the_scheduler_is_warned_of_as_in_torch(
-    on: str, probe: Any, device: torch.device
-) -> None:
-    optimizer, scheduler = build_with_scheduler(
-        SCHEDULERS["StepLR"], on, probe, fp16_utils.FP16_Optimizer, device
-    )
-    assert optimizer.loss_scale == 128.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scheduler.step()
-    assert any("before `optimizer.step()`" in str(warning.message) for warning in caught)
-
-
-@faces
-@probes
-def test_a_plateau_lowers_the_learning_rate(probe: Any, face: Any, device: torch.device) -> None:
-    optimizer = face(probe([ones(2, device=device)], lr=0.5), 128.0, verbose=False)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    for _ in range(3):
-        run_step(optimizer)
-        scheduler.step(1.0)
-    assert optimizer.param_groups[0]["lr"] == 0.125
-
-
 @pytest.mark.cpu_only  # the names of passes
 @pytest.mark.cpu_only  # the names of passes
 def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
@@ -169,18 +126,6 @@ def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
             optimizer.step()
         scheduler.step()
     assert names == ["apex_mp::check_pass", "apex_mp::adam_pass"]
-
-
-@probes
-def test_a_learning_rate_written_into_the_groups_is_used(probe: Any, device: torch.device) -> None:
-    optimizer = fp16_utils.FP16_Optimizer(
-        probe([ones(2, device=device)], weight_decay=0.0), 128.0, verbose=False
-    )
-    for lr, expected in ((0.5, 0.5), (0.25, 0.25)):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        run_step(optimizer)
-        torch.testing.assert_close(optimizer.fp32_groups_flat[0].cpu(), torch.full((2,), expected))
 
 
 # Hooks.
@@ -264,20 +209,6 @@ def test_hooks_run_once_for_each_step_with_closures(
 
 @faces
 @probes
-def test_hooks_of_the_wrapper_see_the_model_before_and_after(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight], lr=0.5, weight_decay=0.0), 128.0, verbose=False)
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(weight[0].item()))
-    optimizer.register_step_post_hook(lambda *_: seen.append(weight[0].item()))
-    run_step(optimizer)
-    assert seen == [1.0, 0.5]
-
-
-@faces
-@probes
 def test_a_hook_may_edit_gradients(probe: Any, face: Any, device: torch.device) -> None:
     optimizer = face(
         probe([ones(2, device=device), ones(2, dtype=F32, device=device)]), 128.0, verbose=False
@@ -301,20 +232,6 @@ def test_a_hook_may_edit_gradients(probe: Any, face: Any, device: torch.device) 
     assert_grads(grads_used(optimizer), 3.0, 3.0)
 
 
-@probes
-def test_gradients_are_the_models_own_in_autograd_hooks(probe: Any, device: torch.device) -> None:
-    # DistributedDataParallel and friends reduce the model's gradients, scaled as they are.
-    weight = ones(2, device=device)
-    optimizer = fp16_utils.FP16_Optimizer(probe([weight]), 128.0, verbose=False)
-    seen = []
-    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.tolist()))
-    weight.register_hook(lambda grad: grad * 2)
-    optimizer.backward(pull((weight, 3.0)))
-    assert seen == [[768.0, 768.0]]
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 6.0)
-
-
 # torch.amp.GradScaler.
 
 
@@ -327,48 +244,6 @@ def test_grad_scaler_is_told_what_is_wrong(probe: Any, face: Any, device: torch.
     scaler.scale(pull((weight, 1.0))).backward()
     with pytest.raises(RuntimeError, match=r"FP16_Optimizer was given to a GradScaler"):
         scaler.step(optimizer)
-
-
-@faces
-@probes
-def test_grad_scaler_that_is_switched_off_does_no_harm(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight]), 128.0, verbose=False)
-    scaler = torch.amp.GradScaler(device=device.type, enabled=False)
-    optimizer.backward(scaler.scale(pull((weight, 3.0))))
-    scaler.step(optimizer)
-    scaler.update()
-    assert_grads(grads_used(optimizer), 3.0)
-
-
-@probes
-def test_grad_scaler_works_with_an_optimizer_that_is_not_wrapped(
-    probe: Any, device: torch.device
-) -> None:
-    weight = ones(2, dtype=F32, device=device)
-    inner = probe([weight])
-    scaler = torch.amp.GradScaler(device=device.type, init_scale=1024.0)
-    scaler.scale(pull((weight, 3.0))).backward()
-    scaler.step(inner)
-    scaler.update()
-    assert_grads(grads_used(inner), 3.0)
-
-
-@faces
-@probes
-def test_the_inner_optimizer_works_with_grad_scaler(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    # Wrapped, but driven by its own step: masters get their gradients from whoever sets them.
-    weight = ones(2, dtype=F32, device=device)
-    optimizer = face(probe([weight]), verbose=False)
-    scaler = torch.amp.GradScaler(device=device.type, init_scale=1024.0)
-    scaler.scale(pull((weight, 3.0))).backward()
-    scaler.step(optimizer.optimizer)
-    scaler.update()
-    assert_grads(grads_used(optimizer), 3.0)
 
 
 # torch.compile.
@@ -431,20 +306,6 @@ def test_it_is_serialized_by_state_dict_alone(
     with pytest.raises(RuntimeError) as raised:
         optimizer.__setstate__({})
     assert str(raised.value) == "FP16_Optimizer should be deserialized using load_state_dict()."
-
-
-@faces
-@probes
-def test_the_model_can_be_copied_in_mid_training(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    model = torch.nn.Linear(2, 2, device=device, dtype=F16)
-    optimizer = face(probe(model.parameters()), 128.0, verbose=False)
-    run_step(optimizer)
-    twin = copy.deepcopy(model)
-    before = [param.detach().clone() for param in twin.parameters()]
-    run_step(optimizer)
-    assert all(map(torch.equal, twin.parameters(), before))
 
 
 @probes

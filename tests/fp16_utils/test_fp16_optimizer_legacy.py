@@ -20,10 +20,8 @@ from fp16_cases import (
     probes,
     pull,
 )
-from torch import Tensor
 
 from apex_mp import fp16_utils, optimizers
-from apex_mp.optimizers import FusedAdam
 
 
 def sgd(params: Any, **more: Any) -> torch.optim.Optimizer:
@@ -54,26 +52,6 @@ def test_the_signatures_are_those_of_2019(face: Any) -> None:
     assert positional(face.clip_master_grads) == {"max_norm": empty, "norm_type": 2}
     assert [*positional(face.zero_grad)] == ["set_grads_to_None"]
     assert face.__name__ == "FP16_Optimizer"  # Which toolkits look at.
-
-
-@faces
-@pytest.mark.parametrize("name", ["init_optimizer", "optimizer"])
-def test_the_inner_optimizer_may_be_given_by_name(
-    name: str, face: Any, device: torch.device
-) -> None:
-    inner = sgd([ones(2, device=device)])
-    optimizer = face(**{name: inner}, verbose=False)
-    assert optimizer.optimizer is inner
-
-
-@faces
-def test_a_dynamic_scale_overrides_a_static_one(face: Any, device: torch.device) -> None:
-    args = {"init_scale": 2**12, "scale_window": 500, "scale_factor": 4.0}
-    optimizer = face(sgd([ones(1, device=device)]), 128.0, True, args, False)
-    assert optimizer.dynamic_loss_scale is True
-    assert (optimizer.loss_scale, optimizer.cur_scale) == (2.0**12, 2.0**12)
-    assert (optimizer.scale_window, optimizer.scale_factor) == (500, 4.0)
-    assert args == {"init_scale": 2**12, "scale_window": 500, "scale_factor": 4.0}
 
 
 @faces
@@ -144,16 +122,6 @@ def test_a_static_scale_counts_steps_and_has_no_dynamic_state(
         with pytest.raises(AttributeError, match=f"has {name} only if dynamic_loss_scale is True"):
             getattr(optimizer, name)
         assert not hasattr(optimizer, name)
-
-
-@faces
-def test_dynamic_loss_scale_may_be_switched(face: Any, device: torch.device) -> None:
-    optimizer = face(sgd([ones(2, device=device)]), 8.0, verbose=False)
-    optimizer.dynamic_loss_scale = True
-    assert (optimizer.dynamic_loss_scale, optimizer.loss_scale) == (True, 8.0)
-    assert optimizer.scale_window == 1000
-    optimizer.dynamic_loss_scale = False
-    assert (optimizer.dynamic_loss_scale, optimizer.loss_scale) == (False, 8.0)
 
 
 # A subclass as a sequence-to-sequence project of 2019 wrote it, with checkpoints of its own.
@@ -295,18 +263,6 @@ def test_a_foreign_optimizer_is_driven_by_the_legacy_call(
 
 
 @faces
-def test_a_foreign_optimizer_is_not_called_on_overflow(face: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    inner = ForeignAdam([weight])
-    optimizer = face(inner, dynamic_loss_scale=True, verbose=False)
-    scale = optimizer.loss_scale
-    optimizer.backward(pull((weight, INF)))
-    assert optimizer.step() is None
-    assert inner.calls == []
-    assert optimizer.loss_scale == scale / 2
-
-
-@faces
 def test_a_foreign_optimizer_without_the_legacy_call_reads_grads(
     face: Any, device: torch.device
 ) -> None:
@@ -395,16 +351,6 @@ def test_wrong_arguments_raise_a_sentence(case: str, face: Any) -> None:
     assert words in str(raised.value)
 
 
-@faces
-def test_a_refused_optimizer_is_left_as_it_was(face: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    complex_one = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
-    wrapped = torch.optim.AdamW([{"params": [weight]}, {"params": [complex_one]}])
-    with pytest.raises(TypeError, match=r"params\[1\]\[0\] is of dtype torch\.complex64"):
-        face(wrapped, verbose=False)
-    assert wrapped.param_groups[0]["params"][0] is weight
-
-
 WRONG_OPTIONS: dict[str, dict[str, Any]] = {
     "scale 0": {"static_loss_scale": 0.0},
     "scale a word": {"static_loss_scale": "big"},
@@ -460,48 +406,6 @@ def test_old_code_may_ask_what_there_is(probe: Any, face: Any, device: torch.dev
     assert "lr" in repr(optimizer)
 
 
-def test_norms_are_given_only_to_whom_takes_them(device: torch.device) -> None:
-    class Normed(ForeignAdam):
-        def step(
-            self,
-            closure: Any = None,
-            grads: Any = None,
-            output_params: Any = None,
-            scale: float = 1.0,
-            grad_norms: Any = None,
-        ) -> None:
-            super().step(closure, grads, output_params, scale)
-            self.calls[-1]["grad_norms"] = grad_norms
-
-    weight = ones(4, device=device)
-    inner = Normed([weight])
-    optimizer = optimizers.FP16_Optimizer(inner, 128.0, verbose=False)
-    optimizer.backward(pull((weight, 2.0)))
-    optimizer.step()
-    assert inner.calls[-1]["grad_norms"] == [2.0 * 2.0 * 128.0]  # Of the scaled gradients.
-    assert isinstance(inner.calls[-1]["grads"][0][0], Tensor)
-
-
-@faces
-def test_a_global_clip_that_the_inner_optimizer_cannot_do_is_refused(
-    face: Any, device: torch.device
-) -> None:
-    with pytest.raises(ValueError, match='clip is "global", but SGD does not clip'):
-        face(sgd([ones(2, device=device)]), clip="global")
-
-
-@faces
-def test_switching_to_a_dynamic_scale_and_back_keeps_the_arguments(
-    face: Any, device: torch.device
-) -> None:
-    arguments = {"init_scale": 64.0, "scale_window": 7, "hysteresis": 3}
-    optimizer = face(sgd([ones(2, device=device)]), 1.0, True, arguments, verbose=False)
-    optimizer.dynamic_loss_scale = False
-    optimizer.dynamic_loss_scale = True
-    assert (optimizer.loss_scale, optimizer.scale_window) == (64.0, 7)
-    assert optimizer.loss_scaler.hysteresis == 3
-
-
 @faces
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sparse_gradients_are_refused_with_a_sentence(
@@ -512,12 +416,3 @@ def test_sparse_gradients_are_refused_with_a_sentence(
     loss = layer(torch.tensor([1, 2], device=device)).float().sum()
     with pytest.raises(RuntimeError, match=r"FP16_Optimizer: grads\[0\]\[0\] is sparse"):
         optimizer.backward(loss)
-
-
-@faces
-def test_a_gradient_of_another_layout_is_taken(face: Any, device: torch.device) -> None:
-    weight = ones(4, 6, device=device)
-    optimizer = face(FusedAdam([weight], lr=0.5), 1.0, verbose=False)
-    weight.grad = torch.ones(1, dtype=torch.float16, device=device).expand(4, 6)
-    optimizer.step()
-    assert weight.tolist() == [[0.5] * 6] * 4

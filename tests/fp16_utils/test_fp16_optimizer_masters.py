@@ -25,7 +25,6 @@ from fp16_cases import (
     wrap,
 )
 
-from apex_mp import optimizers
 from apex_mp.optimizers import FusedAdam
 
 SGD = torch.optim.SGD
@@ -73,23 +72,6 @@ def test_low_precision_parameters_get_masters_in_place(
     assert optimizer.all_fp16_params == [params[0], params[2]]
     assert optimizer.all_fp32_from_fp16_params == [half, bfloat]
     assert optimizer.all_fp32_from_fp32_params == [params[1], params[3]]
-
-
-@faces
-@probes
-def test_every_dtype_in_one_group_trains(probe: Any, face: Any, device: torch.device) -> None:
-    dtypes = (F16, BF16, F32, F64)
-    params = [ones(3, dtype=dtype, device=device) for dtype in dtypes]
-    optimizer = wrap(probe(params, lr=0.25, weight_decay=0.0), face)
-    for _ in range(2):
-        optimizer.zero_grad()
-        optimizer.backward(pull(*((param, 1.0) for param in params)))
-        assert_grads(master_grads(optimizer), 1.0, 1.0, 1.0, 1.0)
-        optimizer.step()
-    for param, dtype in zip(params, dtypes, strict=True):
-        assert param.dtype == dtype
-        torch.testing.assert_close(param.detach(), torch.full_like(param, 0.5))
-    assert [master.dtype for master in masters_of(optimizer)] == [F32, F32, F32, F64]
 
 
 @probes
@@ -229,41 +211,6 @@ def test_edits_of_gradients_count(edit: str, probe: Any, face: Any, device: torc
 
 @faces
 @probes
-def test_a_gradient_assigned_where_there_was_none_counts(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F16, F32)]
-    optimizer = wrap(probe(params), face)
-    optimizer.backward(pull((params[0], 3.0)))
-    for master in masters_of(optimizer)[1:]:
-        assert master.grad is None
-        master.grad = torch.full_like(master, 5.0).detach()
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 3.0, 5.0, 5.0)
-
-
-@faces
-@probes
-def test_the_next_step_starts_from_the_models_gradients_again(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe(params), face)
-    for value in (3.0, 5.0):
-        optimizer.zero_grad()
-        optimizer.backward(pull(*((param, value) for param in params)))
-        for master in masters_of(optimizer):
-            master.grad.mul_(2.0)
-        optimizer.step()
-        assert_grads(grads_used(optimizer), 2 * value, 2 * value)
-    optimizer.zero_grad()
-    optimizer.backward(pull(*((param, 7.0) for param in params)))
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 7.0, 7.0)
-
-
-@faces
-@probes
 def test_inspection_shows_every_group_and_none_after_an_overflow(
     probe: Any, face: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,28 +229,6 @@ def test_inspection_shows_every_group_and_none_after_an_overflow(
         "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
         "Gradients are currently invalid (may be inf, nan, or stale).  Returning None.\n"
     )
-
-
-@probes
-def test_zero_grad_of_fp16_utils_zeroes(probe: Any, device: torch.device) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
-    optimizer = wrap(probe(params))
-    optimizer.backward(pull((params[0], 3.0), (params[1], 3.0)))
-    memory = [param.grad.data_ptr() for param in params[:2]]
-    optimizer.zero_grad()
-    assert [param.grad.data_ptr() for param in params[:2]] == memory
-    assert_grads([param.grad for param in params], 0.0, 0.0, None)
-    assert_grads(master_grads(optimizer), 0.0, 0.0, None)
-
-
-@probes
-def test_zero_grad_of_optimizers_sets_none(probe: Any, device: torch.device) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
-    optimizer = wrap(probe(params), optimizers.FP16_Optimizer)
-    optimizer.backward(pull((params[0], 3.0), (params[1], 3.0)))
-    optimizer.zero_grad()
-    assert_grads([param.grad for param in params], None, None, None)
-    assert_grads(master_grads(optimizer), None, None, None)
 
 
 @faces
@@ -351,23 +276,6 @@ def test_each_group_has_its_masters_in_one_vector(
     ]
 
 
-@faces
-@probes
-def test_writes_to_the_vector_are_seen_by_step_and_model(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    a, b = ones(2, device=device), ones(2, 2, device=device)
-    optimizer = wrap(probe([a, b], lr=0.25, weight_decay=0.0), face)
-    for start in (8.0, 16.0):
-        optimizer.fp32_groups_flat[0].fill_(start)
-        assert all(bool((master == start).all()) for master in masters_of(optimizer))
-        optimizer.zero_grad()
-        optimizer.backward(pull((a, 1.0)))  # b has no gradient, but is written too.
-        optimizer.step()
-        torch.testing.assert_close(a.detach(), torch.full_like(a, start - 0.25))
-        assert bool((b == start).all())
-
-
 @probes
 def test_loading_a_model_and_copying_it_to_the_masters_as_old_code_does(
     probe: Any, device: torch.device
@@ -406,52 +314,6 @@ def test_a_group_can_be_added_in_mid_training(probe: Any, face: Any, device: tor
     optimizer.step()
     for param, expected in ((first, 0.5), (low, 0.5), (own, 0.5)):
         torch.testing.assert_close(param.detach(), torch.full_like(param, expected))
-
-
-@faces
-@probes
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_group_can_be_added_to_the_inner_optimizer(
-    ours: bool, probe: Any, face: Any, device: torch.device
-) -> None:
-    first, late, own = (ones(2, dtype=dtype, device=device) for dtype in (F16, F16, F32))
-    optimizer = wrap(probe([first], lr=0.25, weight_decay=0.0), face, static_loss_scale=128.0)
-    optimizer.optimizer.add_param_group({"params": [late, own], "lr": 0.5})
-    late.grad = torch.ones_like(late)
-    optimizer.zero_grad()
-    assert late.grad is None or not late.grad.any()
-    loss = pull((first, 1.0), (late, 1.0), (own, 1.0))
-    if ours:
-        optimizer.backward(loss)
-    else:
-        (loss * optimizer.loss_scale).backward()
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 1.0, 1.0, 1.0)
-    for param, expected in ((first, 0.75), (late, 0.5), (own, 0.5)):
-        torch.testing.assert_close(param.detach(), torch.full_like(param, expected))
-
-
-@probes
-def test_what_the_inner_optimizer_gets_late_is_checked(probe: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = wrap(probe([weight]))
-    optimizer.optimizer.add_param_group({"params": [weight]})  # It knows the master alone.
-    with pytest.raises(ValueError, match="appear in more than one parameter group"):
-        optimizer.backward(pull((weight, 1.0)))
-    del optimizer.optimizer.param_groups[:]
-    with pytest.raises(RuntimeError, match="0 parameter groups left of 1"):
-        optimizer.backward(pull((weight, 1.0)))
-
-
-@faces
-@probes
-def test_a_parameter_cannot_be_added_twice(probe: Any, face: Any, device: torch.device) -> None:
-    low, own = ones(2, device=device), ones(2, dtype=F32, device=device)
-    optimizer = wrap(probe([low, own]), face)
-    for param in (own, low):
-        with pytest.raises(ValueError, match="appear in more than one parameter group"):
-            optimizer.add_param_group({"params": [param]})
-        assert len(optimizer.param_groups) == 1
 
 
 @faces
@@ -497,33 +359,6 @@ def test_a_parameter_can_be_unfrozen_in_mid_training(
 
 @faces
 @probes
-def test_a_parameter_unfrozen_between_two_backward_calls_loses_nothing(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    trained, frozen = ones(2, device=device), ones(2, device=device).requires_grad_(False)
-    optimizer = wrap(probe([frozen, trained]), face)
-    optimizer.backward(pull((trained, 1.0)))
-    frozen.requires_grad_(True)
-    optimizer.backward(pull((trained, 2.0), (frozen, 4.0)))
-    assert_grads(master_grads(optimizer), 4.0, 3.0)
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 4.0, 3.0)
-
-
-@probes
-def test_a_parameter_can_be_frozen_in_mid_training(probe: Any, device: torch.device) -> None:
-    a, b = ones(2, device=device), ones(2, device=device)
-    optimizer = wrap(probe([a, b], lr=0.25, weight_decay=0.5))
-    b.requires_grad_(False)
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.backward(pull((a, 1.0)))
-    optimizer.step()
-    assert bool((a < 1.0).all())
-    assert bool((b == 1.0).all())
-
-
-@faces
-@probes
 def test_masters_can_be_exported(
     probe: Any, face: Any, device: torch.device, tmp_path: Any
 ) -> None:
@@ -558,15 +393,3 @@ def test_masters_gradients_cost_nothing_unlooked_at(device: torch.device) -> Non
             optimizer.step()
     assert sorted(in_backward) == sorted(torch_alone)
     assert names == ["apex_mp::check_pass", "apex_mp::adam_pass"]
-
-
-def test_a_look_costs_two_passes_of_which_one_only_reads(device: torch.device) -> None:
-    params = [ones(1000, device=device) for _ in range(3)]
-    optimizer = wrap(FusedAdam(params))
-    optimizer.backward(pull(*((param, 1.0) for param in params)))
-    with passes_over(1000) as names:
-        for _ in range(3):
-            for master in masters_of(optimizer):
-                assert master.grad is not None
-    passes = [name for name in names if not name.startswith("aten::empty")]
-    assert passes == ["apex_mp::unscale_", "apex_mp::check_"]

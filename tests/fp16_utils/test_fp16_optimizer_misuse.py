@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fp16_cases import (
-    BF16,
     F16,
     F32,
     INF,
@@ -31,7 +30,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from apex_mp import convert, fp16_utils
 from apex_mp.fp16_utils import LossScaler
-from apex_mp.optimizers import FusedSGD
 
 NOT_OUR_BACKWARD = r"optimizer\.backward\(loss\) instead of loss\.backward\(\)"
 
@@ -126,26 +124,6 @@ def test_a_loss_that_the_script_scales_gets_no_warning(
     assert_grads(grads_used(optimizer), 3.0, 3.0)
 
 
-def test_a_scale_of_one_may_be_left_out(device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = fp16_utils.FP16_Optimizer(torch.optim.SGD([weight], lr=0.5), verbose=False)
-    pull((weight, 1.0)).backward()
-    optimizer.step()
-    assert weight.tolist() == [0.5, 0.5]
-
-
-@probes
-def test_gradients_of_zero_that_materialize_the_state_get_no_warning(
-    probe: Any, device: torch.device
-) -> None:
-    # torch.distributed.checkpoint steps this way before it loads.
-    weight = ones(2, device=device)
-    optimizer = wrap(probe([weight]))
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert optimizer.state
-
-
 @probes
 @pytest.mark.parametrize("zero_first", [True, False])
 def test_one_backward_may_serve_two_optimizers(
@@ -159,19 +137,6 @@ def test_one_backward_may_serve_two_optimizers(
         first.zero_grad()
     second.step()
     assert_grads(grads_used(second), 3.0)
-
-
-@probes
-def test_another_optimizers_backward_does_not_hide_a_plain_one(
-    probe: Any, device: torch.device
-) -> None:
-    generator, discriminator = ones(2, device=device), ones(2, device=device)
-    first, second = wrap(probe([generator])), wrap(probe([discriminator]))
-    second.backward(pull((discriminator, 1.0)))
-    second.step()
-    pull((generator, 1.0)).backward()
-    with pytest.warns(RuntimeWarning, match=NOT_OUR_BACKWARD):
-        first.step()
 
 
 # Gradients of the model edited between backward and step.
@@ -223,46 +188,6 @@ def test_an_overflow_of_another_process_skips_the_step(
     assert weight.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("inner", [FusedSGD, torch.optim.SGD, torch.optim.LBFGS])
-def test_edits_in_a_closure_count(inner: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = fp16_utils.FP16_Optimizer(inner([weight], lr=0.125), 128.0, verbose=False)
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = pull((weight, [1.0, 1.0]))
-        optimizer.backward(loss)
-        weight.grad.data.mul_(torch.tensor([0.0, 1.0], device=device))
-        return loss
-
-    optimizer.step(closure)
-    assert weight[0] == 1.0
-    assert weight[1] < 1.0
-
-
-@probes
-def test_edits_in_a_hook_before_the_step_count(probe: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = wrap(probe([weight]))
-    optimizer.register_step_pre_hook(lambda *_: weight.grad.mul_(2.0))
-    optimizer.backward(pull((weight, 3.0)))
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 6.0)
-
-
-@probes
-def test_clearing_the_models_gradients_after_backward_is_no_edit(
-    probe: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = wrap(probe([weight]))
-    optimizer.backward(pull((weight, 3.0)))
-    assert_grads(master_grads(optimizer), 3.0)
-    weight.grad = None
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 3.0)
-
-
 @probes
 def test_edits_of_masters_and_model_get_one_warning_and_those_of_masters_win(
     probe: Any, device: torch.device
@@ -295,19 +220,6 @@ def test_scaling_masters_gradients_of_a_step_that_overflows_is_no_edit_of_the_mo
     optimizer.param_groups[0]["params"][0].grad.mul_(0.5)
     optimizer.step()
     assert optimizer.overflow
-
-
-@probes
-def test_a_norm_that_is_taken_of_the_models_gradients_is_no_edit(
-    probe: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = wrap(probe([weight]))
-    optimizer.backward(pull((weight, 3.0)))
-    optimizer.clip_master_grads(1e9)
-    clip_grad_norm_([weight], float("inf"))
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 3.0)
 
 
 # clip_grad_norm_(model.parameters()).
@@ -358,36 +270,6 @@ def test_a_clip_that_leaves_zeros_because_the_norm_overflows_is_told(
         optimizer.step()
 
 
-UNSUSPICIOUS: dict[str, Callable[[Any, list[Any]], Any]] = {
-    "scaled max_norm": lambda optimizer, params: clip_grad_norm_(
-        params, 1.0 * optimizer.loss_scale
-    ),
-    "constant": lambda optimizer, params: clip_grad_norm_(params, 0.5 * 1024.0),
-    "no limit": lambda optimizer, params: clip_grad_norm_(params, float("inf")),
-    "mean": lambda optimizer, params: [param.grad.div_(2.0) for param in params],
-    "tokens": lambda optimizer, params: [param.grad.mul_(1.0 / 60.0) for param in params],
-    "mask": lambda optimizer, params: [param.grad[0].zero_() for param in params],
-    "all masked": lambda optimizer, params: [param.grad.zero_() for param in params],
-    "masters": lambda optimizer, params: clip_grad_norm_(
-        [param for group in optimizer.param_groups for param in group["params"]], 1.0
-    ),
-    "clip_master_grads": lambda optimizer, params: optimizer.clip_master_grads(1.0),
-}
-
-
-@probes
-@pytest.mark.parametrize("edit", UNSUSPICIOUS)
-def test_other_edits_are_not_taken_for_a_clip(edit: str, probe: Any, device: torch.device) -> None:
-    params = [ones(3, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
-    optimizer = wrap(probe(params), static_loss_scale=1024.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        optimizer.backward(pull(*((param, [1.0, 2.0 + step, 0.3]) for param in params)))
-        UNSUSPICIOUS[edit](optimizer, params)
-        optimizer.step()
-        assert not optimizer.overflow
-
-
 # Inner optimizers that step other parameters than those in their param_groups.
 
 
@@ -420,14 +302,6 @@ def test_an_inner_optimizer_with_lists_of_its_own_is_refused(
     assert face(Delegating([own], in_a_list, shares_lists=False), verbose=False)  # no masters
 
 
-def test_an_inner_optimizer_whose_delegate_shares_its_lists_trains(device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = fp16_utils.FP16_Optimizer(Delegating([weight], False, True), 128.0, verbose=False)
-    optimizer.backward(pull((weight, 1.0)))
-    optimizer.step()
-    assert weight.tolist() == [0.5, 0.5]
-
-
 class WithCopies(torch.optim.SGD):
     """Keeps a list of its own, of which nothing can be seen from outside."""
 
@@ -452,15 +326,6 @@ def test_an_inner_optimizer_that_steps_the_model_itself_is_refused_at_its_first_
     with pytest.raises(RuntimeError, match=r"WithCopies\.step\(\) has written the model's param"):
         optimizer.step()
     assert weight.tolist() == [1.0, 1.0]
-
-
-@faces
-def test_a_wrong_parameter_of_the_last_group_leaves_the_first_as_it_was(face: Any) -> None:
-    good, bad = Parameter(torch.ones(2).half()), Parameter(torch.ones(2, device="meta").half())
-    inner = torch.optim.SGD([{"params": [good]}, {"params": [bad]}], lr=0.1)
-    with pytest.raises(TypeError, match=r"FP16_Optimizer: params\[1\]\[0\] is on meta"):
-        face(inner, verbose=False)
-    assert inner.param_groups[0]["params"] == [good]
 
 
 @pytest.mark.cpu_only  # gloo
@@ -607,26 +472,3 @@ def test_a_master_beyond_float16_gets_a_warning_with_its_name(
     assert weight.isinf().tolist() == [True, False]
     assert not optimizer.overflow
     optimizer.step()
-
-
-@probes
-def test_a_step_that_is_skipped_for_weights_of_inf_says_so(
-    probe: Any, device: torch.device
-) -> None:
-    weight, optimizer = beyond(probe, F16, device)
-    optimizer.fp32_groups_flat[0].fill_(1e5)  # as after a step that nobody looks at
-    optimizer.backward(pull((weight, NAN)))
-    with pytest.warns(RuntimeWarning, match="weight has come to 100000, beyond 65504"):
-        optimizer.step()
-    assert optimizer.overflow
-
-
-@probes
-def test_a_master_of_a_bfloat16_weight_may_be_large(probe: Any, device: torch.device) -> None:
-    weight, optimizer = beyond(probe, BF16, device)
-    optimizer.fp32_groups_flat[0].fill_(1e5)
-    for value in (1.0, NAN):
-        optimizer.backward(pull((weight, value)))
-        optimizer.step()
-    assert optimizer.overflow
-    assert weight.isfinite().all()

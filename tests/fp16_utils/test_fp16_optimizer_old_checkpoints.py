@@ -12,7 +12,6 @@ from torch import nn
 
 from apex_mp import fp16_utils
 from apex_mp.amp.scaler import LossScaler as AmpLossScaler
-from apex_mp.fp16_utils import LossScaler
 from apex_mp.optimizers import FusedAdam
 
 SHAPES = ((3, 2), (4,), (5,))
@@ -86,22 +85,6 @@ def test_the_state_of_a_torch_adam_is_loaded(
     assert {float(optimizer.state[master]["step"]) for master in masters} == {4.0}
 
 
-@faces
-def test_masters_that_the_model_does_not_contradict_stay(face: Any, device: torch.device) -> None:
-    params = params_of(device)
-    optimizer = face(ADAMS["AdamW"](groups(params)), 64.0, verbose=False)
-    master = optimizer.param_groups[0]["params"][0]
-    with torch.no_grad():
-        master += 2.0**-20  # Less than the model can hold.
-        params[2].fill_(7.0)  # A model that was loaded after wrapping.
-    assert not torch.equal(master, params[0].float())
-    before = master.detach().clone()
-    optimizer.load_state_dict(trained_plain(torch.optim.AdamW, device).state_dict())
-    assert torch.equal(master, before)
-    assert torch.equal(optimizer.param_groups[1]["params"][1], torch.full((5,), 7.0).to(device))
-    assert torch.equal(params[2].float(), torch.full((5,), 7.0).to(device))
-
-
 PLAIN_DAMAGES: dict[str, tuple[Any, str]] = {
     "a group too few": (
         lambda state: state["param_groups"].pop(),
@@ -141,36 +124,6 @@ def test_a_plain_state_that_does_not_fit_changes_nothing(
     assert str(optimizer.param_groups) == options
 
 
-def test_state_of_other_optimizers_than_torchs_may_have_any_shape(device: torch.device) -> None:
-    class LowRank(torch.optim.SGD):  # Not of torch.optim: the names mean what it likes.
-        pass
-
-    optimizer = fp16_utils.FP16_Optimizer(LowRank(params_of(device), lr=0.1), verbose=False)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["optimizer_state_dict"]["state"][0] = {"momentum_buffer": torch.ones(1)}
-    optimizer.load_state_dict(state)
-    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"].shape == (1,)
-
-
-def test_hooks_may_bring_another_layout_into_shape(device: torch.device) -> None:
-    inner = ADAMS["AdamW"](groups(params_of(device)))
-    optimizer = fp16_utils.FP16_Optimizer(inner, 64.0, verbose=False)
-    wanted = trained_plain(torch.optim.AdamW, device).state_dict()
-    inner.register_load_state_dict_pre_hook(lambda *_: wanted)
-    optimizer.load_state_dict({**wanted, "param_groups": []})
-    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
-
-
-def test_hooks_may_make_a_state_of_what_is_none(device: torch.device) -> None:
-    inner = ADAMS["AdamW"](groups(params_of(device)))
-    optimizer = fp16_utils.FP16_Optimizer(inner, 64.0, verbose=False)
-    saved = optimizer.state_dict()
-    saved["optimizer_state_dict"]["param_groups"][0]["lr"] = 0.25
-    inner.register_load_state_dict_pre_hook(lambda *_: saved["optimizer_state_dict"])
-    optimizer.load_state_dict({**saved, "optimizer_state_dict": {"path": "state.pt"}})
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
 # GradScaler.
 
 
@@ -197,17 +150,6 @@ def test_a_grad_scalers_state_gives_the_loss_scale_and_nothing_else(
         scales.append((optimizer.loss_scale, theirs.get_scale()))
     assert [ours for ours, _ in scales] == [their for _, their in scales]
     assert {ours for ours, _ in scales} == {512.0, 2048.0}
-
-
-@faces
-def test_a_grad_scaler_in_the_place_of_the_scaler_is_read(face: Any, device: torch.device) -> None:
-    optimizer = face(ADAMS["AdamW"](groups(params_of(device))), 64.0, verbose=False)
-    state = fp16_utils.FP16_Optimizer(
-        ADAMS["AdamW"](groups(params_of(device))), 64.0, verbose=False
-    ).state_dict()
-    state |= {"loss_scaler": GRAD_SCALER, "dynamic_loss_scale": True}
-    optimizer.load_state_dict(state)
-    assert (optimizer.loss_scale, optimizer.scale_factor, optimizer.scale_window) == (512.0, 4.0, 5)
 
 
 @pytest.mark.parametrize(
@@ -251,18 +193,6 @@ def test_a_dynamic_scaler_of_amp_is_read(loader: Any, device: torch.device) -> N
         scaler.note_overflow(bool(bad))
         scaler.update_scale()
     assert optimizer.loss_scale == scaler.loss_scale() == 4.0
-
-
-@loaders
-def test_a_static_scaler_of_amp_is_read(loader: Any, device: torch.device) -> None:
-    state = fp16_utils.FP16_Optimizer(
-        ADAMS["AdamW"](groups(params_of(device))), verbose=False
-    ).state_dict()
-    state |= {"loss_scaler": AmpLossScaler(32.0), "dynamic_loss_scale": False}
-    optimizer = loader(ADAMS["AdamW"](groups(params_of(device))), None, True, verbose=False)
-    optimizer.load_state_dict(state)
-    assert isinstance(optimizer.loss_scaler, LossScaler)
-    assert optimizer.loss_scale == 32.0
 
 
 # The order of parameters until July 2018: first those with masters, then those of float32.

@@ -11,7 +11,6 @@ from fp16_cases import (
     F32,
     INF,
     NAN,
-    PROBES,
     assert_grads,
     assert_same,
     differ,
@@ -20,8 +19,6 @@ from fp16_cases import (
     grads_used,
     master_grads,
     ones,
-    parameter,
-    passes_over,
     probes,
     pull,
 )
@@ -132,24 +129,6 @@ def test_an_overflow_leaves_every_other_gradient_unscaled(
         assert_grads([shown[index] for index in others], 3.0 * count, 3.0 * count)
 
 
-@faces
-@probes
-@scalings
-def test_a_gradient_beyond_float16_is_an_overflow(
-    scaling: dict[str, Any], probe: Any, face: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight]), verbose=False, **scaling)
-    optimizer.backward(pull((weight, 1024.0)))  # 1024 * 128 > 65504
-    optimizer.step()
-    assert optimizer.overflow is True
-    optimizer.zero_grad()
-    optimizer.backward(pull((weight, 256.0)))
-    optimizer.step()
-    assert optimizer.overflow is False
-    assert_grads(grads_used(optimizer), 256.0)
-
-
 @probes
 @scalings
 @pytest.mark.parametrize("order", ["first", "last"])
@@ -202,84 +181,6 @@ def test_overflow_tells_before_the_step_and_after(
         assert optimizer.overflow is expected
 
 
-@faces
-@probes
-def test_the_overflow_of_a_step_does_not_stick_to_the_next(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight]), 128.0, verbose=False)
-    optimizer.backward(pull((weight, INF)))
-    optimizer.step()
-    optimizer.zero_grad()
-    (pull((weight, 3.0)) * 128.0).backward()  # Not our backward.
-    optimizer.step()
-    assert optimizer.overflow is False
-    assert_grads(grads_used(optimizer), 3.0)
-
-
-@faces
-@probes
-def test_overflow_may_be_written(probe: Any, face: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight]), 128.0, verbose=False)
-    optimizer.overflow = True
-    assert optimizer.overflow is True
-    optimizer.overflow = False
-    assert optimizer.overflow is False
-
-
-@pytest.mark.parametrize("by_data", [False, True], ids=["grad", "grad.data"])
-@faces
-@probes
-@pytest.mark.parametrize("value", [INF, NAN])
-def test_an_edit_that_is_not_finite_does_not_reach_the_weights(
-    by_data: bool, value: float, probe: Any, face: Any, device: torch.device
-) -> None:
-    for dtype in (F16, F32):
-        weight = ones(2, dtype=dtype, device=device)
-        optimizer = face(probe([weight]), 128.0, verbose=False)
-        optimizer.backward(pull((weight, 1.0)))
-        grad = optimizer.param_groups[0]["params"][0].grad
-        (grad.data if by_data else grad).mul_(value)
-        assert optimizer.step() is None
-        assert bool((weight == 1.0).all())
-
-
-@faces
-@probes
-def test_a_hook_that_makes_gradients_infinite_does_not_reach_the_weights(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    for dtype in (F16, F32):
-        weight = ones(2, dtype=dtype, device=device)
-        optimizer = face(probe([weight]), 128.0, verbose=False)
-
-        def spoil(optimizer: Any, args: Any, kwargs: Any) -> None:
-            optimizer.param_groups[0]["params"][0].grad.fill_(INF)
-
-        optimizer.register_step_pre_hook(spoil)
-        optimizer.backward(pull((weight, 1.0)))
-        assert optimizer.step() is None
-        assert optimizer.overflow
-        assert bool((weight == 1.0).all())
-
-
-@faces
-@probes
-def test_an_overflow_is_over_once_its_gradients_are_cleared(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight]), **SCALINGS["dynamic"], verbose=False)
-    optimizer.backward(pull((weight, INF)))
-    optimizer.step()
-    assert (optimizer.overflow, optimizer.loss_scale) == (True, 64.0)
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.step()
-    assert (optimizer.overflow, optimizer.loss_scale) == (False, 64.0)
-
-
 # What is printed: by the text of 2019, and then where.
 
 
@@ -311,20 +212,6 @@ def test_fp16_utils_prints_the_old_message_and_where(
 
 
 @probes
-def test_fp16_utils_does_not_say_that_a_static_scale_is_reduced(
-    probe: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    params = mixed(device)
-    optimizer = UTILS(probe(params), 128.0)
-    capsys.readouterr()
-    run_one(optimizer, pull(*poisoned(params, 2, INF)))
-    assert capsys.readouterr().out == (
-        "OVERFLOW! Skipping step. Attempted loss scale: 128.0\n"
-        "  group 0, parameter 2 [2, 3]: 1 inf, 0 NaN\n"
-    )
-
-
-@probes
 @scalings
 def test_the_fused_one_prints_its_own_old_message_and_where(
     scaling: dict[str, Any], probe: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
@@ -344,39 +231,6 @@ def test_the_fused_one_prints_its_own_old_message_and_where(
             f"Using {kind} loss scale of {scale}\n"
             f"  group 0, parameter 1 [2, 3]: {where}\n"
         )
-
-
-@probes
-def test_fp16_utils_tells_what_it_wraps(
-    probe: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    UTILS(probe([{"params": [ones(2, 3)]}, {"params": [ones(4, dtype=F32)]}]))
-    assert capsys.readouterr().out == (
-        "FP16_Optimizer processing param group 0:\n"
-        "FP16_Optimizer received torch.HalfTensor with torch.Size([2, 3])\n"
-        "FP16_Optimizer processing param group 1:\n"
-        "FP16_Optimizer received torch.FloatTensor with torch.Size([4])\n"
-    )
-
-
-@faces
-@probes
-@scalings
-def test_nothing_is_printed_if_verbose_is_false(
-    scaling: dict[str, Any],
-    probe: Any,
-    face: Any,
-    device: torch.device,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    params = mixed(device)
-    optimizer = face(probe(params), verbose=False, **scaling)
-    optimizer.backward(pull(*poisoned(params, 0, INF)))
-    assert optimizer.inspect_master_grad_data() is None
-    assert optimizer.clip_master_grads(1.0) == -1
-    optimizer.step()
-    assert optimizer.overflow
-    assert capsys.readouterr() == ("", "")
 
 
 class Model(torch.nn.Module):
@@ -405,20 +259,6 @@ def test_a_message_names_parameters_if_names_are_known(
 
 
 @probes
-def test_the_name_in_the_model_wins_and_others_fall_back_on_their_place(
-    probe: Any, device: torch.device
-) -> None:
-    model, stranger = Model().to(device), ones(7, device=device)
-    groups = [{"params": list(model.parameters())}, {"params": [ones(1, device=device), stranger]}]
-    optimizer = UTILS(probe(groups), 128.0, verbose=False, model=model)
-    run_one(optimizer, pull((model.first.weight, INF), (stranger, INF)))
-    assert [(found.name, found.shape, found.inf) for found in optimizer.overflow_report] == [
-        ("group 1, parameter 1", (7,), 7),
-        ("first.weight", (2, 3), 6),
-    ]
-
-
-@probes
 def test_a_message_names_the_three_worst_and_counts_the_others(
     probe: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -432,38 +272,6 @@ def test_a_message_names_the_three_worst_and_counts_the_others(
         "  group 0, parameter 2 [3]: 3 inf, 0 NaN",
         "  and 2 more parameters",
     ]
-
-
-@faces
-@probes
-def test_the_report_is_of_the_last_skipped_step(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = face(probe(params), 128.0, verbose=False)
-    assert optimizer.overflow_report == []
-    for where, value in ((0, INF), (1, NAN), (2, -INF)):
-        run_one(optimizer, pull(*poisoned(params, where, value)))
-        (found,) = optimizer.overflow_report
-        assert found.name == f"group 0, parameter {where}"
-        assert found.shape == (2, 3)
-        assert (found.inf, found.nan) == ((0, 1) if value != value else (1, 0))
-        run_one(optimizer, pull(*poisoned(params, where, 1.0)))
-        assert optimizer.overflow_report == [found]
-
-
-@probes
-def test_only_skipped_steps_pay_for_the_report(probe: Any, device: torch.device) -> None:
-    weight = ones(1000, device=device)
-    optimizer = UTILS(probe([weight]), 128.0, verbose=False)
-    for value, expected in ((1.0, 0), (INF, 1), (1.0, 0)):
-        optimizer.zero_grad()
-        optimizer.backward(pull((weight, value)))
-        with passes_over(1000) as names:
-            optimizer.step()
-            readback.wait()
-        looked = [name for name in names if "isnan" in name or "isinf" in name or "::ne" in name]
-        assert (len(looked) > 0) == expected
 
 
 # Endless overflow.
@@ -503,16 +311,6 @@ def test_fifty_skipped_steps_in_a_row_warn_once(
 
 @faces
 @probes
-def test_an_endless_overflow_stops_at_scale_1(probe: Any, face: Any, device: torch.device) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight]), dynamic_loss_scale=True, verbose=False)
-    for _ in range(40):
-        run_one(optimizer, pull((weight, INF)))
-    assert optimizer.loss_scale == 1.0
-
-
-@faces
-@probes
 def test_hysteresis_lets_the_scale_stand_for_some_overflows(
     probe: Any, face: Any, device: torch.device
 ) -> None:
@@ -530,18 +328,3 @@ def test_hysteresis_lets_the_scale_stand_for_some_overflows(
         assert differ(everything(optimizer), before) == (value == 1.0)  # Every overflow skips.
         scales.append(optimizer.loss_scale)
     assert scales == [64, 64, 64, 64, 32, 32, 32, 32, 32, 64, 64, 64, 32]
-
-
-def test_the_scale_grows_after_a_window_of_good_steps(device: torch.device) -> None:
-    weight = parameter([1.0], F16, device)
-    optimizer = UTILS(
-        PROBES["fused"]([weight]),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 4.0, "scale_factor": 4.0, "scale_window": 3},
-        verbose=False,
-    )
-    scales = []
-    for value in (1.0, 1.0, 1.0, 1.0, INF, 1.0, 1.0, 1.0):
-        run_one(optimizer, pull((weight, value)))
-        scales.append(optimizer.loss_scale)
-    assert scales == [4, 4, 16, 16, 4, 4, 4, 16]

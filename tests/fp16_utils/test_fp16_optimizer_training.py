@@ -1,7 +1,6 @@
 """FP16_Optimizer trains as fp32 training would, and its loss scale moves as GradScaler's does."""
 
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from fp16_cases import BF16, F16, F32, INF, faces, parameter
 from tolerances import TRAJECTORY_TOLERANCES, assert_near
 from torch import Tensor
 
-from apex_mp import fp16_utils, optimizers
+from apex_mp import optimizers
 from apex_mp.optimizers import FusedAdam
 
 SCALE = 1024.0
@@ -153,21 +152,6 @@ def test_fused_adam_equals_torch_training_with_the_models_gradients(
             assert torch.equal(param, ours.to(param.dtype))
 
 
-@faces
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_training_lowers_the_loss(name: str, face: Any, device: torch.device) -> None:
-    x, y = batches(1, device)[0]
-    before = float(network_loss([w.half() for w in start(device)], x, y))
-    model = [parameter(w, F16, device) for w in start(device)]
-    optimizer = face(PLAIN[name](model), dynamic_loss_scale=True, verbose=False)
-    for _ in range(60):
-        optimizer.zero_grad()
-        optimizer.backward(network_loss(model, x, y))
-        optimizer.step()
-    with torch.no_grad():
-        assert float(network_loss(model, x, y)) < 0.5 * before
-
-
 # The same trajectory of scales, and the same steps skipped, as torch.amp.GradScaler.
 
 WINDOW = 3
@@ -225,31 +209,3 @@ def test_every_short_overflow_sequence_gives_the_scales_of_grad_scaler(
         expected = walk_grad_scaler(overflows, 256.0, device)
         face = optimizers.FP16_Optimizer
         assert walk_fp16_optimizer(overflows, 256.0, device, face, make) == expected, overflows
-
-
-@faces
-@pytest.mark.filterwarnings("ignore:FP16_Optimizer has skipped")
-def test_a_long_overflow_sequence_gives_the_scales_of_grad_scaler(
-    face: Any, device: torch.device
-) -> None:
-    chance = random.Random(0)
-    overflows = [chance.random() < 0.25 for _ in range(600)]
-    expected = walk_grad_scaler(overflows, 64.0, device)
-    assert walk_fp16_optimizer(overflows, 64.0, device, face, FusedAdam) == expected
-    assert [moved for _, moved in expected] == [not overflow for overflow in overflows]
-    assert len({scale for scale, _ in expected}) > 5
-
-
-def test_the_scale_starts_where_the_old_ones_did(device: torch.device) -> None:
-    def inner() -> Any:
-        return torch.optim.SGD([parameter([1.0], F16, device)], lr=1.0)
-
-    for face, dynamic in (
-        (fp16_utils.FP16_Optimizer, 2.0**32),
-        (optimizers.FP16_Optimizer, 2.0**16),
-    ):
-        assert face(inner(), verbose=False).loss_scale == 1.0
-        assert face(inner(), 128.0, verbose=False).loss_scale == 128.0
-        optimizer = face(inner(), 128.0, True, verbose=False)
-        assert (optimizer.loss_scale, optimizer.scale_factor) == (dynamic, 2.0)
-        assert (optimizer.scale_window, optimizer.last_overflow_iter) == (1000, -1)

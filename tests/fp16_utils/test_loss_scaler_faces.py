@@ -1,16 +1,14 @@
 """The loss scalers of apex.fp16_utils: the names and the numbers of 2019 around the one rule."""
 
-import copy
 import io
 import itertools
 import math
-import pickle
 
 import pytest
 import torch
 
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.loss_scale import FP16_UTILS_PRESET, DynamicLossScale, StaticLossScale
+from apex_mp.loss_scale import FP16_UTILS_PRESET
 
 
 def param_with_grad(grad: torch.Tensor) -> torch.nn.Parameter:
@@ -37,24 +35,6 @@ def test_the_scalers_start_with_the_numbers_of_2019() -> None:
     assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
     assert (scaler.scale_factor, scaler.scale_window) == (2.0, 1000)
     assert scaler.loss_scale_value == FP16_UTILS_PRESET
-
-
-def test_the_positional_arguments_are_scale_factor_and_window() -> None:
-    scaler = DynamicLossScaler(2**10, 4.0, 7)
-    assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (1024.0, 4.0, 7)
-    assert type(scaler.cur_scale) is float
-
-
-def test_the_first_growth_is_the_1000th_call() -> None:
-    assert calls_that_change_the_scale(DynamicLossScaler(), [False] * 1001) == [999]
-
-
-def test_window_10_with_an_overflow_at_15_grows_at_9_25_and_35() -> None:
-    scaler = DynamicLossScaler(init_scale=2.0**8, scale_window=10)
-    overflows = [index == 15 for index in range(40)]
-    assert calls_that_change_the_scale(scaler, overflows) == [9, 15, 25, 35]
-    assert scaler.cur_scale == 2.0**10
-    assert (scaler.cur_iter, scaler.last_overflow_iter) == (40, 15)
 
 
 @pytest.mark.parametrize("init_scale", [2.0**32, 4.0])
@@ -87,47 +67,6 @@ def test_written_attributes_decide_the_next_update() -> None:
     assert scaler.cur_scale == 128.0
 
 
-def test_a_subclass_that_writes_the_attributes_goes_on_from_them() -> None:
-    class Scaler2019(DynamicLossScaler):
-        def load(self, checkpoint: dict[str, float]) -> None:
-            self.cur_scale = checkpoint["cur_scale"]
-            self.cur_iter = int(checkpoint["cur_iter"])
-            self.last_overflow_iter = int(checkpoint["last_overflow_iter"])
-
-    scaler = Scaler2019(scale_window=10)
-    scaler.load({"cur_scale": 16.0, "cur_iter": 25, "last_overflow_iter": 15})
-    assert calls_that_change_the_scale(scaler, [False] * 11) == [0, 10]
-    assert scaler.loss_scale == 64.0
-
-
-def test_hysteresis_counts_overflows_over_good_steps() -> None:
-    scaler = DynamicLossScaler(2.0**8, scale_window=4, hysteresis=2)
-    # x.x backs off at the second x; then x.... grows and clears, so the next x is the first again.
-    overflows = [True, False, True, True, False, False, False, False, True, True]
-    assert calls_that_change_the_scale(scaler, overflows) == [2, 7, 9]
-
-
-def test_bounds_of_the_scale_can_be_given() -> None:
-    scaler = DynamicLossScaler(8.0, scale_window=1, min_loss_scale=4.0, max_loss_scale=16.0)
-    calls_that_change_the_scale(scaler, [True] * 5)
-    assert scaler.cur_scale == 4.0
-    calls_that_change_the_scale(scaler, [False] * 5)
-    assert scaler.cur_scale == 16.0
-
-
-@pytest.mark.parametrize("none", [None, 0, 0.0])
-def test_no_floor_lets_the_scale_fall_below_one_but_not_to_zero(none: float | None) -> None:
-    scaler = DynamicLossScaler(8.0, min_loss_scale=none)
-    calls_that_change_the_scale(scaler, [True] * 5)
-    assert scaler.cur_scale == 0.25
-    calls_that_change_the_scale(scaler, [True] * 500)
-    assert scaler.cur_scale == 2.0**-126
-
-
-def test_the_initial_scale_is_cut_to_the_maximum() -> None:
-    assert DynamicLossScaler(max_loss_scale=2**24).cur_scale == 2.0**24
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -158,27 +97,6 @@ def test_a_static_scaler_refuses_a_scale_of_zero_and_ignores_overflows() -> None
     assert scaler.has_overflow([param_with_grad(torch.tensor([math.inf]))]) is False
 
 
-def test_the_frozen_value_follows_the_attributes() -> None:
-    static = LossScaler(128.0)
-    static.cur_scale = 4.0
-    assert static.loss_scale_value == StaticLossScale(4.0)
-    scaler = DynamicLossScaler(8.0, 4.0, 10, hysteresis=3, max_loss_scale=64.0)
-    scaler.update_scale(False)
-    scaler.update_scale(True)
-    scaler.update_scale(False)
-    assert scaler.loss_scale_value == DynamicLossScale(
-        8.0,
-        growth_factor=4.0,
-        backoff_factor=0.25,
-        growth_interval=10,
-        min_scale=1.0,
-        max_scale=64.0,
-        hysteresis=3,
-        good_steps=1,
-        overflows=1,
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", [0, 8, 16])
@@ -204,19 +122,6 @@ def test_has_overflow_is_not_fooled_by_finite_gradients_whose_sum_is_infinite(
     assert not math.isfinite(float(grad.sum()))
     assert DynamicLossScaler().has_overflow([param_with_grad(grad)]) is False
     assert DynamicLossScaler._has_inf_or_nan(grad) is False
-
-
-def test_has_overflow_finds_inf_and_minus_inf_of_two_parameters(device: torch.device) -> None:
-    grads = [torch.tensor([value], device=device) for value in (math.inf, -math.inf)]
-    params = [param_with_grad(grad) for grad in grads]
-    assert DynamicLossScaler().has_overflow(params) is True
-
-
-def test_has_overflow_passes_over_missing_and_empty_gradients(device: torch.device) -> None:
-    zeros = [torch.zeros(size, device=device) for size in (2, 0)]
-    params = [torch.nn.Parameter(zeros[0]), param_with_grad(zeros[1])]
-    assert DynamicLossScaler().has_overflow(params) is False
-    assert DynamicLossScaler().has_overflow([]) is False
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1.0, False), (math.nan, True)])
@@ -270,13 +175,6 @@ def test_state_travels_through_a_weights_only_checkpoint() -> None:
     assert static.loss_scale == 64.0
 
 
-def test_a_state_dict_of_2019_lacks_what_was_added_since() -> None:
-    scaler = DynamicLossScaler(hysteresis=3)
-    scaler.load_state_dict({"cur_scale": 64.0, "cur_iter": 7, "last_overflow_iter": 2})
-    assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter) == (64.0, 7, 2)
-    assert (scaler.scale_window, scaler.hysteresis) == (1000, 3)
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -323,34 +221,6 @@ def test_one_wrong_value_in_a_state_dict_changes_nothing(key: str, value: object
     with pytest.raises((TypeError, ValueError)):
         scaler.load_state_dict(state)
     assert vars(scaler) == before
-
-
-@pytest.mark.parametrize("state", [None, 3.0, [], ["cur_scale"], {}, {"cur_iter": 3}])
-@pytest.mark.parametrize("make", [LossScaler, DynamicLossScaler])
-def test_something_that_is_no_state_dict_changes_nothing(make: type, state: object) -> None:
-    scaler = make(2.0**8)
-    before = dict(vars(scaler))
-    with pytest.raises((TypeError, ValueError)):
-        scaler.load_state_dict(state)
-    assert vars(scaler) == before
-
-
-@pytest.mark.parametrize("value", WRONG_VALUES["cur_scale"], ids=str)
-def test_a_static_scaler_refuses_what_is_no_scale_and_keeps_its_own(value: object) -> None:
-    scaler = LossScaler(128.0)
-    with pytest.raises((TypeError, ValueError)):
-        scaler.load_state_dict({"cur_scale": value})
-    assert scaler.loss_scale == 128.0
-
-
-def test_copies_and_pickles_go_on_alike() -> None:
-    scaler = DynamicLossScaler(2.0**8, scale_window=3, hysteresis=2)
-    scaler.update_scale(True)
-    for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        assert vars(other) == vars(scaler)
-        other.update_scale(True)
-        assert other.cur_scale == 2.0**7
-    assert scaler.cur_scale == 2.0**8
 
 
 def test_an_object_pickled_in_2019_gets_the_attributes_added_since() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +12,7 @@ from torch import Tensor, nn
 
 from apex_mp import amp
 from apex_mp.core import device_scale, ops
-from apex_mp.fp16_utils import model_grads_to_master_grads, prep_param_lists
-from apex_mp.monitor import Exponents, History, Monitor, Sample, _report, lost_updates
-from apex_mp.monitor import exponents as module
+from apex_mp.monitor import Exponents, Monitor, Sample, lost_updates
 from apex_mp.monitor.exponents import Sampler
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
@@ -52,13 +47,6 @@ def test_a_sample_says_what_float16_makes_of_the_gradients() -> None:
     assert sample.saved(2.0**16) == 1.0
     assert sample.saved(2.0**8) == 0.0
     assert sample.largest_scale == 2.0**22
-
-
-def test_a_sample_of_zeros_predicts_nothing() -> None:
-    sample = Sample(1, 8.0, (exponents({}, zeros=4),))
-    assert sample.largest_scale is None
-    assert sample.saved(16.0) == 0.0
-    assert (sample.grads[0].smallest, sample.grads[0].largest) == (None, None)
 
 
 # Sampling.
@@ -141,92 +129,6 @@ def test_gradients_of_a_grad_scaler_are_counted_scaled(unscales: bool) -> None:
     assert sample.grads == (Exponents("weight", (3,), "float32", {-17: 1, 4: 1}, 1, 0),)
 
 
-def test_gradients_whose_masters_are_stepped_are_counted_as_they_lie() -> None:
-    model = torch.nn.Linear(3, 1, bias=False).half()
-    params, masters = prep_param_lists(model)
-    optimizer, scaler = torch.optim.SGD(masters, lr=1.0), amp.GradScaler("cpu", init_scale=8.0)
-    monitor = Monitor(scaler, model=model, every=1)
-    scaler.scale(pull((model.weight, 2.0))).backward()
-    model_grads_to_master_grads(params, masters)
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-    (sample,) = monitor.history.samples
-    assert [grad.counts for grad in sample.grads] == [{4: 3}]
-
-
-def test_of_several_optimizers_those_gradients_are_counted_that_are_stepped() -> None:
-    one, two = parameter([1.0] * 3, F32), parameter([1.0] * 3, F32)
-    optimizers = FusedAdam([one]), torch.optim.SGD([two], lr=1.0)
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
-    monitor = Monitor(scaler, model=Holder(one=one, two=two), every=1)
-    scaler.scale(pull((one, 2.0), (two, 4.0))).backward()
-    scaler.clip_grad_norm_(optimizers[0], 0.01)
-    scaler.unscale_(optimizers[1])
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    found = [[(g.name, g.counts) for g in s.grads] for s in monitor.history.samples]
-    assert found == [[("one", {4: 3})], [("two", {5: 3})]]
-
-
-def test_inf_and_nan_are_counted_apart() -> None:
-    weight = parameter([1.0] * 3)
-    model = Holder(weight=weight)
-    optimizer = wrap(PROBES["fused"]([weight]))
-    monitor = Monitor(optimizer, model=model, every=1)
-    optimizer.backward(pull((weight, torch.tensor([torch.inf, torch.nan, 1.0]))))
-    optimizer.step()
-    (sample,) = monitor.history.samples
-    assert sample.grads[0].nonfinite == 2
-    assert sample.grads[0].counts == {7: 1}
-    assert monitor.history.steps[0].skipped
-
-
-def test_a_plain_loop_can_sample() -> None:
-    weight = parameter([1.0, 1.0], BF16)
-    weight.grad = torch.tensor([0.5, 0.25], dtype=BF16).expand(2)
-    monitor = Monitor(model=Holder(weight=weight), every=1)
-    monitor.before_step(scale=4.0, unscaled=[BF16])
-    monitor.record(scale=4.0)
-    (sample,) = monitor.history.samples
-    assert sample.grads == (Exponents("weight", (2,), "bfloat16", {0: 1, 1: 1}, 0, 0),)
-
-
-def test_a_scale_that_has_sunk_to_0_is_no_error() -> None:
-    weight = parameter([1.0, 1.0], BF16)
-    weight.grad = torch.tensor([0.5, math.nan], dtype=BF16)
-    monitor = Monitor(model=Holder(weight=weight), every=1)
-    monitor.before_step(scale=0.0, unscaled=[BF16])
-    monitor.record(scale=0.0, skipped=True)
-    (sample,) = monitor.history.samples
-    assert sample.grads == (Exponents("weight", (2,), "bfloat16", {-1: 1}, 0, 1),)
-
-
-def test_gradients_that_no_operator_reads_are_left_out() -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    linear = nn.Linear(2, 2)
-    linear(torch.ones(1, 2)).sum().backward()
-    linear.weight.grad = torch.ones(2, 1).expand(2, 2)
-    monitor = Monitor(model=nn.ModuleDict({"table": table, "linear": linear}), every=1)
-    monitor.before_step()
-    monitor.record()
-    assert [grad.name for grad in monitor.history.samples[0].grads] == [
-        "linear.weight",
-        "linear.bias",
-    ]
-    assert monitor.history.samples[0].grads[0].counts == {0: 4}
-
-
-def test_without_every_no_gradient_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "exponents_", None)
-    weight = parameter([1.0])
-    optimizer = wrap(PROBES["fused"]([weight]))
-    monitor = Monitor(optimizer, model=Holder(weight=weight))
-    optimizer.backward(pull((weight, 1.0)))
-    optimizer.step()
-    assert not monitor.history.samples
-
-
 def watched_run() -> Monitor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).half()
@@ -238,12 +140,6 @@ def watched_run() -> Monitor:
         optimizer.backward(model(x).float().square().mean())
         optimizer.step()
     return monitor
-
-
-def test_samples_are_saved_and_loaded(tmp_path: Path) -> None:
-    monitor = watched_run()
-    monitor.save(tmp_path / "run.json")
-    assert History.load(tmp_path / "run.json").samples == monitor.history.samples
 
 
 def test_the_report_has_a_table_of_the_last_sample() -> None:
@@ -273,13 +169,6 @@ def test_the_report_has_a_table_of_the_last_sample() -> None:
     }
 
 
-def test_the_picture_has_a_row_for_each_parameter(tmp_path: Path) -> None:
-    watched_run().plot(tmp_path / "run.svg")
-    text = (tmp_path / "run.svg").read_text()
-    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
-        assert f"<!-- {name} -->" in text
-
-
 # A part of large gradients.
 
 
@@ -287,42 +176,6 @@ def sampled(grads: dict[str, Tensor], scale: float = 1.0) -> Sample:
     sampler = Sampler(grads.items(), unscaled=())
     sampler.run()
     return sampler.sample(1, scale)
-
-
-def test_a_limit_lets_small_gradients_be_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ELEMENTS_LOOKED_AT", 1000)
-    assert module._limit([400, 600]) == 600
-    assert module._limit([400, 601]) == 600
-    assert module._limit([5000, 100, 5000]) == 450
-    assert module._limit([]) == 0
-
-
-def test_of_large_gradients_equally_many_elements_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "ELEMENTS_LOOKED_AT", 1 << 13)
-    large = {"one": torch.ones(1 << 14), "other": torch.ones(300, 700).t().half()}
-    sample = sampled({**large, "small": torch.ones(192)})
-    assert [grad.total for grad in sample.grads] == [4000 // 32 * 32] * 2 + [192]
-    assert [grad.size for grad in sample.grads] == [1 << 14, 210_000, 192]
-    assert sample.total == (1 << 14) + 210_000 + 192
-    assert sample.looked_at == 2 * 4000 + 192
-
-
-def test_each_gradient_counts_by_its_size() -> None:
-    large = Exponents("large", (1000,), "float16", {-16: 20, 3: 60}, zeros=20, nonfinite=0)
-    small = Exponents("small", (100,), "float16", {-15: 100}, zeros=0, nonfinite=0)
-    sample = Sample(1, 1.0, (large, small))
-    assert (sample.total, sample.looked_at) == (1100, 200)
-    assert (sample.zeros, sample.underflows) == (200, 300)
-    assert sample.saved(2.0) == pytest.approx(100 / 300)
-    assert "looked at: 18.2 % of 1,100 elements" in "\n".join(_sample_lines(sample))
-
-
-def _sample_lines(sample: Sample) -> list[str]:
-    history = History(1)
-    history.samples.append(sample)
-    return _report._sample(history)
 
 
 @pytest.mark.parametrize("width", [96, 100, 768, 1023, 4096])
@@ -391,16 +244,6 @@ def test_a_larger_scale_saves_what_was_predicted(power: int, dtype: torch.dtype)
     )
 
 
-def test_the_largest_scale_is_the_one_that_overflows_when_doubled() -> None:
-    monitor, _ = gradients(2.0**6, F16)
-    largest = monitor.history.samples[0].largest_scale
-    assert largest is not None
-    at_most, _ = gradients(largest, F16)
-    beyond, _ = gradients(2.0 * largest, F16)
-    assert at_most.history.skipped == 0
-    assert beyond.history.skipped == 1
-
-
 # Updates that are lost.
 
 
@@ -449,19 +292,6 @@ def test_lost_updates_are_those_of_a_count_in_float64(
     assert optimizer.state_dict()["state"] == saved[1]["state"]
 
 
-def test_lost_updates_go_on_from_the_state_of_the_optimizer() -> None:
-    params = [nn.Parameter(torch.randn(64).half())]
-    optimizer = FusedAdam(params, lr=1e-4)
-    for _ in range(3):
-        params[0].grad = torch.randn(64).half()
-        optimizer.step()
-    params[0].grad = torch.randn(64).half()
-    (found,) = lost_updates(optimizer)
-    before = params[0].detach().clone()
-    optimizer.step()
-    assert found.lost == int((params[0] == before).sum()) - (64 - found.updates)
-
-
 def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
     model = nn.ModuleDict({"low": nn.Linear(2, 2).half(), "wide": nn.Linear(2, 2)})
     for param in model.parameters():
@@ -470,29 +300,3 @@ def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
     names = [each.name for each in lost_updates(FusedAdam(model.parameters()), model=model)]
     assert names == ["low.weight", "low.bias"]
     assert lost_updates(wrap(FusedAdam(model.parameters()))) == []
-
-
-def test_a_loaded_state_with_masters_is_left_out_too() -> None:
-    params = [nn.Parameter(torch.randn(64).half()) for _ in range(2)]
-    for param in params:
-        param.grad = torch.randn(64).half()
-    groups = [{"params": params[:1], "master_weights": True}, {"params": params[1:]}]
-    optimizer = FusedAdam(groups)
-    optimizer.step()
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    optimizer.load_state_dict(torch.load(buffer))
-    assert [each.name for each in lost_updates(optimizer)] == ["group 1, parameter 0"]
-
-
-@pytest.mark.parametrize(
-    ("options", "wish"),
-    [
-        ({"every": 3}, "every is 3, but there is no model to look into; give it: .*, every=3"),
-        ({"every": 0, "model": nn.Linear(1, 1)}, "every is 0; it must be an int of at least 1"),
-    ],
-)
-def test_an_interval_that_there_is_not_is_refused(options: Any, wish: str) -> None:
-    with pytest.raises(ValueError, match=wish):
-        Monitor(**options)

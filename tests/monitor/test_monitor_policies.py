@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apex_mp import amp
 from apex_mp.core import device_scale, readback
-from apex_mp.monitor import History, LossScaleExhaustedError, Monitor
+from apex_mp.monitor import LossScaleExhaustedError, Monitor
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
@@ -83,14 +83,6 @@ def test_after_so_many_skips_the_batch_is_run_again(caplog: pytest.LogCaptureFix
     ]
 
 
-@both_paths
-@pytest.mark.usefixtures("paths")
-def test_skips_that_go_on_are_looked_into_once() -> None:
-    optimizer, monitor, model = watched(scale=2.0**16, after=1)
-    train(optimizer, monitor, model, "---+--")
-    assert [*monitor.history.origins] == [1, 5]
-
-
 @pytest.mark.parametrize("device_path", [True], ids=["device"])
 @pytest.mark.usefixtures("paths")
 def test_the_batch_of_the_skipped_step_is_run_again_and_not_the_present_one() -> None:
@@ -105,33 +97,6 @@ def test_the_batch_of_the_skipped_step_is_run_again_and_not_the_present_one() ->
     scaler.step(optimizer)  # What became of it is heard later.
     monitor.run = lambda: model(torch.ones(2).half())
     assert "sick" in monitor.history.origins[1]
-
-
-def test_the_origin_is_saved(tmp_path: Any) -> None:
-    optimizer, monitor, model = watched(after=1)
-    train(optimizer, monitor, model, "-")
-    monitor.save(tmp_path / "run.json")
-    assert History.load(tmp_path / "run.json").origins == monitor.history.origins
-
-
-def test_a_batch_that_is_finite_now_is_said_to_be() -> None:
-    optimizer, monitor, model = watched(after=1)
-    monitor.run = lambda: model(torch.ones(2).half())
-    optimizer.backward(pull((model.weight, INF)))
-    optimizer.step()
-    assert monitor.history.origins == {1: "all is finite when the batch is run once more"}
-
-
-def test_training_goes_on_if_the_origin_cannot_be_searched_for() -> None:
-    optimizer, monitor, model = watched(after=1)
-
-    def run() -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monitor.run = run
-    optimizer.backward(pull((model.weight, INF)))
-    optimizer.step()
-    assert monitor.history.origins == {1: "their origin is unknown: out of memory"}
 
 
 # The smallest scale.
@@ -158,18 +123,6 @@ def test_a_skip_at_the_smallest_scale_raises_with_the_diagnosis() -> None:
     assert (str(again), again.step, again.origin) == (str(error), error.step, error.origin)
 
 
-@both_paths
-@pytest.mark.usefixtures("paths")
-def test_the_optimizer_goes_on_after_the_error() -> None:
-    optimizer, monitor, model = watched(scale=1.0, at_minimum="raise")
-    with pytest.raises(LossScaleExhaustedError):
-        train(optimizer, monitor, model, "-")
-    before = model.weight.clone()
-    train(optimizer, monitor, model, "+")
-    assert not torch.equal(model.weight, before)
-    assert [step.skipped for step in monitor.history.steps] == [True, False]
-
-
 def test_a_warning_comes_once_until_a_step_is_taken() -> None:
     optimizer, monitor, model = watched(scale=1.0)
     with warnings.catch_warnings(record=True) as caught:
@@ -181,36 +134,6 @@ def test_a_warning_comes_once_until_a_step_is_taken() -> None:
         "step 5 was skipped at a loss scale of 1, the smallest one",
     ]
     assert caught[0].filename == __file__
-
-
-def test_a_function_is_called_each_time() -> None:
-    errors: list[LossScaleExhaustedError] = []
-    optimizer, monitor, model = watched(scale=1.0, at_minimum=errors.append)
-    train(optimizer, monitor, model, "--+-")
-    assert [error.step.number for error in errors] == [1, 2, 4]
-    assert all(error.origin is not None for error in errors)
-
-
-def test_without_a_model_the_error_names_the_parameters_alone() -> None:
-    weight = ones(2)
-    optimizer = wrap(
-        PROBES["plain"]([weight]), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1.0}
-    )
-    monitor = Monitor(optimizer, at_minimum="raise")
-    optimizer.backward(pull((weight, INF)))
-    with pytest.raises(LossScaleExhaustedError, match="parameter 0 ") as caught:
-        optimizer.step()
-    assert caught.value.origin is None
-    assert monitor.history.total == 1
-
-
-def test_a_static_scale_is_never_exhausted() -> None:
-    weight = ones(2)
-    optimizer = wrap(PROBES["fused"]([weight]), static_loss_scale=1.0)
-    Monitor(optimizer, at_minimum="raise")
-    optimizer.backward(pull((weight, INF)))
-    optimizer.step()
-    assert optimizer.overflow
 
 
 @both_paths
@@ -290,17 +213,6 @@ def test_skips_go_on_while_another_optimizer_is_stepped(made: str) -> None:
     assert monitor.history.skipped == 4
     assert len(runs) == 1
     assert sum("the smallest one" in str(each.message) for each in caught) == (made == "scaler")
-
-
-def test_another_monitor_hears_of_the_step_at_which_one_raises() -> None:
-    weight = ones(2, dtype=torch.float32)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = amp.GradScaler("cpu", init_scale=1.0, min_scale=1.0)
-    first, second = Monitor(scaler, at_minimum="raise"), Monitor(scaler, at_minimum="raise")
-    scaler.scale(pull((weight, INF))).backward()
-    with pytest.raises(LossScaleExhaustedError, match="step 1 was skipped"):
-        scaler.step(optimizer)
-    assert [first.history.skipped, second.history.skipped] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,16 @@ _NOT_UNDONE = "except BaseException:\n"
 
 AMP = {
     "an overflow does not reach earlier losses": Mutant(
-        "amp/scaling.py", f"{_EARLIER}overflowed)", f"{_EARLIER}False)", "amp_scale_loss_delayed"
+        "amp/scaling.py", f"{_EARLIER}overflowed)", f"{_EARLIER}False)", "amp_scale_loss_steps"
     ),
     "a loss of two blocks updates its scale twice": Mutant(
-        "amp/scaling.py", "earlier.pop(id(scaler), None)", "pass", "amp_scale_loss_delayed"
+        "amp/scaling.py", "earlier.pop(id(scaler), None)", "pass", "amp_scale_loss_steps"
     ),
     "unscaled gradients count as scaled": Mutant(
         "amp/scaling.py",
         f"{_UNSCALED}None",
         f"{_UNSCALED}guard.scaled_by",
-        "amp_scale_loss_delayed",
+        "amp_scale_loss_steps",
     ),
     "a float16 loss is scaled in float16": Mutant(
         "amp/scaling.py",
@@ -56,7 +56,7 @@ AMP = {
         "amp/step_guard.py",
         "        self._refuse_scaled_gradients(optimizer)\n",
         "",
-        "amp_scale_loss_delayed",
+        "amp_scale_loss_steps",
     ),
     "an abandoned line search is kept": Mutant(
         "amp/step_guard.py",
@@ -68,7 +68,7 @@ AMP = {
         "amp/step_guard.py",
         'if vars(optimizer).get("_amp_step_guard") is not self:',
         "if False:",
-        "amp_scale_loss_state",
+        "amp_scale_loss",
     ),
     "frozen parameters get masters": Mutant(
         "core/masters.py",
@@ -167,13 +167,13 @@ AMP = {
         "amp/_loss_grads.py",
         "source.grad = stashed.source_grad\n",
         "source.grad = None\n",
-        "amp_scale_loss_delayed",
+        "amp_scale_loss_steps",
     ),
     "gradients left scaled are scaled once more": Mutant(
         "amp/_loss_grads.py",
         "mul_(scale / (scaled_by or 1.0))",
         "mul_(scale)",
-        "amp_scale_loss_delayed",
+        "amp_scale_loss_steps",
     ),
     "an optimizer skips for what another one's gradients hold": Mutant(
         "amp/scaling.py", "if overflowed or found_in_sum:", "if True:", "amp_scale_loss"
@@ -737,10 +737,10 @@ SCALER = {
         "core/shards.py", "(flag != 0.0).float()", "flag.float() * 0.0", "shards"
     ),
     "what is found later hides what was found before": Mutant(
-        "core/found_inf.py", "torch.maximum(flag, found)", "found", "found_inf"
+        "core/found_inf.py", "torch.maximum(flag, found)", "found", "grad_slots"
     ),
     "overflows on two devices add up to no overflow of torch": Mutant(
-        "core/found_inf.py", "other.zero_()", "pass", "found_inf"
+        "core/found_inf.py", "other.zero_()", "pass", "grad_slots"
     ),
     "the outcome is a tensor that update writes": Mutant(
         "amp/_scaled_steps.py",

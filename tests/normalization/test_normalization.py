@@ -6,7 +6,6 @@ import copy
 import inspect
 import itertools
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +17,11 @@ from torch.nn import functional
 
 import apex_mp
 from apex_mp import amp
-from apex_mp.fp16_utils import FP16_Optimizer, network_to_half
 from apex_mp.normalization import (
     FusedLayerNorm,
     FusedRMSNorm,
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
-    _half_layer_norm,
     fused_layer_norm_cuda,
 )
 from apex_mp.normalization import fused_layer_norm as norms
@@ -139,24 +136,6 @@ def test_each_function_with_weights_is_within_one_rounding_of_float64(
     check(output, tensors, 1e-3)
 
 
-@pytest.mark.parametrize("input", DTYPES)
-@pytest.mark.parametrize(("weight", "bias"), [(torch.float32, torch.float16), HALVES])
-def test_a_weight_and_a_bias_may_be_of_two_dtypes(
-    input: torch.dtype,  # noqa: A002
-    weight: torch.dtype,
-    bias: torch.dtype,
-    device: torch.device,
-) -> None:
-    for function, dtype in (
-        (norms.fused_layer_norm_affine, input),
-        (norms.mixed_dtype_fused_layer_norm_affine, weight),
-    ):
-        tensors = [*tensors_of(input, weight, device)[:2], tensors_of(input, bias, device)[2]]
-        output = function(*tensors, SHAPE, 1e-3)
-        assert output.dtype is dtype
-        check(output, tensors, 1e-3)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("function", "plain"),
@@ -242,26 +221,6 @@ def test_gradients_of_float32_weights_of_many_rows_are_added_up_in_float32(
         assert_near(mine.grad, theirs.grad, Tolerance(rtol=2.0**-14, atol=2.0**-7))
 
 
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("elements", [1, 24, 5 * 24, 6 * 24, 10**9])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_blocks_of_rows_of_any_length_add_up_to_the_same(
-    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_half_layer_norm, "_ELEMENTS", elements)
-    tensors = tensors_of(dtype, torch.float32, torch.device("cpu"))
-    check(norms.fused_layer_norm_affine(*tensors, SHAPE, 1e-3), tensors, 1e-3)
-
-
-def test_a_sum_of_half_gradients_may_pass_what_half_precision_holds(device: torch.device) -> None:
-    """An inf there would be taken for an overflow, and the loss scale would sink."""
-    module = FusedLayerNorm(4).to(device)
-    x = torch.randn(4096, 4, device=device, dtype=torch.float16)
-    module(x).backward(torch.full_like(x, 100.0))
-    assert module.bias.grad is not None
-    assert module.bias.grad.tolist() == [409600.0] * 4
-
-
 @pytest.mark.parametrize(
     "needed", [wanted for wanted in itertools.product([False, True], repeat=3) if any(wanted)]
 )
@@ -324,31 +283,6 @@ def test_an_empty_batch_and_a_strided_input_are_taken(
     torch.testing.assert_close(strided.grad, plain.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_rows_of_no_element_are_taken_as_torch_does(dtype: torch.dtype) -> None:
-    x = torch.zeros(3, 0, dtype=dtype, requires_grad=True)
-    FusedLayerNorm(0)(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == (3, 0)
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_a_shape_is_a_number_or_any_sequence_of_numbers(kind: Any) -> None:
-    for shape in (4, (4,), [4], torch.Size([4])):
-        assert kind(shape).normalized_shape == (4,)
-        assert kind(shape).weight.shape == (4,)
-    assert kind([3, 4]).normalized_shape == (3, 4)
-    for shape in (4, (4,), [4], torch.Size([4])):
-        assert norms.fused_layer_norm(torch.ones(2, 4), shape).tolist() == [[0.0] * 4] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_input_of_another_shape_is_refused_by_torch(dtype: torch.dtype) -> None:
-    for kind in (FusedLayerNorm, FusedRMSNorm):
-        with pytest.raises(RuntimeError, match="expected input with shape"):
-            kind(4)(torch.ones(2, 3, dtype=dtype))
-
-
 def test_a_module_is_told_apart_copied_pickled_and_compiled() -> None:
     for kind in MODULES:
         module: Any = kind(4, memory_efficient=True)
@@ -363,16 +297,6 @@ def test_a_module_is_told_apart_copied_pickled_and_compiled() -> None:
             assert compiled(each).dtype is module(each).dtype
             torch.testing.assert_close(compiled(each), module(each))
             torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", MODULES)
-def test_a_module_is_traced(kind: Any, dtype: torch.dtype) -> None:
-    module, x = kind(4).to(dtype), torch.randn(2, 4).to(dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
-        traced = torch.jit.trace(module, x)  # type: ignore[no-untyped-call]
-    assert torch.equal(traced(x), module(x))
 
 
 # The arguments
@@ -402,18 +326,6 @@ def test_the_arguments_come_in_their_old_order_with_their_old_defaults() -> None
         ("input", None), ("weight", None), ("normalized_shape", None), ("eps", 1e-6),
         ("memory_efficient", False),
     ]  # fmt: skip
-
-
-def test_the_functions_have_an_eps_of_their_own() -> None:
-    x, weight, bias = torch.randn(2, 4) * 1e-3, torch.randn(4), torch.randn(4)
-    plain = functional.layer_norm(x, [4], eps=1e-6)
-    assert torch.equal(norms.fused_layer_norm(x, (4,)), plain)
-    assert torch.equal(norms.FusedLayerNormFunction.apply(x, (4,)), plain)
-    affine = functional.layer_norm(x, [4], weight, bias, 1e-6)
-    assert torch.equal(norms.fused_layer_norm_affine(x, weight, bias, (4,)), affine)
-    rms = functional.rms_norm(x, [4], weight, 1e-6)
-    assert torch.equal(norms.fused_rms_norm_affine(x, weight, (4,)), rms)
-    assert not torch.equal(norms.fused_layer_norm(x, (4,), 1e-5), plain)
 
 
 W, B = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 2.0])
@@ -492,16 +404,6 @@ def test_arguments_in_no_order_are_refused_in_a_sentence(
     assert str(refused.value).endswith(f": {ORDERS}")
 
 
-def test_too_few_or_too_many_arguments_are_refused_by_the_name_of_the_function() -> None:
-    x = torch.ones(2, 4)
-    with pytest.raises(TypeError, match=r"fused_layer_norm_affine\(\) missing 1 .*: 'bias'"):
-        norms.fused_layer_norm_affine(x, (4,), W)
-    with pytest.raises(TypeError, match=r"fused_rms_norm_affine\(\) takes from 3 to 5 .* 6 were"):
-        norms.fused_rms_norm_affine(x, W, 4, 1e-3, False, 1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
-        norms.fused_rms_norm_affine(x, W, 4, epsilon=1e-3)
-
-
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_a_mixed_module_demands_weights(kind: Any) -> None:
     assert kind(4, elementwise_affine=True).weight is not None
@@ -514,31 +416,6 @@ def test_a_mixed_module_demands_weights(kind: Any) -> None:
     )
     with pytest.raises(TypeError, match="elementwise_afine"):
         kind(4, elementwise_afine=True)
-
-
-def test_the_functions_of_layer_norm_take_both_of_their_calls() -> None:
-    x, weight, bias = torch.randn(2, 4, requires_grad=True), W, B
-    of_plain = norms.FusedLayerNormFunction
-    plain = norms.fused_layer_norm(x, (4,), 1e-3)
-    assert torch.equal(of_plain.apply(x, (4,), 1e-3, False), plain)
-    assert torch.equal(of_plain((4,), 1e-3)(x), plain)
-    of_affine = norms.FusedLayerNormAffineFunction
-    affine = norms.fused_layer_norm_affine(x, (4,), weight, bias, 1e-3)
-    assert torch.equal(of_affine.apply(x, weight, bias, (4,), 1e-3, True), affine)
-    assert torch.equal(of_affine((4,), 1e-3)(x, weight, bias), affine)
-    assert affine.requires_grad
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_whole_numbers_are_refused_and_not_rounded_to_such(kind: Any) -> None:
-    with pytest.raises(TypeError, match=r"input is torch\.int64; it must be of a floating-point"):
-        kind(4)(torch.arange(8).view(2, 4))
-
-
-@pytest.mark.parametrize("name", [name for name in norms.__all__ if name.endswith("Function")])
-def test_a_function_says_that_it_takes_memory_efficient_as_megatron_asks(name: str) -> None:
-    function = getattr(norms, name)
-    assert inspect.getfullargspec(function.forward).args[-2:] == ["eps", "memory_efficient"]
 
 
 @pytest.mark.parametrize(
@@ -583,21 +460,6 @@ def test_where_amp_casts_a_norm_is_a_float32_function(kind: Any, device: torch.d
         assert module(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else torch.float16)
     handle._deactivate()
     assert module(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else torch.float16)
-
-
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("weights", DTYPES[1:])
-def test_under_torch_autocast_too(kind: Any, weights: torch.dtype, device: torch.device) -> None:
-    module = kind(4).to(device, weights)
-    with torch.autocast(device.type, torch.bfloat16):
-        for dtype in DTYPES[1:]:
-            x = torch.randn(2, 4, device=device).to(dtype).requires_grad_()
-            output = module(x)
-            assert output.dtype is torch.float32
-            output.sum().backward()
-            assert x.grad is not None
-            assert x.grad.dtype is dtype
-            assert module.weight.grad.dtype is weights
 
 
 class Model(nn.Module):
@@ -665,42 +527,6 @@ def test_a_model_with_all_norms_trains_at_each_level_of_amp(
     assert losses[-1] == pytest.approx(wanted[-1], rel=1e-4 if level == "O0" else 0.05)
 
 
-def test_a_half_model_with_all_norms_trains_in_fp16_optimizer(device: torch.device) -> None:
-    torch.manual_seed(0)
-    model = network_to_half(Model().to(device))
-    inner = FusedAdam(model.parameters(), lr=0.01)
-    optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
-    x, y = batch(device)
-    losses = []
-    for _ in range(60):
-        loss = (model(x).float() - y).square().mean()
-        optimizer.zero_grad()
-        optimizer.backward(loss)
-        optimizer.step()
-        if not optimizer.overflow:
-            losses.append(loss.item())
-    assert losses[29] == pytest.approx(float32_losses(device, 30)[29], rel=0.05)
-
-
-def test_norms_kept_in_float32_take_the_half_output_of_the_layers_before_them(
-    device: torch.device,
-) -> None:
-    torch.manual_seed(0)
-    model = Model().to(device).half()
-    for norm in model.norms:
-        norm.float()
-    optimizer = FP16_Optimizer(FusedAdam(model.parameters(), lr=0.01), static_loss_scale=128.0)
-    x, y = batch(device)
-    losses = []
-    for _ in range(30):
-        loss = (model(x.half()).float() - y).square().mean()
-        optimizer.zero_grad()
-        optimizer.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] == pytest.approx(float32_losses(device, 30)[-1], rel=0.05)
-
-
 # fused_layer_norm_cuda
 
 
@@ -741,31 +567,6 @@ def test_the_compiled_module_has_the_outputs_statistics_and_gradients_of_float64
         near(mine, theirs.grad)
 
 
-@pytest.mark.parametrize("prefix", ["", "rms_"])
-def test_the_compiled_module_does_without_weights(prefix: str, device: torch.device) -> None:
-    x = torch.randn(2, 4, device=device, requires_grad=True)
-    plain = functional.rms_norm if prefix else functional.layer_norm
-    wanted = plain(x, [4], eps=1e-3)
-    grad = torch.randn_like(wanted)
-    wanted.backward(grad)
-    call = vars(fused_layer_norm_cuda)
-    output, *stats = call[f"{prefix}forward"](x.detach(), (4,), 1e-3)
-    assert x.grad is not None
-    near(output, wanted)
-    near(call[f"{prefix}backward"](grad, *stats, x.detach(), (4,), 1e-3), x.grad)
-    near(call[f"{prefix}backward"](grad, *stats, x.detach(), (4,), 1e-3, False), x.grad)
-
-
-@pytest.mark.parametrize(
-    "name", ["backward", "backward_affine", "rms_backward", "rms_backward_affine"]
-)
-def test_the_compiled_module_refuses_an_output_in_place_of_the_input(name: str) -> None:
-    call = getattr(fused_layer_norm_cuda, name)
-    arguments = [torch.ones(2, 4)] * (len(inspect.signature(call).parameters) - 1)
-    with pytest.raises(ValueError, match="memory_efficient is True; it must be False: give the"):
-        call(*arguments, memory_efficient=True)
-
-
 # The name apex
 
 
@@ -781,16 +582,5 @@ def test_the_names_of_apex_are_these_objects() -> None:
         for name in norms.__all__:
             assert names[name] is getattr(norms, name)
         assert names["fused_layer_norm_cuda"].rms_forward is fused_layer_norm_cuda.rms_forward
-    finally:
-        apex_mp.uninstall_as_apex()
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("era", ["2019-03", "2019-08"])
-def test_a_norm_that_came_later_says_of_which_era_it_is(era: str) -> None:
-    apex_mp.install_as_apex(era)
-    try:
-        with pytest.raises(ImportError, match=r"no FusedRMSNorm as of .*, but as of '2020'"):
-            exec("from apex.normalization import FusedRMSNorm")
     finally:
         apex_mp.uninstall_as_apex()

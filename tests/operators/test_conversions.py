@@ -57,14 +57,6 @@ def test_every_half_widens_as_in_torch(
 
 @LENGTHS
 @HALVES
-def test_every_half_survives_the_way_to_float32_and_back(
-    half: torch.dtype, length: int, device: torch.device
-) -> None:
-    assert_same_bits(converted(every(half), half, device, length), every(half))
-
-
-@LENGTHS
-@HALVES
 def test_every_half_widens_to_float64_as_in_torch(
     half: torch.dtype, length: int, device: torch.device
 ) -> None:
@@ -80,26 +72,9 @@ def test_float32_rounds_to_nearest_ties_to_even(
     assert_same_bits(converted(numbers, half, device, length), numbers.to(half))
 
 
-@pytest.mark.parametrize("source", [F32, F64], ids=NAMES.get)
-@HALVES
-def test_any_bits_of_a_wide_float_are_rounded_as_in_torch(
-    half: torch.dtype, source: torch.dtype, device: torch.device
-) -> None:
-    # Raw bits, and numbers with the exponents that a half can hold.
-    bits = torch.randint(-(2**31), 2**31, (2_000_000,), dtype=torch.int64).to(torch.int32)
-    sizes = torch.randint(-27, 18, (1_000_000,)).float()
-    numbers = torch.cat([bits.view(F32), torch.randn(1_000_000) * sizes.exp2()]).to(source)
-    assert_same_bits(converted(numbers, half, device, 1 << 20), numbers.to(half))
-
-
 def test_float64_goes_to_a_half_by_way_of_float32(device: torch.device) -> None:
     # Just above the midpoint of 1 and the next half: float32 rounds it to the midpoint, and that
     # to 1, as torch does.
     number = torch.full((40,), 1 + 2.0**-11 + 2.0**-40, dtype=F64)
     assert_same_bits(converted(number, F16, device, 40), number.to(F16))
     assert_same_bits(converted(number, F32, device, 40), number.to(F32))
-
-
-def test_a_half_keeps_the_sign_of_zero(device: torch.device) -> None:
-    zeros = torch.tensor([0.0, -0.0, 1e-30, -1e-30] * 10)
-    assert_same_bits(converted(zeros, F16, device, 40), zeros.half())

@@ -30,7 +30,6 @@ from tolerances import assert_same_bits
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import ops
 from apex_mp.core.step_lists import step_lists
 
 pytestmark = pytest.mark.cpu_only
@@ -94,25 +93,6 @@ def test_one_thread_and_two_give_the_same_bits(
     expected = results(operator, again)
     torch.set_num_threads(2)
     assert_same_results(results(operator, call), expected)
-
-
-def test_the_best_level_comes_first_and_the_baseline_is_always_there() -> None:
-    levels = _C.cpu_levels()
-    assert levels == [name for name in ("avx512", "avx2", "baseline") if name in levels]
-    assert levels[-1] == "baseline"
-
-
-def test_a_level_that_is_set_is_in_use(cpu_level: str) -> None:
-    assert _C.cpu_level() == cpu_level
-
-
-def test_an_unknown_level_is_refused_and_changes_nothing() -> None:
-    before = _C.cpu_level()
-    choices = ", ".join(_C.cpu_levels())
-    sentence = rf"'sse9' \(APEX_MP_CPU_LEVEL\) is not to be had here; it must be one of: {choices}"
-    with pytest.raises(ValueError, match=sentence):
-        _C.set_cpu_level("sse9")
-    assert _C.cpu_level() == before
 
 
 class Step:
@@ -238,48 +218,3 @@ def test_the_copy_of_a_step_is_rounded_as_torch_rounds(half: torch.dtype, cpu_le
     assert_same_bits(step.copy, step.param.to(half))
     if half is BF16:
         assert (step.copy[step.param.isnan()].view(torch.int16) == 0x7FC0).all()
-
-
-@each_grad
-def test_one_infinity_is_found_wherever_it_is(grad: torch.dtype, cpu_level: str) -> None:
-    grads = torch.randn(1100).to(grad)
-    finite, found_inf, sum_sq = grads.clone(), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-    for place in range(1100):
-        grads[place] = float(("inf", "-inf", "nan")[place % 3])
-        ops.check_([grads], [0], found_inf.zero_(), sum_sq)
-        assert found_inf.item() == 1.0, place
-        grads[place] = finite[place]
-        ops.check_([grads], [0], found_inf.zero_(), sum_sq)
-        assert found_inf.item() == 0.0, place
-        sum_sq.zero_()
-
-
-@each_grad
-def test_a_sum_of_squares_has_the_same_bits_for_any_size_and_start(
-    grad: torch.dtype, cpu_level: str
-) -> None:
-    numbers = torch.randn(3000).to(grad)
-    numbers[1000] = torch.finfo(grad).max  # Has no square in float32, unless it is float16.
-    grads = [numbers[start : start + size] for size in SIZES for start in range(0, 1900, 37)]
-    sums = []
-    for level in (cpu_level, "baseline"):
-        _C.set_cpu_level(level)
-        found_inf, sum_sq = torch.zeros(1), torch.zeros(len(grads), dtype=torch.float64)
-        ops.check_(grads, range(len(grads)), found_inf, sum_sq)
-        sums.append(sum_sq)
-        assert found_inf.item() == 0.0
-    assert_same_bits(*sums)
-    squares = torch.stack([each.double().square().sum() for each in grads])
-    torch.testing.assert_close(sums[0], squares, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("dtypes", [(F32, F16), (F16, F16), (BF16, F32), (torch.float64, F32)])
-def test_unscale_adds_up_what_it_writes_as_check_does(
-    dtypes: tuple[torch.dtype, torch.dtype], cpu_level: str
-) -> None:
-    src = [torch.randn(size).to(dtypes[0]) for size in (0, 5, 20_000)]
-    dst = [torch.empty_like(each, dtype=dtypes[1]) for each in src]
-    sums, again = (torch.zeros(3, dtype=torch.float64) for _ in range(2))
-    ops.unscale_(src, dst, torch.tensor(2.0**-22), torch.zeros(1), sums)
-    ops.check_(dst, range(3), torch.zeros(1), again)
-    assert_same_bits(sums, again)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -62,14 +61,6 @@ def test_scale_passes_inf_on_and_raises_the_flag_for_good(
     assert (flag.tolist(), good[0].tolist()) == ([1], [2.0] * 3)
 
 
-def test_parameters_are_written_although_they_require_grad(
-    flag: Tensor, device: torch.device
-) -> None:
-    param = torch.nn.Parameter(torch.ones(3, device=device))
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [tensors(device, 3.0), [param]], 1.0)
-    assert param.tolist() == [3.0] * 3
-
-
 @pytest.mark.parametrize(("checked", "raised"), [(-1, 1), (0, 0), (1, 1)])
 def test_axpby_looks_for_inf_where_it_is_told(
     checked: int, raised: int, flag: Tensor, device: torch.device
@@ -77,12 +68,6 @@ def test_axpby_looks_for_inf_where_it_is_told(
     x, y, out = tensors(device, 1.0), tensors(device, INF), tensors(device, 0.0)
     multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 2.0, 1.0, checked)
     assert (flag.item(), out[0].tolist()) == (raised, [INF] * 3)
-
-
-def test_axpby_of_early_2019_has_no_argument_to_check(flag: Tensor, device: torch.device) -> None:
-    x, y, out = tensors(device, 1.0), tensors(device, 10.0), tensors(device, 0.0)
-    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 2.0, 3.0)
-    assert (flag.item(), out[0].tolist()) == (0, [32.0] * 3)
 
 
 @pytest.mark.parametrize("per_tensor", [None, False, True])
@@ -94,11 +79,6 @@ def test_l2norm_returns_a_vector_of_one_and_norms_on_request(
     norm, norms = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, lists, *args)
     assert (norm.tolist(), norm.dtype, flag.item()) == ([5.0], torch.float32, 0)
     assert norms.tolist() == ([3.0, 4.0] if per_tensor else [])
-
-
-def test_an_infinite_norm_raises_the_flag(flag: Tensor, device: torch.device) -> None:
-    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [tensors(device, INF)])
-    assert (norm.tolist(), flag.item()) == ([INF], 1)
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -117,17 +97,6 @@ def test_adam_takes_the_steps_of_torch(mode: int, flag: Tensor, device: torch.de
         multi_tensor_applier(amp_C.multi_tensor_adam, flag, lists, *rest)
     for mine, param in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, param.detach())
-
-
-def test_adam_and_sgd_do_nothing_when_the_flag_is_up(flag: Tensor, device: torch.device) -> None:
-    flag.fill_(1)
-    lists = [tensors(device, value) for value in (1.0, 2.0, 3.0, 4.0)]
-    rest = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
-    multi_tensor_applier(amp_C.multi_tensor_adam, flag, lists, *rest)
-    multi_tensor_applier(
-        amp_C.multi_tensor_sgd, flag, lists[:3], 0.0, 0.9, 0.0, 0.1, False, True, False, 1.0
-    )
-    assert [tensor[0].item() for (tensor,) in lists] == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -152,39 +121,6 @@ def test_sgd_takes_the_steps_of_torch_and_writes_the_copy(
         multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
     torch.testing.assert_close(ours[0], theirs[0].detach())
     assert torch.equal(copies[0], ours[0].half())
-
-
-def test_sgd_may_decay_after_momentum(flag: Tensor, device: torch.device) -> None:
-    lists = [tensors(device, value) for value in (1.0, 10.0, 0.0)]
-    rest = (0.5, 0.9, 0.0, 1.0, False, True, True, 1.0)
-    multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
-    assert [t[0].item() for (t,) in lists[1:]] == [10.0 - (1.0 + 5.0), 1.0]
-
-
-def test_sgd_dampens_all_but_the_first_gradient(flag: Tensor, device: torch.device) -> None:
-    lists = [tensors(device, value) for value in (1.0, 10.0, 0.0)]
-    for first in (True, False):
-        rest = (0.0, 0.5, 0.75, 1.0, False, first, False, 1.0)
-        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
-    assert [t[0].item() for (t,) in lists[1:]] == [10.0 - 1.0 - 0.75, 0.5 + 0.25]
-
-
-def test_sgd_takes_float16_buffers_reads_no_new_one_and_waits_for_nothing(
-    flag: Tensor, device: torch.device
-) -> None:
-    lists = [[torch.full((3,), value, device=device).half()] for value in (1.0, 10.0, float("nan"))]
-    rest = (0.0, 0.5, 0.0, 1.0, False, True, False, 1.0)
-    with Waits() as waits:
-        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
-    assert waits.count == 0
-    assert [t.tolist() for (t,) in lists[1:]] == [[9.0] * 3, [1.0] * 3]
-
-
-def test_a_refusal_of_sgd_speaks_of_its_arguments(flag: Tensor, device: torch.device) -> None:
-    lists = [tensors(device, value) for value in (1.0, 10.0, 0.0)]
-    rest = (-1.0, 0.5, 0.0, 1.0, False, True, False, 1.0)
-    with pytest.raises(ValueError, match=r"^multi_tensor_sgd: weight_decay is -1.0; it must be 0"):
-        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, *rest)
 
 
 # The other steps of amp_C, against the optimizers here.
@@ -292,25 +228,6 @@ def test_the_capturable_adam_reads_its_numbers_from_tensors(
     assert all(map(torch.equal, params, [param.to(params[0].dtype) for param in plain]))
 
 
-def test_float16_moments_are_stepped_in_float32(flag: Tensor, device: torch.device) -> None:
-    lists = [tensors(device, value, dtype=torch.float16) for value in (1.0, 2.0, 0.5, 0.25)]
-    wide = [[tensor.float() for tensor in listed] for listed in lists]
-    rest = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
-    for each in (lists, wide):
-        multi_tensor_applier(amp_C.multi_tensor_adam, flag, each, *rest)
-    for (half,), (single,) in zip(lists, wide, strict=True):
-        assert torch.equal(half, single.half())
-
-
-def test_scale_check_overflow_takes_single_tensors(flag: Tensor, device: torch.device) -> None:
-    grads = torch.tensor([2.0, 4.0], device=device).half()
-    out = torch.zeros(2, device=device)
-    amp_C.scale_check_overflow(grads, 0.5, flag, out)
-    assert (out.tolist(), flag.item()) == ([1.0, 2.0], 0)
-    with pytest.raises(RuntimeError, match=r"float16; it must be torch\.float32"):
-        amp_C.scale_check_overflow(grads, 0.5, flag, grads)
-
-
 @pytest.mark.parametrize(
     ("lists", "sentence"),
     [
@@ -328,12 +245,6 @@ def test_lists_that_do_not_fit_are_refused_and_nothing_is_written(
         amp_C.multi_tensor_scale(1, flag, made, 0.0)
     assert flag.item() == 0
     assert all(bool(t.isinf().all()) for one in made for t in one)
-
-
-def test_a_flag_of_more_elements_is_refused(device: torch.device) -> None:
-    lists = [tensors(device, 1.0), tensors(device, 0.0)]
-    with pytest.raises(RuntimeError, match="the overflow flag has 2 elements"):
-        amp_C.multi_tensor_scale(1, torch.zeros(2, device=device), lists, 1.0)
 
 
 def ones(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -529,12 +440,6 @@ def test_a_wrong_argument_is_named_with_its_value_and_the_wish(
     assert FLAG.item() == 0
 
 
-def test_a_number_of_numpy_is_a_number(flag: Tensor, device: torch.device) -> None:
-    out = tensors(device, 0.0)
-    amp_C.multi_tensor_scale(1, flag, [tensors(device, 3.0), out], numpy.float32(2.0))  # type: ignore[arg-type]
-    assert out[0].tolist() == [6.0] * 3
-
-
 # fused_adam_cuda and apex_C
 
 
@@ -557,31 +462,6 @@ def test_fused_adam_cuda_steps_and_writes_the_copy(
     assert torch.equal(out_p, p.half())
 
 
-def test_an_empty_copy_and_the_parameter_as_its_own_copy_mean_none(device: torch.device) -> None:
-    results = []
-    for own in (False, True):
-        p = torch.ones(2, device=device)
-        out_p = p if own else torch.tensor([], device=device)
-        m, v, grad = torch.zeros_like(p), torch.zeros_like(p), torch.ones_like(p)
-        fused_adam_cuda.adam(p, out_p, m, v, grad, 0.5, 0.9, 0.99, 1e-8, 1.0, 1, 1, 1, 0.0)
-        results.append(p.tolist())
-    assert results[0] == results[1] == pytest.approx([0.5, 0.5])
-
-
-@pytest.mark.parametrize("wrong", ["out_p", "exp_avg", "exp_avg_sq", "grad"])
-def test_fused_adam_cuda_names_what_has_another_size(wrong: str, device: torch.device) -> None:
-    p = torch.ones(2, device=device)
-    given = {name: torch.zeros(2, device=device) for name in ("exp_avg", "exp_avg_sq", "grad")}
-    given["out_p"] = torch.zeros(2, device=device)
-    given[wrong] = torch.zeros(3, device=device)
-    with pytest.raises(RuntimeError, match=rf"{wrong}\[0\] has 3 elements, p\[0\] has 2"):
-        fused_adam_cuda.adam(
-            p, **given, lr=1.0, beta1=0.9, beta2=0.9, eps=1.0, scale=1.0, step=1, eps_mode=1,
-            bias_correction=1, weight_decay=0.0,
-        )  # fmt: skip
-    assert p.tolist() == [1.0, 1.0]
-
-
 def test_flatten_and_unflatten_are_each_others_way_back(device: torch.device) -> None:
     parts = [torch.arange(6.0, device=device).view(2, 3), torch.tensor(7.0, device=device)]
     flat = apex_C.flatten(parts)
@@ -590,12 +470,3 @@ def test_flatten_and_unflatten_are_each_others_way_back(device: torch.device) ->
     assert [tuple(part.shape) for part in back] == [(2, 3), ()]
     back[0].zero_()
     assert flat.tolist() == [0] * 6 + [7]  # views
-
-
-def test_flatten_and_unflatten_say_what_does_not_fit(device: torch.device) -> None:
-    with pytest.raises(RuntimeError, match="tensors is empty"):
-        apex_C.flatten([])
-    with pytest.raises(RuntimeError, match=r"torch\.float16, torch\.float32; they must"):
-        apex_C.flatten([*tensors(device, 1.0), *tensors(device, 1.0, dtype=torch.float16)])
-    with pytest.raises(RuntimeError, match="flat has 3 elements; tensors have 6 together"):
-        apex_C.unflatten(tensors(device, 1.0)[0], tensors(device, 1.0, 2.0))

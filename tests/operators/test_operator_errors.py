@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from op_cases import (
-    BF16,
     F16,
     F32,
     F64,
@@ -25,8 +24,6 @@ from op_cases import (
 from tolerances import assert_same_bits
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 # The call that each row breaks in one place. 4-dimensional, so that memory orders can differ.
 SOUND = ListCase("sound", [(2, 3, 2, 2), (2, 3, 2, 2), (2, 3, 2, 2)])
@@ -357,16 +354,6 @@ def test_the_same_memory_and_neighbours_are_taken(
         assert_same_bits(ours, expected)
 
 
-def test_two_half_dtypes_may_share_memory(device: torch.device) -> None:
-    src = torch.randn(24, device=device).half()
-    expected = (src.float() * 0.5).bfloat16()
-    dst = src.view(BF16)
-    OPERATOR["unscale_"].overload(
-        [src], [dst], torch.tensor(0.5, device=device), torch.zeros(1, device=device)
-    )
-    assert_same_bits(dst, expected)
-
-
 # --- Every list, and every single tensor, of every operator: what dispatch or autograd refuses.
 
 LISTS_OF_OPERATORS = [(each, name) for each in OPERATORS for name in each.lists]
@@ -413,16 +400,6 @@ OPTIONS = {
 }
 
 
-@each_tensor
-def test_a_single_sparse_tensor_is_refused(
-    operator: Operator, name: str, device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    call[name] = call[name].to_sparse()
-    refusal = r"is (a sparse tensor|Sparse); it must be a dense \(strided\)"
-    assert_refuses(operator, call, rf"^{operator.name}: {name} {refusal}")
-
-
 @pytest.mark.parametrize(
     ("operator", "option", "value"),
     [
@@ -439,35 +416,6 @@ def test_an_option_out_of_range_is_refused(
     assert_refuses(OPERATOR[operator], call, f"^{operator}: {option} is .*; it must be ")
 
 
-@each_list
-def test_a_meta_tensor_in_a_list_is_refused(
-    operator: Operator, name: str, device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    call[name][1] = call[name][1].to("meta")
-    assert_refuses(operator, call, rf"{operator.name}\b.*[Mm]eta")
-
-
-@each_tensor
-def test_a_single_meta_tensor_is_refused(
-    operator: Operator, name: str, device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    call[name] = call[name].to("meta")
-    assert_refuses(operator, call, rf"{operator.name}\b.*[Mm]eta")
-
-
-@pytest.mark.cuda_only
-@each_list
-def test_a_list_on_two_devices_is_refused(
-    operator: Operator, name: str, device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    call[name][1] = call[name][1].cpu()
-    where = re.escape(f"{operator.name}: {name}[1]")
-    assert_refuses(operator, call, f"^{where} is on cpu; all tensors of this call must be on cuda")
-
-
 @pytest.mark.cuda_only
 @each_tensor
 def test_a_single_tensor_on_another_device_is_refused_unless_it_is_a_number(
@@ -482,52 +430,6 @@ def test_a_single_tensor_on_another_device_is_refused_unless_it_is_a_number(
 
 
 # --- Kinds of tensors that other parts of torch have, in every list.
-
-KINDS: dict[str, Callable[[Tensor], Any]] = {
-    "None": set_to(None),
-    "a number": set_to(1.0),
-    "a list": Tensor.tolist,
-    "of MKL-DNN": lambda tensor: tensor.cpu().float().flatten().to_mkldnn(),
-    "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
-    "nested": lambda tensor: torch.nested.nested_tensor([tensor.flatten()], layout=torch.jagged),
-    "of zeros without memory": lambda tensor: torch._efficientzerotensor(
-        tensor.shape, dtype=tensor.dtype, device=tensor.device
-    ),
-    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
-}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@each_list
-def test_another_kind_of_tensor_in_a_list_raises_and_nothing_is_written(
-    operator: Operator, name: str, kind: Callable[[Tensor], Any], device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    before = copy_of(call)
-    spoilt = call | {name: [*call[name][:-1], kind(call[name][-1])]}
-    with pytest.raises((RuntimeError, TypeError, AssertionError)):
-        operator(spoilt)
-    for old, new in zip(snapshot(before), snapshot(call), strict=True):
-        assert_same_bits(new, old)
-
-
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_under_vmap_an_operator_raises_and_writes_nothing(
-    operator: Operator, device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    name = next(iter(call))
-    before = copy_of(call)
-
-    def under_vmap(one: Tensor) -> Tensor:
-        operator(call | {name: [one] if isinstance(call[name], list) else one})
-        return one
-
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.vmap(under_vmap)(torch.ones(2, *SHAPE, device=device))
-    for old, new in zip(snapshot(before), snapshot(call), strict=True):
-        assert_same_bits(new, old)
 
 
 @pytest.mark.parametrize(
@@ -573,18 +475,6 @@ def test_a_subclass_of_tensor_is_taken_for_a_tensor(
     operator(expected)
     for ours, wanted in zip(snapshot(call), snapshot(expected), strict=True):
         assert_same_bits(ours.as_subclass(Tensor), wanted)
-
-
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_fake_tensors_compute_nothing_and_raise_nothing(
-    operator: Operator, device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    before = copy_of(call)
-    with FakeTensorMode() as mode:
-        operator(tree_map_only(Tensor, mode.from_tensor, call))
-    for old, new in zip(snapshot(before), snapshot(call), strict=True):
-        assert_same_bits(new, old)
 
 
 # --- What dispatch sends to no kernel.
@@ -647,24 +537,3 @@ def test_a_tensor_that_requires_grad_is_refused_in_grad_mode_only(
         assert_refuses(OPERATOR[operator], call, message)
         with torch.no_grad():
             OPERATOR[operator](call)
-
-
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [
-        ("check_", "found_inf"),
-        ("check_", "sum_sq"),
-        ("unscale_", "found_inf"),
-        ("unscale_", "sum_sq"),
-        ("axpby_", "found_inf"),
-        ("l2_norm_", "norm"),
-        ("l2_norm_", "norms"),
-        ("update_scale_", "scale"),
-    ],
-)
-def test_a_number_that_requires_grad_is_refused_like_a_list(
-    operator: str, name: str, device: torch.device
-) -> None:
-    call = sound_call(OPERATOR[operator], device)
-    call[name].requires_grad_()
-    assert_refuses(OPERATOR[operator], call, f"^{operator}: {name} requires grad; call this")

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sass, sass_volta
-from benchmarks.sass_code import facts_of, functions_in, loops_in
+from benchmarks import sass
 
 needs_nvcc = pytest.mark.skipif(
     not Path(sass.nvcc()).exists() and not os.environ.get("CI"),
@@ -23,57 +22,6 @@ needs_nvcc = pytest.mark.skipif(
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
 RENEW = "python -m benchmarks.sass --save-results benchmarks/results/sass.json"
-
-# A loop of 4 blocks: the head, two ways to load, the end. BB9 is a loop of its own, in double.
-GRAPH = r"""
-subgraph "cluster_adam_kernel" {
-"start"
-[label="{<entry>start:\l0000:\ \ \ LDC\ R1,\ c\[0x0\]\ ;\l}"]
-"start":entry:s -> "head":entry:n [style=solid];
-"head"
-[label="{<entry>head:\l0010:\ \ \ IADD3\ R9,\ R0\ ;\l|<exit0>0020:\ \ \ @!P0\ BRA\ `(half)\ ;\l}"]
-"head":exit0:e -> "half":entry:n [style=solid];
-"head":exit0:s -> "float":entry:n [style=solid];
-"float"
-[label="{<entry>0030:\ \ \ @P1\ LDG.E.EF.128\ R4,\ desc\[UR4\]\[R6.64\]\ ;\l}"]
-"float":entry:s -> "end":entry:n [style=solid];
-"half"
-[label="{0040:\ LD.E.64\ R4;\l0050:\ HADD2.F32\ R4;\l0060:\ STL\ R4;\l0065:\ LDG.E.U16\ R4;\l}"]
-"half":entry:s -> "end":entry:n [style=solid];
-"end"
-[label="{<entry>0070:\ \ \ FFMA\ R4\ ;\l0080:\ \ \ STG.E.128\ R4\ ;\l|<exit0>0090:\ \ \ BRA\ ;\l}"]
-"end":exit0:e -> "head":entry:n [style=solid];
-"end":exit0:s -> "BB9":entry:n [style=solid];
-"BB9"
-[label="{<entry>00a0:\ \ \ LDG.E.128\ R4\ ;\l00b0:\ \ \ DADD\ R4\ ;\l|<exit0>00c0:\ \ \ BRA\ ;\l}"]
-"BB9":exit0:e -> "BB9":entry:n [style=solid];
-}
-}
-"""
-SAID = """
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_ZN7apex_mp4cuda12_GLOBAL__N_111adam_kernelE'\
- for 'sm_90'
-ptxas info    : Function properties for _ZN7apex_mp4cuda12_GLOBAL__N_111adam_kernelE
-    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
-ptxas info    : Used 62 registers, used 1 barriers, 80 bytes smem, 32100 bytes cmem[0]
-ptxas info    : Compile time = 42.000 ms
-ptxas info    : Compiling entry function '_ZN7apex_mp4cuda4_GLO14prepare_kernelEv' for 'sm_80'
-ptxas info    : Function properties for _ZN7apex_mp4cuda4_GLO14prepare_kernelEv
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 38 registers, 400 bytes cmem[0]
-"""
-
-
-def test_registers_spills_and_shared_memory_are_read_for_each_kernel() -> None:
-    first, second = sass.what_ptxas_said(SAID, "adam.cu")
-    assert first == {
-        "kernel": "adam_kernel", "file": "adam.cu", "sm": "90",
-        "mangled": "_ZN7apex_mp4cuda12_GLOBAL__N_111adam_kernelE",
-        "registers": 62, "shared": 80, "spilled": 12, "stack": 16,
-    }  # fmt: skip
-    assert second["kernel"] == "prepare_kernel"
-    assert (second["sm"], second["registers"], second["shared"]) == ("80", 38, 0)
 
 
 @pytest.mark.parametrize(
@@ -100,29 +48,6 @@ def test_registers_spills_and_shared_memory_are_read_for_each_kernel() -> None:
 )
 def test_a_kernel_is_named_with_its_rule(mangled: str, name: str) -> None:
     assert sass.name_of(mangled) == name
-
-
-def test_what_is_no_kernel_has_no_name() -> None:
-    with pytest.raises(ValueError, match="names no kernel"):
-        sass.name_of("_ZN7apex_mp4cuda5blockE")
-
-
-def test_the_vector_loop_is_found_with_its_accesses_and_the_shortest_turn_that_reads_fp16() -> None:
-    facts = facts_of(functions_in(GRAPH)["adam_kernel"])
-    assert (facts["instructions"], facts["local"]) == (14, 1)
-    (loop,) = facts["loops"]
-    assert loop == {
-        "instructions": 10, "loads": 3, "stores": 1, "b64": 1, "scalar": 1, "generic": 1,
-        "fp16_turn": 9, "fp16_turn_accesses": 3,
-    }  # fmt: skip
-
-
-def test_a_loop_is_what_it_holds_without_the_loops_inside_it() -> None:
-    following = {
-        "a": ["b"], "b": ["c"], "c": ["d", "c"], "d": ["e"], "e": ["f", "d"],
-        "f": ["b", "g"], "g": [],
-    }  # fmt: skip
-    assert list(loops_in(following)) == [({"c"}, {"c"}), ({"d"}, {"d", "e"}), ({"b"}, {"b", "f"})]
 
 
 def row_of(**changes: Any) -> sass.Row:
@@ -169,18 +94,6 @@ def faults_of(row: sass.Row) -> list[str]:
 def test_each_fault_is_a_sentence(changes: dict[str, Any], fault: str) -> None:
     (said,) = [said for said in faults_of(row_of(**changes)) if fault in said]
     assert said.startswith(f"{changes.get('kernel', 'adam_kernel')} of adam.cu, sm_90, ")
-
-
-def test_a_kernel_within_the_slack_has_no_fault() -> None:
-    assert faults_of(row_of(instructions=525, registers=63)) == []
-
-
-def test_ptx_of_another_target_is_not_taken_for_volta() -> None:
-    ptx = "// made by nvcc\n.version 9.0\n.target sm_75\n.address_size 64\n"
-    volta = "// made by nvcc\n.version 8.8\n.target sm_70\n.address_size 64\n"
-    assert sass_volta.for_volta(ptx) == volta
-    with pytest.raises(ValueError, match="names version and target 0 times"):
-        sass_volta.for_volta(ptx.replace("sm_75", "sm_80"))
 
 
 @needs_nvcc

@@ -9,7 +9,6 @@ import pytest
 import torch
 from op_cases import (
     A_FEW,
-    BF16,
     F16,
     F32,
     F64,
@@ -20,12 +19,9 @@ from op_cases import (
     TILE,
     ListCase,
     assert_guards_intact,
-    name_of,
-    number,
 )
 from step_list_cases import (
     ADAM,
-    LR,
     NOVOGRAD,
     RULES,
     SGD,
@@ -55,14 +51,6 @@ def test_every_list_is_stepped_and_nothing_around_it(
     if case.layout != "views":
         for name in call["tensors"].keys() | {"params", "grads", "copies"}:
             assert_guards_intact(lists_of(call)[name])
-
-
-@each_rule
-@pytest.mark.parametrize("dtypes", STEP_DTYPES, ids=name_of)
-def test_every_rule_takes_the_usual_dtypes(
-    rule: Rule, dtypes: Any, device: torch.device, cpu_level: str
-) -> None:
-    assert_steps(rule, sample(rule, A_FEW, dtypes, device))
 
 
 @pytest.mark.parametrize("param", FLOATS, ids=NAMES.get)
@@ -110,64 +98,6 @@ def test_nothing_changes_when_found_inf_is_set(
         before = copy_of(call)
         step_lists(**call)
         assert_same_call(call, before)
-
-
-@each_rule
-def test_numbers_may_be_tensors_and_found_inf_none(rule: Rule, device: torch.device) -> None:
-    call = sample(rule, A_FEW, HALF_MODEL, device)
-    expected = copy_of(call)
-    step_lists(**expected)
-    scale = torch.tensor(call["scale"], device=device)
-    options = call["options"] | {"lr": number(LR, device, F64)}
-    step_lists(**(call | {"options": options, "scale": scale, "found_inf": None}))
-    assert_same_call(call, expected)
-
-
-@each_rule
-@pytest.mark.parametrize("state", [F16, BF16, F64])
-def test_state_of_another_dtype_is_stepped_in_the_math_and_rounded(
-    rule: Rule, state: torch.dtype, device: torch.device
-) -> None:
-    call = sample(rule, A_FEW, HALF_MODEL, device, (state,))
-    wide = copy_of(call)
-    wide["tensors"] = {
-        name: [each.float() for each in listed] for name, listed in call["tensors"].items()
-    }
-    step_lists(**wide)
-    step_lists(**call)
-    for name, listed in wide.pop("tensors").items():
-        for ours, theirs in zip(call["tensors"][name], listed, strict=True):
-            assert_same_bits(ours, theirs.to(state))
-    assert_same_call(call | {"tensors": {}}, wide | {"tensors": {}})
-
-
-def test_each_parameter_has_a_step_count_of_its_own(device: torch.device) -> None:
-    call = sample(ADAM, A_FEW, HALF_MODEL, device)
-    counts = torch.tensor([0.0, 7.0, 3.0, 100.0, 1.0], device=device)
-    call["numbers"] = {"step": [*counts.unbind()]}
-    for _ in range(2):
-        step_lists(**call)
-    assert counts.tolist() == [2.0, 9.0, 5.0, 102.0, 3.0]
-
-
-def test_a_parameter_that_requires_grad_is_stepped_and_its_version_changes(
-    device: torch.device,
-) -> None:
-    call = sample(SGD, A_FEW, HALF_MODEL, device)
-    param = call["params"][1].requires_grad_()
-    loss = (param * param).sum()
-    step_lists(**call)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_compiled_function_may_call_it(device: torch.device) -> None:
-    call = sample(ADAM, A_FEW, HALF_MODEL, device)
-    expected = copy_of(call)
-    step_lists(**expected)
-    torch.compile(lambda: step_lists(**call), backend="eager")()
-    torch._dynamo.reset()
-    assert_same_call(call, expected)
 
 
 # --- Refusals: a sentence, and nothing is written.
@@ -227,9 +157,3 @@ def test_a_fault_is_named_and_nothing_is_written(
         for one, other in zip(old, new, strict=True):
             if one.device.type != "meta":
                 assert_same_bits(other, one)
-
-
-def test_a_device_without_kernels_is_named() -> None:
-    call = sample(SGD, ListCase("one", [(3,)]), ((F32,), (F32,), (None,)), torch.device("meta"))
-    with pytest.raises(RuntimeError, match=r"^a_function: params\[0\] is on meta, for which this"):
-        step_lists(**(call | {"found_inf": None}))

@@ -76,26 +76,6 @@ def test_a_step_of_fused_adam_is_few_launches_and_no_wait(
     assert waits == []
 
 
-def test_gradients_that_come_and_go_cost_no_wait(device: torch.device) -> None:
-    optimizer = fused(device, 300, 1.0)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
-    optimizer.step()
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            param.grad = grad if i % 3 != count % 3 else None
-        optimizer.step()
-
-    step()
-    kernels, waits = launches_and_waits(step)
-    assert len(kernels) == 2 * STEPS, kernels[:20]
-    assert waits == []
-
-
 def mixed(device: torch.device, **options: Any) -> tuple[FP16_Optimizer, list[Any]]:
     params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F32, device)]
     options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 1024.0}, **options}
@@ -174,15 +154,3 @@ def test_replays_of_a_whole_iteration_are_iterations(device: torch.device) -> No
         assert captured.loss_scale == plain.loss_scale
         for one, other in zip(params, plain_params, strict=True):
             assert torch.equal(one, other)
-
-
-def test_a_capture_without_a_step_before_is_refused(device: torch.device) -> None:
-    optimizer = fused(device, 3, 0.0)
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match=r"cannot be captured in a CUDA graph\. Take one step"),
-        torch.cuda.graph(graph),
-    ):
-        optimizer.step()
-    torch.cuda.synchronize()
-    assert not optimizer.state

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fused_adam_cases import (
-    BF16,
-    F16,
     F32,
     F64,
     NAMES,
-    SHAPES,
     Unchanged,
     copies_of,
-    give_grads,
     make_params,
     train,
 )
@@ -58,80 +54,7 @@ def test_the_trajectory_is_that_of_torch(
     assert params[1] not in optimizer.state
 
 
-def test_defaults_are_those_of_torch(device: torch.device) -> None:
-    params = make_params(device)
-    theirs = copies_of(params)
-    optimizer, expected = FusedAdagrad(params), torch.optim.Adagrad(theirs)
-    for each, its in ((optimizer, params), (expected, theirs)):
-        train(each, its, range(5))
-    assert_same_trajectory(optimizer, params, expected, theirs)
-
-
-def test_a_group_is_clipped_as_by_torch(device: torch.device) -> None:
-    params = make_params(device)
-    theirs = copies_of(params)
-    groups = [{"params": params[:3], "max_grad_norm": 0.5}, {"params": params[3:]}]
-    optimizer, expected = FusedAdagrad(groups, **OPTIONS), torch.optim.Adagrad(theirs, **OPTIONS)
-    for step in range(5):
-        give_grads(params, step)
-        optimizer.step()
-        give_grads(theirs, step)
-        torch.nn.utils.clip_grad_norm_(theirs[:3], 0.5)
-        expected.step()
-    assert_same_trajectory(optimizer, params, expected, theirs)
-
-
-def test_a_scheduler_changes_steps_as_of_torch(device: torch.device) -> None:
-    params = make_params(device)
-    theirs = copies_of(params)
-    pairs = (
-        (FusedAdagrad(params, **OPTIONS), params),
-        (torch.optim.Adagrad(theirs, **OPTIONS), theirs),
-    )
-    for optimizer, its in pairs:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        train(optimizer, its, range(6), after=scheduler.step)
-    assert_same_trajectory(pairs[0][0], params, pairs[1][0], theirs)
-
-
 # --- What apex has beside it.
-
-
-@pytest.mark.parametrize(
-    ("decoupled", "expected_sum", "expected"),
-    [
-        # The gradient 3 becomes 3 + 0.5 * 2 = 4; the step is 0.25 * 4 / (4 + 1).
-        (False, 16.0, 2.0 - 0.25 * 4.0 / 5.0),
-        # The step is 0.25 * (3 / (3 + 1) + 0.5 * 2).
-        (True, 9.0, 2.0 - 0.25 * (3.0 / 4.0 + 1.0)),
-    ],
-    ids=["L2", "decoupled"],
-)
-def test_the_first_step_by_hand(
-    decoupled: bool, expected_sum: float, expected: float, device: torch.device
-) -> None:
-    weight = Parameter(torch.full((3,), 2.0, device=device))
-    weight.grad = torch.full((3,), 3.0, device=device)
-    optimizer = FusedAdagrad([weight], 0.25, 1.0, 0.5, adagrad_w_mode=decoupled)
-    optimizer.step()
-    assert optimizer.state[weight]["sum"].tolist() == [expected_sum] * 3
-    assert weight.tolist() == pytest.approx([expected] * 3, rel=1e-6)
-
-
-def test_groups_may_decay_in_different_ways(device: torch.device) -> None:
-    params = make_params(device)
-    groups = [{"params": params[:3], "adagrad_w_mode": True}, {"params": params[3:]}]
-    optimizer = FusedAdagrad(groups, **OPTIONS)
-    others = copies_of(params)
-    alone = [FusedAdagrad(others[:3], **OPTIONS, adagrad_w_mode=True)]
-    alone += [FusedAdagrad(others[3:], **OPTIONS)]
-    for step in range(3):
-        give_grads(params, step)
-        give_grads(others, step)
-        for each in (optimizer, *alone):
-            each.step()
-    for param, other in zip(params, others, strict=True):
-        assert torch.equal(param, other)
 
 
 def test_the_arguments_have_the_order_and_the_defaults_of_apex() -> None:
@@ -144,14 +67,6 @@ def test_the_arguments_have_the_order_and_the_defaults_of_apex() -> None:
         ("set_grad_none", True),
         ("adagrad_w_mode", False),
     ]
-
-
-def test_zero_grad_sets_gradients_to_none_whatever_set_grad_none_says() -> None:
-    weight = Parameter(torch.ones(3))
-    for wish in (False, True):
-        weight.grad = torch.ones(3)
-        FusedAdagrad([weight], set_grad_none=wish).zero_grad()
-        assert weight.grad is None
 
 
 # --- Checkpoints.
@@ -201,23 +116,3 @@ def test_what_only_torch_has_is_refused(name: str, value: Any) -> None:
     sentence = rf"^FusedAdagrad\.load_state_dict: param_groups\[0\] has {name}={value}, which Fused"
     with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
         optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
-def test_sums_that_apex_saved_in_the_dtype_of_the_parameter_become_wide(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    optimizer = FusedAdagrad(params, adagrad_w_mode=True)
-    sums = [torch.full_like(param.detach(), 2.0) for param in params]
-    saved = {
-        "state": {index: {"sum": each} for index, each in enumerate(sums)},
-        "param_groups": [{**OPTIONS, "params": [*range(len(SHAPES))]}],
-    }
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["adagrad_w_mode"] is True
-    assert optimizer.param_groups[0]["lr"] == OPTIONS["lr"]
-    for param, each in zip(params, sums, strict=True):
-        loaded = optimizer.state[param]["sum"]
-        assert loaded.dtype == (F64 if dtype == F64 else F32)
-        assert torch.equal(loaded, each.to(loaded.dtype))

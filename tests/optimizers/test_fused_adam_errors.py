@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fused_adam_cases import (
-    F16,
-    F32,
     Unchanged,
-    assert_same_state,
     copies_of,
     give_grads,
     make_params,
@@ -128,12 +125,6 @@ def test_a_schedule_past_its_end_steps_as_in_torch(lr: float, device: torch.devi
         assert_near(param.detach(), wanted.detach())
 
 
-def test_bounds_themselves_are_allowed(device: torch.device) -> None:
-    bounds = {"lr": 0, "eps": 0, "weight_decay": 0, "max_grad_norm": 0, "betas": (0.0, 0.0)}
-    (group,) = FusedAdam(make_params(device), **bounds).param_groups
-    assert {name: group[name] for name in bounds} == bounds
-
-
 def test_the_old_positions_and_defaults_of_the_arguments_hold(device: torch.device) -> None:
     params = make_params(device)
     positional = FusedAdam(params, 0.1, False, (0.8, 0.9), 1e-3, True, 0.2, 0.5, False)
@@ -149,25 +140,9 @@ def test_the_old_positions_and_defaults_of_the_arguments_hold(device: torch.devi
     assert default.eps_mode == 1
 
 
-@pytest.mark.parametrize("name", ["set_grad_none", "capturable"])
-def test_later_keywords_without_effect_are_accepted(name: str, device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer, expected = FusedAdam(params, **{name: True}), FusedAdam(expected_params)
-    train(optimizer, params, range(2))
-    train(expected, expected_params, range(2))
-    assert_same_state(optimizer, expected)
-
-
 def test_a_misspelt_keyword_is_refused(device: torch.device) -> None:
     with pytest.raises(TypeError, match="weigth_decay"):
         FusedAdam(make_params(device), weigth_decay=0.1)
-
-
-def test_a_group_that_is_no_dictionary_gets_the_sentence_of_torch(device: torch.device) -> None:
-    optimizer = FusedAdam(make_params(device))
-    with pytest.raises(TypeError, match="param_group must be a dict"):
-        optimizer.add_param_group([Parameter(torch.ones(1))])
 
 
 # --- A step that raises leaves everything as it was
@@ -238,55 +213,3 @@ def test_a_refused_parameter_leaves_every_parameter_and_state_as_it_was(
     bad.grad = None
     optimizer.step()  # the others go on
     assert all(int(optimizer.state[param]["step"]) == 1 for param in good)
-
-
-def test_a_refused_parameter_does_not_stop_a_run_in_the_middle(device: torch.device) -> None:
-    # The bad one gets its first gradient when the others have trained for a while.
-    good, bad = make_params(device), plain(device)
-    optimizer = FusedAdam([{"params": good}, {"params": [bad]}])
-    train(optimizer, good, range(3))
-    give_grads([*good, bad], 3)
-    with_gaps(bad)
-    with Unchanged(optimizer), pytest.raises(RuntimeError, match="without gaps or overlap"):
-        optimizer.step()
-
-
-def test_an_lr_of_two_elements_written_into_a_later_group_is_refused(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}])
-    train(optimizer, params, range(2))
-    optimizer.param_groups[1]["lr"] = torch.ones(2)
-    give_grads(params, 2)
-    with Unchanged(optimizer), pytest.raises(ValueError, match="lr is a tensor of 2 elements"):
-        optimizer.step()
-
-
-def test_masters_of_a_parameter_with_gaps_are_not_made(device: torch.device) -> None:
-    good = make_params(device, F16)
-    bad = plain(device, F16)
-    optimizer = FusedAdam([{"params": good}, {"params": [bad]}], master_weights=True)
-    give_grads([*good, bad], 0)
-    with_gaps(bad)
-    with (
-        Unchanged(optimizer),
-        pytest.raises(RuntimeError, match=r"params\[1\]\[0\] has sizes \[3, 2\]"),
-    ):
-        optimizer.step()
-    assert not optimizer.state
-
-
-def test_a_failing_closure_changes_nothing(device: torch.device) -> None:
-    params = make_params(device, F32)
-    optimizer = FusedAdam(params)
-    train(optimizer, params, range(1))
-
-    def closure() -> None:
-        raise KeyError("no batch")
-
-    with Unchanged(optimizer), pytest.raises(KeyError, match="no batch"):
-        optimizer.step(closure)
-
-
-def test_betas_in_the_place_of_bias_correction_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"bias_correction is .*Betas are given as betas="):
-        FusedAdam([torch.nn.Parameter(torch.ones(1))], 1e-3, (0.9, 0.98))

@@ -10,8 +10,6 @@ import torch
 from fused_adam_cases import (
     BF16,
     F16,
-    F32,
-    NAMES,
     Optimizer,
     Unchanged,
     assert_same_state,
@@ -20,7 +18,7 @@ from fused_adam_cases import (
     give_grads,
     make_params,
 )
-from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
+from tolerances import assert_same_bits
 from torch.nn import Parameter
 
 from apex_mp.optimizers import FusedAdam
@@ -79,40 +77,6 @@ def test_the_trajectory_is_that_of_torch_under_the_same_overflows(
     assert min(scales) < 2.0**10 < max(scales)  # it both backed off and grew
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
-def test_low_precision_gradients_are_unscaled_in_the_step(
-    dtype: torch.dtype, masters: bool, device: torch.device
-) -> None:
-    # GradScaler itself refuses float16 gradients only in unscale_.
-    params = make_params(device, dtype)
-    expected_params = copies_of(params)
-    optimizer = FusedAdam(params, master_weights=masters, **OPTIONS)
-    expected = FusedAdam(expected_params, master_weights=masters, **OPTIONS)
-    scaler = make_scaler(device)
-    for step in range(40):
-        overflow = step in OVERFLOWS
-        scaled_step(scaler, optimizer, params, step, bad=math.inf if overflow else None)
-        if not overflow:
-            give_grads(expected_params, step, values=BF16)
-            expected.step()
-    assert_same_state(optimizer, expected)
-
-
-def test_gradients_too_small_for_float16_train_with_a_scale(device: torch.device) -> None:
-    # The true gradient is 2**-26, a quarter of float16's least number.
-    param = Parameter(torch.zeros(4, dtype=F16, device=device))
-    optimizer = FusedAdam([param], lr=2.0**-7, eps=0.0)
-    scaler = make_scaler(device, init_scale=2.0**16)
-    (param.grad,) = torch.autograd.grad(scaler.scale(param.float().sum() * 2.0**-26), [param])
-    assert param.grad.dtype == F16
-    scaler.step(optimizer)
-    assert param.tolist() == [-(2.0**-7)] * 4
-    assert_same_bits(
-        optimizer.state[param]["exp_avg"], torch.full((4,), 0.1 * 2.0**-26, device=device)
-    )
-
-
 @pytest.mark.parametrize("started", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
@@ -155,36 +119,6 @@ def test_a_skipped_step_does_not_invalidate_a_graph(device: torch.device) -> Non
 # --- unscale_
 
 
-def test_unscale_clip_and_step_are_those_of_torch(device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer = FusedAdam(params, eps=0.1, **OPTIONS)
-    expected = torch.optim.AdamW(expected_params, fused=True, eps=0.1, **OPTIONS)
-    scaler, expected_scaler = make_scaler(device), make_scaler(device)
-    for step in range(40):
-        how: dict[str, Any] = {"unscale": True, "max_norm": 2.0}
-        how["bad"] = math.nan if step in OVERFLOWS else None
-        scaled_step(scaler, optimizer, params, step, **how)
-        scaled_step(expected_scaler, expected, expected_params, step, **how)
-    assert_same_trajectory(optimizer, params, expected, expected_params)
-
-
-def test_clipping_inside_the_step_needs_no_unscale(device: torch.device) -> None:
-    limit = 2.0
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer = FusedAdam(params, eps=0.1, max_grad_norm=limit, **OPTIONS)
-    expected = torch.optim.AdamW(expected_params, fused=True, eps=0.1, **OPTIONS)
-    scaler, expected_scaler = make_scaler(device), make_scaler(device)
-    for step in range(40):
-        bad = math.inf if step in OVERFLOWS else None
-        scaled_step(scaler, optimizer, params, step, bad=bad)
-        scaled_step(
-            expected_scaler, expected, expected_params, step, bad=bad, unscale=True, max_norm=limit
-        )
-    assert_same_trajectory(optimizer, params, expected, expected_params)
-
-
 def test_torch_refuses_to_unscale_float16_gradients_and_the_step_still_works(
     device: torch.device,
 ) -> None:
@@ -206,21 +140,6 @@ def test_torch_refuses_to_unscale_float16_gradients_and_the_step_still_works(
 # --- Round about
 
 
-def test_the_legacy_scale_multiplies_that_of_grad_scaler(device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    outputs = [torch.zeros_like(p, dtype=F16) for p in params]
-    optimizer, expected = FusedAdam(params), FusedAdam(expected_params)
-    scaler = make_scaler(device)
-    give_grads(params, 0, factor=1024.0 * 8.0)
-    scaler.step(optimizer, scale=8.0, output_params=outputs)
-    give_grads(expected_params, 0)
-    expected.step()
-    assert_same_state(optimizer, expected)
-    for output, param in zip(outputs, params, strict=True):
-        assert_same_bits(output, param.detach().half())
-
-
 def test_grads_of_ones_own_are_refused_because_nobody_has_checked_them(
     device: torch.device,
 ) -> None:
@@ -230,80 +149,3 @@ def test_grads_of_ones_own_are_refused_because_nobody_has_checked_them(
     bad = [torch.full_like(p, math.inf) for p in params]
     with Unchanged(optimizer), pytest.raises(ValueError, match="grads was given inside GradScaler"):
         make_scaler(device).step(optimizer, grads=bad)
-
-
-def test_a_disabled_scaler_changes_nothing(device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer, expected = FusedAdam(params), FusedAdam(expected_params)
-    give_grads(params, 0)
-    give_grads(expected_params, 0)
-    torch.amp.GradScaler(device.type, enabled=False).step(optimizer)
-    expected.step()
-    assert_same_state(optimizer, expected)
-
-
-def test_a_step_without_gradients_does_nothing(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedAdam(params)
-    with Unchanged(optimizer):
-        make_scaler(device).step(optimizer)
-
-
-def test_a_float16_model_trains_under_autocast_and_scaler(device: torch.device) -> None:
-    inputs, targets = torch.randn(64, 8, device=device), torch.randn(64, 1, device=device)
-    model = torch.nn.Linear(8, 1).to(device)
-    optimizer = FusedAdam(model.parameters(), lr=0.03)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30)
-    losses, skipped = [], 0
-    for _ in range(60):
-        optimizer.zero_grad()
-        with torch.autocast(device.type, F16):
-            loss = torch.nn.functional.mse_loss(model(inputs).float(), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        before = scaler.get_scale()
-        scaler.update()
-        skipped += scaler.get_scale() < before
-        losses.append(loss.item())
-    assert skipped > 0  # 2**30 is too much for float16
-    assert int(optimizer.state[model.weight]["step"]) == 60 - skipped
-    # Least squares, in closed form.
-    ones = torch.ones(64, 1, device=device)
-    design = torch.cat([inputs, ones], 1).double()
-    best = torch.linalg.lstsq(design.cpu(), targets.double().cpu())
-    least = ((design.cpu() @ best.solution - targets.double().cpu()) ** 2).mean().item()
-    assert losses[-1] - least < 0.1 * (losses[0] - least)
-
-
-def test_the_scaled_norm_is_not_rounded_to_float16(device: torch.device) -> None:
-    params = make_params(device, F16, [(6,)])
-    expected_params = copies_of(params, F32)
-    optimizer = FusedAdam(params, max_grad_norm=0.1, eps=0.1, master_weights=True)
-    expected = FusedAdam(expected_params, max_grad_norm=0.1, eps=0.1)
-    give_grads(params, 0, factor=2.0**14)  # its norm is over 65504
-    give_grads(expected_params, 0)
-    assert params[0].grad.isfinite().all()
-    make_scaler(device, init_scale=2.0**14).step(optimizer)
-    expected.step()
-    master = optimizer.state[params[0]]["master_param"]
-    assert_near(master, expected_params[0].detach(), TRAJECTORY_TOLERANCES[F32])
-
-
-def test_a_step_without_a_scaler_is_taken_after_one_that_a_scaler_skipped(
-    device: torch.device,
-) -> None:
-    param = Parameter(torch.ones(4, device=device))
-    param.grad = torch.ones_like(param)
-    optimizer = FusedAdam([param])
-    optimizer.step()
-    # As GradScaler sets it around its call; kept, so that it still says 1 afterwards.
-    found_inf = torch.ones((), device=device)
-    optimizer.found_inf = found_inf
-    before = param.detach().clone()
-    optimizer.step()
-    assert torch.equal(param, before)
-    del optimizer.found_inf
-    optimizer.step()
-    assert not torch.equal(param, before)
-    assert found_inf.item() == 1.0

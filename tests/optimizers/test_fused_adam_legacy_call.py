@@ -87,32 +87,6 @@ def test_output_params_receive_exactly_the_rounded_parameter(
     assert_same_state(optimizer, expected)
 
 
-def test_one_flat_list_serves_a_single_group(device: torch.device) -> None:
-    # `output_params=model.parameters()`, as recommenders call it.
-    model = torch.nn.Linear(3, 2).to(device, F16)
-    masters = [Parameter(p.detach().float()) for p in model.parameters()]
-    expected_params = copies_of(masters)
-    optimizer, expected = FusedAdam(masters, **OPTIONS), FusedAdam(expected_params, **OPTIONS)
-    give_grads(list(model.parameters()), 0)
-    give_grads(expected_params, 0)
-    grads = [p.grad for p in model.parameters()]
-    optimizer.step(grads=grads, output_params=model.parameters(), scale=1.0)
-    expected.step()
-    assert_same_state(optimizer, expected)
-    for param, master in zip(model.parameters(), masters, strict=True):
-        assert_same_bits(param.detach(), master.detach().half())
-
-
-def test_a_list_with_one_list_serves_a_single_group(device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    give_grads(expected_params, 0)
-    optimizer, expected = FusedAdam(params), FusedAdam(expected_params)
-    optimizer.step(grads=[[p.grad for p in expected_params]])
-    expected.step()
-    assert_same_state(optimizer, expected)
-
-
 def test_given_grads_replace_those_of_the_parameters_and_stay_as_they_are(
     device: torch.device,
 ) -> None:
@@ -148,31 +122,6 @@ def test_gradients_of_any_dtype_step_float32_masters(
         # Math is float64 with float64 gradients, so not the same bits.
         assert_near(param.detach(), wanted.detach(), TRAJECTORY_TOLERANCES[F32])
         assert param.dtype == optimizer.state[param]["exp_avg"].dtype == F32
-
-
-def test_no_gradient_means_no_step_and_no_output(device: torch.device) -> None:
-    params = make_params(device)
-    outputs = [torch.full_like(p, 7.0, dtype=F16) for p in params]
-    grads = [grad_for(p, 0, i) if i % 2 else None for i, p in enumerate(params)]
-    optimizer = FusedAdam(params)
-    optimizer.step(grads=grads, output_params=outputs)
-    for index, (param, output) in enumerate(zip(params, outputs, strict=True)):
-        assert (param in optimizer.state) == (index % 2 == 1)
-        wanted = param.detach().half() if index % 2 else torch.full_like(output, 7.0)
-        assert_same_bits(output, wanted)
-
-
-def test_output_params_may_be_none_or_the_parameter_itself(device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer, expected = FusedAdam(params), FusedAdam(expected_params)
-    give_grads(params, 0)
-    give_grads(expected_params, 0)
-    half = torch.zeros_like(params[0], dtype=F16)
-    optimizer.step(output_params=[half, None, *params[2:]])
-    expected.step()
-    assert_same_state(optimizer, expected)
-    assert_same_bits(half, params[0].detach().half())
 
 
 # --- scale
@@ -304,34 +253,6 @@ def test_each_group_is_clipped_by_its_own_norm_given_or_not(
     assert_same_trajectory(optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[F32])
 
 
-def test_grad_norms_do_nothing_without_max_grad_norm(device: torch.device) -> None:
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer, expected = grouped(params), grouped(expected_params)
-    give_grads(params, 0)
-    give_grads(expected_params, 0)
-    optimizer.step(grad_norms=[1e6, float("nan"), 0.0])
-    expected.step()
-    assert_same_state(optimizer, expected)
-
-
-def test_a_limit_of_one_group_does_not_clip_another(device: torch.device) -> None:
-    params = make_params(device, F32, [(4,), (4,)])
-    expected_params = copies_of(params)
-    give_grads(params, 0)
-    give_grads(expected_params, 0)
-    optimizer = FusedAdam(
-        [{"params": params[:1], "max_grad_norm": 1e-3}, {"params": params[1:]}], eps=1.0
-    )
-    expected = FusedAdam(expected_params, eps=1.0)
-    optimizer.step()
-    expected.step()
-    assert_same_bits(params[1].detach(), expected_params[1].detach())
-    assert_near(
-        optimizer.state[params[0]]["exp_avg"].norm(), torch.tensor(0.1 * 1e-3, device=device)
-    )
-
-
 # --- What does not fit is refused, and nothing is changed
 
 
@@ -430,40 +351,3 @@ def test_a_call_that_does_not_fit_raises_a_sentence_and_changes_nothing(
         pytest.raises((RuntimeError, ValueError, TypeError), match=message),
     ):
         optimizer.step(**call)
-
-
-def test_a_norm_of_two_elements_is_refused(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = grouped(params, max_grad_norm=1.0)
-    give_grads(params, 0)
-    with (
-        Unchanged(optimizer),
-        pytest.raises(ValueError, match="a tensor of 2 elements; it must have 1"),
-    ):
-        optimizer.step(grad_norms=[1.0, 2.0, torch.ones(2, device=device)])
-
-
-def test_masters_of_both_kinds_are_refused(device: torch.device) -> None:
-    params = make_params(device, F16)
-    optimizer = FusedAdam(params, master_weights=True)
-    give_grads(params, 0)
-    with (
-        Unchanged(optimizer),
-        pytest.raises(ValueError, match="output_params was given with master_weights"),
-    ):
-        optimizer.step(output_params=copies_of(params))
-
-
-def test_an_output_of_another_layout_than_its_parameter_is_refused(device: torch.device) -> None:
-    params = make_params(device, F32, [(2, 3, 4, 5)])
-    output = torch.zeros_like(params[0], dtype=F16).contiguous(memory_format=torch.channels_last)
-    optimizer = FusedAdam(params)
-    give_grads(params, 0)
-    with (
-        Unchanged(optimizer, [output]),
-        pytest.raises(
-            RuntimeError,
-            match=r"output_params\[0\]\[0\] has .* must lie in memory in the same order",
-        ),
-    ):
-        optimizer.step(output_params=[output])

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from fused_adam_cases import (
-    BF16,
     F16,
     F32,
-    F64,
-    NAMES,
     Unchanged,
     assert_same_state,
     copies_of,
@@ -22,7 +19,6 @@ from fused_adam_cases import (
     make_params,
     train,
 )
-from tolerances import assert_near
 from torch.nn import Parameter
 
 from apex_mp.optimizers import FusedNovoGrad
@@ -88,43 +84,6 @@ def test_norms_are_averaged_from_the_first_gradient_or_from_zero(
         weight.grad = torch.tensor([3.0, -4.0], device=device) * factor
         optimizer.step()
         assert optimizer.state[weight]["exp_avg_sq"].item() == pytest.approx(norm, rel=1e-6)
-
-
-def test_without_decay_a_step_does_not_depend_on_the_size_of_the_gradient(
-    device: torch.device,
-) -> None:
-    ends = []
-    for factor in (1.0, 2.0**10, 2.0**-10):
-        weight = weight_and_grad(device)
-        optimizer = FusedNovoGrad([weight], eps=0.0)
-        for _ in range(3):
-            weight.grad = torch.tensor([3.0, -4.0], device=device) * factor
-            optimizer.step()
-        ends.append(weight.detach())
-    assert torch.equal(ends[0], ends[1])
-    assert torch.equal(ends[0], ends[2])
-
-
-def test_norms_beyond_the_squares_of_float32_are_finite(device: torch.device) -> None:
-    weight = weight_and_grad(device)
-    weight.grad = torch.tensor([3e30, -4e30], device=device)
-    optimizer = FusedNovoGrad([weight])
-    for _ in range(2):
-        optimizer.step()
-    norm = optimizer.state[weight]["exp_avg_sq"].item()
-    assert norm == pytest.approx(5e30, rel=1e-5)
-    assert weight.isfinite().all()
-
-
-def test_each_parameter_counts_its_own_steps(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedNovoGrad(params, **OPTIONS)
-    train(optimizer, params, range(3), missing=lambda step, index: index == 0 and step < 2)
-    late = copies_of(make_params(device))[0]
-    alone = FusedNovoGrad([late], **OPTIONS)
-    train(alone, [late], range(2, 3))
-    assert torch.equal(params[0], late)
-    assert [int(optimizer.state[param]["step"]) for param in params[:2]] == [1, 3]
 
 
 # --- The signature.
@@ -239,44 +198,3 @@ def test_norms_of_apex_that_do_not_fit_are_refused(count: int, device: torch.dev
     )
     with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
         optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("name", ["step", "exp_avg_sq"])
-def test_a_number_that_is_none_is_refused(name: str) -> None:
-    params = [Parameter(torch.ones(3))]
-    optimizer = FusedNovoGrad(params)
-    train(optimizer, params, range(1))
-    for value in (-1.0, math.nan, "a", torch.ones(3)):
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["state"][0][name] = value
-        sentence = rf"^FusedNovoGrad\.load_state_dict: state\[0\]\['{name}'\] is "
-        with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
-            optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=NAMES.get)
-def test_moments_that_were_saved_in_the_dtype_of_the_parameter_become_wide(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    optimizer = FusedNovoGrad(params, **OPTIONS)
-    train(optimizer, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        state["exp_avg"] = state["exp_avg"].to(dtype)
-    others = copies_of(params)
-    other = FusedNovoGrad(others, lr=1.0)
-    other.load_state_dict(saved)
-    for index, param in enumerate(others):
-        loaded = other.state[param]["exp_avg"]
-        assert loaded.dtype == (F64 if dtype == F64 else F32)
-        assert_near(loaded, saved["state"][index]["exp_avg"])
-
-
-def test_another_norm_is_refused_by_the_step(device: torch.device) -> None:
-    weight = weight_and_grad(device)
-    optimizer = FusedNovoGrad([weight])
-    optimizer.param_groups[0]["norm_type"] = 1
-    with pytest.raises(ValueError, match=r"^FusedNovoGrad: norm_type is 1; it must be 0 or 2$"):
-        optimizer.step()
-    assert weight.tolist() == [2.0, 2.0]

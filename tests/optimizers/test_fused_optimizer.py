@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import fp16_utils
-from apex_mp.core.step import StepRequest, StepResult
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apex_mp.optimizers._state import Kept, StateLayout, unpack
+from apex_mp.optimizers._state import StateLayout
 
 pytestmark = pytest.mark.cpu_only
 
@@ -57,31 +54,6 @@ def test_messages_have_the_published_name_in_a_subclass_too(fused: Any) -> None:
         optimizer.load_state_dict(saved)
 
 
-@each_fused
-def test_amsgrad_that_comes_later_is_refused_by_the_step(fused: Any) -> None:
-    param = parameter()
-    optimizer = fused([param], lr=0.1)
-    param.grad = torch.ones(3)
-    optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(RuntimeError, match=rf"^{fused.__name__} does not support the AMSGrad var"):
-        optimizer.step()
-    assert param.tolist() == [1.0, 1.0, 1.0]
-    assert not optimizer.state
-
-
-@each_fused
-def test_a_step_returns_a_result_for_a_request_and_else_the_loss(fused: Any) -> None:
-    param = parameter()
-    optimizer = fused([param], lr=0.1)
-    result = optimizer.step(lambda: 2.0, grads=StepRequest(check=True))
-    assert isinstance(result, StepResult)
-    assert result.without_grad == [(0, 0)]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        result.sent = None  # type: ignore[misc]
-    assert optimizer.step(lambda: 2.0) == 2.0
-    assert optimizer.step() is None
-
-
 def test_a_step_that_was_replaced_must_return_the_result() -> None:
     param = Parameter(torch.ones(3, dtype=torch.float16))
     optimizer = fp16_utils.FP16_Optimizer(FusedAdam([param]), verbose=False)
@@ -100,18 +72,6 @@ def test_a_step_that_was_replaced_must_return_the_result() -> None:
 # --- The layout of the state
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_state_is_made_in_the_dtypes_of_its_names(dtype: torch.dtype) -> None:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    state = NOVOGRAD.completed({}, parameter(dtype), {"master_weights": True})
-    master = {"master_param": torch.float32} if dtype == torch.float16 else {}
-    numbers = {"step": torch.float32, "exp_avg_sq": torch.float32}
-    dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    assert dtypes == {**numbers, "exp_avg": wide, **master}
-    assert [tensor.shape for tensor in state.values()] == [(), (), *[(3,)] * (1 + len(master))]
-    assert ADAGRAD.completed({}, parameter(dtype), {}).keys() == {"sum"}
-
-
 def test_what_a_state_has_stays_and_plain_numbers_become_tensors() -> None:
     average, square = torch.ones(3), torch.tensor(0.5)
     had = {"exp_avg": average, "exp_avg_sq": square, "step": 7, "mine": "kept"}
@@ -121,21 +81,6 @@ def test_what_a_state_has_stays_and_plain_numbers_become_tensors() -> None:
     assert state["step"].item() == 7.0
     assert state["mine"] == "kept"
     assert had["step"] == 7
-
-
-def test_loaded_state_is_a_copy_that_keeps_its_dtype() -> None:
-    param = parameter(torch.float16)
-    average = torch.full((3,), 1e-9)
-    saved = {"step": 2, "exp_avg": average, "exp_avg_sq": torch.tensor(4.0, dtype=torch.float64)}
-    loaded = NOVOGRAD.loaded("here", saved, param)
-    assert all(isinstance(value, Kept) for value in loaded.values())
-    state: dict[str, Tensor] = unpack({param: loaded})[param]
-    average.zero_()
-    assert state["exp_avg"].tolist() == torch.full((3,), 1e-9).tolist()
-    assert {name: tensor.dtype for name, tensor in state.items()} == dict.fromkeys(
-        saved, torch.float32
-    )
-    assert (state["step"].item(), state["exp_avg_sq"].item()) == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(

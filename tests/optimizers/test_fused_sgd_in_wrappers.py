@@ -13,7 +13,6 @@ import torch
 from fp16_cases import (
     F16,
     F32,
-    FACES,
     INF,
     NAN,
     STEPS_TO_COUNT_PASSES,
@@ -22,19 +21,15 @@ from fp16_cases import (
     passes_over,
     pull,
 )
-from fused_adam_cases import BF16, NAMES, assert_same_state, copies_of, give_grads, make_params
+from fused_adam_cases import assert_same_state, copies_of, give_grads, make_params
 from several_devices_cases import side_of, spread
-from test_fused_adam_grad_scaler import OVERFLOWS, make_scaler, scaled_step
-from test_fused_sgd import assert_same_trajectory
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp import _C, amp, fp16_utils
+from apex_mp import _C, fp16_utils
 from apex_mp.core import device_scale, readback
-from apex_mp.core.step import StepRequest
-from apex_mp.loss_scale import DynamicLossScale
-from apex_mp.optimizers import FusedSGD, _device_part, _several_devices
+from apex_mp.optimizers import FusedSGD, _device_part
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
 DAMPENED = OPTIONS | {"dampening": 0.5}
@@ -51,30 +46,6 @@ def left_alone(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 
 # --- torch.amp.GradScaler
-
-
-@each_options
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_under_grad_scaler_the_trajectory_is_that_of_torch_under_the_same_overflows(
-    bad: float, options: dict[str, Any], device: torch.device
-) -> None:
-    params = make_params(device)
-    theirs = copies_of(params)
-    pairs = (FusedSGD(params, **options), params), (torch.optim.SGD(theirs, **options), theirs)
-    scales = []
-    for optimizer, its in pairs:
-        scaler = make_scaler(device)
-        steps = range(40)
-        scales.append(
-            [
-                scaled_step(scaler, optimizer, its, step, bad=bad if step in OVERFLOWS else None)
-                for step in steps
-            ]
-        )
-    assert scales[0] == scales[1]
-    assert min(scales[0]) < 2.0**10 < max(scales[0])  # it both backed off and grew
-    (optimizer, _), (expected, _) = pairs
-    assert_same_trajectory(optimizer, params, expected, theirs)
 
 
 @each_options
@@ -140,34 +111,6 @@ def test_buffers_that_hold_nothing_yet_are_not_saved(
     assert_same_bits(optimizer.state[params[5]]["momentum_buffer"] != 0, params[5].grad != 0)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
-def test_low_precision_gradients_are_unscaled_in_the_step(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    theirs = copies_of(params)
-    optimizer, expected = FusedSGD(params, **DAMPENED), FusedSGD(theirs, **DAMPENED)
-    scaler = make_scaler(device)
-    for step in range(40):
-        overflow = step in OVERFLOWS
-        scaled_step(scaler, optimizer, params, step, bad=math.inf if overflow else None)
-        if not overflow:
-            give_grads(theirs, step, values=BF16)
-            expected.step()
-    assert_same_state(optimizer, expected)
-
-
-def test_grads_inside_grad_scaler_are_refused(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, 0.1)
-    optimizer.found_inf = torch.zeros(1, device=device)
-    with pytest.raises(ValueError, match=r"^FusedSGD\.step: grads was given inside GradScaler"):
-        optimizer.step(grads=[None] * len(params))
-    optimizer.found_inf = torch.zeros(2, device=device)
-    with pytest.raises(ValueError, match=r"^FusedSGD: found_inf is a tensor of 2 elements"):
-        optimizer.step()
-
-
 # --- FP16_Optimizer
 
 
@@ -175,29 +118,6 @@ def make_fp16(params: Any, face: Any = fp16_utils.FP16_Optimizer, **options: Any
     inner = FusedSGD(params, **(OPTIONS | options))
     args = {"init_scale": 1024.0, "scale_window": 3}
     return face(inner, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
-
-
-@pytest.mark.parametrize("face", FACES.values(), ids=FACES)
-@each_options
-def test_fp16_optimizer_trains_as_around_torch_and_loses_nothing_to_an_overflow(
-    face: Any, options: dict[str, Any], device: torch.device
-) -> None:
-    runs = []
-    for cls in (FusedSGD, torch.optim.SGD):
-        params = [parameter([1.0, 2.0], F16, device), parameter([[3.0]], F32, device)]
-        args = {"init_scale": 1024.0, "scale_window": 3}
-        optimizer = face(cls(params, **options), 1.0, True, args, verbose=False)
-        for value in (INF, 0.5, -1.5, NAN, 2.0, 0.25, 1.0):
-            optimizer.zero_grad()
-            optimizer.backward(pull(*((param, value) for param in params)))
-            optimizer.step()
-        runs.append((optimizer, params))
-    (optimizer, params), (expected, theirs) = runs
-    assert optimizer.loss_scale == expected.loss_scale != 1024.0
-    ours, its = (each.optimizer.param_groups[0]["params"] for each in (optimizer, expected))
-    assert_same_trajectory(optimizer.optimizer, ours, expected.optimizer, its)
-    for param, other in zip(params, theirs, strict=True):
-        torch.testing.assert_close(param, other)
 
 
 def test_the_step_unscales_clips_and_copies_in_two_passes(device: torch.device) -> None:
@@ -212,20 +132,6 @@ def test_the_step_unscales_clips_and_copies_in_two_passes(device: torch.device) 
     assert names == ["apex_mp::check_pass", "apex_mp::sgd_pass"]
     master = optimizer.param_groups[0]["params"][0]
     assert_same_bits(params[0].detach(), master.detach().half())
-
-
-@pytest.mark.parametrize("clip", ["group", "global"])
-def test_max_grad_norm_clips_by_the_norm_of_a_group_or_of_all(
-    clip: str, device: torch.device
-) -> None:
-    params = [parameter([0.0], F16, device), parameter([0.0], F32, device)]
-    groups = [{"params": [param]} for param in params]
-    inner = FusedSGD(groups, 1.0, max_grad_norm=1.0)
-    optimizer = fp16_utils.FP16_Optimizer(inner, 8.0, verbose=False, clip=clip)
-    optimizer.backward(pull((params[0], 3.0), (params[1], 4.0)))
-    optimizer.step()
-    expected = [-1.0, -1.0] if clip == "group" else [-3 / 5, -4 / 5]
-    assert [param.item() for param in params] == pytest.approx(expected, rel=1e-3)
 
 
 # The same numbers whether the host waits or not.
@@ -319,47 +225,6 @@ def test_a_report_after_the_gradients_are_gone_names_who_overflowed(
     ]
 
 
-def test_a_skipped_first_step_leaves_no_state(device: torch.device, left_alone: None) -> None:
-    params = [parameter([1.0, 2.0], F16, device)]
-    optimizer = make_fp16(params)
-    optimizer.backward(pull((params[0], INF)))
-    optimizer.step()
-    assert optimizer.overflow
-    assert not optimizer.state
-
-
-def test_the_outcome_is_read_at_once_where_the_scaler_wants_it(
-    device: torch.device, left_alone: None
-) -> None:
-    params = [parameter([1.0, 2.0], F16, device)]
-    optimizer = make_fp16(params, **DAMPENED)
-    optimizer.loss_scaler.update_scale = optimizer.loss_scaler.update_scale  # It wants to hear.
-    for value, size in ((INF, 0), (1.0, 1), (INF, 1)):
-        optimizer.zero_grad()
-        optimizer.backward(pull((params[0], value)))
-        optimizer.step()
-        assert optimizer.overflow == (value == INF)
-        assert len(optimizer.state) == size
-        assert not readback._pending
-    assert optimizer.loss_scale == 256.0
-
-
-@pytest.mark.parametrize("value", [1.0, INF])
-def test_a_loss_scale_on_the_device_is_updated_where_the_host_waits_too(
-    value: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
-    scale = device_scale.DeviceScale(DynamicLossScale(scale=8.0, growth_interval=1), device)
-    weight = Parameter(torch.ones(3, device=device))
-    weight.grad = torch.full((3,), value, device=device)
-    optimizer = FusedSGD([weight], **DAMPENED)
-    result = optimizer.step(grads=StepRequest(check=True, loss_scale=scale))
-    assert scale.scale.item() == (16.0 if value == 1.0 else 4.0)
-    assert (result.outcome.found_inf, result.outcome.is_known) == (value == INF, True)
-    state = optimizer.state[weight] if value == 1.0 else {}
-    assert "is_fresh" not in state  # The host knows: nobody need ask the device again.
-
-
 # --- Several devices
 
 
@@ -400,39 +265,6 @@ def test_parameters_on_several_devices_are_stepped_as_on_one(
         torch.testing.assert_close(ours, theirs, rtol=1e-6 if max_grad_norm else 0.0, atol=0.0)
 
 
-@pytest.mark.cpu_only
-def test_a_late_report_names_who_overflowed_on_several_devices(
-    two_sides: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
-    monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)
-    params = [parameter([1.0] * size, F16) for size in (2, 1, 4, 3)]
-    optimizer = make_fp16(params)
-    spread(optimizer.optimizer)
-    for index in (0, 3):
-        optimizer.backward(
-            pull(*((param, INF if i == index else 1.0) for i, param in enumerate(params)))
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        names = [one.name for one in optimizer.overflow_report]
-        assert names == [f"group 0, parameter {index}"]
-
-
-@pytest.mark.cpu_only
-def test_a_capture_of_several_devices_is_refused(
-    two_sides: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = [parameter([1.0] * size, F32) for size in (1, 2)]
-    optimizer = spread(FusedSGD(params, **OPTIONS))
-    give_grads(params, 0)
-    capturing = side_of(torch.ones(1))
-    monkeypatch.setattr(_several_devices, "is_capturing", lambda device: device == capturing)
-    with pytest.raises(RuntimeError, match=r"^FusedSGD: .* is capturing a CUDA graph, but"):
-        optimizer.step()
-    assert [param.tolist() for param in params] == [[1.0], [1.0, 1.0]]
-
-
 # --- amp
 
 
@@ -443,51 +275,3 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(x).relu()).float()
-
-
-@pytest.mark.usefixtures("amp_off")
-@pytest.mark.parametrize("materialize", [True, False])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_amp_initialize_trains_as_with_torch_and_loses_nothing_to_an_overflow(
-    level: str, materialize: bool, device: torch.device
-) -> None:
-    ends = []
-    for make in (
-        lambda params: FusedSGD(params, **DAMPENED, materialize_master_grads=materialize),
-        lambda params: torch.optim.SGD(params, **DAMPENED),
-    ):
-        torch.manual_seed(0)
-        model = Net().to(device)
-        optimizer = make(model.parameters())
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
-        )
-        inputs = torch.randn(5, 4, device=device)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = model(inputs).square().mean() * (INF if step in (0, 3) else 1.0)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            assert amp.step_was_skipped(optimizer) == (step in (0, 3))
-        ends.append([param.detach().float() for param in model.parameters()])
-    for ours, theirs in zip(*ends, strict=True):
-        # O3 keeps float16 weights: torch rounds each product to them, and we each step.
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 if level != "O3" else 2e-3)
-
-
-@pytest.mark.usefixtures("amp_off")
-def test_a_wrapped_optimizer_of_amp_init_skips_and_goes_on(device: torch.device) -> None:
-    handle: Any = amp.init(device_type=device.type)
-    ends = []
-    for cls in (FusedSGD, torch.optim.SGD):
-        weight = Parameter(torch.ones(3, device=device))
-        optimizer = handle.wrap_optimizer(cls([weight], **OPTIONS))
-        for value in (INF, 1.0, NAN, 0.5):
-            optimizer.zero_grad()
-            with optimizer.scale_loss((weight * value).sum()) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-        ends.append(weight.detach())
-    torch.testing.assert_close(*ends)
-    assert (ends[0] < 1.0).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from fused_adam_cases import (
     F64,
     NAMES,
     Unchanged,
-    assert_same_state,
     copies_of,
-    give_grads,
     make_params,
     train,
 )
@@ -81,32 +78,6 @@ def test_loaded_buffers_keep_the_dtype_of_the_math(
         assert theirs.data_ptr() != ours.data_ptr() or not ours.numel()
 
 
-def test_options_that_a_saved_group_lacks_stay(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, 0.5, wd_after_momentum=True, max_grad_norm=2.0)
-    optimizer.load_state_dict(torch.optim.SGD(copies_of(params), 0.25).state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["wd_after_momentum"], group["max_grad_norm"]) == (0.25, True, 2.0)
-
-
-def test_without_momentum_there_is_no_state(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, 0.5)
-    train(optimizer, params, range(2))
-    assert len(optimizer.state) == 0
-    FusedSGD(copies_of(params), 0.5).load_state_dict(optimizer.state_dict())
-
-
-def test_a_buffer_that_torch_has_not_made_yet_is_none_of_ours(device: torch.device) -> None:
-    params = make_params(device)
-    saved = torch.optim.SGD(params, 0.5).state_dict()
-    saved["state"] = {0: {"momentum_buffer": None}}
-    optimizer = FusedSGD(params, **OPTIONS)
-    optimizer.load_state_dict(saved)
-    assert buffers_of(optimizer, params) == [None] * len(params)
-    train(optimizer, params, [0])
-
-
 @pytest.mark.parametrize(
     ("spoil", "error", "sentence"),
     [
@@ -163,49 +134,3 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(
     spoil(saved)
     with Unchanged(optimizer), pytest.raises(error, match=sentence):
         optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_copy_goes_on_as_the_original(how: str, device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, **OPTIONS, wd_after_momentum=True, materialize_master_grads=False)
-    train(optimizer, params, range(3))
-    other = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-    assert (other.wd_after_momentum, other.materialize_master_grads) == (True, False)
-    others = other.param_groups[0]["params"]
-    for each, its in ((optimizer, params), (other, others)):
-        train(each, its, range(3, 6))
-    assert_same_state(other, optimizer)
-
-
-def test_a_model_that_is_moved_to_another_dtype_goes_on(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, **OPTIONS)
-    train(optimizer, params, range(2))
-    for param in params:
-        param.grad = None
-        param.data = param.data.half()
-    train(optimizer, params, range(2, 4))
-    assert all(buffer.dtype == F32 for buffer in buffers_of(optimizer, params))
-
-
-def test_gradients_that_never_come_leave_parameters_and_state_alone(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, **OPTIONS)
-    with Unchanged(optimizer):
-        optimizer.step()
-    give_grads(params, 0, missing=lambda step, index: index != 1)
-    optimizer.step()
-    assert [param in optimizer.state for param in params] == [i == 1 for i in range(6)]
-
-
-def test_a_hook_sees_the_state_once_and_loading_leaves_no_hook_behind(
-    device: torch.device,
-) -> None:
-    params = make_params(device)
-    optimizer = FusedSGD(params, **OPTIONS)
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert len(seen) == 1
-    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1

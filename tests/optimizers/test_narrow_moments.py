@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -183,28 +182,3 @@ def test_torchs_adamw_loads_it(device: torch.device) -> None:
     train(theirs, range(3, 4))
     for param, twin in zip(params, twins, strict=True):
         assert_near(param, twin)
-
-
-def test_other_dtypes_are_refused(device: torch.device) -> None:
-    params = make_params(device, F16)
-    message = "FusedAdam: moment_dtype is torch.float16; it must be torch.float32 or torch.bfloat16"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FusedAdam(params, moment_dtype=F16)
-    optimizer = FusedAdam(params)
-    give_grads(params, 0)
-    for wrong in (F16, "bfloat16", None):
-        optimizer.param_groups[0]["moment_dtype"] = wrong
-        with pytest.raises(ValueError, match=f"FusedAdam: moment_dtype is .*{wrong}"):
-            optimizer.step()
-
-
-def test_a_moment_of_another_dtype_is_refused(device: torch.device) -> None:
-    params = make_params(device, F16)
-    optimizer = FusedAdam(params)
-    train(optimizer, range(1))
-    optimizer.state[params[0]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"].to(BF16)
-    give_grads(params, 1)
-    with pytest.raises(
-        RuntimeError, match=r"exp_avg\[0\]\[0\] is of dtype BFloat16; it must be Float"
-    ):
-        optimizer.step()

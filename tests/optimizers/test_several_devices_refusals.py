@@ -12,13 +12,11 @@ import torch
 from fused_adam_cases import Unchanged, give_grads
 from plan_cases import Run, fresh_grad, parameter
 from several_devices_cases import side_of, spread
-from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C
 from apex_mp.core.step import StepRequest
-from apex_mp.optimizers import FusedAdam, _device_part, _several_devices
-from apex_mp.optimizers._device_part import Part, split
+from apex_mp.optimizers import FusedAdam, _device_part
+from apex_mp.optimizers._device_part import Part
 
 each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 
@@ -84,31 +82,6 @@ def test_what_one_device_refuses_changes_nothing_on_any(
     assert len(run.optimizer.state) == 4
 
 
-@pytest.mark.parametrize("index", [1, 3])
-def test_state_that_does_not_fit_is_named_by_its_place_in_the_whole_group(index: int) -> None:
-    run = make_run(steps=2)
-    run.listed.insert(0, parameter(7))  # would get a state
-    give_grads(run.params, 9)
-    state = run.optimizer.state[run.listed[index]]
-    good = state["exp_avg"]
-    with Unchanged(run.optimizer):
-        state["exp_avg"] = good.half()
-        sentence = rf"FusedAdam: exp_avg\[0\]\[{index}\] is"
-        with pytest.raises((TypeError, RuntimeError), match=sentence):
-            run.optimizer.step()
-        state["exp_avg"] = good
-
-
-def test_an_output_that_does_not_fit_is_named_with_its_parameter() -> None:
-    run = make_run()
-    outputs = [[torch.zeros_like(p) for p in g["params"]] for g in run.optimizer.param_groups]
-    outputs[0][2] = torch.zeros(4)
-    grads = [[p.grad for p in g["params"]] for g in run.optimizer.param_groups]
-    sentence = r"output_params\[0\]\[2\] has .*params\[0\]\[2\]"
-    with Unchanged(run.optimizer), pytest.raises(RuntimeError, match=sentence):
-        run.optimizer.step(grads=grads, output_params=outputs)
-
-
 @pytest.mark.parametrize("name", ["grads", "grads_of", "copies"])
 @pytest.mark.parametrize(
     "lists", [[[None]], [[None] * 3], [None, None], [[None] * 3, [None] * 2], [[None] * 4, [None]]]
@@ -119,12 +92,6 @@ def test_lists_that_do_not_fit_the_groups_are_refused(lists: Any, name: str) -> 
     with pytest.raises(ValueError, match=wish):
         run.optimizer.step(grads=StepRequest(**{name: lists}))
     assert not run.optimizer.state
-
-
-def test_a_list_of_fewer_groups_is_refused_though_they_are_empty() -> None:
-    optimizer = spread(FusedAdam([{"params": []}, {"params": []}]))
-    with pytest.raises(ValueError, match="given for group 1 is not a list"):
-        optimizer._read(optimizer._plan, StepRequest(grads=[[]]), 1.0, {})
 
 
 @each_warmth
@@ -150,30 +117,6 @@ def test_without_kernels_for_cuda_the_command_that_builds_them_is_told() -> None
     part.read({}, lambda number, index: {}, 1.0)
     with pytest.raises(RuntimeError, match=r"params\[0\]\[0\] is on cuda:1, .*\n.*FORCE_CUDA=1 "):
         part.has_kernels()
-
-
-@each_warmth
-def test_a_capture_of_several_devices_is_refused(
-    steps_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(steps_before)
-    capturing = side_of(torch.ones(1))
-    monkeypatch.setattr(_several_devices, "is_capturing", lambda device: device == capturing)
-    with Unchanged(run.optimizer), pytest.raises(RuntimeError, match="is capturing a CUDA graph, "):
-        run.optimizer.step()
-    # What has come to be on one device, StepPlan decides about.
-    alone = spread(FusedAdam([parameter(3)]))
-    give_grads(alone.param_groups[0]["params"], 0)
-    alone.step()
-    assert type(alone._plan) is _C.StepPlan
-
-
-def test_the_cpu_is_stepped_last_and_is_home_only_where_it_is_alone() -> None:
-    params = [torch.ones(4), torch.ones(2, device="meta"), torch.ones(6)]
-    groups: Any = FusedAdam([Parameter(p, requires_grad=False) for p in params]).param_groups
-    parts = split("FusedAdam", groups, {}, lambda device: FusedAdam._new_plan())
-    assert [part.device.type for part in parts] == ["meta", "cpu"]
-    assert [len(part.groups[0]["params"]) for part in parts] == [1, 2]
 
 
 # --- Nothing is kept alive.
@@ -208,37 +151,3 @@ def test_between_steps_nothing_is_kept_alive(refresh: bool, max_grad_norm: float
         group["params"].clear()
     del group
     assert alive(kept) == 0
-
-
-class GradOnDemand(Parameter):
-    """A parameter that makes its gradient when it is asked for it."""
-
-    made: weakref.ref[Tensor] | None = None
-
-    @property  # type: ignore[override]
-    def grad(self) -> Tensor:
-        grad = torch.ones_like(self)
-        self.made = weakref.ref(grad)
-        return grad
-
-
-@pytest.mark.parametrize("refused", ["not", "by its own device", "by another", "by the run"])
-def test_a_gradient_that_was_made_on_demand_is_free_after_the_step(refused: str) -> None:
-    on_demand = GradOnDemand(torch.ones(4))
-    other = parameter(3 if refused == "by another" else 2)
-    params = [on_demand, other, parameter(5)]
-    optimizer = spread(FusedAdam(params))
-    params[2].grad = torch.ones(5)
-    other.grad = torch.ones_like(other)
-    optimizer.step()
-    if refused.startswith("by its") or refused == "by another":
-        other.grad = other.grad.to_sparse()
-    if refused == "by the run":
-        optimizer.found_inf = torch.zeros(2)
-    if refused == "not":
-        optimizer.step()
-    else:
-        with pytest.raises((RuntimeError, ValueError)):
-            optimizer.step()
-    assert on_demand.made is not None
-    assert alive([on_demand.made]) == 0

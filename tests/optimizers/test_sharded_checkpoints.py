@@ -52,21 +52,6 @@ def test_a_run_goes_on_in_any_number_of_processes(folder: Path, world: int, name
                 assert (after[key] - expected[key]).norm() < 0.003 * expected[key].norm()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_saving_a_new_run_takes_no_step(folder: Path, world: int) -> None:
-    for run in found(folder, "save", world):
-        before, asked = run["before"], run["asked"]
-        assert torch.equal(asked["weights"], before["weights"])
-        assert torch.equal(asked["master_param"], before["weights"])
-        assert not asked["exp_avg"].any()
-        assert asked["counts"] == [0.0] * 4
-        assert asked["scale"] == before["scale"]
-
-
-def test_a_save_that_failed_does_not_look_whole(folder: Path) -> None:
-    assert all(run["interrupted"] for run in found(folder, "save", 2))
-
-
 def test_a_consolidated_file_goes_on_without_us(folder: Path) -> None:
     dcp_to_torch_save(folder / "4", folder / "whole.pt")
     saved = torch.load(folder / "whole.pt", weights_only=False)["run"]

@@ -15,8 +15,8 @@ from tolerances import assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C, amp, convert
-from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp import _C, amp
+from apex_mp.optimizers import FusedAdam
 
 I16 = torch.int16
 INF, NAN = math.inf, math.nan
@@ -194,45 +194,6 @@ def test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters(
             assert_same_numbers(split, wide)
 
 
-def test_a_remainder_takes_two_bytes_an_element_and_a_float32_master_four(
-    device: torch.device,
-) -> None:
-    wide, split = make_pair(BF16, device)
-    give_equal_grads(0, wide, split)
-    sizes = []
-    for optimizer in (wide, split):
-        optimizer.step()
-        tensors = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-        sizes.append(sum(tensor.nbytes for tensor in tensors))
-    elements = sum(param.numel() for param in params_of(split) if param.dim())
-    assert sizes == [12 * elements, 10 * elements]
-
-
-def test_a_weight_that_leaves_float16_is_inf_and_no_number_again(device: torch.device) -> None:
-    param = Parameter(torch.tensor([65472.0, 65504.0, 1.0], dtype=F16, device=device))
-    optimizer = FusedSGD([param], lr=1.0, master_weights="split")
-    for push, weights, masters in [
-        (15.75, [65472.0, 65504.0, 16.75], [65487.75, 65519.75, 16.75]),
-        (0.5, [65504.0, INF, 17.25], [65488.25, INF, 17.25]),
-        (-1000.0, [64480.0, NAN, -983.0], [64488.25, NAN, -982.75]),
-    ]:
-        param.grad = torch.full_like(param, -push)
-        optimizer.step()
-        assert param.tolist() == pytest.approx(weights, rel=0.0, nan_ok=True)
-        assert optimizer.master(param).tolist() == pytest.approx(masters, rel=0.0, nan_ok=True)
-
-
-@each_half
-def test_nan_is_nan_in_weight_and_master(dtype: torch.dtype, device: torch.device) -> None:
-    param = Parameter(torch.ones(3, dtype=dtype, device=device))
-    optimizer = FusedSGD([param], lr=1.0, master_weights="split")
-    param.grad = torch.tensor([NAN, -INF, 0.0], dtype=dtype, device=device)
-    optimizer.step()
-    for values in (param.detach(), optimizer.master(param)):
-        assert torch.equal(values.isnan(), torch.tensor([True, False, False], device=device))
-        assert values.tolist()[1:] == [INF, 1.0]
-
-
 # --- Weights that are written between steps.
 
 WRITES: dict[str, Any] = {
@@ -287,23 +248,6 @@ def test_other_changes_keep_the_remainder(dtype: torch.dtype, device: torch.devi
             params_of(optimizer)[step % 3].grad = None
             optimizer.step()
         assert_same_numbers(split, wide)
-
-
-def test_a_weight_that_is_set_to_zero_unseen_is_near_zero(device: torch.device) -> None:
-    """In masks and pruning, which write single elements, a stale remainder does no harm."""
-    for dtype in (F16, BF16):
-        param = Parameter(torch.full((4096,), 1.0, dtype=dtype, device=device))
-        optimizer = FusedSGD([param], lr=1.0, master_weights="split")
-        for push in (3e-4, -7e-4):
-            param.grad = torch.full_like(param, push)
-            optimizer.step()
-            remainder = optimizer.state[param]["master_param"]
-            assert remainder[0] != 0
-            param.data[5:9] = 0.0
-            param.grad = torch.zeros_like(param)
-            optimizer.step()
-            assert_same_bits(optimizer.state[param]["master_param"][9:], remainder[9:])
-            assert (optimizer.master(param)[5:9].abs() < 1e-8).all()
 
 
 # --- master()
@@ -422,45 +366,3 @@ def test_the_layout_of_transformer_engine_is_loaded(device: torch.device) -> Non
     wide.step()
     new.step()
     assert_same_numbers(new, wide)
-
-
-def test_a_remainder_beside_a_float32_parameter_is_refused(device: torch.device) -> None:
-    _, split = trained(F16, device)
-    wide = FusedAdam([Parameter(param.detach().float()) for param in params_of(split)])
-    message = r"state\[0\]\['master_param'\] is the remainder of a split master.*is torch.float32"
-    with pytest.raises(TypeError, match=message):
-        wide.load_state_dict(split.state_dict(compact=True))
-    assert not wide.state
-    wide.load_state_dict(split.state_dict())
-
-
-@each_half
-def test_convert_gives_and_takes_the_masters(dtype: torch.dtype, device: torch.device) -> None:
-    model = torch.nn.Linear(9, 5, device=device, dtype=dtype)
-    optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights="split")
-    for step in range(2):
-        give_equal_grads(step, optimizer)
-        optimizer.step()
-    saved = convert.masters(model, optimizer)
-    assert_same_bits(saved["weight"], optimizer.master(model.weight))
-    assert optimizer.state[model.weight]["master_param"].dtype == I16
-    wanted = {name: torch.randn_like(value) for name, value in saved.items()}
-    convert.load(model, wanted, optimizer)
-    assert_same_bits(optimizer.master(model.weight), wanted["weight"])
-    optimizer.param_groups[0]["lr"] = 0.0
-    give_equal_grads(3, optimizer)
-    optimizer.step()
-    assert_same_bits(optimizer.master(model.weight), wanted["weight"])
-    assert_same_bits(model.weight.detach(), wanted["weight"].to(dtype))
-
-
-def test_another_word_is_refused(device: torch.device) -> None:
-    params = [Parameter(torch.ones(2, dtype=F16, device=device))]
-    message = "FusedAdam: master_weights is 'halves'; it must be True, False or 'split'"
-    with pytest.raises(ValueError, match=message):
-        FusedAdam(params, master_weights="halves")  # type: ignore[arg-type]
-    optimizer = FusedAdam(params, master_weights="split")
-    optimizer.param_groups[0]["master_weights"] = "halves"
-    give_equal_grads(0, optimizer)
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from apex_mp import amp
 from apex_mp.amp import GradScaler
 from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
@@ -98,33 +97,6 @@ def test_a_step_clips_and_looks_for_inf() -> None:
     assert torch.equal(other.to_local(), plain)
 
 
-def test_a_part_that_lies_otherwise_than_its_state_is_refused() -> None:
-    _, other, _, optimizer = pair(F32)
-    other.grad = spread(torch.ones(5, 3))
-    optimizer.step()
-    before = other.to_local().clone()
-    other._local_tensor = other._local_tensor.t().contiguous().t()
-    sentence = r"params\[0\]\[0\] is a DTensor whose part here lies in memory in another order"
-    with pytest.raises(RuntimeError, match=sentence):
-        optimizer.step()
-    assert torch.equal(other.to_local(), before)
-
-
-def test_a_state_of_plain_tensors_is_refused() -> None:
-    plain, other, expected, optimizer = pair(F32)
-    plain.grad = torch.ones(5, 3)
-    expected.step()
-    sentence = r"state\[0\]\['exp_avg'\] is a plain tensor, its parameter a DTensor; load it by"
-    with pytest.raises(TypeError, match=sentence):
-        optimizer.load_state_dict(expected.state_dict())
-    other.grad = spread(torch.ones(5, 3))
-    optimizer.step()
-    again = FusedAdam([nn.Parameter(other.detach().clone())], lr=0.1)
-    again.load_state_dict(optimizer.state_dict())
-    (loaded,) = again.state.values()
-    assert torch.equal(loaded["exp_avg"].to_local(), expected.state[plain]["exp_avg"])
-
-
 def test_writes_after_clip_grad_norm_are_seen_in_either_tensor() -> None:
     writes: dict[str, Any] = {
         "nothing": lambda grad: None,
@@ -142,28 +114,3 @@ def test_writes_after_clip_grad_norm_are_seen_in_either_tensor() -> None:
         refused = pytest.raises(RuntimeError, match="written or replaced after")
         with contextlib.nullcontext() if name == "nothing" else refused:
             scaler.step(optimizer)
-
-
-def test_gradients_may_be_of_another_dtype() -> None:
-    plain, other, expected, optimizer = pair(F16, master_weights=True)
-    for param in (plain, other):
-        param.grad_dtype = None  # any
-    grad = torch.randn(5, 3)
-    plain.grad, other.grad = grad, spread(grad)
-    for each in (expected, optimizer):
-        each.step()
-    assert torch.equal(other.to_local(), plain)
-
-
-@pytest.mark.usefixtures("amp_off")
-def test_scale_loss_adds_up_gradients() -> None:
-    handle = amp.init(enable_caching=False, loss_scale=4.0)
-    plain, other, expected, optimizer = pair(F32)
-    for param, each in ((plain, expected), (other, optimizer)):
-        wrapped = handle.wrap_optimizer(each, num_loss=2)
-        for factor in (1.0, 3.0):
-            with wrapped.scale_loss(param.square().sum() * factor) as loss:
-                loss.backward()
-        wrapped.step()
-    assert torch.equal(other.to_local(), plain)
-    assert torch.equal(other.grad.to_local(), plain.grad)

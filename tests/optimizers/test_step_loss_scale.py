@@ -14,7 +14,7 @@ from apex_mp import _C
 from apex_mp.core import device_scale
 from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.step import StepRequest
-from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
+from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
 
 RULE = DynamicLossScale(
@@ -48,21 +48,6 @@ def test_gradients_are_divided_by_the_scale_before_its_update(device: torch.devi
     assert scale.scale == 768.0
 
 
-def test_a_static_scale_is_nothing_to_update(device: torch.device) -> None:
-    assert DeviceScale(StaticLossScale(8.0), device).for_step() is None
-
-
-@pytest.mark.cpu_only
-@pytest.mark.skipif(_C.with_cuda, reason="says what a build without CUDA cannot do")
-def test_a_build_without_cuda_has_no_outcome_to_wait_for() -> None:
-    for wanted in (
-        lambda: FusedAdam._new_plan().outcome,
-        lambda: _C.StepPlan.read_outcome(torch.ones(1)),
-    ):
-        with pytest.raises(RuntimeError, match="this build has no CUDA"):
-            wanted()
-
-
 RULES = {
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
@@ -91,15 +76,3 @@ def test_tensors_that_are_no_loss_scale_are_refused(message: str, wrong: dict[st
     }
     with pytest.raises(RuntimeError, match=message):
         _C.DeviceLossScale(**{**right, **wrong}, **RULES)
-
-
-@pytest.mark.cpu_only
-def test_a_loss_scale_elsewhere_is_refused_before_anything_changes() -> None:
-    weight = parameter([1.0], F32)
-    weight.grad = torch.ones_like(weight)
-    optimizer = FusedAdam([weight])
-    scale = DeviceScale(RULE, torch.device("meta"))
-    with pytest.raises(RuntimeError, match="the loss scale is on meta, the parameters are on cpu"):
-        optimizer.step(grads=StepRequest(check=True, loss_scale=scale))
-    assert not optimizer.state
-    assert weight == 1.0

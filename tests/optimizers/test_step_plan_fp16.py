@@ -196,18 +196,6 @@ def test_a_warm_plan_steps_with_the_gradients_that_somebody_has_looked_at(
     run.train(2)
 
 
-def test_a_limit_on_gradients_that_were_clipped_before_the_step_is_that_of_torch() -> None:
-    run = make_run()
-    run.train(2)
-    grads = run.give()
-    run.factor = 0.1 / reference.l2_norm([grad for grad in grads if grad is not None])
-    torch.nn.utils.clip_grad_norm_(params_of(run.optimizer), 0.1)
-    expected = run.predict(grads)
-    run.optimizer.step()
-    for master, wanted in zip(params_of(run.optimizer), expected, strict=True):
-        assert_near(master.detach(), wanted.param, TRAJECTORY_TOLERANCES[F32])
-
-
 @pytest.mark.parametrize("hook", ["none", "outer", "inner", "all"])
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 @pytest.mark.parametrize("index", [0, 1, 10], ids=["fp16", "fp32", "second group"])
@@ -240,18 +228,6 @@ def test_an_overflow_changes_nothing_and_the_next_step_is_right(
     finally:
         if handle is not None:
             handle.remove()
-
-
-@pytest.mark.parametrize("everywhere", [False, True], ids=["outer", "of all, before"])
-def test_a_hook_that_edits_the_gradients_is_heard_by_the_next_step(everywhere: bool) -> None:
-    run = make_run()
-    run.train(2)
-    if everywhere:
-        run.edit = halve
-    else:
-        run.optimizer.register_step_pre_hook(lambda optimizer, *_: halve(optimizer))
-    run.factor = 0.5
-    run.train(2)
 
 
 def change_the_lr(run: Fp16Run) -> None:
@@ -362,54 +338,3 @@ def test_steps_after_a_change_are_those_of_masters_in_float64(
     run.train(2)
     change(run)
     run.train(3)
-
-
-def test_a_resumed_run_steps_to_the_bit_as_the_warm_one() -> None:
-    run = make_run(limit=0.3, clip="global")
-    run.train(3)
-    other = run.renewed()
-    run.train(3)
-    other.train(3)
-    assert_same_tensors(run.everything(), other.everything())
-
-
-def test_a_model_that_became_channels_last_is_refused_by_a_sentence() -> None:
-    run = make_run()
-    run.train(2)
-    run.params[2].data = run.params[2].data.contiguous(memory_format=torch.channels_last)
-    run.give()
-    before = run.everything()
-    with pytest.raises(RuntimeError, match="they must lie in memory in the same order"):
-        run.optimizer.step()
-    assert_same_tensors(run.everything(), before)
-
-
-@pytest.mark.parametrize("scale", [0.25, 4.0])
-def test_a_loss_scale_that_is_written_between_steps_is_used_in_the_next(scale: float) -> None:
-    run = make_run()
-    run.train(2)
-    run.optimizer.loss_scale = scale
-    run.train(2)
-
-
-def test_a_scaled_and_an_unscaled_parameter_of_one_group_keep_their_own_scale() -> None:
-    # In one group, next to each other, and of one step count: what the factors are kept by.
-    model = [[parameter(4, dtype=dtype) for dtype in (F16, F32, F16, F32)]]
-    run = Fp16Run(model)
-    run.train(4)
-
-
-def test_two_backwards_of_different_scales_add_up() -> None:
-    run = make_run()
-    run.train(2)
-    grads = run.give()
-    run.optimizer.backward(
-        sum((p.double() * g.double()).sum() for p, g in zip(run.params, grads, strict=True))
-    )
-    run.factor = 2.0
-    expected = run.predict(grads)
-    run.optimizer.step()
-    for master, wanted in zip(params_of(run.optimizer), expected, strict=True):
-        assert_near(master.detach(), wanted.param, TRAJECTORY_TOLERANCES[F32])
-    run.factor = 1.0
-    run.train(1)

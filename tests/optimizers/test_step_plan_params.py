@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -339,57 +338,6 @@ def test_a_new_parameter_at_the_address_of_a_freed_one_is_a_new_one(
         run.train(2)
         assert run.optimizer.state[new]["step"] == (4 if keep_state else 2)
     assert reused > 10  # else CPython has given few of them the old address
-
-
-def test_a_new_parameter_at_the_address_of_a_freed_one_may_be_elsewhere_in_the_list() -> None:
-    reused = 0
-    for _ in range(20):
-        run = make_run("fp32")
-        run.train(2)
-        values, address = torch.randn_like(run.listed[0]), id(run.listed[0])
-        run.optimizer.state.pop(run.listed.pop(0))
-        run.listed.append(parameter_at(address, values))
-        reused += id(run.listed[-1]) == address
-        run.train(2)
-    assert reused > 0
-
-
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 33, 1100])
-def test_however_many_parameters_there_are_each_gets_its_own_step(count: int) -> None:
-    run = Run(FusedAdam([parameter(1 + i % 3) for i in range(count)], lr=0.1))
-    in_turns(run)
-    run.train(2)
-    run.listed.reverse()
-    run.train(1)
-
-
-def test_groups_without_parameters_step() -> None:
-    optimizer = FusedAdam([{"params": []}, {"params": []}], max_grad_norm=1.0)
-    optimizer.step()
-    optimizer.step(grads=[[], []])
-    assert not optimizer.state
-
-
-def test_two_optimizers_of_one_parameter_keep_their_own_state() -> None:
-    shared = parameter(5)
-    runs = [
-        Run(FusedAdam([shared, parameter(3)], lr=0.1)),
-        Run(FusedAdam([parameter(2), shared], lr=0.01)),
-    ]
-    for _ in range(3):
-        for run in runs:
-            run.train(1)
-    assert [run.optimizer.state[shared]["step"].item() for run in runs] == [3, 3]
-
-
-def test_a_copied_optimizer_and_the_first_step_on_independently() -> None:
-    run = make_run("two groups, mixed")
-    run.train(2)
-    other = Run(copy.deepcopy(run.optimizer), steps_taken=50)
-    for one in (run, other, run, other):
-        one.train(1)
-    assert run.params[0] is not other.params[0]
-    assert not torch.equal(run.params[0], other.params[0])
 
 
 # --- Conversions of a model

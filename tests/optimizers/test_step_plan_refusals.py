@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fused_adam_cases import F16, F64, Unchanged, copies_of
+from fused_adam_cases import F16, Unchanged, copies_of
 from plain_tensor_cases import Wrapper, fake
 from plan_cases import Run, fresh_grad, make_run, parameter
-from tolerances import assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp import _C
 from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
@@ -132,30 +130,6 @@ def test_state_that_does_not_fit_is_refused_before_a_master_is_made_beside_it() 
         state["exp_avg"] = good
 
 
-def test_a_larger_parameter_than_its_state_is_refused_by_name() -> None:
-    run = make_run("fp32")
-    run.train(2)
-    param = run.params[0]
-    param.grad = None
-    param.data = torch.ones(50)
-    give(run)
-    with Unchanged(run.optimizer), pytest.raises(RuntimeError, match=r"exp_avg\[0\]\[0\] has"):
-        run.optimizer.step()
-
-
-@pytest.mark.parametrize("convert", ["float", "double"])
-def test_moments_of_another_precision_than_the_parameter_needs_are_refused(convert: str) -> None:
-    dtype = F64 if convert == "float" else torch.float32
-    run = Run(FusedAdam([parameter(5, dtype=dtype), parameter(3)]))
-    run.train(2)
-    param = run.params[0]
-    param.grad = None
-    param.data = getattr(param.data, convert)()
-    give(run)
-    with Unchanged(run.optimizer), pytest.raises((TypeError, RuntimeError), match="exp_avg"):
-        run.optimizer.step()
-
-
 @each_warmth
 @pytest.mark.parametrize("meta", [[1], [0, 1]], ids=["one parameter", "all"])
 def test_a_parameter_on_meta_is_refused_by_a_sentence(meta: list[int], steps_before: int) -> None:
@@ -170,19 +144,6 @@ def test_a_parameter_on_meta_is_refused_by_a_sentence(meta: list[int], steps_bef
         with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)meta"):
             run.optimizer.step()
         run.listed[:] = kept
-
-
-@each_warmth
-def test_a_sparse_gradient_behind_others_changes_nothing(steps_before: int) -> None:
-    run = Run(FusedAdam([parameter(4, 3) for _ in range(20)], master_weights=True))
-    run.train(steps_before)
-    for param in run.params:
-        param.grad = torch.ones_like(param)
-    run.params[18].grad = torch.ones(4, 3).to_sparse()
-    with Unchanged(run.optimizer), pytest.raises(RuntimeError, match="sparse"):
-        run.optimizer.step()
-    assert bool(run.optimizer.state) == bool(steps_before)
-    run.train(2)
 
 
 WRONG_OPTIONS: dict[str, tuple[str, Any]] = {
@@ -214,51 +175,6 @@ def test_a_wrong_option_of_the_last_group_changes_nothing(
     run.train(2)
 
 
-def test_an_option_that_is_missing_is_named() -> None:
-    run = make_run("fp32")
-    run.train(1)
-    del run.group["eps"]
-    with pytest.raises(KeyError, match="eps"):
-        run.optimizer.step()
-
-
-NO_LIST: dict[str, Callable[[list[Any]], Any]] = {
-    "a tuple": tuple,
-    "None": lambda params: None,
-    "a list with a word": lambda params: ["weight", *params],
-    "a list with None": lambda params: [*params, None],
-}
-
-
-@pytest.mark.parametrize("spoil", NO_LIST.values(), ids=NO_LIST)
-def test_params_that_are_no_list_of_tensors_raise(spoil: Callable[[list[Any]], Any]) -> None:
-    run = make_run("fp32")
-    run.train(2)
-    params = run.group["params"]
-    with Unchanged(run.optimizer):
-        run.group["params"] = spoil(params)
-        with pytest.raises((TypeError, AttributeError)):
-            run.optimizer.step()
-        run.group["params"] = params
-    run.train(2)
-
-
-@pytest.mark.parametrize("found_inf", [0.0, 1.0])
-def test_a_step_that_is_skipped_leaves_no_state_and_another_does(found_inf: float) -> None:
-    run = make_run("two groups, mixed")
-    for index, param in enumerate(run.params):
-        param.grad = fresh_grad(param, 0, index)
-    before = [param.detach().clone() for param in run.params]
-    run.optimizer.found_inf = torch.tensor(found_inf)
-    run.optimizer.step()
-    del run.optimizer.found_inf
-    assert len(run.optimizer.state) == (0 if found_inf else len(run.params))
-    if found_inf:
-        for param, old in zip(run.params, before, strict=True):
-            assert_same_bits(param.detach(), old)
-    run.train(2)
-
-
 def test_a_parameter_that_is_listed_twice_is_stepped_as_by_torch_or_refused() -> None:
     param = parameter(5)
     (twin,) = copies_of([param])
@@ -279,17 +195,6 @@ def test_a_parameter_that_is_listed_twice_is_stepped_as_by_torch_or_refused() ->
         return
     assert "INTERNAL ASSERT" not in refusal
     assert not optimizer.state
-
-
-def test_an_output_that_is_the_parameter_or_shares_its_memory_changes_nothing() -> None:
-    params = [parameter(700) for _ in range(3)]
-    optimizer, expected = FusedAdam(params, lr=0.1), FusedAdam(copies_of(params), lr=0.1)
-    for step in range(3):
-        grads = [fresh_grad(param, step, index) for index, param in enumerate(params)]
-        optimizer.step(grads=grads, output_params=[params[0], params[1].data, None])
-        expected.step(grads=grads)
-    for param, wanted in zip(params, expected.param_groups[0]["params"], strict=True):
-        assert_same_bits(param.detach(), wanted.detach())
 
 
 # --- Nothing is kept alive
@@ -315,32 +220,6 @@ def test_a_warm_plan_keeps_no_parameter_gradient_or_state_alive() -> None:
     assert alive(kept) == 0
 
 
-class GradOnDemand(Parameter):
-    """A parameter that makes its gradient when it is asked for it."""
-
-    made: weakref.ref[Tensor] | None = None
-
-    @property  # type: ignore[override]
-    def grad(self) -> Tensor:
-        grad = torch.ones_like(self)
-        self.made = weakref.ref(grad)
-        return grad
-
-
-@pytest.mark.parametrize("refused", [False, True], ids=["step", "refused step"])
-def test_a_gradient_that_was_made_on_demand_is_free_after_the_step(refused: bool) -> None:
-    param, other = GradOnDemand(torch.ones(5)), parameter(3)
-    optimizer = FusedAdam([param, other])
-    other.grad = torch.ones(3).to_sparse() if refused else torch.ones(3)
-    if refused:
-        with pytest.raises(RuntimeError, match="sparse"):
-            optimizer.step()
-    else:
-        optimizer.step()
-    assert param.made is not None
-    assert alive([param.made]) == 0
-
-
 @pytest.mark.parametrize("lists", [[[None]], [[None, None], [None]], [None], [[None] * 3]])
 def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
     lists: Any, device: torch.device
@@ -356,9 +235,3 @@ def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
     with pytest.raises(ValueError, match="is not a list with one item for each of its"):
         optimizer.step(grads=StepRequest(grads_of=lists))
     assert not optimizer.state
-
-
-@pytest.mark.cpu_only
-def test_a_rule_that_an_older_build_does_not_have_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="StepPlan: rule is 'later', which the built extension"):
-        _C.StepPlan("later", "Later", tensors=("exp_avg",), numbers=())

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from fused_adam_cases import BF16, F32, F64, MOMENTS, assert_same_state
+from fused_adam_cases import F32, F64, MOMENTS, assert_same_state
 from plan_cases import KINDS, Run, fresh_grad, make_run, parameter
 from tolerances import assert_same_bits
-from torch import Tensor
-from torch.optim import lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -61,33 +58,6 @@ def test_an_option_written_into_one_group_counts_there_from_the_next_step(
     if "master_weights" not in options:  # else the parameter has gone on without its master
         run.group.update(before)
         run.train(1)
-
-
-def test_a_tensor_lr_that_is_written_in_place_counts_from_the_next_step() -> None:
-    run = make_run("two groups, mixed")
-    lr = torch.tensor(0.1)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    run.train(2)
-    lr.mul_(10)
-    run.train(2)
-
-
-def test_a_list_of_betas_that_is_written_in_place_counts_from_the_next_step() -> None:
-    run = make_run("fp32")
-    run.group["betas"] = [0.9, 0.99]
-    run.train(2)
-    run.group["betas"][0] = 0.0
-    run.train(2)
-
-
-def test_masters_that_are_wanted_later_start_from_the_parameter() -> None:
-    run = Run(FusedAdam([parameter(700, dtype=BF16)], lr=0.1))
-    run.train(3)
-    before = run.params[0].detach().clone()
-    run.group.update(master_weights=True, lr=0.0)
-    run.train(1)
-    assert_same_bits(run.optimizer.state[run.params[0]]["master_param"], before.float())
 
 
 # --- State
@@ -318,36 +288,7 @@ def test_a_state_that_lacks_something_is_completed_or_refused_but_never_passed_o
             assert_same_bits(one.detach(), old)
 
 
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master_param"])
-def test_one_tensor_of_state_that_lies_otherwise_is_laid_out_like_the_parameter(key: str) -> None:
-    run = make_run("bf16 with masters")
-    run.train(2)
-    state = run.optimizer.state[run.params[1]]
-    state[key] = state[key].t().contiguous().t()
-    run.train(2)
-
-
 # --- Around the step
-
-
-def test_the_result_tells_who_had_no_gradient_in_this_step_and_in_no_other() -> None:
-    optimizer = make_run("two groups, mixed").optimizer
-    first, second = (group["params"] for group in optimizer.param_groups)
-    for missing in ([(0, 1), (1, 5)], [], [(1, 0)]):
-        for group, params in enumerate((first, second)):
-            for index, param in enumerate(params):
-                gone = (group, index) in missing
-                param.grad = None if gone else torch.ones_like(param)
-        result = optimizer.step(grads=StepRequest(check=True))
-        assert result.without_grad == missing
-
-
-def test_a_scheduler_moves_the_lr_of_a_warm_plan() -> None:
-    run = make_run("two groups, mixed")
-    scheduler = lr_scheduler.OneCycleLR(run.optimizer, 0.1, 10)
-    for _ in range(5):
-        run.train(1)
-        scheduler.step()
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["of the optimizer", "of all"])
@@ -393,46 +334,6 @@ def test_a_step_that_is_patched_on_the_instance_steps(wraps: bool) -> None:
     assert len(calls) == 2
 
 
-def test_a_subclass_that_overrides_step_is_heard() -> None:
-    class Halved(FusedAdam):
-        def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-            for group in self.param_groups:
-                group["lr"] /= 2
-            return super().step(closure, *args, **kwargs)
-
-    param = parameter(5)
-    twin = copy.deepcopy(param)
-    optimizer, expected = Halved([param], lr=0.4), FusedAdam([twin], lr=0.4)
-    for step in range(3):
-        param.grad = twin.grad = fresh_grad(param, step, 0)
-        optimizer.step()
-        expected.param_groups[0]["lr"] /= 2
-        expected.step()
-    assert_same_state(optimizer, expected)
-
-
-def test_a_compiled_function_may_call_step() -> None:
-    run = make_run("fp32")
-    expected = copy.deepcopy(run)
-    train = torch.compile(lambda: run.optimizer.step(), backend="eager")
-    for step in range(3):
-        for one in (run, expected):
-            for index, param in enumerate(one.params):
-                param.grad = fresh_grad(param, step, index)
-        train()
-        expected.optimizer.step()
-    assert_same_state(run.optimizer, expected.optimizer)
-
-
-def test_a_graph_that_was_kept_over_a_step_is_refused_by_autograd() -> None:
-    run = make_run("bf16 with masters")
-    run.train(2)
-    loss = run.params[0].square().sum()
-    run.train(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_thread_or_two_compute_the_same_bits(kind: str, restore_threads: None) -> None:
     runs = []
@@ -465,18 +366,3 @@ def test_all_groups_are_checked_in_one_pass_and_stepped_in_another(count: int) -
         "apex_mp::check_pass",
         "apex_mp::adam_pass",
     ]
-
-
-def test_grad_scaler_gives_each_step_its_own_scale() -> None:
-    run = make_run("fp32")
-    expected = copy.deepcopy(run)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    for step in range(4):
-        grads: list[Tensor] = [fresh_grad(p, step, i) for i, p in enumerate(run.params)]
-        for param, grad in zip(run.params, grads, strict=True):
-            param.grad = scaler.scale(grad)
-        scaler.step(run.optimizer)
-        scaler.update()
-        expected.train(1)
-    assert scaler.get_scale() == 64.0
-    assert_same_state(run.optimizer, expected.optimizer)

@@ -144,28 +144,6 @@ def test_steps_are_those_of_torch(
         assert_near(one, other, TRAJECTORY_TOLERANCES[dtype])
 
 
-@each_case
-def test_groups_have_options_of_their_own(
-    subject: Subject, kwargs: dict[str, Any], device: torch.device
-) -> None:
-    ours, theirs = new_params(device=device), new_params(device=device)
-
-    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-        return [{"params": params[:1]}, {"params": params[1:], "lr": 0.02, "weight_decay": 0.3}]
-
-    result = train(subject.make(groups(ours), **own(kwargs)), ours, range(5))
-    expected = train(subject.twin(groups(theirs), **own(kwargs)), theirs, range(5))
-    for one, other in zip(result, expected, strict=True):
-        assert_near(one, other, TRAJECTORY_TOLERANCES[torch.float32])
-
-
-@pytest.mark.parametrize(("subject", "kwargs"), cases(supported=False))
-def test_what_is_not_supported_is_refused(subject: Subject, kwargs: dict[str, Any]) -> None:
-    reasons = [subject.not_supported[name] for name in kwargs if name in subject.not_supported]
-    with pytest.raises((RuntimeError, TypeError), match=reasons[0]):
-        subject.make(new_params(), **own(kwargs))
-
-
 def ways() -> list[Any]:
     """Cases with the ways to another optimizer; an FP16_Optimizer refuses to be copied."""
     return [
@@ -202,17 +180,6 @@ def test_another_optimizer_goes_on_to_the_bit(
         assert_same_bits(one, exact)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
-@each_subject
-def test_what_cannot_be_copied_says_so(subject: Subject, way: Callable[[Any], Any]) -> None:
-    optimizer = subject.make(new_params())
-    if isinstance(optimizer, FP16_Optimizer):
-        with pytest.raises(RuntimeError, match="should be serialized using state_dict"):
-            way(optimizer)
-    else:
-        way(optimizer)
-
-
 def exchanges() -> list[Any]:
     """Cases with the directions in which state goes.
 
@@ -241,28 +208,6 @@ def test_state_is_exchanged_with_torch(
     expected = train(subject.twin(reference, **own(kwargs)), reference, range(6))
     for one, exact in zip(result, expected, strict=True):
         assert_near(one, exact, TRAJECTORY_TOLERANCES[torch.float32])
-
-
-@each_case
-def test_an_older_state_dict_can_be_loaded(
-    subject: Subject, kwargs: dict[str, Any], device: torch.device
-) -> None:
-    """Groups of a state from before an option existed lack it."""
-    params = new_params(device=device)
-    optimizer = subject.make(params, **own(kwargs))
-    train(optimizer, params, range(3))
-    state = copy.deepcopy(optimizer.state_dict())
-    groups = state.get("optimizer_state_dict", state)["param_groups"]
-    for group in groups:
-        for option in {"maximize", "foreach", "fused", "differentiable", "capturable"} - {*kwargs}:
-            group.pop(option, None)
-    expected = train(optimizer, params, range(3, 6))
-    other_params = new_params(device=device)
-    other = subject.make(other_params, **own(kwargs))
-    train(other, other_params, range(3))
-    other.load_state_dict(state)
-    for one, exact in zip(train(other, other_params, range(3, 6)), expected, strict=True):
-        assert_same_bits(one, exact)
 
 
 # Schedulers.
@@ -322,142 +267,7 @@ def test_what_torch_refuses_is_refused_with_the_same_type(subject: Subject, erro
         subject.make(params, **own(given.kwargs))
 
 
-def test_betas_may_be_a_number_and_a_tensor(device: torch.device) -> None:
-    results = []
-    for betas in ((0.8, 0.9), (0.8, torch.tensor(0.9, dtype=torch.float64))):
-        params = new_params(device=device)
-        results.append(train(FusedAdam(params, betas=betas), params, range(3)))
-    for one, other in zip(*results, strict=True):
-        assert_same_bits(one, other)
-
-
 # What is around a step.
 
 
-@each_subject
-def test_hooks_of_a_step_are_called_once(subject: Subject, device: torch.device) -> None:
-    params = new_params(device=device)
-    optimizer = subject.make(params)
-    called: list[str] = []
-    before = optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-    after = optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    train(optimizer, params, range(2))
-    assert called == ["before", "after"] * 2
-    before.remove()
-    after.remove()
-    train(optimizer, params, range(1))
-    assert called == ["before", "after"] * 2
-
-
-@each_subject
-def test_hooks_see_and_may_replace_states(subject: Subject, device: torch.device) -> None:
-    params = new_params(device=device)
-    optimizer = subject.make(params)
-    train(optimizer, params, range(2))
-    called: list[str] = []
-    optimizer.register_state_dict_pre_hook(lambda _: called.append("save"))
-    optimizer.register_state_dict_post_hook(
-        lambda _, state: {**state, "mark": called.append("saved")}
-    )
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append("load"))
-    optimizer.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert called == ["save", "saved", "load", "loaded"]
-
-
-@each_case
-def test_a_closure_is_called_once_and_its_loss_returned(
-    subject: Subject, kwargs: dict[str, Any], device: torch.device
-) -> None:
-    params = new_params(device=device)
-    optimizer = subject.make(params, **own(kwargs))
-    losses = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        losses.append(sum((param**2).sum() for param in params))
-        backward = getattr(optimizer, "backward", Tensor.backward)
-        backward(losses[-1])
-        return losses[-1]
-
-    first, *_, last = (optimizer.step(closure) for _ in range(5))
-    assert first is losses[0]
-    assert len(losses) == 5
-    assert last > first if "maximize" in kwargs else last < first
-
-
-@each_case
-def test_parameters_without_a_gradient_are_left_alone(
-    subject: Subject, kwargs: dict[str, Any], device: torch.device
-) -> None:
-    params = new_params(device=device)
-    optimizer = subject.make(params, **own(kwargs))
-    before = [param.detach().clone() for param in params]
-    optimizer.step()
-    give_grads(params[:1], 0)
-    optimizer.step()
-    assert not torch.equal(params[0], before[0])
-    for param, old in zip(params[1:], before[1:], strict=True):
-        assert_same_bits(param, old)
-        assert param not in optimizer.state
-
-
-@each_subject
-def test_empty_parameters_and_gradients_of_zero_are_steps(
-    subject: Subject, device: torch.device
-) -> None:
-    params = [nn.Parameter(torch.empty(0, 3, device=device)), *new_params(device=device)]
-    optimizer = subject.make(params, weight_decay=0.0)
-    before = [param.detach().clone() for param in params]
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    for param, old in zip(params, before, strict=True):
-        assert_same_bits(param, old)
-
-
 # Dtypes of state.
-
-
-@each_case
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_state_of_low_precision_parameters_stays_float32(
-    subject: Subject, kwargs: dict[str, Any], low: torch.dtype, device: torch.device
-) -> None:
-    """torch casts loaded state to the dtype of the parameter; ours keeps float32."""
-    params = new_params(low, device)
-    optimizer = subject.make(params, **own(kwargs))
-    train(optimizer, params, range(3))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    kept = [
-        value
-        for group in optimizer.param_groups
-        for param in group["params"]
-        for value in optimizer.state.get(param, {}).values()
-        if torch.is_tensor(value)
-    ]
-    assert {value.dtype for value in kept} <= {torch.float32}
-    assert bool(kept) == (subject.twin is not torch.optim.SGD or "momentum" in kwargs)
-
-
-@each_subject
-def test_mixed_dtypes_step_as_each_alone(subject: Subject, device: torch.device) -> None:
-    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    together = [new_params(dtype, device) for dtype in dtypes]
-    every = [param for params in together for param in params]
-    optimizer = subject.make(every)
-    for step in range(4):
-        for params in together:
-            give_grads(params, step)
-        optimizer.step()
-    for dtype, params in zip(dtypes, together, strict=True):
-        alone = new_params(dtype, device)
-        for one, exact in zip(params, train(subject.make(alone), alone, range(4)), strict=True):
-            assert_same_bits(one, exact)
-
-
-@each_subject
-def test_complex_parameters_are_refused_by_name(subject: Subject) -> None:
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.complex64))]
-    with pytest.raises(TypeError, match=r"params\[0\]\[1\] is of dtype torch.complex64"):
-        subject.make(params)

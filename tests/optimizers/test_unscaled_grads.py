@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -107,59 +105,11 @@ def test_the_option_may_change_between_steps(make: Make, device: torch.device) -
             assert_same_bits(param.grad, grad if option else grad * 1024.0)
 
 
-@each_optimizer
-def test_the_step_does_not_depend_on_what_is_written(make: Make, device: torch.device) -> None:
-    results = []
-    for option in (None, True, False):
-        params = make_params(device, F16)
-        optimizer = make(params, unscale_grads=option)
-        for step in range(3):
-            give_grads(params, step, factor=1024.0)
-            step_in_scaler(optimizer, device)
-        results.append([param.detach() for param in params])
-    for other in results[1:]:
-        for one, param in zip(results[0], other, strict=True):
-            assert_same_bits(one, param)
-
-
-@each_optimizer
-def test_gradients_are_written_in_parameters_of_any_size(make: Make, device: torch.device) -> None:
-    # Enough for a step beside Python, and for several chunks.
-    params = [Parameter(torch.zeros(size, device=device)) for size in (2**20, 16385, 0)]
-    for param in params:
-        param.grad = scaled_grad(param)
-    step_in_scaler(make(params), device)
-    assert all(bool((param.grad == 1.0).all()) for param in params)
-
-
-def test_maximize_leaves_the_sign(device: torch.device) -> None:
-    param = Parameter(torch.zeros(4, device=device))
-    param.grad = scaled_grad(param)
-    step_in_scaler(adam([param], maximize=True), device)
-    assert param.grad.tolist() == [1.0] * 4
-
-
 # --- When nothing is written
 
 
 def versions(params: list[Parameter]) -> list[int]:
     return [param.grad._version for param in params]
-
-
-@each_optimizer
-def test_after_unscale_there_is_nothing_to_write(make: Make, device: torch.device) -> None:
-    params = make_params(device)
-    optimizer, scaler = make(params), make_scaler(device)
-    for step, unscale in enumerate([False, True, False]):
-        give_grads(params, step, factor=scaler.get_scale())
-        if unscale:
-            scaler.unscale_(optimizer)
-        before = versions(params)
-        scaler.step(optimizer)
-        scaler.update()
-        assert not unscale or versions(params) == before
-        for index, param in enumerate(params):
-            assert_same_bits(param.grad, grad_for(param, step, index))
 
 
 @pytest.mark.cpu_only  # On CUDA the host does not know that the step is skipped.
@@ -215,16 +165,6 @@ def test_a_shared_gradient_is_unscaled_once(make: Make, device: torch.device) ->
 
 
 @each_optimizer
-def test_gradients_in_one_bucket_are_unscaled(make: Make, device: torch.device) -> None:
-    params = [Parameter(torch.ones(size, device=device)) for size in (3, 0, 5)]
-    bucket = scaled_grad(torch.empty(8, device=device))
-    for param, grad in zip(params, bucket.split([3, 0, 5]), strict=True):
-        param.grad = grad
-    step_in_scaler(make(params), device)
-    assert bucket.tolist() == [1.0] * 8
-
-
-@each_optimizer
 def test_gradients_that_overlap_otherwise_are_refused(make: Make, device: torch.device) -> None:
     params = [Parameter(torch.ones(4, device=device)) for _ in range(2)]
     bucket = scaled_grad(torch.empty(6, device=device))
@@ -255,36 +195,6 @@ def test_a_gradient_in_another_order_is_unscaled_where_it_lies(
 
 
 # --- The option
-
-
-@each_optimizer
-def test_a_copy_has_the_option_and_a_checkpoint_does_not(make: Make, device: torch.device) -> None:
-    optimizer = make(make_params(device), unscale_grads=False)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert other.unscale_grads is False
-    assert all("unscale_grads" not in group for group in optimizer.state_dict()["param_groups"])
-    old = optimizer.__getstate__()
-    del old["unscale_grads"]  # as it was pickled before there was the option
-    other = type(optimizer).__new__(type(optimizer))
-    other.__setstate__(old)
-    assert other.unscale_grads is None
-
-
-@each_optimizer
-def test_another_value_of_the_option_is_refused(make: Make, device: torch.device) -> None:
-    with pytest.raises(TypeError, match="unscale_grads is 'no'; it must be True, False or None"):
-        make(make_params(device), unscale_grads="no")
-
-
-@each_optimizer
-def test_a_post_hook_sees_unscaled_gradients(make: Make, device: torch.device) -> None:
-    param = Parameter(torch.ones(4, device=device))
-    param.grad = scaled_grad(param)
-    optimizer = make([param])
-    seen: list[float] = []
-    optimizer.register_step_post_hook(lambda *_: seen.extend(param.grad.tolist()))
-    step_in_scaler(optimizer, device)
-    assert seen == [1.0] * 4
 
 
 @each_optimizer

@@ -12,7 +12,6 @@ import pytest
 
 import apex_mp
 from apex_mp.parallel import multiproc
-from apex_mp.parallel._multiproc_worker import with_option
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_only]
 
@@ -88,12 +87,6 @@ def test_it_has_its_old_name_in_a_run_and_fails_with_its_script(tmp_path: Path) 
     assert "RuntimeWarning" not in result.stderr
 
 
-def test_other_modules_of_apex_are_no_programs(tmp_path: Path) -> None:
-    result = python(tmp_path, "-m", "apex_mp", "run", "-m", "apex.parallel.sync_batchnorm")
-    assert result.returncode == 1
-    assert "apex.parallel.sync_batchnorm is no program; it is to be imported" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -118,17 +111,3 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
     (words,) = started
     assert words[:2] == ["--standalone", "--nproc_per_node=4"]
     assert words[3:] == ["main.py", "--nproc_per_node", "2", "-h", "--", "x"]
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (["a"], ["a", "--rank", "1"]),
-        (["--rank", "0", "a"], ["--rank", "1", "a"]),
-        (["a", "--rank=0"], ["a", "--rank=1"]),
-        (["a", "--rank"], ["a", "--rank", "1"]),
-        (["--ranking", "2"], ["--ranking", "2", "--rank", "1"]),
-    ],
-)
-def test_an_option_is_set_where_it_stands_or_added(given: list[str], wanted: list[str]) -> None:
-    assert with_option(given, "--rank", "1") == wanted

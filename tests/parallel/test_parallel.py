@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from apex_mp import amp
-from apex_mp.core import flat_calls, parallel_masters
+from apex_mp.core import parallel_masters
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.parallel import (
-    LARC,
     DistributedDataParallel,
-    Reducer,
     SyncBatchNorm,
     convert_syncbn_model,
     create_syncbn_process_group,
@@ -97,38 +93,6 @@ def test_a_join_that_divides_by_other_numbers_is_refused_where_a_hook_reduces() 
         model.disable_allreduce()
 
 
-@pytest.mark.usefixtures("one_process")
-def test_a_reducer_averages_when_it_is_told() -> None:
-    module = nn.Linear(2, 1)
-    module(torch.ones(1, 2)).sum().backward()
-    Reducer(module).reduce()
-    assert module.weight.grad is not None
-    assert module.weight.grad.tolist() == [[1.0, 1.0]]
-    grads = [torch.ones(2)]
-    Reducer(grads).reduce()
-    assert grads[0].tolist() == [1.0, 1.0]
-
-
-@pytest.mark.usefixtures("one_process")
-def test_flat_calls_reach_every_tensor_of_every_type() -> None:
-    tensors = [torch.ones(2), torch.ones(1, 3).half(), torch.ones(()), torch.ones(1).double()]
-    given: list[torch.Tensor] = []
-    flat_calls.extract_tensors([tensors[:2], {"a": tensors[2]}, (tensors[3], "text", 3)], given)
-    assert all(map(lambda a, b: a is b, given, tensors))
-    buckets = flat_calls.split_half_float_double(given)
-    assert [len(bucket) for bucket in buckets] == [1, 2, 1]
-    sizes: list[int] = []
-
-    def double(flat: torch.Tensor, factor: float) -> None:
-        sizes.append(flat.numel())
-        flat.mul_(factor)
-
-    flat_calls.flat_dist_call(given, double, (2.0,))
-    assert sizes == [3, 3, 1]
-    flat_calls.flat_dist_call(given, dist.all_reduce)
-    assert [tensor.flatten().tolist() for tensor in tensors] == [[2.0] * 2, [2.0] * 3, [2.0], [2.0]]
-
-
 def test_batch_norms_become_synchronised_and_keep_their_tensors() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2)), nn.InstanceNorm2d(2)
@@ -161,11 +125,3 @@ def test_sync_batch_norm_of_one_process_runs_on_the_cpu_channels_last_too() -> N
     assert create_syncbn_process_group(1) is not None
     with pytest.raises(ValueError, match="group_size is 2; it must divide"):
         create_syncbn_process_group(2)
-
-
-def test_the_old_arguments_come_in_their_old_order() -> None:
-    names = [*inspect.signature(DistributedDataParallel).parameters]
-    assert names[:4] == ["module", "message_size", "delay_allreduce", "shared_param"]
-    assert [*inspect.signature(LARC.LARC).parameters] == [
-        "optimizer", "trust_coefficient", "clip", "eps",
-    ]  # fmt: skip

@@ -70,27 +70,6 @@ def test_an_argument_without_effect_is_named(
 
 
 @pytest.mark.usefixtures("one_process")
-def test_arguments_with_an_effect_and_defaults_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    DistributedDataParallel(
-        nn.Linear(2, 1), 1000, False, None, None, True, True, 1, None, False, 2.0, None, False
-    )
-    assert not caplog.records
-
-
-@pytest.mark.usefixtures("one_process")
-def test_buffers_are_there_only_if_they_are_retained() -> None:
-    for retain in (False, True):
-        module = nn.Linear(2, 1, bias=False)
-        model = DistributedDataParallel(module, retain_allreduce_buffers=retain)
-        assert model.allreduce_buffers == []
-        model(torch.ones(1, 2)).sum().backward()
-        assert [buffer.tolist() for buffer in model.allreduce_buffers] == [[1.0, 1.0]] * retain
-        with torch.no_grad():
-            model(torch.ones(1, 2))
-        assert len(model.allreduce_buffers) == retain
-
-
-@pytest.mark.usefixtures("one_process")
 def test_a_deepcopied_model_has_switches_of_its_own() -> None:
     model = DistributedDataParallel(nn.Linear(2, 1))
     model.disable_allreduce()

@@ -174,11 +174,6 @@ def test_evaluation_is_each_process_for_itself(name: str, found: list[dict[str, 
     torch.testing.assert_close(found[1][f"{name}, evaluated"], wanted)
 
 
-def test_one_value_in_all_processes_is_refused_by_all(found: list[dict[str, Any]]) -> None:
-    sentence = "all processes together have 1 value for each channel; training needs more than one"
-    assert [one["refusal"] for one in found] == [f"SyncBatchNorm: {sentence}"] * 2
-
-
 def test_a_converted_model_of_two_processes_runs_on_the_cpu(found: list[dict[str, Any]]) -> None:
     for rank, sign in enumerate((-1.0, 1.0)):
         torch.testing.assert_close(
@@ -195,12 +190,6 @@ def test_distributed_data_parallel_takes_it_and_averages_weight_and_bias(
         for key in ("weight.grad", "bias.grad"):
             torch.testing.assert_close(mine[f"module.{key}"], wanted[key] / WORLD)
     torch.testing.assert_close(found[0]["parallel"]["grad"], wanted["grad"])
-
-
-def test_torchs_own_sync_batch_norm_is_still_refused_there(one_process: None) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
-        DistributedDataParallel(model)
 
 
 def test_a_second_backward_through_one_forward_is_refused_and_not_left_unaveraged(

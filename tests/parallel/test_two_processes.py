@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_cases import ARGUMENTS, USES
 from tolerances import FP16_TRAINING
 from torch import Tensor
 from torch import distributed as dist
 from two_process_cases import (
-    ARGUMENTS,
     BAD_STEP,
     JOINING,
     STEPS,
-    USES,
     WAYS,
     WORLD,
     runs,
@@ -164,21 +163,6 @@ def test_halves_overflow_in_a_sum_but_not_in_an_average(
     assert by_both(probes, ("large", name)) == [LARGE_GRADIENTS.get(name, 40000.0)] * WORLD
 
 
-def test_halves_vanish_in_an_average_unless_they_are_sent_as_float32(
-    probes: list[dict[Any, Any]],
-) -> None:
-    assert by_both(probes, ("small", "default")) == [0.0] * WORLD
-    assert by_both(probes, ("small", "allreduce_always_fp32")) == [2.0**-24] * WORLD
-
-
-def test_retained_buffers_are_the_memory_of_the_averages(probes: list[dict[Any, Any]]) -> None:
-    for found in by_both(probes, "retained_buffers"):
-        assert found["elements"] == found["grads"]
-        assert found["elements"][-2:] == [4.5, 4.5]  # three outputs, whose weights are 1
-        assert found["are views"]
-        assert found["after a forward"] == 0
-
-
 def test_reduction_is_switched_between_forward_and_backward(probes: list[dict[Any, Any]]) -> None:
     one, other = by_both(probes, "switched_between_forward_and_backward")
     assert one == [1.0, 3.0, 4.0, 6.0]  # here alone, then the average of the sums, and once more
@@ -201,20 +185,11 @@ def test_a_reducer_averages_as_torchs_all_reduce_does(probes: list[dict[Any, Any
         )
 
 
-def test_process_groups_are_torchs_subgroups(probes: list[dict[Any, Any]]) -> None:
-    for rank, found in enumerate(by_both(probes, "groups_of")):
-        assert found["ours"] == found["torch's"] == [[rank], [0, 1]]
-
-
 def test_processes_that_share_a_dtensor_skip_its_step_together(
     probes: list[dict[Any, Any]],
 ) -> None:
     expected = [True, [[1.0, 1.0]], False, [[0.5, 0.5]]]
     assert by_both(probes, "overflow_in_one_shard") == [expected] * WORLD
-
-
-def test_a_reducer_takes_gradients_in_nested_lists(probes: list[dict[Any, Any]]) -> None:
-    assert by_both(probes, "reduced_lists") == [[[1.5, 1.5], [3.5]]] * WORLD
 
 
 @pytest.mark.parametrize("use", [use.__name__ for use in USES])

@@ -73,14 +73,6 @@ def losses(folder: Path) -> list[float]:
     return load_checkpoint(folder / "last.pt")["losses"]  # type: ignore[no-any-return]
 
 
-def test_train_and_dev_share_no_module_and_each_label_is_in_both() -> None:
-    train, dev = bert_data.split(bert_data.docstrings(), 0.92)
-    assert not {each.source for each in train} & {each.source for each in dev}
-    assert {each.label for each in train} == {each.label for each in dev}
-    assert len({each.label for each in train}) == 6
-    assert 0.05 < len(dev) / (len(train) + len(dev)) <= 0.1
-
-
 @pytest.fixture(scope="module")
 def accuracies() -> dict[str, float]:
     """Mean dev accuracy of three seeds by each API, as --compare prints it."""
@@ -115,15 +107,6 @@ def test_a_static_scale_of_autocast_is_the_same_after_a_skipped_step() -> None:
         skipped.append(api.was_skipped())
         assert api.loss_scale() == 128.0
     assert skipped == [True, False]
-
-
-def test_without_a_learning_rate_nothing_is_learnt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lr_0 = [*LEARNS, "--learning_rate", "0", "--epochs", "1", "--amp", "none"]
-    bert.main([*lr_0, "--ckpt_path", str(tmp_path)])
-    accuracy = float(re.findall(r"dev accuracy ([\d.]+)", capsys.readouterr().out)[0])
-    assert accuracy < 3 * 100 / 6
 
 
 def test_the_report_has_each_label_and_the_best_weights_are_kept(
@@ -252,23 +235,3 @@ def test_a_wrong_flag_is_refused_with_a_sentence(
         bert.main([*SMALL, "--data", str(tsv), "--ckpt_path", str(folder), *flags])
     assert message in capsys.readouterr().err + str(exited.value)
     assert not folder.exists()
-
-
-def test_a_checkpoint_of_another_run_is_refused(tsv: Path, tmp_path: Path) -> None:
-    flags = [*SMALL, "--data", str(tsv), "--epochs", "1", "--ckpt_path", str(tmp_path)]
-    bert.main([*flags, "--amp", "none"])
-    with pytest.raises(SystemExit, match="--amp none, not --amp fp16_optimizer; give the same"):
-        bert.main([*flags, "--resume"])
-    torch.save({"weights": 1}, tmp_path / "last.pt")
-    with pytest.raises(SystemExit, match=r"last\.pt: no checkpoint of this recipe"):
-        bert.main([*flags, "--resume"])
-
-
-def test_without_transformers_the_command_that_helps_is_named() -> None:
-    code = f"import runpy, sys; sys.modules['transformers'] = None; runpy.run_path({str(SCRIPT)!r})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert ended.returncode
-    assert "pip install transformers" in ended.stderr

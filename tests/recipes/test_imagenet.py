@@ -122,47 +122,12 @@ def test_a_published_command_line_lowers_the_loss_and_says_first_which_api_runs(
         )
 
 
-# Runs a script and prints how many parallel models there are when its process group is destroyed.
-COUNT_MODELS = """
-import gc, runpy, sys
-from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-destroy = dist.destroy_process_group
-
-def count_and_destroy():
-    print(sum(isinstance(each, DistributedDataParallel) for each in gc.get_objects()), "models")
-    destroy()
-
-dist.destroy_process_group = count_and_destroy
-own, rank, script, *flags = sys.argv
-sys.argv = [script, rank, *flags]
-sys.path.insert(0, script.rpartition("/")[0])
-runpy.run_path(script, run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("script", ["main_amp.py", "main_fp16_optimizer.py"])
-def test_the_model_is_gone_before_its_process_group(
-    script: str, folder: Path, tmp_path: Path
-) -> None:
-    counting = tmp_path / "count_models.py"
-    counting.write_text(COUNT_MODELS)
-    arguments = [str(counting), str(SCRIPTS / script), "--epochs=1", str(folder)]
-    output, _ = start([*LAUNCH.split(), *arguments], tmp_path)
-    assert [line for line in output.splitlines() if "models" in line] == ["0 models"] * 2
-
-
 def test_without_a_folder_the_digits_are_learnt(scripts: SimpleNamespace, tmp_path: Path) -> None:
     flags = ["--opt-level=O0", "--epochs=3", "--device=cpu", f"--save={tmp_path}"]
     rows = scripts.main_amp.main(flags)
     assert rows[-1]["val top-1"] > 95
     assert rows[-1]["val top-5"] > rows[-1]["val top-1"]
     assert all(row["images/s"] > 0 for row in rows)
-
-
-def test_a_learning_rate_of_zero_does_not_lower_the_loss(run: Callable[..., Any]) -> None:
-    assert not has_fallen(run("main_amp", "--lr 0 --opt-level O0"))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -204,35 +169,6 @@ def assert_same_bits(*paths: str) -> None:
         assert torch.equal(value, other["model"][name]), name
 
 
-def test_the_bits_do_not_depend_on_the_processes_that_load_images(run: Callable[..., Any]) -> None:
-    run("main_amp", "--opt-level O0 --epochs 2 -j 0", "none")
-    run("main_amp", "--opt-level O0 --epochs 2 -j 2", "two")
-    assert_same_bits("none/checkpoint.pth.tar", "two/checkpoint.pth.tar")
-
-
-def test_evaluate_gives_the_figures_of_the_epoch_that_was_saved(run: Callable[..., Any]) -> None:
-    (row,) = run("main_fp16_optimizer", "--fp16 --epochs 1")
-    before = Path("saved/checkpoint.pth.tar").read_bytes()
-    flags = "--evaluate --resume saved/checkpoint.pth.tar"
-    (evaluated,) = run("main_fp16_optimizer", f"--fp16 {flags}")
-    assert evaluated == {name: row[name] for name in evaluated}
-    assert {*evaluated} >= {"val loss", "val top-1", "val top-5"}
-    (in_float32,) = run("main_fp16_optimizer", flags)
-    assert in_float32["val loss"] == pytest.approx(row["val loss"], rel=1e-2)
-    assert Path("saved/checkpoint.pth.tar").read_bytes() == before
-
-
-def test_profiling_prints_the_operators_of_n_iterations_and_saves_nothing(
-    run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("main_amp", "--prof 2 --opt-level O0")
-    lines = capsys.readouterr().out.splitlines()
-    calls = {line.split()[0]: line.split()[-1] for line in lines if len(line.split()) > 1}
-    assert calls["Optimizer.step#FusedSGD.step"] == "2"
-    assert calls["aten::convolution_backward"] == str(2 * 9)  # resnet8 has nine.
-    assert not Path("saved").exists()
-
-
 def test_a_model_of_torchvision_trains_if_it_is_installed(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,22 +183,3 @@ def test_a_model_of_torchvision_trains_if_it_is_installed(
     assert state["model"]["fc.weight"].shape == (10, 512)
     with pytest.raises(SystemExit, match=r"-a is resnet19; it must be resnet8 or .* resnet18"):
         run("main_amp", "-a resnet19")
-
-
-def test_runs_are_compared_by_their_checkpoints(
-    run: Callable[..., Any], scripts: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    last = run("main_amp", "--opt-level O0 --epochs 2", "one")[-1]
-    run("main_fp16_optimizer", "--epochs 1", "two")
-    capsys.readouterr()
-    files = ["one/checkpoint.pth.tar", "two/checkpoint.pth.tar"]
-    scripts.compare.main([*files, "--plot=runs.png"])
-    lines = [[*map(str.strip, line.split("|"))] for line in capsys.readouterr().out.splitlines()]
-    assert [line[1] for line in lines[2:]] == [
-        "amp.initialize, opt_level O0, loss scale 1", "float32"
-    ]  # fmt: skip
-    assert lines[2][2:5] == ["2", f"{last['train loss']:.3f}", f"{last['val loss']:.3f}"]
-    assert Path("runs.png").read_bytes().startswith(b"\x89PNG")
-    torch.save({"model": {}}, "other.pt")
-    with pytest.raises(SystemExit, match=r"other.pt: it must be a checkpoint of main_amp.py"):
-        scripts.compare.main(["other.pt"])

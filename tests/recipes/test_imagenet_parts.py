@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from apex_mp.parallel import SyncBatchNorm
-
 pytest_plugins = ["imagenet_cases"]
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
-
-FLAGS = (
-    "-a --epochs -b -j --lr --momentum --wd --resume --evaluate --prof --deterministic --sync-bn "
-    "--opt-level --keep-batchnorm-fp32 --loss-scale --fp16 --static-loss-scale "
-    "--dynamic-loss-scale --local-rank --device"
-)
 
 
 def test_another_seed_and_another_epoch_have_other_crops(
@@ -41,46 +30,6 @@ def test_another_seed_and_another_epoch_have_other_crops(
     assert torch.equal(crops(0, 0), crops(0, 0))
     assert not torch.equal(crops(0, 0), crops(0, 1))
     assert not torch.equal(crops(0, 0), crops(1, 0))
-
-
-def test_sync_bn_puts_synchronised_batch_norms_into_the_model(
-    run: Callable[..., Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scripts.training, "fit", lambda args, training, *_: training.model)
-    for way in ("main_amp", "main_fp16_optimizer --fp16"):
-        plain, synchronised = run(way, ""), run(way, "--sync_bn")
-        for model, kind in ((plain, nn.BatchNorm2d), (synchronised, SyncBatchNorm)):
-            norms = [each for each in model.modules() if "BatchNorm" in type(each).__name__]
-            assert len(norms) == 9
-            assert {type(norm) for norm in norms} == {kind}
-
-
-def test_flags_may_have_hyphens_or_underscores(scripts: SimpleNamespace) -> None:
-    flags = ["--opt-level=O2", "--keep-batchnorm-fp32", "False", "--loss-scale", "dynamic"]
-    flags += ["--local-rank=1", "--sync-bn", "--batch-size=4", "--min-area=0.5", "a_b/c-d"]
-    other = [each.replace("-", "_").replace("__", "--") for each in flags[:-1]] + flags[-1:]
-    assert scripts.flags.parse_args("", other) == scripts.flags.parse_args("", flags)
-    assert scripts.flags.parse_args("", flags).local_rank == 1
-
-
-def test_help_explains_every_flag(
-    scripts: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    for main in (scripts.main_amp, scripts.main_fp16_optimizer):
-        with pytest.raises(SystemExit):
-            main.main(["--help"])
-        shown = capsys.readouterr().out
-        assert "the first line of the log says which API runs" in " ".join(shown.split())
-        options = re.split(r"\n  (?=-)", shown)[1:]
-        unexplained = [each for each in options if len(re.split(r"\n *|  +", each.strip())) < 2]
-        assert unexplained == []
-        missing = [
-            flag
-            for flag in FLAGS.split()
-            if not re.search(rf"^  (-\S+ \S+, )?{flag}\b", shown, re.MULTILINE)
-        ]
-        assert missing == []
 
 
 def test_each_epoch_has_its_order_and_crops_and_each_step_its_learning_rate(
@@ -121,15 +70,6 @@ def test_the_learning_rate_warms_up_for_five_epochs_and_falls_at_30_60_and_80(
         assert scripts.training.learning_rate(args, epoch) == pytest.approx(rate), epoch
 
 
-def test_top_1_and_top_5_count_what_is_among_the_highest_scores(scripts: SimpleNamespace) -> None:
-    output, target = torch.randn(50, 10), torch.randint(10, (50,))
-    ranks = [int((row > row[label]).sum()) for row, label in zip(output, target, strict=True)]
-    sums = scripts.common.tally(output, torch.tensor(2.5), target)
-    assert sums.tolist() == [125, ranks.count(0), sum(rank < 5 for rank in ranks), 50]
-    loss, top1, top5, count = scripts.common.means(sums)
-    assert (loss, top1, top5, count) == (2.5, 2.0 * ranks.count(0), 2.0 * sums[2].item(), 50)
-
-
 def test_processes_validate_each_image_once(scripts: SimpleNamespace, folder: Path) -> None:
     seen: list[torch.Tensor] = []
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
@@ -163,15 +103,6 @@ def test_the_prefetcher_yields_every_batch_in_order_and_normalized(
     torch.testing.assert_close(torch.cat([batch for batch, _ in got]), (pixels / 255 - mean) / std)
 
 
-def test_without_torchvision_its_models_are_refused_with_the_command_that_helps(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(SystemExit, match=r"-a resnet50: .* pip install torchvision"):
-        run("main_amp", "-a resnet50")
-    assert not Path("saved").exists()
-
-
 @pytest.mark.parametrize("way", ["--fp16", "--static-loss-scale 128", "--dynamic-loss-scale"])
 @pytest.mark.parametrize("flag", ["--opt-level O1", "--loss-scale 8", "--keep-batchnorm-fp32 True"])
 def test_flags_of_both_apis_are_refused_together(
@@ -203,13 +134,6 @@ def test_a_folder_without_images_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_a_file_that_is_no_image_is_named(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    scripts.common.write_digits(tmp_path / "data", 100)
-    (tmp_path / "data/val/3/bad.png").write_text("no image")
-    with pytest.raises(ValueError, match=r"val/3/bad.png: it is no image that can be read"):
-        scripts.main_amp.main([f"{tmp_path}/data", f"--save={tmp_path}/saved", "--opt-level=O0"])
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -238,74 +162,3 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(
         run(flags, "--resume saved/checkpoint.pth.tar")
     assert Path("saved/checkpoint.pth.tar").read_bytes() == before
     assert loaded == []
-
-
-def test_a_checkpoint_of_other_classes_is_refused(
-    run: Callable[..., Any], scripts: SimpleNamespace, tmp_path: Path
-) -> None:
-    run("main_amp", "--opt-level O0 --epochs 1")
-    scripts.common.write_digits(tmp_path / "letters", 100)
-    for part in ("train", "val"):
-        (tmp_path / "letters" / part / "9").rename(tmp_path / "letters" / part / "nine")
-    flags = ["--opt-level=O0", "--resume=saved/checkpoint.pth.tar", f"{tmp_path}/letters"]
-    with pytest.raises(SystemExit, match=r"classes is .* 'nine'\] here, and was .* '9'\]"):
-        scripts.main_amp.main(flags)
-
-
-@pytest.mark.parametrize("content", [b"", b"text", {"epoch": 3, "state_dict": {}}])
-def test_what_is_no_checkpoint_of_this_program_is_refused(
-    content: Any, run: Callable[..., Any]
-) -> None:
-    if isinstance(content, bytes):
-        Path("other.pt").write_bytes(content)
-    else:
-        torch.save(content, "other.pt")
-    with pytest.raises(SystemExit, match=r"--resume other.pt: .*; it must be a checkpoint of this"):
-        run("main_amp", "--opt-level O0 --resume other.pt")
-    assert not Path("saved").exists()
-
-
-def test_a_gpu_that_is_not_there_is_refused(run: Callable[..., Any]) -> None:
-    with pytest.raises(SystemExit, match=r"--local-rank 7: this machine has . GPUs; start one"):
-        run("main_amp", "--local-rank 7 --opt-level O0 --device cuda")
-
-
-def test_another_learning_rate_goes_on_and_is_told(
-    run: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    run("main_amp", "--opt-level O0 --epochs 1")
-    flags = "--opt-level O0 --epochs 2 --resume saved/checkpoint.pth.tar"
-    run("main_amp", f"{flags} --lr 0.2 --wd 0.5")
-    told = [each for each in caplog.messages if each.startswith("--resume")]
-    assert told == [
-        "--resume: lr is 0.2, was 0.1; bits will differ",
-        "--resume: weight_decay is 0.5, was 0.0001; bits will differ",
-    ]
-    state = torch.load("saved/checkpoint.pth.tar", weights_only=True)
-    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run("main_amp", "--opt-level O0 --epochs 1")
-    before = Path("saved/checkpoint.pth.tar").read_bytes()
-
-    def fail(_: Any, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError("no space left")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="no space left"):
-        run("main_amp", "--opt-level O0 --epochs 2 --resume saved/checkpoint.pth.tar")
-    assert Path("saved/checkpoint.pth.tar").read_bytes() == before
-    assert sorted(os.listdir("saved")) == ["checkpoint.pth.tar", "model_best.pth.tar"]
-
-
-@pytest.mark.parametrize("flag", ["--epochs 0", "-b 0", "--prof -1", "--size x"])
-def test_a_count_below_one_is_refused(
-    flag: str, run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run("main_amp", flag)
-    assert f"'{flag.split()[1]}'; it must be a whole number, at least 1" in capsys.readouterr().err

@@ -87,13 +87,6 @@ def test_mixed_precision_errs_as_float32_and_holds_less(
         assert after == ("float16" if is_convolution and not is_norm else before), name
 
 
-def test_a_learning_rate_of_0_does_not_pass_for_training(
-    recipe: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe.main(f"--steps 2 --more_steps 2 --learning_rate 0 --out {tmp_path}".split())
-    assert all(float(row["error rate, %"]) >= 90 for row in table(capsys.readouterr().out).values())
-
-
 def test_restored_are_masters_unrounded_moments_and_batch_norm_statistics(
     recipe: ModuleType, tmp_path: Path
 ) -> None:
@@ -239,25 +232,6 @@ def test_a_wrong_flag_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(SystemExit, match=re.escape(sentence)):
         recipe.main([*flags.split(), "--out", str(tmp_path)])
-
-
-def test_a_checkpoint_of_another_model_is_refused(recipe: ModuleType, tmp_path: Path) -> None:
-    flags = f"--steps 1 --more_steps 1 --resume --out {tmp_path}".split()
-    recipe.main([*flags, "--channels", "8"])
-    with pytest.raises(SystemExit, match=r"was saved with channels 8, and channels is 16 now"):
-        recipe.main([*flags, "--channels", "16"])
-    apex_mp.save_checkpoint({"weight": torch.zeros(1)}, tmp_path / "float32.pt")
-    with pytest.raises(SystemExit, match=r"float32.pt is no checkpoint of this program; remove it"):
-        recipe.main([*flags, "--channels", "8"])
-
-
-def test_the_help_explains(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        recipe.main(["--help"])
-    told = capsys.readouterr().out
-    assert "go on in mixed precision, as in TensorFlow 1" in told
-    for flag, options in vars(recipe.parse_args([])).items():
-        assert f"--{flag}" in told, options
 
 
 @pytest.mark.parametrize(

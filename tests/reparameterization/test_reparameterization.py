@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch
 from tolerances import assert_near
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 import apex_mp
 from apex_mp import amp
@@ -140,23 +139,6 @@ def test_low_precision_loses_one_rounding_in_weights_and_gradients(
         assert_near(param.grad, reference.grad)
 
 
-@pytest.mark.parametrize("dim", [0, 1, None])
-@pytest.mark.parametrize("size", [300.0, 1e-4])
-def test_norms_in_float16_neither_overflow_nor_vanish(
-    size: float, dim: int | None, device: torch.device
-) -> None:
-    module = nn.Conv1d(16, 16, 16).to(device, F16)
-    nn.init.constant_(module.weight, size)
-    apply_weight_norm(module, "weight", dim)
-    weight = module.weight
-    weight.sum().backward()
-    assert_near(module.get_parameter("weight_g"), norms(torch.full_like(weight, size), dim))
-    torch.testing.assert_close(weight, torch.full_like(weight, size), rtol=2.0**-10, atol=0)
-    gradient = module.get_parameter("weight_g").grad
-    assert gradient is not None
-    assert gradient.isfinite().all()
-
-
 # Which weights.
 
 
@@ -186,76 +168,6 @@ def test_without_a_name_all_weights_of_two_dimensions_are_taken_but_those_of_emb
     ]
     kept = {name for name in dict(model.named_parameters()) if name[-2:] not in ("_g", "_v")}
     assert {"encoder.weight", "bags.weight", "decoder.bias"} <= kept
-
-
-@pytest.mark.parametrize("hook_child", [True, False])
-def test_a_name_with_dots_reaches_a_child_whoever_was_to_have_the_hook(hook_child: bool) -> None:
-    model = Sentiment()
-    before = model.rnns[0].weight_hh
-    apply_weight_norm(model, "rnns.0.weight_hh", hook_child=hook_child)
-    assert {name for name in model.state_dict() if "_g" in name} == {"rnns.0.weight_hh_g"}
-    assert torch.allclose(model.rnns[0].weight_hh, before)  # type: ignore[arg-type]
-    remove_weight_norm(model, "rnns.0.weight_hh")
-    assert isinstance(model.rnns[0].weight_hh, Parameter)
-
-
-def test_the_name_of_a_module_means_all_its_weights() -> None:
-    model, part = Sentiment(), Sentiment()
-    apply_weight_norm(model, "rnns", hook_child=False)  # As sentiment-discovery does.
-    apply_weight_norm(part.rnns)
-    assert [*model.state_dict()] == [*part.state_dict()]
-    model.lower = nn.Linear(4, 4)
-    model.upper = nn.Linear(4, 4)
-    model.upper.weight = model.lower.weight
-    with pytest.raises(
-        ValueError, match=r"weight is one parameter with lower\.weight, and would be"
-    ):
-        apply_weight_norm(model, "upper")
-
-
-@pytest.mark.parametrize("name", ["decoder.bias", "encoder.weight"])
-def test_a_name_that_is_not_for_it_is_left_with_a_word(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Sentiment()
-    keys = [*model.state_dict()]
-    apply_weight_norm(model, name)
-    assert [*model.state_dict()] == keys
-    assert caplog.messages == [
-        f"{name} is left as it is: it "
-        + ("has no two dimensions" if "bias" in name else "belongs to an embedding")
-        + " [docs/troubleshooting.md#weight-norm]"
-    ]
-    assert Reparameterization.apply(model, name, 0, WeightNorm) is None
-
-
-def test_one_parameter_with_two_names_stays_one(device: torch.device) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
-    model[1].weight = model[0].weight
-    apply_weight_norm(model)
-    assert model[1].weight_v is model[0].weight_v
-    assert len([*model.parameters()]) == 4
-    assert [*model.state_dict()] == [
-        f"{i}.{name}" for i in range(2) for name in ("bias", "weight_g", "weight_v")
-    ]
-    model(torch.ones(1, 4, device=device)).sum().backward()
-    remove_weight_norm(model)
-    assert model[1].weight is model[0].weight
-
-
-def test_a_weight_that_is_an_embeddings_too_is_left_alone() -> None:
-    model = Sentiment()
-    model.decoder.weight = model.encoder.weight
-    apply_weight_norm(model)
-    assert model.decoder.weight is model.encoder.weight
-
-
-def test_a_name_that_would_part_one_parameter_is_refused() -> None:
-    model = Sentiment()
-    model.decoder.weight = model.encoder.weight
-    with pytest.raises(ValueError, match=r"decoder\.weight is one parameter with encoder\.weight"):
-        apply_weight_norm(model, "decoder.weight")
-    assert model.decoder.weight is model.encoder.weight
 
 
 # What a module with a computed weight is.
@@ -314,12 +226,6 @@ def test_a_script_that_tries_without_weight_norm_and_then_with_it_loads_either()
     model.load_state_dict(nn.LSTM(4, 5).state_dict())
 
 
-def test_a_checkpoint_can_be_assigned() -> None:
-    model, other = (apply_weight_norm(nn.Linear(3, 4)) for _ in range(2))
-    model.load_state_dict(other.state_dict(), assign=True)
-    assert torch.equal(model.weight, other.weight)
-
-
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 5), lambda: nn.LSTM(4, 5)])
 @pytest.mark.parametrize("called", [False, True])
 def test_copies_and_pickles_compute_from_parameters_of_their_own(
@@ -351,25 +257,6 @@ def test_copies_and_pickles_compute_from_parameters_of_their_own(
         assert torch.equal(output(twin(x)), expected)
 
 
-def test_a_replica_of_data_parallel_computes_from_the_tensors_it_is_given() -> None:
-    model = apply_weight_norm(nn.Linear(3, 4))
-    replica = model._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    for name, param in model.named_parameters():  # What replicate does, on another GPU.
-        setattr(replica, name, param * 2)
-    assert torch.allclose(replica.weight, model.weight * 2)
-    replica.weight.sum().backward()
-    assert model.get_parameter("weight_g").grad is not None
-
-
-def test_the_type_says_what_it_did() -> None:
-    module = apply_weight_norm(nn.Linear(3, 4))
-    assert repr(module) == repr(nn.Linear(3, 4))
-    assert isinstance(module, nn.Linear)
-    assert str(type(module)) == str(nn.Linear)
-    assert type(module) is type(apply_weight_norm(nn.Linear(5, 6)))
-    assert type(remove_weight_norm(module)) is nn.Linear
-
-
 def test_the_weight_follows_any_change_of_its_parameters_at_once() -> None:
     module = apply_weight_norm(nn.Linear(3, 4))
     module(torch.ones(1, 3))
@@ -383,14 +270,6 @@ def test_the_weight_follows_any_change_of_its_parameters_at_once() -> None:
     assert module.weight.requires_grad
 
 
-def test_a_weight_can_be_assigned() -> None:
-    module, new = apply_weight_norm(nn.Linear(3, 4)), torch.randn(4, 3)
-    params = [*module.parameters()]
-    module.weight = new
-    assert_near(module.weight, new.double())
-    assert all(a is b for a, b in zip(module.parameters(), params, strict=True))
-
-
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 5), lambda: nn.Conv1d(4, 5, 1)])
 def test_it_compiles_as_one_graph_that_sees_later_changes(make: Any) -> None:
@@ -402,42 +281,6 @@ def test_it_compiles_as_one_graph_that_sees_later_changes(make: Any) -> None:
         with torch.no_grad():
             model.get_parameter("weight_g").mul_(2)
     assert model.get_parameter("weight_v").grad is not None
-
-
-def test_a_functional_call_computes_from_what_it_is_given() -> None:
-    model, x = apply_weight_norm(nn.Linear(4, 5, bias=False)), torch.randn(1, 4)
-    twice = {"weight_g": model.get_parameter("weight_g") * 2}
-    torch.testing.assert_close(torch.func.functional_call(model, twice, x), model(x) * 2)
-
-
-def test_torchs_parametrizations_go_on_top_and_come_off() -> None:
-    first, second = (apply_weight_norm(nn.Linear(4, 5)) for _ in range(2))
-    for model in (first, second):
-        parametrizations.orthogonal(model, "weight_v")
-        model(torch.ones(1, 4)).sum().backward()
-    parametrize.remove_parametrizations(first, "weight_v")
-    value = first.weight.detach().clone()
-    remove_weight_norm(first)
-    assert type(first) is nn.Linear
-    assert torch.equal(first.weight, value)
-    # The other way round the parametrization would be left without what it computes.
-    with pytest.raises(
-        ValueError, match=r"weight of ParametrizedLinear is computed from weight_v, which is"
-    ):
-        remove_weight_norm(second)
-
-
-def test_weights_come_and_go_under_a_parametrization_of_torch() -> None:
-    layer, x = apply_weight_norm(nn.LSTM(3, 4), "weight_hh_l0"), torch.randn(2, 1, 3)
-    expected = layer(x)[0]
-    parametrize.register_parametrization(layer, "bias_hh_l0", nn.Identity())
-    apply_weight_norm(layer, "weight_ih_l0")
-    torch.testing.assert_close(layer(x)[0], expected)
-    remove_weight_norm(layer)
-    assert isinstance(layer.weight_hh_l0, Parameter)
-    torch.testing.assert_close(layer(x)[0], expected)
-    parametrize.remove_parametrizations(layer, "bias_hh_l0")
-    torch.testing.assert_close(layer(x)[0], expected)
 
 
 # Recurrent layers.
@@ -476,23 +319,6 @@ def test_a_recurrent_layer_learns_through_its_computed_weights(device: torch.dev
         optimizer.step()
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
-
-
-def test_a_recurrent_layer_knows_its_weights_again_when_they_are_parameters() -> None:
-    layer, x = apply_weight_norm(nn.GRU(3, 4)), torch.randn(2, 1, 3)
-    layer(x)[0].sum().backward()
-    twin = remove_weight_norm(copy.deepcopy(layer))
-    assert torch.equal(twin(x)[0], layer(x)[0])
-    with torch.no_grad():
-        twin.get_parameter("weight_hh_l0").zero_()
-        twin.get_parameter("weight_ih_l0").zero_()
-        twin.get_parameter("bias_ih_l0").zero_()
-        twin.get_parameter("bias_hh_l0").zero_()
-    assert twin(x)[0].abs().sum() == 0
-    assert [w is p for w, p in zip(twin._flat_weights, twin.all_weights[0], strict=True)] == [
-        True
-    ] * 4
-    copy.deepcopy(twin)
 
 
 # Other reparameterizations.
@@ -540,38 +366,6 @@ def test_a_users_own_reparameterization_is_applied_trained_and_removed(
     ]
 
 
-def test_the_object_that_computes_a_weight_has_what_it_had() -> None:
-    module = nn.Sequential(nn.Linear(3, 4))
-    present = Reparameterization.apply(module, "0.weight", 0, WeightNorm)
-    assert isinstance(present, WeightNorm)
-    assert (present.name, present.dim, present.module) == ("weight", 0, module[0])
-    assert present.reparameterization_names == ["weight_g", "weight_v"]
-    assert present.get_params(module[0]) == [module[0].weight_g, module[0].weight_v]
-    assert torch.equal(present.compute_weight(), module[0].weight)
-    assert torch.equal(present.compute_weight(module, "0.weight"), module[0].weight)
-    assert Reparameterization.get_module_and_name(module, "0.weight") == (module[0], "weight")
-    assert Reparameterization.get_module_and_name(module, "") == (None, None)
-    assert present.remove(module[0]) is module[0].weight
-
-
-class Fixed(Reparameterization):
-    """Needs no parameters."""
-
-    def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
-        return torch.full((2, 2), 0.5)
-
-    def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> tuple[list[Any], Any]:
-        return [], []
-
-
-def test_weights_that_need_no_parameters_become_one_each() -> None:
-    model = apply_reparameterization(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Fixed)
-    assert [*model.state_dict()] == ["0.bias", "1.bias"]
-    remove_reparameterization(model)
-    assert model[0].weight is not model[1].weight
-    assert model[0].weight.tolist() == [[0.5, 0.5]] * 2
-
-
 # Removal.
 
 
@@ -597,18 +391,6 @@ def test_removing_restores_a_parameter_with_value_dtype_and_requires_grad(
     assert [*module.state_dict()] == ["bias", "weight"]
     assert {param.requires_grad for param in params.values()} == {not frozen}
     apply_weight_norm(module)
-
-
-def test_all_are_removed_wherever_they_are() -> None:
-    for options in ({}, {"remove_all": True}, {"remove_all": True, "name": "weight"}):
-        model = apply_weight_norm(Sentiment())
-        assert remove_weight_norm(model, **options) is model
-        assert set(model.state_dict()) == set(Sentiment().state_dict())
-
-
-def test_where_there_is_nothing_removing_all_does_nothing() -> None:
-    model = nn.Linear(2, 2)
-    assert remove_weight_norm(model) is remove_weight_norm(model, remove_all=True) is model
 
 
 @pytest.mark.parametrize("name", ["weight", "0.bias", "0.weight.more", "1.weight", "nothing"])
@@ -658,13 +440,6 @@ def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
         apply_weight_norm(lazy)
 
 
-def test_what_torch_computes_already_is_refused() -> None:
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
-    sentence = r"0\.parametrizations\.weight\.original0 is what torch\.nn\.utils\.parametrize"
-    refused(sentence, model, WeightNorm)
-    refused(r"0\.weight is no parameter of", model, WeightNorm, "0.weight")
-
-
 class Careless(Reparameterization):
     """Returns what it is told to."""
 
@@ -689,22 +464,6 @@ def test_a_users_mistake_is_named() -> None:
     apply_reparameterization(model, Careless)
     with pytest.raises(RuntimeError, match=r"Careless\.compute_weight.* no attribute 'weight_b'"):
         model(torch.ones(1, 2))
-
-
-def test_a_row_of_zeros_is_told_and_can_be_loaded_over(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "apex_mp.reparameterization")
-    module = nn.Linear(3, 4)
-    with torch.no_grad():
-        module.weight[1] = 0
-    apply_weight_norm(module)
-    assert caplog.messages == [
-        "weight norm of weight in Linear: 1 of 4 norms are zero or not finite; there the weight is "
-        "NaN until other values are loaded [docs/troubleshooting.md#weight-norm]"
-    ]
-    assert module.weight.isnan().any(dim=1).tolist() == [False, True, False, False]
-    module.load_state_dict(apply_weight_norm(nn.Linear(3, 4)).state_dict())
-    assert module.weight.isfinite().all()
-    apply_weight_norm(nn.Linear(2, 2, device="meta"))
 
 
 # Mixed precision.
@@ -761,20 +520,6 @@ def test_fp16_optimizer_trains_it_and_goes_on_with_the_same_bits(
     assert train(model, optimizer, batch, 5) == rest
 
 
-def test_no_forward_uses_the_weight_from_before_a_step(device: torch.device) -> None:
-    """The old one kept it until a backward: two forwards after a step saw it, if one had none."""
-    model, (x, y) = network(device).half(), learnable(device)
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), verbose=False)
-    optimizer.backward((model(x.half()).float() - y).square().mean())
-    with torch.no_grad():
-        before = model(x.half())
-    optimizer.step()
-    with torch.no_grad():
-        after = model(x.half())
-    assert not torch.equal(before, after)
-    assert torch.equal(model(x.half()), after)
-
-
 @pytest.mark.usefixtures("amp_off")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_amp_initialize_trains_it(level: str, device: torch.device) -> None:
@@ -801,28 +546,6 @@ def test_amp_initialize_trains_it(level: str, device: torch.device) -> None:
         assert {value.dtype for value in state.values()} == {F32}
     for name, value in state.items():
         assert not torch.equal(value, before[name]), name
-
-
-@pytest.mark.usefixtures("amp_off")
-def test_amp_init_casts_the_computed_weight(device: torch.device) -> None:
-    model, (x, y) = network(device), learnable(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    handle = amp.init(device_type=device.type)
-    result = model(x)
-    assert result.dtype is F16
-    with handle.scale_loss((result.float() - y).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {F32}
-    assert all(param.grad is not None for param in model.parameters())
-
-
-def test_fp16_compute_casts_what_the_weight_is_computed_from(device: torch.device) -> None:
-    model, (x, _) = network(device), learnable(device)
-    compute = amp.fp16_compute(model)
-    result = compute(x)
-    assert result.dtype is F16
-    result.float().sum().backward()
-    assert all(param.grad is not None and param.dtype is F32 for param in model.parameters())
 
 
 # The name apex.

@@ -24,7 +24,6 @@ from tolerances import (
     TOLERANCES,
     TRAJECTORY_TOLERANCES,
     assert_near,
-    assert_same_bits,
 )
 from torch import Tensor, nn
 
@@ -86,12 +85,6 @@ def test_layers_equal_those_of_torch(
     equals_torch(kind, model, sequence(device, dtype))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_an_output_size_is_the_proj_size_of_torch(bias: bool, device: torch.device) -> None:
-    model = RNN.LSTM(*SIZES, 2, bias, output_size=2).to(device, F64)
-    equals_torch("LSTM", model, sequence(device))
-
-
 @pytest.mark.parametrize("kind", IN_TORCH)
 def test_batch_first_is_that_of_torch(kind: str, device: torch.device) -> None:
     model = KINDS[kind](*SIZES, 2, True, True).to(device, F64)
@@ -140,22 +133,6 @@ def test_dropout_between_layers_is_that_of_torch(kind: str) -> None:
     assert not torch.allclose(plain, output)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout_acts_between_layers_in_training_only(kind: str, device: torch.device) -> None:
-    model = KINDS[kind](*SIZES, 2, dropout=0.5).to(device, F64)
-    plain = KINDS[kind](*SIZES, 2).to(device, F64)
-    plain.load_state_dict(model.state_dict())
-    x = sequence(device)
-    dropped, hidden = model(x)
-    expected, expected_hidden = plain(x)
-    # The lower layer is not touched by it.
-    assert_same_bits(hidden[0][0], expected_hidden[0][0])
-    assert not torch.allclose(dropped, expected)
-    model.eval()
-    model.reset_hidden(2)
-    assert_same_bits(model(x)[0], expected)
-
-
 @pytest.mark.parametrize("kind", IN_TORCH)
 def test_two_directions_are_two_layers_of_torch(kind: str, device: torch.device) -> None:
     model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)
@@ -190,18 +167,6 @@ def test_a_projection_of_a_simple_rnn_is_what_the_next_step_sees(
     output, (hidden,) = model(x)
     near(output, torch.stack(expected))
     near(hidden[0], h)
-
-
-def test_an_lstm_may_be_projected_to_more_features(device: torch.device) -> None:
-    model = RNN.LSTM(*SIZES, 1, output_size=7).to(device, F64)
-    x = sequence(device)
-    output, (h, c) = model(x)
-    assert (h.shape, c.shape) == ((1, 2, 7), (1, 2, 5))
-    weights = [model.rnns[0].get_parameter(n) for n in ("w_ih", "w_hh", "b_ih", "b_hh", "w_ho")]
-    start = (x.new_zeros(1, 2, 7), x.new_zeros(1, 2, 5))
-    with torch.backends.cudnn.flags(enabled=False):
-        expected, *_ = torch.lstm(x, start, weights, True, 1, 0.0, True, False, False)
-    near(output, expected)
 
 
 # The multiplicative LSTM.
@@ -307,14 +272,6 @@ def test_float16_on_a_cpu_is_rounded_once(kind: str, projected: bool) -> None:
         assert_near(one, other, TOLERANCES[torch.float16])
 
 
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("kind", IN_TORCH)
-def test_bfloat16_on_a_cpu_is_that_of_torch(kind: str) -> None:
-    model = KINDS[kind](*SIZES, 2).bfloat16()
-    x = sequence(torch.device("cpu"), torch.bfloat16)
-    assert_same_bits(model(x)[0], in_torch(model, kind)(x)[0])
-
-
 # Steps, both ways and one at a time.
 
 
@@ -351,18 +308,6 @@ def test_reverse_goes_from_the_last_step_to_the_first(
             near(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_directions_collect_side_by_side(kind: str, device: torch.device) -> None:
-    model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)
-    x = sequence(device)
-    _, hidden = model(x, collect_hidden=True)
-    model.reset_hidden(2)
-    _, last = model(x)
-    for collected, state in zip(hidden, last, strict=True):
-        ahead, back = torch.stack(collected).chunk(2, -1)
-        near(torch.cat([ahead[-1], back[0]], -1), state)
-
-
 def test_a_cell_takes_one_step(device: torch.device) -> None:
     cell = RNNBackend.RNNCell(4, *SIZES, models.LSTMCell, bias=True).to(device, F64)
     theirs = nn.LSTMCell(*SIZES, device=device, dtype=F64)
@@ -375,22 +320,3 @@ def test_a_cell_takes_one_step(device: torch.device) -> None:
         state = theirs(step, state)
         for one, other in zip(cell(step), state, strict=True):
             near(one, other)
-
-
-@pytest.mark.parametrize(
-    ("cell", "gates", "theirs"),
-    [
-        (models.LSTMCell, 4, torch.lstm_cell),
-        (models.GRUCell, 3, torch.gru_cell),
-        (models.RNNReLUCell, 1, torch.rnn_relu_cell),
-        (models.RNNTanhCell, 1, torch.rnn_tanh_cell),
-    ],
-)
-def test_a_step_is_a_function_too(cell: Any, gates: int, theirs: Any, device: torch.device) -> None:
-    lengths = [(gates * 5, 3), (gates * 5, 5), (gates * 5,), (gates * 5,)]
-    weights = [torch.randn(shape, dtype=F64, device=device) for shape in lengths]
-    x, h, c = (torch.randn(2, n, dtype=F64, device=device) for n in (3, 5, 5))
-    hidden = (h, c) if gates == 4 else h
-    found, expected = cell(x, hidden, *weights), theirs(x, hidden, *weights)
-    for one, other in zip(states_of(found), states_of(expected), strict=True):
-        near(one, other)

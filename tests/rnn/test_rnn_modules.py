@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 
 import apex_mp
-from apex_mp import RNN, fp16_utils
 from apex_mp.RNN import RNNBackend, cells, models
 
 pytestmark = [
@@ -61,18 +59,6 @@ def test_the_parameters_have_the_names_and_shapes_of_old_checkpoints(kind: str) 
     assert_same_bits(model.rnns[1].w_hh, checkpoint["rnns.1.w_hh"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_directions_have_each_name_twice_and_each_parameter_once(kind: str) -> None:
-    model = KINDS[kind](3, 5, 1, bidirectional=True)
-    prefixes = ("fwd.rnns.0.", "bckwrd.rnns.0.", "rnns.0.rnns.0.", "rnns.1.rnns.0.")
-    names = [prefix + name for prefix in prefixes for name in OF_A_CELL[kind]]
-    state = model.state_dict()
-    assert sorted(state) == sorted(names)
-    assert len([*model.parameters()]) == 2 * len(OF_A_CELL[kind])
-    KINDS[kind](3, 5, 1, bidirectional=True).load_state_dict(state, strict=True)
-    assert not torch.equal(model.fwd.rnns[0].w_ih, model.bckwrd.rnns[0].w_ih)
-
-
 @pytest.mark.parametrize("kind", PROJECTED)
 def test_a_projection_adds_w_ho_and_narrows_what_sees_h(kind: str) -> None:
     cell = KINDS[kind](3, 5, 2, False, output_size=2).rnns[1]
@@ -83,18 +69,6 @@ def test_a_projection_adds_w_ho_and_narrows_what_sees_h(kind: str) -> None:
         expected |= {"w_mih": (2, 2), "w_mhh": (2, 2)}
     assert shapes == expected
     assert cell.b_ih is cell.b_hh is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_drawn_between_the_roots_of_the_hidden_size(kind: str) -> None:
-    model = KINDS[kind](30, 64, 2)
-    for _ in range(2):
-        for param in model.parameters():
-            assert 0.9 / 8 < param.abs().max() <= 1 / 8
-            assert param.mean().abs() < 3 / (8 * math.sqrt(3 * param.numel()))
-        before = model.rnns[0].w_ih.clone()
-        model.reset_parameters()
-        assert not torch.equal(before, model.rnns[0].w_ih)
 
 
 # What is refused.
@@ -118,25 +92,6 @@ def test_a_wrong_argument_is_named_with_its_value_and_the_wish(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         KINDS[kind](**{"input_size": 3, "hidden_size": 5, "num_layers": 2, **arguments})
-
-
-@pytest.mark.parametrize("kind", PROJECTED)
-def test_an_output_size_has_to_be_one(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"output_size is 0; it must be an int of 1 or more"):
-        KINDS[kind](3, 5, 1, output_size=0)
-
-
-def test_a_gru_takes_no_projection() -> None:
-    with pytest.raises(ValueError, match=r"GRU: output_size is 2, hidden_size is 5; a GRU mixes"):
-        RNN.GRU(3, 5, 1, True, False, 0, False, 2)
-    assert RNN.GRU(3, 5, 1, output_size=5).rnns[0].w_ho is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout_with_one_layer_is_told(kind: str) -> None:
-    with pytest.warns(UserWarning, match=r"dropout is 0\.5 and num_layers is 1") as told:
-        KINDS[kind](3, 5, 1, dropout=0.5)
-    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -166,19 +121,6 @@ def test_a_wrong_input_is_told(
     model = KINDS[kind](3, 5, 2, bidirectional=bidirectional)
     with pytest.raises(error, match=sentence):
         model(x)
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_hidden_state_that_is_given_as_to_torch_is_refused(bidirectional: bool) -> None:
-    model = KINDS["LSTM"](3, 5, 1, bidirectional=bidirectional)
-    state: Any = (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5))
-    with pytest.raises(TypeError, match="collect_hidden is a tuple; it must be a bool: these"):
-        model(torch.zeros(6, 2, 3), state)
-
-
-def test_a_cell_tells_of_a_wrong_input() -> None:
-    with pytest.raises(ValueError, match=r"mLSTMRNNCell: input has shape \[3\]; it must be \(batc"):
-        cells.mLSTMRNNCell(3, 5)(torch.zeros(3))
 
 
 def lstm_cell(input_size: int, output_size: int | None = None) -> RNNBackend.RNNCell:
@@ -262,54 +204,6 @@ def test_a_function_may_be_the_cell(dtype: torch.dtype, device: torch.device) ->
     assert all(param.grad.any() for param in model.parameters())
 
 
-def test_a_function_may_be_an_lstm(device: torch.device) -> None:
-    def lstm(x: Tensor, hidden: list[Tensor], *weights: Tensor, **biases: Tensor) -> Any:
-        return torch.lstm_cell(x, hidden, *weights, **biases)
-
-    custom = models.toRNNBackend(RNNBackend.RNNCell(4, 3, 5, lstm, 2, True), 2).to(device, F64)
-    model = RNN.LSTM(3, 5, 2).to(device, F64)
-    model.load_state_dict(custom.state_dict())
-    x = torch.randn(6, 2, 3, device=device, dtype=F64)
-    (output, hidden), (expected, states) = custom(x), model(x)
-    near(output, expected)
-    for one, other in zip(hidden, states, strict=True):
-        near(one, other)
-
-
-class Peephole(RNNBackend.RNNCell):
-    """A cell as users wrote them: with a weight of its own, and a `forward` of one step."""
-
-    def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(1, input_size, hidden_size, models.RNNTanhCell, 1)
-        self.scale = nn.Parameter(torch.ones(hidden_size))
-        self.steps = 0
-
-    def new_like(self, new_input_size: int | None = None) -> Peephole:
-        return type(self)(new_input_size or self.input_size, self.hidden_size)
-
-    def forward(self, input: Tensor) -> Any:  # noqa: A002
-        self.steps += 1
-        self.init_hidden(input.size(0))
-        h = self.cell(input, self.hidden[0], self.w_ih, self.w_hh)
-        self.hidden = [h * self.scale]
-        return tuple(self.hidden)
-
-
-@pytest.mark.parametrize("collect_hidden", [False, True])
-def test_a_class_with_a_forward_of_its_own_takes_steps(
-    collect_hidden: bool, device: torch.device
-) -> None:
-    model = models.toRNNBackend(Peephole(3, 5), 2).to(device, F64)
-    x = torch.randn(6, 2, 3, device=device, dtype=F64)
-    output, (hidden,) = model(x, collect_hidden)
-    assert [cell.steps for cell in model.rnns] == [6, 6]
-    plain = RNN.Tanh(3, 5, 2, bias=False).to(device, F64)
-    plain.load_state_dict({n: v for n, v in model.state_dict().items() if "scale" not in n})
-    expected, (state,) = plain(x, collect_hidden)
-    near(output, expected)
-    near(hidden[0], state[0])
-
-
 # Weights that are computed.
 
 
@@ -348,16 +242,6 @@ def test_a_parametrized_weight_is_computed_once_for_a_sequence(
     near(output, expected)
     output.sum().backward()
     assert all(param.grad.any() for param in norm.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_a_layer_run_once_for_a_sequence(kind: str) -> None:
-    model = KINDS[kind](3, 5, 2)
-    calls: list[str] = []
-    model.rnns[0].register_forward_pre_hook(lambda *_: calls.append("before"))
-    model.rnns[0].register_forward_hook(lambda *_: calls.append("after"))
-    model(torch.randn(6, 2, 3))
-    assert calls == ["before", "after"]
 
 
 # What cuDNN wants.
@@ -400,38 +284,6 @@ def test_cudnn_is_given_the_weights_to_lay_out_as_by_torch(
     order = [n for n in ("w_ih", "w_hh", "b_ih", "b_hh", "w_ho") if n in names.values()]
     assert [names[address] for address in ours] == order
     assert len(theirs) == len(ours)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.usefixtures("as_if_on_cuda")
-def test_cudnn_is_left_out_where_it_has_no_say(as_if_on_cuda: list[Any]) -> None:
-    RNN.mLSTM(3, 5, 2).double()
-    RNN.Tanh(3, 5, 2, output_size=2).double()
-    RNN.LSTM(3, 5, 2, output_size=7).double()
-    assert as_if_on_cuda == []
-    model = RNN.LSTM(3, 5, 1)
-    parametrizations.weight_norm(model.rnns[0], "w_hh")
-    as_if_on_cuda.clear()
-    model.double()
-    assert as_if_on_cuda == []
-
-
-@pytest.mark.cpu_only
-def test_a_conversion_lays_the_weights_out_again(as_if_on_cuda: list[Any]) -> None:
-    model = RNN.LSTM(3, 5, 2)
-    as_if_on_cuda.clear()
-    fp16_utils.convert_network(model, torch.float16)
-    assert len(as_if_on_cuda) == 2
-
-
-@pytest.mark.cuda_only
-@pytest.mark.filterwarnings("error:RNN module weights are not part of single contiguous")
-@pytest.mark.parametrize("kind", IN_TORCH)
-def test_cudnn_finds_the_weights_in_one_block(kind: str, device: torch.device) -> None:
-    model = KINDS[kind](3, 5, 2).to(device)
-    for dtype in (torch.float32, torch.float16):
-        out, _ = model.to(dtype)(torch.randn(6, 2, 3, device=device, dtype=dtype))
-        assert out.isfinite().all()
 
 
 # The name apex.

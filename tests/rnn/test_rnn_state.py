@@ -12,9 +12,7 @@ import torch
 from rnn_cases import KINDS
 from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
-from apex_mp import RNN, fp16_utils
 from apex_mp.RNN import RNNBackend
 
 # Of cuDNN, where weights are computed, or copied.
@@ -79,19 +77,6 @@ def test_it_starts_at_zeros_for_each_size_of_batch(
     assert not torch.equal(output, model(second)[0])
 
 
-def test_init_hidden_leaves_what_fits_and_reset_hidden_does_not(device: torch.device) -> None:
-    model = model_of("LSTM", device)
-    model(sequence(device))
-    before = hidden_of(model)
-    model.init_hidden(2)
-    assert all(one is other for one, other in zip(hidden_of(model), before, strict=True))
-    model.init_hidden(3)
-    assert all(state.shape == (3, 5) and not state.any() for state in hidden_of(model))
-    model(sequence(device, 3))
-    model.init_inference(3)
-    assert all(state.shape == (3, 5) and not state.any() for state in hidden_of(model))
-
-
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_detached_it_keeps_its_values_and_lets_go_of_the_graph(
@@ -111,21 +96,6 @@ def test_detached_it_keeps_its_values_and_lets_go_of_the_graph(
         assert before is None or not torch.equal(before[0], attached[0])
 
 
-def test_attached_it_belongs_to_the_first_call(device: torch.device) -> None:
-    model = model_of("mLSTM", device)
-    model(sequence(device))[0].sum().backward()
-    second, _ = model(sequence(device))
-    with pytest.raises(RuntimeError, match=r"backward through the graph a second time"):
-        second.sum().backward()
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_detaching_before_there_is_one_is_told(bidirectional: bool) -> None:
-    model = RNN.GRU(3, 5, 1, bidirectional=bidirectional)
-    with pytest.raises(RuntimeError, match=r"no hidden state yet; call the module, or init_hidden"):
-        model.detach_hidden()
-
-
 # It follows.
 
 
@@ -138,24 +108,6 @@ def test_it_follows_the_dtype_of_the_module(kind: str, device: torch.device) -> 
     assert output.dtype is torch.float32
     assert {state.dtype for state in (*hidden, *hidden_of(model))} == {torch.float32}
     assert_near(output, expected, TRAJECTORY_TOLERANCES[torch.float32])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_follows_a_conversion_that_replaces_the_data(kind: str, device: torch.device) -> None:
-    model = model_of(kind, device).float()
-    model(sequence(device).float())
-    fp16_utils.convert_network(model, torch.float16)
-    output, _ = model(sequence(device).half())
-    assert output.dtype is hidden_of(model)[0].dtype is torch.float16
-
-
-@pytest.mark.cuda_only
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_follows_the_module_to_a_gpu(kind: str, device: torch.device) -> None:
-    model = KINDS[kind](3, 5, 2)
-    model(torch.randn(6, 2, 3))
-    output, _ = model.to(device)(torch.randn(6, 2, 3, device=device))
-    assert output.device.type == hidden_of(model)[0].device.type == "cuda"
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -208,23 +160,3 @@ def test_a_copy_goes_on_from_its_values_without_the_graph(
         assert one.data_ptr() != other.data_ptr()
     near(twin(x)[0], model(x)[0])
     twin.detach_hidden()
-
-
-def test_a_copy_of_computed_weights_goes_on_too(device: torch.device) -> None:
-    model = model_of("mLSTM", device)
-    parametrizations.weight_norm(model.rnns[0], "w_hh")
-    x = sequence(device)
-    model(x)
-    twin = copy.deepcopy(model)
-    near(twin(x)[0], model(x)[0])
-    twin(x)[0].sum().backward()
-    assert twin.rnns[0].parametrizations.w_hh.original0.grad is not None
-    assert model.rnns[0].parametrizations.w_hh.original0.grad is None
-
-
-def test_the_state_dict_holds_weights_only(device: torch.device) -> None:
-    model = model_of("LSTM", device)
-    before = [*model.state_dict()]
-    model(sequence(device))
-    assert [*model.state_dict()] == before
-    assert len(before) == len([*model.parameters()])

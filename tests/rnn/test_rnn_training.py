@@ -11,7 +11,6 @@ from rnn_cases import KINDS
 from torch import Tensor, nn
 
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.RNN import RNNBackend
 
 pytestmark = [
     pytest.mark.usefixtures("amp_off"),
@@ -119,15 +118,3 @@ def test_each_level_of_amp_initialize_runs_it(kind: str, level: str, device: tor
         optimizer.step()
 
     assert learned(losses_of(model, device, step))
-
-
-def test_fp16_compute_runs_it(device: torch.device) -> None:
-    model = Reader("mLSTM").to(device)
-    compute: Any = amp.fp16_compute(model)
-    output = compute(LETTERS.to(device))
-    assert output.dtype is torch.float16
-    output.float().sum().backward()
-    for cell in model.modules():
-        if isinstance(cell, RNNBackend.RNNCell):
-            assert cell.w_hh.grad is not None
-            assert cell.w_hh.grad.dtype is torch.float32

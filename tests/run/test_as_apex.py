@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 import apex_mp
 from apex_mp._as_apex.eras import ERAS
-from apex_mp._as_apex.table import MISSING, MODULES, TOP_LEVEL
+from apex_mp._as_apex.table import MISSING, MODULES
 from apex_mp.amp import _current
 
 pytestmark = pytest.mark.cpu_only
@@ -149,29 +148,6 @@ def test_the_helpers_of_amp_do_what_they_did() -> None:
     assert compat.is_floating_point(x)
 
 
-def test_a_helper_says_each_cast_of_a_tensor(capsys: pytest.CaptureFixture[str]) -> None:
-    apex_mp.install_as_apex()
-    utils: Any = importlib.import_module("apex.amp.utils")
-    utils.maybe_float(utils.maybe_half(torch.ones(1), "linear", True), "sum", True)
-    utils.maybe_half(torch.ones(1).half(), "linear", True)
-    assert capsys.readouterr().out == "Float->Half (linear)\nHalf->Float (sum)\n"
-
-
-def test_import_apex_alone_brings_what_scripts_use_as_attributes() -> None:
-    apex_mp.install_as_apex()
-    names: dict[str, Any] = {}
-    exec("import apex", names)
-    apex = names["apex"]
-    assert apex.amp.init is not None
-    assert apex.optimizers.FusedAdam is apex_mp.optimizers.FusedAdam
-    assert apex.parallel.DistributedDataParallel is apex_mp.parallel.DistributedDataParallel
-    assert apex.normalization.FusedLayerNorm is apex_mp.normalization.FusedLayerNorm
-    # OpenNMT-py 1.1 and later say no more than import apex before this.
-    assert apex.contrib.optimizers.FP16_Optimizer is apex_mp.optimizers.FP16_Optimizer
-    assert apex.reparameterization.WeightNorm is apex_mp.reparameterization.WeightNorm
-    assert apex.RNN.LSTM is apex.RNN.models.LSTM is apex_mp.RNN.LSTM
-
-
 # What scripts import beside amp and FP16_Optimizer.
 LIBRARIES = {
     "parallel": "DistributedDataParallel ReduceOp Reducer SyncBatchNorm convert_syncbn_model "
@@ -206,21 +182,6 @@ def test_a_star_import_of_fp16_utils_brings_the_14_names() -> None:
     assert sorted(name for name in names if not name.startswith("__")) == STAR
 
 
-def test_amp_state_is_a_module_and_an_object_in_amp() -> None:
-    apex_mp.install_as_apex()
-    names: dict[str, Any] = {}
-    exec("import apex.amp._amp_state as module\nfrom apex.amp import _amp_state", names)
-    exec("from apex.amp._amp_state import _amp_state as same, maybe_print", names)
-    assert names["_amp_state"] is names["same"] is apex_mp.amp._amp_state
-
-
-def test_the_lists_of_amp_are_the_lists_that_count() -> None:
-    apex_mp.install_as_apex()
-    overrides = importlib.import_module("apex.amp.lists.torch_overrides")
-    source = importlib.import_module("apex_mp.amp.lists.torch_overrides")
-    assert overrides.FP16_FUNCS is source.FP16_FUNCS
-
-
 def test_what_is_not_here_says_at_its_use_what_to_take_instead() -> None:
     apex_mp.install_as_apex("2020")
     function: Any = importlib.import_module(
@@ -235,14 +196,6 @@ def test_what_is_not_here_says_at_its_use_what_to_take_instead() -> None:
     with pytest.raises(NotImplementedError, match="SyncBatchnormFunction is not in apex_mp"):
         Mine()
     assert not isinstance(1, function)
-
-
-def test_a_name_that_apex_did_not_have_then_is_an_import_error() -> None:
-    apex_mp.install_as_apex()
-    with pytest.raises(ImportError, match="FusedRMSNorm"):
-        exec("from apex.normalization import FusedRMSNorm")
-    with pytest.raises(ModuleNotFoundError, match=r"apex\.transformer"):
-        exec("import apex.transformer")
 
 
 @pytest.mark.parametrize(
@@ -343,16 +296,6 @@ def test_a_loss_scale_where_caching_stood_is_refused(scale: Any) -> None:
     assert _current.handle is None
 
 
-@pytest.mark.usefixtures("handle")
-def test_a_loss_scale_by_name_is_taken_in_every_era() -> None:
-    for era in ERAS:
-        apex_mp.install_as_apex(era)
-        init: Any = importlib.import_module("apex.amp").init
-        handle = init(True, loss_scale=64.0, device_type="cpu")
-        assert handle._default_scaler.loss_scale() == 64.0
-        apex_mp.uninstall_as_apex()
-
-
 @pytest.mark.parametrize(
     ("era", "module", "scale"),
     [
@@ -392,17 +335,6 @@ def test_fused_adam_takes_its_arguments_in_the_order_of_the_era() -> None:
     assert optimizer.multi_tensor_adam is not None
 
 
-@pytest.mark.parametrize("set_grad_none", [True, False])
-def test_the_later_fused_adam_clears_gradients_as_it_was_told(set_grad_none: bool) -> None:
-    apex_mp.install_as_apex("2020")
-    make: Any = importlib.import_module("apex.optimizers").FusedAdam
-    (param,) = given = params()
-    optimizer = make(given, set_grad_none=set_grad_none)
-    param.grad = torch.ones(2)
-    optimizer.zero_grad()
-    assert (param.grad is None) == set_grad_none
-
-
 @pytest.mark.filterwarnings("ignore:GradScaler. FusedAdam steps 2 parameters of float16")
 @pytest.mark.parametrize(("era", "later"), [("2019-03", False), ("2019-08", True), ("2020", True)])
 def test_o3_saves_and_fused_adam_leaves_what_they_did_in_each_era(era: str, later: bool) -> None:
@@ -426,14 +358,6 @@ def test_o3_saves_and_fused_adam_leaves_what_they_did_in_each_era(era: str, late
     assert model.weight.grad.unique().item() == (2.0 if later else 16.0)
 
 
-def test_the_contrib_fused_adam_takes_its_two_arguments() -> None:
-    apex_mp.install_as_apex("2020")
-    make: Any = importlib.import_module("apex.contrib.optimizers").FusedAdam
-    make(params(), use_mt=True)
-    with pytest.raises(ValueError, match=r"amp_scale_adjustment is 2\.0; it must be 1"):
-        make(params(), amp_scale_adjustment=2.0)
-
-
 # Refusals
 
 
@@ -441,18 +365,6 @@ def test_an_unknown_era_is_refused() -> None:
     with pytest.raises(ValueError, match="era is '2018'; it must be one of '2019-03'"):
         apex_mp.install_as_apex("2018")
     assert importlib.util.find_spec("apex") is None
-
-
-def test_installing_twice_does_nothing_and_another_era_is_refused() -> None:
-    apex_mp.install_as_apex()
-    finders = [*sys.meta_path]
-    apex_mp.install_as_apex()
-    assert sys.meta_path == finders
-    with pytest.raises(RuntimeError, match="era is '2020', but apex is installed as of '2019-03'"):
-        apex_mp.install_as_apex("2020")
-    apex_mp.uninstall_as_apex()
-    apex_mp.uninstall_as_apex()
-    apex_mp.install_as_apex("2020")
 
 
 @pytest.fixture
@@ -486,62 +398,7 @@ def test_a_real_apex_is_hidden_by_force_only_and_comes_back(
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", TOP_LEVEL[1:])
-def test_a_real_compiled_module_is_not_hidden_either(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f"{name}.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"{name} can be imported already"):
-        apex_mp.install_as_apex()
-
-
-def test_a_mere_folder_of_that_name_is_no_apex(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "apex").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    apex_mp.install_as_apex()
-    assert importlib.import_module("apex.amp").init is not None
-
-
 # Coming and going
-
-
-def test_uninstalling_leaves_nothing_behind() -> None:
-    before, finders = dict(sys.modules), [*sys.meta_path]
-    importlib.import_module("apex_mp.as_apex")
-    for name in MODULES:
-        importlib.import_module(name)
-    apex_mp.uninstall_as_apex()
-    assert sys.modules == before
-    assert sys.meta_path == finders
-    assert not hasattr(apex_mp, "as_apex")
-    assert importlib.util.find_spec("apex") is None
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("apex")
-
-
-def test_the_import_installs_each_time_anew_and_keeps_an_era_that_is_there() -> None:
-    for _ in range(2):
-        importlib.import_module("apex_mp.as_apex")
-        assert importlib.util.find_spec("apex") is not None
-        apex_mp.uninstall_as_apex()
-    apex_mp.install_as_apex("2020")
-    importlib.import_module("apex_mp.as_apex")
-    with pytest.raises(RuntimeError, match="installed as of '2020'"):
-        apex_mp.install_as_apex()
-
-
-@pytest.mark.slow
-def test_nothing_is_written_to_disk(tmp_path: Path) -> None:
-    code = (
-        "import apex_mp.as_apex, importlib\n"
-        "from apex_mp._as_apex.table import MODULES\n"
-        "assert all(importlib.import_module(name) for name in MODULES)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    assert not [*tmp_path.iterdir()]
 
 
 # The page

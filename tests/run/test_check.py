@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from apex_mp._as_apex import evidence
 from apex_mp._check.command import main
-from apex_mp._check.report import Report, examine
+from apex_mp._check.report import examine
 
 pytestmark = pytest.mark.cpu_only
 
 OLD_SCRIPTS = Path(__file__).parents[1] / "old_scripts"
 ADAM = "from apex.optimizers import FusedAdam\n"
-MAIN = "if __name__ == '__main__':\n    pass\n"
 
 # A repository as {file: text}, or the text of its train.py; era; what --modernize supplies; words
 # of what will not work.
@@ -209,39 +206,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert evidence.in_program(tmp_path / "train.py", tmp_path) == []
 
 
-def test_places_are_those_of_the_uses(tmp_path: Path) -> None:
-    text = ADAM + "import numpy as np\n\nx = np.int\nFusedAdam(p, set_grad_none=True).cuda()\n"
-    report = examine(write(tmp_path, {"a/b.py": text}))
-    assert report.names == {"apex.optimizers.FusedAdam": ["a/b.py:1"]}
-    assert report.modernize == {"numpy.int": ["a/b.py:4"]}
-    assert report.gpu == ["a/b.py:5"]
-    assert [(each.what, each.where) for each in report.evidence] == [
-        ("FusedAdam(set_grad_none=)", "a/b.py:5")
-    ]
-
-
-def test_environments_and_builds_are_not_read(tmp_path: Path) -> None:
-    here = {"train.py": "", ".git/a.py": "", "build/b.py": "", "env/pyvenv.cfg": "", "env/c.py": ""}
-    assert examine(write(tmp_path, here)).files == 1
-
-
-@pytest.mark.parametrize(
-    ("files", "first"),
-    [
-        ({"setup.py": MAIN, "tools/train.py": ADAM + MAIN, "a.py": MAIN}, "tools/train.py"),
-        ({"a.py": MAIN, "main.py": MAIN, "b.py": ""}, "main.py"),
-        ({"p/__init__.py": "", "p/train.py": MAIN}, "-m p.train"),
-        ({"p/__init__.py": "", "p/__main__.py": MAIN}, "-m p"),
-    ],
-)
-def test_the_likeliest_program_comes_first(
-    files: dict[str, str], first: str, tmp_path: Path
-) -> None:
-    lines = examine(write(tmp_path, files)).text(has_gpu=True).splitlines()
-    command = lines[lines.index("start with") + 1].replace(f"{tmp_path}/", "")
-    assert command == f"  python -m apex_mp run {first} ..."
-
-
 def test_the_command_has_the_options_that_this_machine_needs(tmp_path: Path) -> None:
     text = "from apex.optimizers import FusedLAMB\nimport torch._six\nmodel.cuda()\n"
     write(tmp_path, text)
@@ -250,20 +214,6 @@ def test_the_command_has_the_options_that_this_machine_needs(tmp_path: Path) -> 
         last = report.text(has_gpu=has_gpu).splitlines()[-1]
         expected = f"  python -m apex_mp run --era 2019-08 --modernize{options} {tmp_path}/train.py"
         assert last == f"{expected} ..."
-
-
-def test_json_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, "from apex.optimizers import FusedLAMB\n")
-    assert main([str(tmp_path), "--json"]) == 0
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert said.keys() == {*Report.__dataclass_fields__, "options"}
-    assert said["options"] == ["--era", "2019-08"]
-    assert said["evidence"] == [
-        {"what": "FusedLAMB", "where": "train.py:1", "eras": ["2019-08", "2020"]}
-    ]
-    write(tmp_path, "import apex.pyprof\n")
-    assert main([str(tmp_path)]) == 1
-    assert "will not work\n  apex.pyprof is not in apex_mp" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -304,20 +254,6 @@ def test_a_program_is_read_as_far_as_it_imports(case: str, tmp_path: Path) -> No
     write(tmp_path, files)
     found = evidence.in_program(tmp_path / "train.py", tmp_path)
     assert [each.where for each in found] == places
-
-
-def test_a_module_is_read_in_its_own_package_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {
-        "p/__main__.py": "import p.a, other\n",
-        "p/a.py": "import amp_C\namp_C.multi_tensor_lamb\n",
-    }
-    write(tmp_path, files | {"other.py": "from apex.optimizers import FusedAdagrad\n"})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert [each.where for each in evidence.in_module("p")] == ["p/a.py:2"]
-    assert [each.where for each in evidence.in_module("p.a")] == ["p/a.py:2"]
-    assert evidence.in_module("no.such.module") == []
 
 
 def test_the_page_shows_what_is_printed(

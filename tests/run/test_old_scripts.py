@@ -45,10 +45,6 @@ def run(script: str, **names: Any) -> dict[str, Any]:
     return found
 
 
-def test_there_is_a_script_for_each_kind_of_project() -> None:
-    assert len(SCRIPTS) == 15
-
-
 @pytest.mark.usefixtures("as_apex_on_cpu")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_old_script_trains_without_a_change(script: str, tmp_path: Path) -> None:

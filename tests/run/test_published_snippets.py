@@ -167,12 +167,6 @@ def reference_of(name: str, device: torch.device) -> Run:
 every_row = pytest.mark.parametrize("name", ROWS)
 
 
-def rows(*snippets: str) -> Any:
-    return pytest.mark.parametrize(
-        "name", [n for n, row in ROWS.items() if row.snippet in snippets]
-    )
-
-
 def test_every_snippet_has_a_row() -> None:
     assert {row.snippet for row in ROWS.values()} == set(SNIPPETS)
 
@@ -237,32 +231,6 @@ def test_a_step_is_skipped_if_its_gradients_overflow_and_only_then(
 # What the scripts themselves see.
 
 
-@rows("fp16_optimizer", "master_params_dynamic")
-def test_a_script_counts_the_steps_that_overflowed(name: str, device: torch.device) -> None:
-    run = run_of(name, device)
-    assert run.names["skipped"] == run.watch.finite.count(False)
-
-
-@rows("fp16_optimizer_language_model")
-def test_clipping_returns_the_norm_or_minus_one(name: str, device: torch.device) -> None:
-    run = run_of(name, device)
-    norms = torch.tensor([float(norm) for norm in run.names["grad_norms"]])
-    expected = torch.tensor([float(n) for n in reference_of(name, device).names["grad_norms"]])
-    finite = torch.tensor(run.watch.finite)
-    assert norms[~finite].tolist() == [-1.0] * len(norms[~finite])
-    assert relative(norms[finite], expected[finite], expected[finite]) < FP16_TRAINING.state
-    assert int((norms > ROWS[name].args["clip"]).sum()) > 10  # So that there was need to clip.
-
-
-def test_a_dynamic_scale_comes_down_from_where_it_started(device: torch.device) -> None:
-    run = run_of("any optimizer dynamic", device)
-    assert run.optimizer.loss_scale == 2.0 ** (32 - run.names["skipped"])
-    assert run_of("any optimizer static", device).optimizer.loss_scale == 128.0
-    assert run_of("BERT static", device).optimizer.cur_scale == 128.0
-    bert = run_of("BERT dynamic", device)
-    assert bert.optimizer.cur_scale == 2.0 ** (16 - bert.watch.finite.count(False))
-
-
 def test_under_amp_functions_run_in_the_precision_that_they_are_given(
     device: torch.device,
 ) -> None:
@@ -272,16 +240,6 @@ def test_under_amp_functions_run_in_the_precision_that_they_are_given(
     assert (decorated["logits"].dtype, decorated["loss"].dtype) == (F16, F32)
     registered = run_of("amp with registrations", device).names
     assert (registered["logits"].dtype, registered["probabilities"].dtype) == (F16, F32)
-
-
-def test_amp_halves_the_scale_of_the_loss_that_overflowed(device: torch.device) -> None:
-    for name in ("amp", "amp with decorators", "amp with registrations"):
-        run = run_of(name, device)
-        scaler = run.names["amp_handle"]._default_scaler
-        assert scaler._loss_scale == 2.0 ** (16 - run.watch.finite.count(False))
-    run = run_of("amp with two losses", device)
-    for loss, scaler in enumerate(run.optimizer._loss_scaler):
-        assert scaler._loss_scale == 2.0 ** (16 - run.watch.finite[loss::2].count(False))
 
 
 def test_a_run_that_was_interrupted_ends_bit_for_bit_as_the_whole_one(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import apex_mp
-from apex_mp._run.settings import Settings
 
 SEE = "[docs/troubleshooting.md#an-old-script-stops]"
 
@@ -107,28 +106,6 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "option", "hint"),
-    [
-        ("import torch._six", "--modernize", "--modernize supplies this: torch._six"),
-        (
-            "import torch; torch._assert(False, 'Torch not compiled with CUDA enabled')",
-            "--device=cpu",
-            "--device cpu puts on the CPU what the script puts on a GPU",
-        ),
-    ],
-)
-def test_what_an_option_would_have_spared_is_one_line_after_the_traceback(
-    line: str, option: str, hint: str, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(f"{line}\n")
-    ours, theirs = (python(tmp_path, *start, "script.py") for start in (RUN, ()))
-    assert ours.stderr == f"{theirs.stderr}apex_mp run: {hint} {SEE}\n"
-    assert (ours.returncode, ours.stdout) == (theirs.returncode, "") == (1, "")
-    assert hint not in python(tmp_path, *RUN, option, "script.py").stderr
-
-
-@pytest.mark.slow
 def test_a_child_process_gives_the_hint_too(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys\n"
@@ -153,13 +130,6 @@ def test_what_stands_behind_the_target_is_the_scripts(
 
 
 @pytest.mark.slow
-def test_two_dashes_may_end_our_options(tmp_path: Path) -> None:
-    (tmp_path / "-script.py").write_text("import sys; print(sys.argv)")
-    result = python(tmp_path, *RUN, "--era=2020", "--", "-script.py", "--", "x")
-    assert result.stdout == "['-script.py', '--', 'x']\n"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("-m",), ("--era", "2020"), ("--force", "--")])
 def test_nothing_to_run_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
     result = python(tmp_path, *RUN, *words)
@@ -180,17 +150,6 @@ def test_a_real_apex_beside_the_script_is_hidden_by_force_only(tmp_path: Path) -
     )
     forced = python(tmp_path, *RUN, "--force", "--era", "2020", "script.py")
     assert forced.stdout == "apex, by apex_mp, as of 2020.\n"
-
-
-@pytest.mark.slow
-def test_a_name_of_another_era_is_told_in_the_words_of_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB")
-    result = python(tmp_path, *RUN, "--era", "2019-03", "script.py")
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == (
-        "ImportError: apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' and "
-        "'2020'; --era 2019-08 gives it"
-    )
 
 
 # Child processes
@@ -299,15 +258,3 @@ def test_a_launched_script_is_given_the_option_that_it_declares(tmp_path: Path) 
     command = ("launch.py", "launched.py", "--local-rank=1")
     result = python(tmp_path, *RUN, *command)
     assert (result.returncode, result.stdout) == (0, "rank 1\n"), result.stderr
-
-
-def test_children_are_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"here{os.pathsep}there")
-    monkeypatch.setenv("APEX_MP_RUN", "")
-    settings = Settings("2020", device="cpu", modernize=True)
-    settings.hand_to_children()
-    settings.hand_to_children()
-    first, *others = os.environ["PYTHONPATH"].split(os.pathsep)
-    assert others == ["here", "there"]
-    assert (Path(first) / "sitecustomize.py").exists()
-    assert Settings.from_parent() == settings

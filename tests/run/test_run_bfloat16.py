@@ -36,16 +36,6 @@ def in_bfloat16(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("in_bfloat16")
-def test_casts_to_float16() -> None:
-    assert ROWS.half().dtype == BF16
-    assert ROWS.to(torch.float16).dtype == BF16
-    assert ROWS.to(dtype=torch.half).dtype == BF16
-    assert ROWS.to("cpu", torch.float64).dtype == torch.float64
-    assert nn.Linear(3, 2).half().weight.dtype == BF16
-    assert nn.Linear(3, 2).to(torch.float16).weight.dtype == BF16
-
-
-@pytest.mark.usefixtures("in_bfloat16")
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_autocast(dtype: torch.dtype | None) -> None:
     with torch.autocast("cpu", dtype):
@@ -66,15 +56,6 @@ def test_levels_of_amp(level: str, dtypes: tuple[torch.dtype, ...], era: str) ->
     model, optimizer = initialize(model, optimizer, opt_level=level, verbosity=0)
     assert (model.weight.dtype, model(ROWS).dtype) == dtypes
     initialize(nn.Linear(1, 1), enabled=False)
-
-
-@pytest.mark.usefixtures("in_bfloat16")
-@pytest.mark.parametrize("era", ["2019-03", "2020"])
-def test_the_handle_of_amp(era: str) -> None:
-    apex_mp.install_as_apex(era)
-    handle = importlib.import_module("apex.amp").init()
-    assert nn.Linear(3, 2)(ROWS).dtype == BF16
-    handle._deactivate()
 
 
 @pytest.mark.usefixtures("in_bfloat16")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from apex_mp import amp
 from apex_mp._run import cpu, hints
 from apex_mp._run.cpu.facts import PROPERTIES
 from apex_mp._run.replacements import Replacements
@@ -144,14 +142,6 @@ def test_what_a_script_of_2019_says_to_torch_cuda_is_answered(name: str) -> None
     assert not any(each is False for each in (answer if isinstance(answer, tuple) else [answer]))
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_a_name_that_nobody_knows_is_still_an_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        CUDA.cudart().nothing()
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = torch.version.nothing  # type: ignore[attr-defined]
-
-
 def test_the_properties_of_the_gpu_have_the_fields_that_torch_gives() -> None:
     given: Any = getattr(torch._C, "_CudaDeviceProperties", None)
     if given is None:  # A build without CUDA: those that its documentation of 2.13 names.
@@ -166,21 +156,6 @@ def test_the_properties_of_the_gpu_have_the_fields_that_torch_gives() -> None:
     else:
         fields = {name for name in vars(given) if not name.startswith("_")}
     assert fields <= {*vars(PROPERTIES)}
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_stands_for_a_gpu_makes_no_noise(
-    workers: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader = torch.utils.data.DataLoader([1, 2], 1, True, pin_memory=True, num_workers=workers)
-        assert len([*loader]) == 2
-        with torch.autograd.profiler.profile(True, True) as profile:
-            torch.ones(1).cuda()
-    assert profile is not None
-    assert "pin_memory" not in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -209,31 +184,6 @@ def test_torch_and_apex_mp_are_told_the_truth() -> None:
     assert model(torch.ones(1, 1).cuda()).shape == (1, 1)
 
 
-@pytest.mark.usefixtures("on_cpu", "amp_off")
-def test_amp_casts_on_the_cpu() -> None:
-    amp.init()
-    assert nn.Linear(1, 1).cuda()(torch.ones(1, 1).cuda()).dtype == torch.float16
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_device_is_a_device() -> None:
-    device: Any = torch.device("cuda:0")
-    assert isinstance(device, torch.device)
-    assert issubclass(type(device), torch.device)
-    assert torch.device("cpu") == device
-    assert torch.device(type="cuda", index=0) == device
-    with torch.device("cuda"):
-        assert torch.ones(1).device == CPU
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_copy_for_the_cpu_does_not_change_with_the_model() -> None:
-    weight = torch.ones(1).cuda()
-    kept = weight.cpu()
-    weight.zero_()
-    assert kept.item() == 1.0
-
-
 @pytest.mark.usefixtures("on_cpu")
 def test_events_measure_time_and_streams_wait_for_nothing() -> None:
     start, end = CUDA.Event(enable_timing=True), CUDA.Event(enable_timing=True)
@@ -254,20 +204,6 @@ def test_events_measure_time_and_streams_wait_for_nothing() -> None:
     CUDA.set_device(0)
     CUDA.nvtx.range_push("step")
     CUDA.nvtx.range_pop()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_the_seed_of_the_gpu_is_that_of_the_cpu() -> None:
-    def drawn() -> float:
-        return torch.rand(1, device="cuda").item()
-
-    CUDA.manual_seed_all(7)
-    state = CUDA.get_rng_state()
-    first = drawn()
-    CUDA.manual_seed(7)
-    assert drawn() == first
-    CUDA.set_rng_state(state)
-    assert drawn() == first
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -297,33 +233,6 @@ def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) ->
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_the_default_tensor_type_may_be_that_of_a_gpu() -> None:
-    try:
-        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
-        assert torch.ones(1).dtype == torch.float64
-    finally:
-        torch.set_default_tensor_type("torch.FloatTensor")
-
-
-NEEDS_GPU: list[Any] = [
-    lambda: torch.ones(1).cuda(),
-    lambda: torch.ones(1).to("cuda"),
-    lambda: CUDA.FloatTensor([1.0]),
-    lambda: CUDA.Event(),
-    lambda: CUDA.Stream(),
-    lambda: CUDA.set_device(0),
-    lambda: CUDA.nvtx.range_push("step"),
-    lambda: torch.Generator("cuda"),
-    lambda: torch.ones(1).type("torch.cuda.FloatTensor"),
-    lambda: torch.set_default_tensor_type("torch.cuda.FloatTensor"),
-    lambda: torch.ones(1).pin_memory(),
-    lambda: torch.distributed.init_process_group(
-        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ),
-]
-
-
 # What a build with CUDA says where there is no GPU.
 NO_GPU = [
     RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"),
@@ -336,27 +245,3 @@ NO_GPU = [
 @pytest.mark.parametrize("error", NO_GPU)
 def test_an_error_for_want_of_a_gpu_says_that_the_cpu_may_stand_in(error: Exception) -> None:
     assert hints.line_for(error, Settings()) is not None
-
-
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA")
-@pytest.mark.parametrize("say", NEEDS_GPU)
-def test_who_dies_without_it_is_told_that_it_would_help(say: Any) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011
-        say()
-    hint = "apex_mp run: --device cpu puts on the CPU what the script puts on a GPU"
-    hint += " [docs/troubleshooting.md#an-old-script-stops]"
-    assert hints.line_for(raised.value, Settings()) == hint
-    assert hints.line_for(raised.value, Settings(device="cpu")) is None
-
-
-def test_all_of_it_can_be_undone() -> None:
-    owners: list[Any] = [torch, Tensor, nn.Module, torch.cuda, torch.distributed]
-    owners += [torch.version, torch.backends.cudnn, torch.cuda.random, torch.fft, torch.random]
-    before = [dict(vars(owner)) for owner in owners]
-    replacements = Replacements()
-    cpu.redirect(replacements)
-    assert [dict(vars(owner)) for owner in owners] != before
-    replacements.undo()
-    assert [dict(vars(owner)) for owner in owners] == before
-    if not torch.backends.cuda.is_built():
-        assert not CUDA.is_available()

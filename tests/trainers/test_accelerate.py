@@ -10,7 +10,6 @@ import pytest
 import tasks
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -83,29 +82,6 @@ def test_clipping_does_not_lose_fp16_gradients_that_are_too_small_unscaled() -> 
     torch.testing.assert_close(clipped, expected, rtol=1e-6, atol=0)
 
 
-def test_a_part_of_the_fp16_gradients_is_clipped_alone() -> None:
-    half = tasks.model().half()
-    accelerator, half, *_ = prepared(FusedAdam(half.parameters()), half)
-    accelerator.backward(tasks.loss_of(half, tasks.batches(1)[0]))
-    first, *others = ([param.grad.clone() for param in layer.parameters()] for layer in half[::2])
-    scale = accelerator.scaler.get_scale()
-    norm = accelerator.clip_grad_norm_(half[0].parameters(), 1e-3)
-    expected = torch.cat([grad.flatten() for grad in first]).double().norm() / scale
-    torch.testing.assert_close(norm.double(), expected, rtol=1e-3, atol=0)
-    for param, grad in zip(half[2].parameters(), *others, strict=True):
-        torch.testing.assert_close(param.grad, grad / scale, rtol=0, atol=0)
-
-
-def test_fp16_gradients_are_clipped_by_another_norm() -> None:
-    half = tasks.model().half()
-    accelerator, half, *_ = prepared(FusedAdam(half.parameters()), half)
-    accelerator.backward(tasks.loss_of(half, tasks.batches(1)[0]))
-    scaled = max(grad.abs().max().item() for grad in tasks.grads_of(half))
-    norm = accelerator.clip_grad_norm_(half.parameters(), 1e-3, norm_type=math.inf)
-    assert norm.item() == scaled / accelerator.scaler.get_scale()
-    assert max(grad.abs().max().item() for grad in tasks.grads_of(half)) <= 1.001e-3
-
-
 @pytest.mark.parametrize(
     ("optimizer_class", "half"),
     [(FusedAdam, True), (FusedAdam, False), (FusedSGD, False), (torch.optim.AdamW, False)],
@@ -156,26 +132,6 @@ def test_gradients_that_accumulate_are_one_step() -> None:
     assert rates == [1e-3, 5e-4, 5e-4, 5e-4, 5e-4, 2.5e-4]
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_a_scaler_that_is_not_enabled_leaves_clipping(half: bool) -> None:
-    trained = tasks.model().half() if half else tasks.model()
-    accelerator = Accelerator(cpu=True)
-    attach_scaler(accelerator, GradScaler("cpu", enabled=False))
-    trained, optimizer = accelerator.prepare(
-        trained, FusedAdam(trained.parameters(), tasks.LR, master_weights=half)
-    )
-    losses = []
-    for batch in tasks.batches():
-        loss = tasks.loss_of(trained, batch)
-        losses.append(loss.item())
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(trained.parameters(), 10.0)
-        optimizer.step()
-        assert not accelerator.optimizer_step_was_skipped
-        optimizer.zero_grad()
-    tasks.assert_same_course(losses, tasks.fp32_losses())
-
-
 def test_the_scale_is_saved_and_loaded_with_the_rest(tmp_path: Path) -> None:
     trained = tasks.model()
     accelerator, trained, optimizer, _ = prepared(FusedAdam(trained.parameters()), trained)
@@ -221,16 +177,6 @@ def test_two_optimizers_that_clip_and_step_in_turn_take_the_steps_of_fp32(clip: 
                 param -= grad
 
 
-def test_two_optimizers_that_are_clipped_before_the_first_steps_are_refused() -> None:
-    accelerator, trained, layers, _ = two_optimizers()
-    accelerator.backward(tasks.loss_of(trained, tasks.batches(1)[0]))
-    with pytest.raises(RuntimeError, match="they would be unscaled twice"):
-        accelerator.clip_grad_norm_(trained.parameters(), 1.0)
-    accelerator.clip_grad_norm_(layers[0], 1.0)
-    with pytest.raises(RuntimeError, match="they would be unscaled twice"):
-        accelerator.clip_grad_norm_(layers[1], 1.0)
-
-
 # What is refused
 
 
@@ -243,16 +189,6 @@ def test_an_optimizer_that_scales_by_itself_is_refused() -> None:
         accelerator.prepare(half, optimizer)
 
 
-def test_such_an_optimizer_without_a_scaler_warns_that_the_loss_was_not_scaled() -> None:
-    half = tasks.model().half()
-    accelerator = Accelerator(cpu=True)
-    optimizer = FP16_Optimizer(FusedAdam(half.parameters()), static_loss_scale=128.0, verbose=False)
-    half, optimizer = accelerator.prepare(half, optimizer)
-    accelerator.backward(tasks.loss_of(half, tasks.batches(1)[0]))
-    with pytest.warns(RuntimeWarning, match=r"do not come from optimizer\.backward\(loss\)"):
-        optimizer.step()
-
-
 def test_a_scaler_comes_before_prepare() -> None:
     trained = tasks.model()
     accelerator = Accelerator(cpu=True)
@@ -261,39 +197,7 @@ def test_a_scaler_comes_before_prepare() -> None:
         attach_scaler(accelerator, GradScaler("cpu"))
 
 
-def test_bf16_needs_no_scaler() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    with pytest.raises(ValueError, match="mixed_precision is 'bf16'"):
-        attach_scaler(accelerator, GradScaler("cpu"))
-
-
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
-def test_what_scales_by_itself_needs_no_scaler(kind: str) -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.distributed_type = DistributedType(kind)
-    with pytest.raises(ValueError, match=f"{kind} scales losses by itself"):
-        attach_scaler(accelerator, GradScaler("cpu"))
-
-
 def test_fp16_that_accelerate_would_ignore_is_refused() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     with pytest.raises(ValueError, match='ignores mixed_precision="fp16" on cpu'):
         attach_scaler(accelerator, GradScaler("cpu"))
-
-
-def test_other_objects_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"scaler is a torch\.amp\.grad_scaler\.GradScaler"):
-        attach_scaler(Accelerator(cpu=True), torch.amp.GradScaler("cpu"))
-    with pytest.raises(TypeError, match=r"accelerator is a Linear.*trainer\.accelerator"):
-        attach_scaler(nn.Linear(1, 1), GradScaler("cpu"))
-
-
-def test_without_a_scaler_of_ours_a_fused_optimizer_hides_its_skipped_steps() -> None:
-    """Why `attach_scaler` exists: accelerate asks whether `optimizer.step` was called."""
-    trained = tasks.model()
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu")
-    trained, optimizer = accelerator.prepare(trained, FusedAdam(trained.parameters()))
-    accelerator.backward(tasks.loss_of(trained, tasks.batches(1)[0]) * math.inf)
-    optimizer.step()
-    assert not accelerator.optimizer_step_was_skipped

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 
-from apex_mp.amp import GradScaler
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
@@ -83,24 +82,6 @@ def test_a_model_learns_as_in_fp32(pl: Any, precision: str, half: bool) -> None:
     assert module.net[0].weight.dtype == (torch.float16 if half else torch.float32)
 
 
-def test_forward_is_in_fp16(pl: Any) -> None:
-    seen = []
-
-    def training_step(self: Any, batch: Any, index: int) -> Tensor:
-        output = self.net(batch[0])
-        seen.append((batch[0].dtype, output.dtype))
-        return output.sum()
-
-    for precision in ("16-mixed", "16-true"):
-        module = learner(pl, FusedSGD_of_lr_0, training_step=training_step)
-        fit(pl, module, pl.FP16Plugin(precision, "cpu"), steps=1)
-    assert seen == [(torch.float32, torch.float16), (torch.float16, torch.float16)]
-
-
-def FusedSGD_of_lr_0(params: Any) -> FusedSGD:  # noqa: N802
-    return FusedSGD(params, lr=0.0)
-
-
 @pytest.mark.parametrize("optimizer_class", [FusedAdam, FusedSGD, torch.optim.AdamW])
 def test_gradient_clip_val_ends_with_the_weights_of_a_torch_loop(
     pl: Any, optimizer_class: Any
@@ -123,14 +104,6 @@ def test_gradient_clip_val_ends_with_the_weights_of_a_torch_loop(
     torch.testing.assert_close([*module.parameters()], expected, rtol=0, atol=0)
 
 
-def test_lightning_alone_refuses_to_clip_for_a_fused_optimizer(pl: Any) -> None:
-    """Why the plugin exists. Lightning's own is given our scaler here."""
-    module = learner(pl, FusedAdam)
-    plugin = pl.FP16Plugin.__mro__[2]("16-mixed", "cpu", GradScaler("cpu"))
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(pl, module, plugin, gradient_clip_val=1.0)
-
-
 def test_clipping_by_value_is_that_of_unscaled_gradients(pl: Any) -> None:
     seen = []
 
@@ -146,25 +119,6 @@ def test_clipping_by_value_is_that_of_unscaled_gradients(pl: Any) -> None:
         clipping = {"gradient_clip_val": 0.0625, "gradient_clip_algorithm": "value"}
         fit(pl, module, plugin, steps=2, **clipping)
     assert seen == [0.0625] * 4
-
-
-def test_fp16_gradients_that_are_too_small_unscaled_are_clipped_by_norm(pl: Any) -> None:
-    tiny = 2.0**-26  # 2**-25 and less rounds to 0 in float16.
-
-    def training_step(self: Any, batch: Any, index: int) -> Tensor:
-        return self.net(torch.ones(1, 4, dtype=torch.float16)).sum().float() * tiny
-
-    module = learner(
-        pl,
-        lambda params: FusedAdam(params, betas=(0.0, 0.0), master_weights=True),
-        training_step=training_step,
-    )
-    module.net = torch.nn.Linear(4, 1, bias=False)
-    fit(pl, module, pl.FP16Plugin("16-true", "cpu"), steps=1, gradient_clip_val=tiny)
-    clipped = module.trainer.optimizers[0].state[module.net.weight]["exp_avg"]
-    # torch.nn.utils.clip_grad_norm_, too, adds 1e-6 to the norm.
-    expected = torch.full_like(clipped, tiny * tiny / (2 * tiny + 1e-6))
-    torch.testing.assert_close(clipped, expected, rtol=1e-6, atol=0)
 
 
 # Skipped steps
@@ -207,30 +161,6 @@ def test_an_overflow_is_a_skipped_step_and_a_schedule_can_stand_still(
     assert fitted.global_step == 4
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_a_scaler_that_is_not_enabled_leaves_casts_and_clipping(pl: Any, precision: str) -> None:
-    runs = []
-    for enabled in (True, False):
-        half = precision == "16-true"
-        module = learner(pl, lambda params, half=half: FusedAdam(params, master_weights=half))
-        plugin = pl.FP16Plugin(precision, "cpu", GradScaler("cpu", enabled=enabled))
-        fitted = fit(pl, module, plugin, gradient_clip_val=MAX_NORM, max_epochs=1)
-        runs.append(torch.tensor(module.losses))
-    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=1e-3)
-    assert not fitted.precision_plugin.scaler.step_was_skipped(fitted.optimizers[0])
-
-
-def test_a_training_step_that_returns_none_is_no_step(pl: Any) -> None:
-    def training_step(self: Any, batch: Any, index: int) -> Tensor | None:
-        loss = tasks.loss_of(self.net, batch)
-        return None if index == 1 else loss
-
-    module = learner(pl, FusedAdam, training_step=training_step)
-    fitted = fit(pl, module, pl.FP16Plugin(device="cpu"), steps=3, gradient_clip_val=1.0)
-    assert fitted.optimizers[0].state[module.net[0].weight]["step"] == 2
-    assert fitted.precision_plugin.scaler._get_growth_tracker() == 2
-
-
 # Checkpoints
 
 
@@ -256,18 +186,6 @@ def test_a_resumed_run_goes_on_to_the_bit(pl: Any, tmp_path: Path) -> None:
     assert states[0] == states[1]
     assert (states[0]["scale"], states[0]["_growth_tracker"]) == (2.0**15, 12)
     torch.testing.assert_close([*resumed.parameters()], [*whole.parameters()], rtol=0, atol=0)
-
-
-def test_the_scale_of_lightnings_own_plugin_goes_on(pl: Any, tmp_path: Path) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    theirs = pl.FP16Plugin.__mro__[2]("16-mixed", "cpu", scaler)
-    module = learner(pl, lambda params: torch.optim.AdamW(params, tasks.LR))
-    fit(pl, module, theirs, steps=3).save_checkpoint(tmp_path / "theirs.ckpt")
-    ours = trainer(pl, pl.FP16Plugin(device="cpu"), max_epochs=2)
-    module = learner(pl, lambda params: FusedAdam(params, tasks.LR))
-    ours.fit(module, data(3), ckpt_path=tmp_path / "theirs.ckpt")
-    state = ours.precision_plugin.scaler.state_dict()
-    assert (state["scale"], state["_growth_tracker"]) == (256.0, 6)
 
 
 # By hand
@@ -322,27 +240,7 @@ def test_manual_optimization_with_fp16_optimizer_skips_and_resumes(pl: Any, tmp_
     assert master == torch.float32
 
 
-def test_manual_optimization_with_the_plugin_clips_as_torch_does(pl: Any) -> None:
-    def clip(self: Any, optimizer: Any) -> None:
-        self.clip_gradients(optimizer, MAX_NORM, "norm")
-
-    backward = {"backward_of": lambda self, optimizer, loss: self.manual_backward(loss)}
-    for optimizer_class in (FusedAdam, torch.optim.AdamW):
-        module = manual(
-            pl, lambda params, c=optimizer_class: c(params, tasks.LR), clip=clip, **backward
-        )
-        fit(pl, module, pl.FP16Plugin(device="cpu"))
-        expected = tasks.torch_amp_weights(optimizer_class, MAX_NORM)
-        torch.testing.assert_close([*module.parameters()], expected, rtol=0, atol=0)
-
-
 # What is refused
-
-
-def test_fp16_optimizer_and_the_plugin_exclude_each_other(pl: Any) -> None:
-    module = learner(pl, fp16_optimizer)
-    with pytest.raises(RuntimeError, match=r"FP16_Optimizer .* scales the loss itself"):
-        fit(pl, module, pl.FP16Plugin("16-true", "cpu"), steps=1)
 
 
 def test_fp16_optimizer_in_automatic_optimization_warns_that_the_loss_was_not_scaled(
@@ -352,26 +250,3 @@ def test_fp16_optimizer_in_automatic_optimization_warns_that_the_loss_was_not_sc
     module.net.half()
     with pytest.warns(RuntimeWarning, match=r"do not come from optimizer\.backward\(loss\)"):
         fit(pl, module, None, steps=1)
-
-
-def test_wrong_arguments_are_named(pl: Any) -> None:
-    with pytest.raises(ValueError, match="precision is 'bf16-mixed'; it must be \"16-mixed\" or"):
-        pl.FP16Plugin("bf16-mixed")
-    with pytest.raises(TypeError, match=r"scaler is a torch\.amp\.grad_scaler\.GradScaler"):
-        pl.FP16Plugin(scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_lbfgs_is_refused(pl: Any) -> None:
-    module = learner(pl, torch.optim.LBFGS)
-    with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):
-        fit(pl, module, pl.FP16Plugin(device="cpu"), steps=1)
-
-
-@pytest.mark.parametrize("other", ["lightning", "pytorch_lightning"])
-def test_a_plugin_for_the_other_package_is_refused_by_lightning(pl: Any, other: str) -> None:
-    plugin = importlib.import_module(f"apex_mp.{other}").FP16Plugin(device="cpu")
-    if pl.__name__ == other:
-        assert trainer(pl, plugin).precision_plugin is plugin
-    else:
-        with pytest.raises(Exception, match="Found invalid type for plugin"):
-            trainer(pl, plugin)

@@ -212,19 +212,3 @@ def test_adapters_over_frozen_fp16_weights_learn_as_in_fp32(
     # 4 seeds: 0.0012 and 0.06 % at the most. A learning rate that is a fifth larger: 0.008 and 4 %.
     torch.testing.assert_close(losses, logged(expected, "loss"), rtol=0, atol=0.004)
     torch.testing.assert_close(norms, logged(expected, "grad_norm"), rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"gradient_checkpointing": True}, {"torch_compile_backend": "aot_eager"}],
-    ids=["gradient_checkpointing", "torch_compile"],
-)
-def test_options_of_the_trainer_change_no_loss(options: dict[str, Any], tmp_path: Path) -> None:
-    runs = []
-    for each in ({}, options):
-        fused = (FusedAdam, {"lr": LR, "master_weights": True})
-        scaler, model = GradScaler("cpu", INIT_SCALE), bert().half()
-        run = scaled(scaler, model, tmp_path, optimizer_cls_and_kwargs=fused, max_steps=4, **each)
-        run.train()
-        runs.append(logged(run, "loss"))
-    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)

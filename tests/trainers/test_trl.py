@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -241,19 +240,3 @@ def test_the_bf16_that_trl_asks_for_by_default_is_refused_with_the_argument(tmp_
     trainer = make("SFT", model, optimizer, tmp_path, bf16=None)
     with pytest.raises(ValueError, match=r"mixed_precision is 'bf16'.*TRL.*bf16=False"):
         attach_scaler(trainer.accelerator, GradScaler("cpu"))
-
-
-@pytest.mark.parametrize("value", [math.nan, 1.0])
-def test_rewards_that_teach_nothing_are_told(value: float, tmp_path: Path) -> None:
-    def same(completions: list[str], **kwargs: Any) -> list[float]:
-        return [value] * len(completions)
-
-    model = llama().half()
-    start = flat(model.parameters())
-    run = in_fp16("GRPO", model, tmp_path, reward_funcs=same)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.train()
-    told = [str(each.message) for each in caught]
-    assert sum("in which all rewards are equal" in each for each in told) == 1
-    assert torch.equal(flat(model.parameters()), start)

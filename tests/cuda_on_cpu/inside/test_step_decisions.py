@@ -60,13 +60,6 @@ def test_inf_and_nan_are_stepped_with_if_nobody_checks(bad: float, groups: list[
     assert not task.rows[3].param[7].isfinite()
 
 
-def test_inf_in_a_norm_that_nobody_checks_is_no_overflow() -> None:
-    task = sample(SIZES)
-    task.rows[3].grad[7] = math.inf
-    outcome = assert_steps_exactly(Step(task), task, norms=True)
-    assert outcome.norm == math.inf
-
-
 @each_rule
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("known", [1.0, 2.0, -1.0])
@@ -102,14 +95,6 @@ def test_rows_with_inf_or_nan_are_numbered_among_those_with_a_gradient() -> None
     assert outcome.nonfinite_rows == [0, 3]
 
 
-def test_no_row_is_named_without_inf_or_nan_in_it() -> None:
-    task = sample(SIZES, check=True)
-    step = Step(task)
-    assert step.run(task, norms=True).nonfinite_rows == []
-    task.found_inf = torch.ones(1)
-    assert step.run(task, norms=True).nonfinite_rows == []
-
-
 CLIPPING = {
     "nobody": ([0.0, 0.0, 0.0], [None] * 3),
     "each group": ([0.5, 1e6, 2.0], [None] * 3),
@@ -141,14 +126,6 @@ def test_gradients_are_clipped(
     assert_decided_rightly(task, asked, measured=True)
 
 
-def test_scaled_and_plain_gradients_may_be_one_or_the_other_throughout() -> None:
-    for scaled in (False, True):
-        task = sample(SIZES, groups=[Adam(max_norm=0.5), Adam(maximize=True)], scale=1000.0)
-        for row in task.rows:
-            row.scaled = scaled
-        assert_decided_rightly(task, assert_steps_exactly(Step(task), task), measured=True)
-
-
 @pytest.mark.parametrize("rule", [RULE, dataclasses.replace(RULE, growth_factor=1.7)], ids=str)
 def test_the_loss_scale_is_that_of_the_host_to_the_bit(rule: DynamicLossScale) -> None:
     task = sample([40, 3], [(F32,), (F32,), (None,)], check=True)
@@ -166,14 +143,6 @@ def test_the_loss_scale_is_that_of_the_host_to_the_bit(rule: DynamicLossScale) -
         assert outcome.scale == scale  # That of before the update has scaled the gradients.
         factors = [abs(group.scaled_factor) for group in outcome.groups]
         assert factors == [1 / scale] * len(factors), f"{factors} for {scale}"
-
-
-def test_a_step_that_reads_no_gradients_counts_for_the_loss_scale() -> None:
-    task = sample([40, 3])
-    state = LossScaleState.of(RULE)
-    assert_steps_exactly(Step(task), task)
-    assert Step(task).run(task).loss_scale == (0.0, 0, 0)
-    assert Step(task).run(task, loss_scale=state).loss_scale == (2.0**10, 1, 0)
 
 
 @pytest.mark.parametrize("dtype", [F16, F32, F64])

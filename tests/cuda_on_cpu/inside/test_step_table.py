@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_lists import CPU, with_chunks_of
+from exact_lists import CPU
 from op_cases import CHUNK, F64, number
 from step_cases import (
     assert_decided_rightly,
@@ -49,13 +49,6 @@ def test_a_table_does_not_fit_what_has_moved(name: str, groups: list[Group]) -> 
     assert step.fits(task)
     MOVES[name](task.rows[3])
     assert not step.fits(task)
-
-
-def test_a_table_does_not_fit_another_number_of_rows_or_groups() -> None:
-    task = sample(SIZES)
-    step = Step(task)
-    assert not step.fits(dataclasses.replace(task, rows=task.rows[:-1]))
-    assert not step.fits(dataclasses.replace(task, groups=[*task.groups, Adam()]))
 
 
 def test_a_table_fits_whatever_becomes_of_gradients_and_options() -> None:
@@ -152,28 +145,6 @@ def test_a_replay_sees_groups_that_were_refreshed_and_no_others(groups: int, che
     step.refresh_groups(task)
     assert step.knows_groups(task)
     assert_steps_exactly(step, task, captured=True)
-
-
-@each_rule
-@each_check
-def test_tables_with_chunks_of_two_sizes_step_in_turns(check: bool, groups: list[Group]) -> None:
-    lists = (SIZES, with_chunks_of(CHUNK, SIZES))
-    steps = [
-        (Step(task), task)
-        for task in (sample(sizes, groups=groups, check=check) for sizes in lists)
-    ]
-    for step, task in [*steps, *steps]:
-        assert_steps_exactly(step, task)
-
-
-def test_an_upload_has_the_groups_of_the_last_step() -> None:
-    task = sample(SIZES)
-    step = Step(task)
-    task.groups[2].lr = 0.5
-    step.run(task)
-    step.memory.fill_(255)
-    step.upload()
-    assert_steps_exactly(step, task)
 
 
 def test_more_chunks_than_there_are_numbers_for_are_refused() -> None:

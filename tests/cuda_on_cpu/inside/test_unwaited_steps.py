@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import gc
 import random
 import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +15,7 @@ import torch
 from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, pull
 from waits import Waits
 
-from apex_mp import fp16_utils, optimizers
+from apex_mp import fp16_utils
 from apex_mp.core import device_scale, readback
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
 from apex_mp.optimizers import FusedAdam, FusedSGD
@@ -105,16 +100,6 @@ def test_messages_come_late_but_in_order(params: Any, capsys: pytest.CaptureFixt
     ]
 
 
-def test_a_report_after_the_gradients_are_gone_names_who_overflowed(params: Any) -> None:
-    optimizer = make(params)
-    optimizer.backward(pull((params[0], 1.0), (params[2], INF)))  # The second one has no gradient.
-    optimizer.step()
-    optimizer.zero_grad()
-    assert [str(one) for one in optimizer.overflow_report] == [
-        "group 0, parameter 2 [3]: inf or NaN"
-    ]
-
-
 @pytest.mark.parametrize("arrives", ["later", "at once"])
 def test_an_overflow_is_told_of_by_the_next_backward_if_it_has_arrived(
     arrives: str, params: Any, monkeypatch: pytest.MonkeyPatch
@@ -123,33 +108,6 @@ def test_an_overflow_is_told_of_by_the_next_backward_if_it_has_arrived(
     optimizer = make(params)
     train(optimizer, params, INF, 1.0)
     assert len(optimizer._log.report) == (3 if arrives == "at once" else 0)
-
-
-def test_overflow_after_another_backward_is_that_of_the_new_gradients(params: Any) -> None:
-    optimizer = make(params)
-    train(optimizer, params, INF)
-    optimizer.zero_grad()
-    optimizer.backward(pull((params[0], 1.0)))
-    assert optimizer.overflow is False
-    train(optimizer, params, 1.0)
-    optimizer.zero_grad()
-    optimizer.backward(pull((params[0], INF)))
-    assert optimizer.overflow is True
-
-
-def test_a_step_with_a_closure_returns_the_loss_or_none(params: Any) -> None:
-    optimizer = make(params)
-
-    def closure_for(value: float) -> Any:
-        def closure() -> float:
-            optimizer.zero_grad()
-            optimizer.backward(pull(*((param, value) for param in params)))
-            return 7.0
-
-        return closure
-
-    assert optimizer.step(closure_for(1.0)) == 7.0
-    assert optimizer.step(closure_for(INF)) is None
 
 
 # The same numbers as where the host waits.
@@ -198,19 +156,6 @@ def test_random_programs_end_as_where_the_host_waits(
     torch.testing.assert_close(unwaited, waited, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_a_scale_that_is_set_between_steps_counts(params: Any) -> None:
-    optimizer = make(params)
-    train(optimizer, params, 1.0, INF)
-    optimizer.loss_scale = 64.0
-    train(optimizer, params, INF)
-    assert optimizer.loss_scale == 32.0  # The second of two in a row.
-    optimizer.loss_scaler.cur_scale = 16.0
-    optimizer.zero_grad()
-    optimizer.backward(pull((params[0], 1.0)))
-    assert params[0].grad is not None
-    assert params[0].grad[0] == 16.0
-
-
 def test_a_scaler_that_wants_to_hear_of_each_step_does(params: Any) -> None:
     class Scaler(DynamicLossScaler):
         heard = 0
@@ -224,25 +169,6 @@ def test_a_scaler_that_wants_to_hear_of_each_step_does(params: Any) -> None:
     train(optimizer, params, 1.0, INF)
     assert optimizer._loss_scaler.heard == 2
     assert optimizer._loss_scaler.cur_scale == 32.0
-
-
-def test_a_skipped_first_step_leaves_no_state(params: Any) -> None:
-    optimizer = make(params)
-    train(optimizer, params, INF)
-    assert optimizer.overflow
-    assert not optimizer.state
-
-
-def test_fifty_skips_warn_when_they_are_heard_of(params: Any) -> None:
-    optimizer = make(params, dynamic_loss_args={"min_loss_scale": 1.0})
-    train(optimizer, params, *[INF] * 50)
-    with pytest.warns(RuntimeWarning, match="50 steps in a row") as caught:
-        assert optimizer.overflow
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(optimizer, params, INF)
-        assert optimizer.overflow
 
 
 # What goes on between a step and its news.
@@ -260,25 +186,6 @@ def test_a_hook_for_some_steps_leaves_host_and_device_agreeing(params: Any) -> N
     assert params[0].grad[0] == optimizer.loss_scale == 512.0
 
 
-def test_a_hook_between_backward_and_step_hears_of_the_steps_before_first(params: Any) -> None:
-    optimizer = make(params)
-    train(optimizer, params, 1.0, INF)
-    optimizer.zero_grad()
-    optimizer.backward(pull((params[0], 1.0)))
-    optimizer.register_step_post_hook(lambda *_: None)
-    optimizer.step()
-    value = optimizer.loss_scaler.loss_scale_value
-    assert (value.good_steps, value.overflows) == (1, 1)
-
-
-def test_an_old_overflow_is_not_that_of_gradients_by_hand(params: Any) -> None:
-    optimizer = make(params, dynamic_loss_scale=False, static_loss_scale=128.0)
-    train(optimizer, params, INF)
-    optimizer.zero_grad()
-    (pull((params[0], 3.0)) * 128.0).backward()
-    assert optimizer.clip_master_grads(0.1) == pytest.approx(3.0 * 2.0**0.5)
-
-
 def test_news_that_come_at_once_are_not_lost(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send = readback.submit_tensor
 
@@ -293,45 +200,6 @@ def test_news_that_come_at_once_are_not_lost(params: Any, monkeypatch: pytest.Mo
     assert optimizer.overflow is True
 
 
-def test_an_interrupted_wait_loses_nothing(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = make(params)
-    train(optimizer, params, INF, INF)
-
-    def interrupted(self: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(readback.Readback, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            _ = optimizer.loss_scale
-    assert optimizer.loss_scale == 512.0
-
-
-def test_what_is_written_to_a_held_scaler_is_for_the_steps_to_come(params: Any) -> None:
-    optimizer = make(params)
-    train(optimizer, params, 1.0)
-    scaler = optimizer.loss_scaler
-    train(optimizer, params, INF, INF)
-    scaler.cur_scale = 64.0
-    assert optimizer.loss_scale == 64.0
-    optimizer.zero_grad()
-    optimizer.backward(pull((params[0], 1.0)))
-    assert params[0].grad is not None
-    assert params[0].grad[0] == 64.0
-
-
-def test_state_that_came_since_is_not_taken_for_that_of_a_skipped_step(params: Any) -> None:
-    other = fused([parameter([1.0, 2.0], F32), parameter([[3.0]], F32)])
-    for param in other.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    other.step()
-    optimizer = make(params[:2])
-    train(optimizer, params[:2], INF)
-    optimizer.optimizer.load_state_dict(other.state_dict())
-    assert optimizer.overflow
-    assert len(optimizer.state) == 2
-
-
 def test_what_has_arrived_is_told_by_steps_too(
     params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,17 +211,6 @@ def test_what_has_arrived_is_told_by_steps_too(
         (pull((params[0], 1.0)) * scale).backward()
         optimizer.step()
         assert len(readback._pending) == 1
-
-
-def test_news_keep_no_optimizer_alive(params: Any) -> None:
-    optimizer = make(params)
-    train(optimizer, params, 1.0, 1.0)
-    gone = weakref.ref(optimizer), weakref.ref(optimizer.optimizer)
-    del optimizer
-    gc.collect()
-    assert [each() for each in gone] == [None, None]
-    assert len(readback._pending) == 2
-    readback.wait()
 
 
 # In a CUDA graph.
@@ -414,23 +271,6 @@ def test_options_are_refreshed_between_replays() -> None:
     assert torch.equal(*weights)
 
 
-def test_hooks_have_the_host_wait_as_before(params: Any) -> None:
-    optimizer = make(params)
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    train(optimizer, params, 1.0, INF, 1.0)
-    assert len(calls) == 2
-    assert len(readback._pending) == 0
-
-
-def test_both_faces_start_where_they_did(params: Any) -> None:
-    for face, start in ((UTILS, 2.0**32), (optimizers.FP16_Optimizer, 2.0**16)):
-        optimizer = face(fused(params[:1]), dynamic_loss_scale=True, verbose=False)
-        value = optimizer.loss_scaler.loss_scale_value
-        train(optimizer, params[:1], INF)
-        assert optimizer.loss_scaler.loss_scale_value == dataclasses.replace(value, scale=start / 2)
-
-
 def test_a_scale_that_was_set_cannot_be_captured(params: Any) -> None:
     optimizer = make(params)
     train(optimizer, params, 1.0)
@@ -440,37 +280,3 @@ def test_a_scale_that_was_set_cannot_be_captured(params: Any) -> None:
     train(optimizer, params, 1.0)
     with capture():
         optimizer.step()
-
-
-def test_a_scale_that_is_set_between_replays_counts() -> None:
-    optimizer = make([parameter([1.0, 2.0], F16)])
-    weight = optimizer.fp16_groups[0][0]
-    train(optimizer, [weight], 1.0)
-    with capture():
-        optimizer.step()
-    optimizer.loss_scale = 64.0
-    assert optimizer._steps._scale.scale == 64.0  # A replay asks nobody.
-    for value, scale in ((1.0, 64.0), (INF, 64.0), (INF, 32.0)):
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.backward(pull((weight, value)))
-        assert weight.grad is not None
-        assert value == INF or weight.grad[0] == 64.0
-        SHIM.cuda_on_cpu_replay()
-        assert optimizer.loss_scale == scale
-
-
-def test_gradients_kept_over_a_step_are_rescaled_after_a_capture() -> None:
-    captured, plain = (make([parameter([1.0, 2.0], F16)]) for _ in range(2))
-    weights = [optimizer.fp16_groups[0][0] for optimizer in (captured, plain)]
-    for optimizer, weight in zip((captured, plain), weights, strict=True):
-        train(optimizer, [weight], 1.0)
-        with capture() if optimizer is captured else contextlib.nullcontext():
-            optimizer.step()
-    plain.load_state_dict(captured.state_dict())
-    for optimizer, weight in zip((captured, plain), weights, strict=True):
-        for _ in range(7):  # The scale grows now and then.
-            optimizer.backward(pull((weight, 1.0)))
-            optimizer.step()
-    assert captured.loss_scale == plain.loss_scale
-    assert weights[0].grad is not None
-    assert torch.equal(*(weight.grad for weight in weights))
