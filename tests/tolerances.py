@@ -28,15 +28,6 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(rtol=2.0**-8 * 1.01, atol=2.0**-20),
 }
 
-# What a recurrence over half a dozen steps may lose, which rounds gates and states in each: about
-# eight roundings of the dtype, of numbers up to 2 in size.
-HALF_RECURRENCE_TOLERANCES = {
-    torch.float16: Tolerance(rtol=8 * 2.0**-11, atol=8 * 2.0**-11),
-    torch.bfloat16: Tolerance(rtol=8 * 2.0**-8, atol=8 * 2.0**-8),
-}
-# Its gradients cancel here and there, so by the l2 norm of all of them together. Measured over 60
-# seeds on the CPU: 2 roundings.
-HALF_RECURRENCE_GRADIENTS = {torch.float16: 8 * 2.0**-11, torch.bfloat16: 8 * 2.0**-8}
 # A norm and its gradients: sums of up to 50 numbers, in an order that is the device's own, about
 # twenty roundings of operands that are up to 10 in size. A half-precision result is one rounding.
 NORM_TOLERANCES = {

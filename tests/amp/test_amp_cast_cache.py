@@ -15,6 +15,7 @@ from apex_mp import amp
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
+
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 X = torch.ones(2, 3)
 
@@ -232,3 +233,19 @@ def test_a_compiled_model_may_use_data_and_sees_edits() -> None:
     first, second = torch.compile(model, backend="aot_eager")(X)
     assert first.dtype is F16
     assert torch.equal(second, 2 * first)
+
+
+def test_a_region_of_another_dtype_in_a_module_gets_casts_of_its_own() -> None:
+    class TwoDtypes(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            around = F.linear(x, self.weight)
+            with torch.autocast("cpu", torch.bfloat16):
+                return around, F.linear(x, self.weight)
+
+    model = TwoDtypes(3, 2)
+    nn.init.constant_(model.weight, 1e5)  # too large for float16
+    amp.init(device_type="cpu")
+    around, inside = model(X)
+    assert (around.dtype, inside.dtype) == (F16, BF16)
+    assert around.isinf().all()
+    assert inside.isfinite().all()

@@ -24,7 +24,6 @@ from amp_level_cases import (
 from fp16_cases import pull
 from tolerances import assert_same_bits
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
 from apex_mp import amp
 from apex_mp.amp import _amp_state
@@ -77,66 +76,6 @@ def sgd(*models: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
 def pair(*weights: float) -> tuple[nn.Linear, torch.optim.SGD]:
     model = linear(*weights)
     return initialize(model, sgd(model), opt_level="O2", max_loss_scale=2.0**10)
-
-
-class Run:
-    """A training whose scale overflows and grows: how each step ended, and all its numbers."""
-
-    def __init__(self, make: Any) -> None:
-        model = Net()
-        optimizer = make(model.parameters())
-        initialize(model, optimizer, opt_level="O2")
-        (scaler,) = _amp_state.loss_scalers
-        scaler.load_state_dict({"loss_scale": 2.0**20, "unskipped": 1995})
-        self.objects = (model, optimizer, StepLR(optimizer, step_size=2, gamma=0.5))
-        self.scale = amp.state_dict()
-        self.skipped: list[bool] = []
-
-    def go_on(self, first: int, last: int) -> None:
-        model, optimizer, scheduler = self.objects
-        amp.load_state_dict(self.scale)
-        for number in range(first, last):
-            train(model, optimizer, 1, start=number)
-            self.skipped.append(amp.step_was_skipped(optimizer))
-            scheduler.step()
-        self.scale = amp.state_dict()
-
-    def copied(self, how: Any) -> Run:
-        run = copy.copy(self)
-        run.objects, run.skipped = how(self.objects), [*self.skipped]
-        return run
-
-    def numbers(self) -> list[torch.Tensor]:
-        model, optimizer, scheduler = self.objects
-        rates = torch.tensor([group["lr"] for group in optimizer.param_groups])
-        return [*everything(model, optimizer), rates, torch.tensor(scheduler.last_epoch)]
-
-
-@pytest.mark.parametrize(
-    ("how", "make"),
-    [*((how, "SGD") for how in HOW), *(("deepcopy", make) for make in MAKE if make != "SGD")],
-)
-@pytest.mark.filterwarnings("error")
-def test_both_of_a_copied_pair_train_as_if_there_had_been_no_copy(how: str, make: str) -> None:
-    torch.manual_seed(0)
-    expected = Run(MAKE[make])
-    expected.go_on(0, 12)
-    torch.manual_seed(0)
-    first = Run(MAKE[make])
-    first.go_on(0, 3)
-    second = first.copied(HOW[how])
-    for start in range(3, 12, 3):
-        for run in (second, first):
-            run.go_on(start, start + 3)
-    assert {True, False} == {*expected.skipped}
-    for run in (first, second):
-        assert run.skipped == expected.skipped
-        assert run.scale == expected.scale
-        for ours, theirs in zip(run.numbers(), expected.numbers(), strict=True):
-            assert_same_bits(ours, theirs)
-    assert {p.data_ptr() for p in first.objects[0].parameters()}.isdisjoint(
-        p.data_ptr() for p in second.objects[0].parameters()
-    )
 
 
 @hows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +35,17 @@ from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+
+def fail_in_a_block(optimizer: Any) -> None:
+    with pytest.raises(KeyError), amp.scale_loss(torch.ones(()), optimizer):
+        raise KeyError
+
+
+def skip_a_step(optimizer: Any) -> None:
+    models = optimizer._amp_model_of.values()
+    step(optimizer, pull(*((param, [[INF]]) for param in models)))
+    optimizer.zero_grad(set_to_none=False)
 
 
 def linear(*values: float) -> nn.Linear:
@@ -210,35 +220,6 @@ def test_a_write_to_the_model_that_a_step_overwrites_gets_one_warning(write: Any
         step(optimizer, pull((model.weight, [[0.25]])))
 
 
-class OwnArguments(torch.optim.SGD):
-    """An optimizer whose methods do not take the arguments of torch's."""
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-
-    def add_param_group(self, param_group: dict[str, Any], rate: float = 1.0) -> None:
-        super().add_param_group({**param_group, "lr": rate})
-
-    def state_dict(self, epoch: int = 0) -> dict[str, Any]:
-        return {**super().state_dict(), "epoch": epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        assert strict is False
-        super().load_state_dict(state_dict)
-
-
-def test_an_optimizer_with_masters_takes_the_arguments_of_its_own_class() -> None:
-    model = nn.Linear(1, 1)
-    optimizer = OwnArguments(model.parameters(), lr=1.0)
-    initialize(model, optimizer, opt_level="O2")
-    optimizer.zero_grad()
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}, rate=0.5)
-    assert optimizer.param_groups[1]["lr"] == 0.5
-    state = optimizer.state_dict(epoch=3)
-    assert state["epoch"] == 3
-    optimizer.load_state_dict(state, strict=False)
-
-
 def test_a_later_group_gets_masters_and_duplicates_are_refused() -> None:
     first, second, third = linear(1.0), linear(1.0), linear(1.0)
     optimizer = sgd(first, lr=1.0)
@@ -313,50 +294,6 @@ def test_each_loss_has_its_own_scale(level: str) -> None:
     backward(optimizer, pull((model.weight, [[1.0]])), loss_id=2)
     step(optimizer, pull((model.weight, [[2.0]])), loss_id=1)
     assert model.weight.item() == -3.0
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_gan_trains_as_in_float32(level: str) -> None:
-    def run(models: list[Any], opts: list[Any], scale: Any) -> list[float]:
-        generator, critic = models
-        optimizer_g, optimizer_d = opts
-        losses = []
-        for number in range(4):
-            torch.manual_seed(number)
-            real, noise = torch.randn(4, 2), torch.randn(4, 2)
-            optimizer_d.zero_grad()
-            fake = generator(noise)
-            for loss_id, part in enumerate([-critic(real), critic(fake.detach())]):
-                with scale(part.float().mean(), optimizer_d, loss_id) as loss:
-                    loss.backward()
-            optimizer_d.step()
-            optimizer_g.zero_grad()
-            loss_g = -critic(fake).float().mean()
-            with scale(loss_g, optimizer_g, 2) as loss:
-                loss.backward()
-            optimizer_g.step()
-            losses.append(loss_g.item())
-        return losses
-
-    generators, critics = twins(lambda: nn.Linear(2, 2)), twins(lambda: linear(1.0, -1.0))
-
-    class Plain:
-        def __init__(self, loss: Tensor, *_: Any) -> None:
-            self.loss = loss
-
-        def __enter__(self) -> Tensor:
-            return self.loss
-
-        def __exit__(self, *_: Any) -> None: ...
-
-    plain = [generators[0], critics[0]]
-    expected = run(plain, [sgd(model, lr=0.1) for model in plain], Plain)
-    models = [generators[1], critics[1]]
-    opts = [sgd(model, lr=0.1) for model in models]
-    initialize(models, opts, opt_level=level, num_losses=3, max_loss_scale=2.0**10)
-    losses = run(models, opts, amp.scale_loss)
-    # Losses of size 1 from two products, rounded to float16 a few times a step.
-    torch.testing.assert_close(losses, expected, rtol=0, atol=0.0 if level == "O0" else 5e-3)
 
 
 # Steps.
@@ -475,30 +412,6 @@ def test_a_model_can_be_compiled_afterwards(level: str) -> None:
     torch.testing.assert_close(losses, expected, rtol=0, atol=2e-3)
 
 
-@pytest.fixture
-def process_group(tmp_path: Any) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_model_can_be_made_parallel_afterwards_but_not_before(level: str) -> None:
-    model, reference = twins(Net)
-    expected = train_plain(reference, OPTIMIZERS["SGD"](reference.parameters()), 3)
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    initialize(model, optimizer, opt_level=level)
-    parallel = nn.parallel.DistributedDataParallel(model)
-    losses = train(parallel, optimizer, 3)
-    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
-    assert parallel.state_dict()["module.conv.weight"].dtype is F32
-    with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied to the model"):
-        initialize(parallel, opt_level=level)
-
-
 def after_a_step(model: Any, optimizer: Any) -> None:
     step(optimizer, pull((model.weight, [[1.0]])))
 
@@ -585,3 +498,67 @@ def test_edits_of_the_models_gradients_after_scale_loss_are_warned_of_once(
     assert model.weight.item() == 0.25
     (message,) = caplog.messages
     assert "which has no effect: clip, edit and average those of amp.master_params" in message
+
+
+@pytest.mark.parametrize(
+    "event", [None, fail_in_a_block, skip_a_step], ids=["", "failed block", "skipped step"]
+)
+def test_a_gradient_that_was_set_to_zero_takes_a_step_of_momentum_as_in_float32(event: Any) -> None:
+    models = linear(0.0), linear(0.0)
+    optimizer = sgd(*models, momentum=0.5)
+    initialize([*models], optimizer, opt_level="O2", loss_scale=128.0)
+    step(optimizer, pull(*((model.weight, [[1.0]]) for model in models)))
+    optimizer.zero_grad(set_to_none=False)
+    if event is not None:
+        event(optimizer)
+    step(optimizer, pull((models[0].weight, [[1.0]])))
+    assert [model.weight.item() for model in models] == [-2.5, -1.5]
+
+
+def test_parameters_may_be_frozen_and_thawed() -> None:
+    model = nn.Sequential(linear(1.0), linear(1.0))
+    model[0].weight.requires_grad_(False)
+    optimizer = sgd(model, lr=2.0**-12)
+    initialize(model, optimizer, opt_level="O2", max_loss_scale=2.0**10)
+    step(optimizer, pull((model[1].weight, [[1.0]])))
+    assert model[0].weight.item() == 1.0
+    assert [p.dtype for p in amp.master_params(optimizer)] == [F16, F32]
+    model[0].weight.requires_grad_(True)
+    optimizer.zero_grad()
+    for _ in range(2):
+        step(optimizer, pull((model[0].weight, [[1.0]])))
+    assert [p.dtype for p in amp.master_params(optimizer)] == [F32, F32]
+    first, second = amp.master_params(optimizer)
+    assert [first.item(), second.item()] == [1.0 - 2 * 2.0**-12, 1.0 - 2.0**-12]
+    model[0].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    step(optimizer, pull((model[1].weight, [[1.0]])))
+    assert first.item() == 1.0 - 2 * 2.0**-12
+
+
+def test_masters_are_the_float32_values_from_before_the_cast() -> None:
+    model = linear(1 / 3, 1e-9)
+    before = model.weight.detach().clone()
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    (master,) = amp.master_params(optimizer)
+    assert torch.equal(master, before)
+    assert master.requires_grad
+    assert torch.equal(model.weight, before.half())
+
+
+def test_a_line_search_that_is_given_up_leaves_model_and_masters_as_they_were() -> None:
+    model = linear(1 / 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
+    initialize(model, optimizer, opt_level="O2", loss_scale=1.0)
+    before = model.weight.item(), next(amp.master_params(optimizer)).item()
+    grads = iter([1.0, INF, INF])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = pull((model.weight, [[next(grads)]]))
+        backward(optimizer, loss)
+        return loss
+
+    assert optimizer.step(closure) is None
+    assert (model.weight.item(), next(amp.master_params(optimizer)).item()) == before

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import io
-import pickle
 import warnings
 from typing import Any
 
@@ -33,11 +32,6 @@ inners = pytest.mark.parametrize(
 @pytest.fixture
 def weight(device: torch.device) -> nn.Parameter:
     return parameter([1.0], F32, device)
-
-
-@pytest.fixture
-def other(device: torch.device) -> nn.Parameter:
-    return parameter([1.0, 2.0], F32, device)
 
 
 def backward(optimizer: Any, loss: Tensor) -> None:
@@ -294,32 +288,6 @@ def test_scales_alone_are_loaded_and_leave_the_optimizer_as_it_is(
 
 
 # Copies.
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@inners
-def test_a_copy_made_during_training_goes_on_alone(
-    make: Any, way: str, handle: Any, weight: Any
-) -> None:
-    wrapped = handle.wrap_optimizer(make([weight]), num_loss=2)
-    lr_scheduler.StepLR(wrapped, step_size=1)
-    backward(wrapped, pull((weight, INF)))  # In the midst of an iteration.
-    other = copy.deepcopy(wrapped) if way == "deepcopy" else pickle.loads(pickle.dumps(wrapped))
-    assert scales(other) == [SCALE / 2, SCALE]
-    its = other.param_groups[0]["params"][0]
-    assert its is not weight
-    assert other._amp_handle is handle
-    other.zero_grad()
-    for _ in range(2):
-        backward(other, pull((its, 1.0)))
-    other.step()
-    assert its.item() != 1.0
-    assert other.step_was_skipped is False
-    backward(wrapped, pull((weight, 1.0)))
-    wrapped.step()
-    assert wrapped.step_was_skipped is True
-    assert weight.tolist() == [1.0]
-    assert scales(wrapped) == [SCALE / 2, SCALE]
 
 
 # A model in low precision.

@@ -91,29 +91,6 @@ def test_every_listed_function_gives_the_dtype_that_the_policy_says(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("policy_of", ["cpu", "cuda"])
-def test_verbose_tells_of_each_cast_once_and_by_the_name_that_was_called(
-    policy_of: str, device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = []
-    with casts(policy_of, device, verbose=True, allow_banned=True):
-        for rule in policy.rules(allow_banned=True):
-            if rule.kind not in (policy.LOW, policy.FLOAT):
-                continue
-            source, line = (F32, "Float->Half") if rule.kind == policy.LOW else (F16, "Half->Float")
-            for number, make in enumerate(amp_cases.calls(rule.name)):
-                if (rule.name, number) in NEED_A_GPU and policy_of != device.type:
-                    continue
-                made = make(Maker(source, device=policy_of))
-                given = len(amp_cases.floats_in([*made.args, *made.kwargs.values()]))
-                capsys.readouterr()
-                getattr(rule.owner, rule.name)(*made.args, **made.kwargs)
-                lines = capsys.readouterr().out.splitlines()
-                if lines != [f"{line} ({rule.name})"] * given:
-                    wrong.append(f"{rule.library}.{rule.name}, call {number}: {lines}")
-    assert not wrong, "\n".join(wrong)
-
-
 def test_every_name_of_the_lists_is_a_function() -> None:
     """One that this torch lacks would be left out without a word."""
     named = [*policy.rules(allow_banned=False)]

@@ -32,6 +32,7 @@ from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
+
 # The scaled loss.
 
 
@@ -319,3 +320,67 @@ def test_a_closure_whose_loss_is_not_finite_is_not_called_until_the_scale_is_gon
     assert len(losses) == 1
     assert handle._default_scaler.loss_scale() == 2.0**15
     assert weight.item() == 1.0
+
+
+def test_a_gradient_may_lie_otherwise_than_the_one_before(
+    handle: Any, device: torch.device
+) -> None:
+    weight = torch.arange(6.0, device=device).reshape(2, 3).t().contiguous().t().requires_grad_()
+    weight.grad = torch.arange(6.0, device=device).reshape(2, 3)  # Contiguous, as weight is not.
+    backward(handle, (weight * weight.detach()).sum(), sgd([weight]))
+    assert weight.grad.tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+def test_the_loss_is_scaled_in_its_own_range(dtype: torch.dtype, handle: Any) -> None:
+    optimizer = sgd([param([1.0], torch.device("cpu"))])
+    with handle.scale_loss(torch.tensor(3.0, dtype=dtype), optimizer) as scaled_loss:
+        assert scaled_loss.item() == 3.0 * SCALE
+        assert scaled_loss.dtype is (F64 if dtype is F64 else F32)
+
+
+def test_blocks_of_one_optimizer_do_not_nest(handle: Any, device: torch.device) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    with (
+        pytest.raises(RuntimeError, match="inside a scale_loss block of the same optimizer"),
+        handle.scale_loss(pull((weight, 2.0)), optimizer),
+        handle.scale_loss(pull((weight, 2.0)), optimizer),
+    ):
+        pass
+    backward(handle, pull((weight, 2.0)), optimizer)  # Nothing is left open.
+    assert_grads(grads(weight), 2.0)
+
+
+def test_a_sum_that_overflows_float16_skips_the_step(handle: Any, device: torch.device) -> None:
+    handle._default_scaler._loss_scale = 1.0
+    weight = param([1.0], device, F16)
+    optimizer = sgd([weight])
+    for _ in range(2):
+        backward(handle, pull((weight, 40000.0)), optimizer)
+    optimizer.step()
+    assert weight.tolist() == [1.0]
+    optimizer.zero_grad()
+    handle._default_scaler._loss_scale = 0.25  # Finite as it comes, inf when unscaled.
+    backward(handle, pull((weight, 80000.0)), optimizer)
+    optimizer.step()
+    assert weight.tolist() == [1.0]
+
+
+def test_a_scheduler_built_on_top_survives(handle: Any, device: torch.device) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    backward(handle, pull((weight, 1.0)), optimizer)
+    scheduler = lr_scheduler.StepLR(optimizer, step_size=1)
+    on_top = optimizer.step
+    handle._deactivate()
+    assert optimizer.step is on_top
+    assert not hasattr(optimizer, "_amp_step_guard")
+    optimizer.step()
+    scheduler.step()
+    assert weight.tolist() == [0.5]
+    other: Any = amp.init(device_type=device.type)
+    overflow(other, optimizer)
+    optimizer.step()
+    scheduler.step()
+    assert weight.tolist() == [0.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from torch.optim import lr_scheduler
 
 from apex_mp import amp
 from apex_mp.amp import scaling
+from apex_mp.amp.scaler import LossScaler
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
+
 
 # Closures.
 
@@ -229,3 +232,68 @@ def test_gradients_of_a_model_with_masters_may_be_left_scaled(
     assert_grads([master.grad], 4.0)
     optimizer.step()
     assert_grads([master], 1.0 - 2.0)
+
+
+def test_an_overflow_lowers_the_scale_of_each_loss_that_was_left_scaled(
+    handle: Any, device: torch.device
+) -> None:
+    weight = param([1.0], device)
+    optimizer = sgd([weight])
+    first, second = LossScaler(), LossScaler()
+    delayed(first, pull((weight, INF)), optimizer, delay_unscale=True)
+    delayed(second, pull((weight, 1.0)), optimizer)
+    assert first.loss_scale() == second.loss_scale() == SCALE / 2
+
+
+def test_an_overflow_left_scaled_is_found_by_the_last_block(
+    handle: Any, device: torch.device
+) -> None:
+    weight, other = param([1.0], device), param([1.0], device)
+    optimizer = sgd([weight, other])
+    scaler = handle._default_scaler
+    delayed(scaler, pull((weight, INF)), optimizer, delay_unscale=True)
+    assert scaler.loss_scale() == SCALE
+    delayed(scaler, pull((other, 1.0)), optimizer)
+    assert scaler.loss_scale() == SCALE / 2
+    optimizer.step()
+    assert_grads([weight, other], 1.0, 1.0)
+
+
+def test_a_block_that_raises_leaves_masters_as_they_were(handle: Any, with_master: Any) -> None:
+    model, master, optimizer = with_master
+    handle._default_scaler._loss_scale = 8.0
+    backward(handle, pull((model, 1.0)), optimizer)
+    kept = model.grad, master.grad
+    with pytest.raises(KeyError), handle.scale_loss(pull((model, 1.0)), optimizer):
+        raise KeyError
+    assert model.grad is kept[0]
+    assert master.grad is kept[1]
+    assert_grads([master.grad], 1.0)
+
+
+def test_a_step_whose_closure_never_stops_overflowing_is_abandoned(device: torch.device) -> None:
+    handle: Any = amp.init(loss_scale=128.0, device_type=device.type)
+    weight = param([4.0, -3.0], device)
+    optimizer = torch.optim.LBFGS([weight], lr=0.5, max_iter=3)
+    scales: list[float] = []
+    loss = {"value": lambda: (weight - 1.0).square().sum()}
+    closure = closure_with_scale_loss(handle, optimizer, lambda: loss["value"](), scales)
+    optimizer.step(closure)
+    before = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    left = [2]
+
+    def overflow_later() -> Tensor:
+        left[0] -= 1
+        factor = 1.0 if left[0] >= 0 else INF
+        return ((weight - 2.0).square() * factor).sum()
+
+    loss["value"] = overflow_later
+    assert optimizer.step(closure) is None
+    assert left[0] < 0
+    assert torch.equal(weight, before[0])
+    assert str(optimizer.state_dict()) == str(before[1])
+    assert amp.step_was_skipped(optimizer) is True
+    assert torch.is_autocast_enabled(device.type)
+    loss["value"] = lambda: (weight - 1.0).square().sum()
+    assert optimizer.step(closure) is not None
+    assert amp.step_was_skipped(optimizer) is False

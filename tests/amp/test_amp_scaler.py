@@ -8,6 +8,7 @@ import pytest
 from fp16_cases import NAN
 
 from apex_mp.amp.scaler import LossScaler
+from apex_mp.loss_scale import DynamicLossScale
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
@@ -84,3 +85,21 @@ def test_a_state_that_is_none_changes_nothing(
     with pytest.raises(error):
         scaler.load_state_dict(state)
     assert scaler.value == before
+
+
+def test_an_overflow_is_remembered_until_the_scale_is_updated() -> None:
+    scaler = LossScaler()
+    scaler.note_overflow(True)
+    scaler.note_overflow(False)
+    assert scaler.update_scale() is True
+    assert scaler.update_scale() is False
+    scaler.note_overflow(True)
+    scaler.clear_overflow_state()
+    assert scaler.update_scale() is False
+
+
+def test_overflows_since_the_scale_changed_are_saved() -> None:
+    scaler = after(LossScaler(DynamicLossScale(hysteresis=3)), "xx")
+    resumed = LossScaler(DynamicLossScale(hysteresis=3))
+    resumed.load_state_dict(scaler.state_dict())
+    assert after(resumed, "x").loss_scale() == after(scaler, "x").loss_scale() == 2.0**15

@@ -20,6 +20,7 @@ from apex_mp import amp
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
+
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 X = torch.ones(2, 3)
 Run = Callable[[Callable[[], Any]], Any]
@@ -237,3 +238,21 @@ def test_two_threads_may_train_at_once() -> None:
             done.result()
     for model in models:
         assert float(model(X).detach().abs().max()) < 0.5
+
+
+def test_disable_casts_is_of_one_thread() -> None:
+    handle = amp.init(device_type="cpu")
+
+    def in_block() -> Any:
+        with handle._disable_casts():
+            with handle._disable_casts():
+                pass
+            return dtypes_of(F16), Model()()
+
+    with executor() as run:
+        with handle._disable_casts():
+            assert run(lambda: dtypes_of(F16)) == CAST
+            assert run(handle.is_active)
+            assert dtypes_of(F16) == UNCAST
+        assert run(in_block) == (UNCAST, UNCAST)
+        assert run(lambda: dtypes_of(F16)) == CAST

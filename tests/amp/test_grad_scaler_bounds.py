@@ -83,3 +83,20 @@ def test_a_bound_out_of_range_is_a_sentence(
 ) -> None:
     with pytest.raises(error, match=message):
         GradScaler(device.type, **options)
+
+
+def test_without_bounds_a_checkpoint_has_the_keys_of_torch(device: torch.device) -> None:
+    theirs = torch.amp.GradScaler(device.type).state_dict()
+    assert GradScaler(device.type).state_dict() == theirs
+    bounded = GradScaler(device.type, min_scale=1.0)
+    assert bounded.state_dict() == {
+        **theirs,
+        "min_scale": 1.0,
+        "max_scale": None,
+        "hysteresis": 1,
+        "overflows": 0,
+    }
+    # Torch's reads it; torch's own leaves the bounds as they are.
+    torch.amp.GradScaler(device.type).load_state_dict(bounded.state_dict())
+    bounded.load_state_dict(theirs)
+    assert bounded.state_dict()["min_scale"] == 1.0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from fused_adam_cases import F16, give_grads, make_params
+from fused_adam_cases import F16, Unchanged, give_grads, make_params
 from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from torch.nn import Parameter
 
@@ -107,3 +108,38 @@ def test_an_fp16_optimizer_around_a_loop_that_a_scaler_scales_is_a_sentence(
             optimizer.step()
     with pytest.raises(AssertionError, match="An FP16_Optimizer scales its loss itself: it needs"):
         scaler.update()
+
+
+@pytest.mark.every_case
+@each_call
+@each_optimizer
+def test_calls_before_the_first_loss_leave_nothing(
+    make: Any, call: Any, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    give_grads(params, 0)
+    scaler = GradScaler(device.type)
+    with pytest.raises(AssertionError, match="but _scale is None"):
+        call(scaler, optimizer)
+    pickle.dumps(scaler)  # As with torch's, which refuses it while there is a step under way.
+
+
+@each_optimizer
+@pytest.mark.parametrize("given", ["by name", "by place"])
+def test_closures_are_refused(given: str, make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+
+    def closure() -> float:
+        raise AssertionError("it was called")
+
+    args, kwargs = ([closure], {}) if given == "by place" else ([], {"closure": closure})
+    with (
+        Unchanged(optimizer, [param.grad for param in params]),
+        pytest.raises(RuntimeError, match="Closure use is not currently supported if GradScaler"),
+    ):
+        scaler.step(optimizer, *args, **kwargs)
+    scaler.step(optimizer, None)  # as accelerate calls it

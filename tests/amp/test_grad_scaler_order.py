@@ -210,3 +210,54 @@ def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(
     assert f"all gradients of {type(optimizer).__name__} are 0 in this step" in message
     assert "call scaler.clip_grad_norm_(optimizer, max_norm) instead" in message
     assert "at the scale 1024" in message
+
+
+@each_optimizer
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_iteration_that_the_loop_gives_up_after_clipping_is_forgotten(
+    make: Any, set_to_none: bool, device: torch.device
+) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = make(params), make(theirs)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.update()
+    optimizer.zero_grad(set_to_none)
+    scale = scaler.get_scale()
+    scaler.scale(sum((p * g).sum() for p, g in zip(params, ones(params), strict=True))).backward()
+    assert params[0].grad.flatten()[0].item() == scale
+    scaler.step(optimizer)
+    for param, grad in zip(theirs, ones(theirs), strict=True):
+        param.grad = grad
+    expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_bounds_that_the_warning_names_help(device: torch.device) -> None:
+    loss, optimizer = half_loss(device, wide=False)
+    scaler = GradScaler(device.type, init_scale=2.0**15, max_scale=2.0**15, growth_interval=1)
+    assert warned(lambda: scaler.scale(loss).backward()) == []
+    scaler.step(optimizer)
+    assert not scaler.step_was_skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("where", ["host", "device"])
+@each_optimizer
+def test_some_gradients_of_0_are_no_reason_to_warn(
+    make: Any, where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "device":
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
+    params = make_params(device)
+    optimizer = make(params)
+    scaler = new_scaler(device)
+    for _ in range(2):
+        give_scaled(scaler, params, 0)
+        params[0].grad.zero_()
+        assert warned(lambda: (scaler.step(optimizer), scaler.step_was_skipped(optimizer))) == []
+        scaler.update()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from torch.nn import Parameter
 from waits import Waits
 
+from apex_mp.amp import GradScaler
 from apex_mp.core import device_scale, readback
 from apex_mp.core.readback import Readback
 from apex_mp.optimizers import FusedAdam
@@ -94,33 +97,6 @@ def test_the_host_waits_for_no_fused_step(make: Any, device: torch.device) -> No
         assert waits.count == 0
         skipped.append(scaler.step_was_skipped(optimizer))
     assert skipped == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize("make", OTHERS.values(), ids=[*OTHERS])
-@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
-@pytest.mark.usefixtures("left_alone")
-def test_the_host_waits_once_for_another_step(make: Any, way: str, device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = make(params)
-    scaler = new_scaler(device)
-    take_step(scaler, optimizer, params)
-    counts = []
-    for cls in (type(scaler), torch.amp.GradScaler):
-        scaler = new_scaler(device, cls)
-        give_grads(params, 1, factor=2.0**10)
-        if cls is torch.amp.GradScaler:
-            way = way.replace("clip_grad_norm_", "unscale_")
-        with Waits() as waits:
-            if way == "unscale_":
-                scaler.unscale_(optimizer)
-            elif way == "clip_grad_norm_":
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        counts.append(waits.count)
-    # An optimizer that is not fused may wait in its own step.
-    assert counts[0] == counts[1]
-    assert counts[0] >= 1
 
 
 # --- Why.
@@ -248,3 +224,111 @@ def test_nothing_is_told_of_parameters_that_need_no_masters(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_step(scaler, optimizer, params)
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=[*OTHERS])
+def test_clipping_leaves_inf_to_be_counted(make: Any, device: torch.device) -> None:
+    model = Net(device)
+    optimizer = make(model.parameters())
+    scaler = new_scaler(device, model=model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    model.second.weight.grad.fill_(math.inf)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
+        "second.weight [1, 2]: 2 inf, 0 NaN"
+    ]
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_of_steps_in_a_graph_the_device_is_asked_each_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = [make_params(device), make_params(device)]
+    optimizers = [FusedAdam(params) for params in lists]
+    scaler = new_scaler(device)
+    for params, optimizer in zip(lists, optimizers, strict=True):
+        give_scaled(scaler, params, 0)
+        scaler.step(optimizer)
+    scaler.update()
+    with monkeypatch.context() as patch:
+        patch.setattr(readback, "is_capturing", lambda: True)
+        for params, optimizer, bad in zip(lists, optimizers, (None, math.inf), strict=True):
+            give_scaled(scaler, params, 1, bad)
+            scaler.step(optimizer)
+        scaler.update()
+    assert [*map(scaler.step_was_skipped, optimizers)] == [False, True]
+    give_scaled(scaler, lists[1], 2)
+    scaler.step(optimizers[1])
+    assert not scaler.step_was_skipped(optimizers[1])
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_gradients_that_came_since_are_not_taken_for_those_of_the_step(
+    device: torch.device,
+) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = new_scaler(device, model=model)
+    overflow(scaler, optimizer, model, {"first.bias": [math.nan]})
+    for param in model.parameters():
+        param.grad = torch.full_like(param, math.inf)
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == ["first.bias [2]: inf or NaN"]
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_count_is_that_of_the_first_step_that_is_taken(
+    where: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if where == "device":
+        request.getfixturevalue("left_alone")
+    weight = Parameter(torch.ones(8, dtype=F16, device=device))
+    optimizer = FusedAdam([weight], lr=2.0**-14)
+    scaler = new_scaler(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            take_step(scaler, optimizer, [weight], bad=math.inf)
+            assert scaler.step_was_skipped(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        take_step(scaler, optimizer, [weight])
+        assert not scaler.step_was_skipped(optimizer)
+    (one,) = caught
+    assert "is lost: 8 of 8 in the first step. " in str(one.message)
+
+
+@pytest.mark.parametrize("groups", ["all", "the first"])
+def test_a_learning_rate_of_0_loses_no_updates(groups: str, device: torch.device) -> None:
+    params = [Parameter(torch.ones(4, dtype=F16, device=device)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [param], "lr": 0.0} for param in params])
+    if groups == "the first":
+        optimizer.param_groups[1]["lr"] = 1e-7
+    scaler = new_scaler(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(3):
+            give_scaled(scaler, params, step)
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 0:
+                assert len(told) == (groups == "the first")
+            optimizer.param_groups[1]["lr"] = 1e-7
+    assert "steps 1 parameters" in str(told[0].message)
+    assert "is lost: 4 of 4 in the first step. " in str(told[0].message)
+    assert len(told) == 1
+
+
+def test_neither_optimizer_nor_model_is_kept_alive(device: torch.device) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = GradScaler(device.type, model=model)
+    scaler.scale(torch.ones((), device=device))
+    overflow(scaler, optimizer, model, {"first.bias": [math.inf]})
+    scaler.update()
+    assert scaler.step_was_skipped(optimizer)
+    dead = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]

@@ -18,9 +18,7 @@ from torch.autograd.profiler_util import Interval
 from benchmarks import step as benchmark
 from benchmarks import (
     step_cases,
-    step_device,
     step_peers,
-    step_profile,
     step_report,
     step_timing,
     step_variants,
@@ -28,7 +26,6 @@ from benchmarks import (
 from benchmarks.step_arena import Running
 from benchmarks.step_device import Cpu, Cuda, Stub
 from benchmarks.step_shapes import QUICK
-from benchmarks.step_timing import Time
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 
@@ -188,69 +185,6 @@ def event(name: str, start: float, end: float, *, on_device: bool = False) -> Si
     return SimpleNamespace(name=name, device_type=kind, time_range=Interval(start, end))
 
 
-# Two steps of a case, at 100 and 200 us, each of two kernels, and one of another; what belongs to
-# none stands beside them.
-TRACE = [
-    event("void fill<float>(float*)", 50, 60, on_device=True),
-    event("cudaDeviceSynchronize", 55, 61),
-    *(
-        each
-        for at in (100, 200)
-        for each in (
-            event(step_device.WHOLE + "ours fp16", at, at + 80),
-            event(step_device.STEP + "ours fp16", at, at + 20),
-            event(step_device.STEP + "ours fp16", at + 5, at + 75, on_device=True),
-            event("aten::add_", at + 1, at + 2),
-            event("cudaLaunchKernel", at + 2, at + 3),
-            event("cudaLaunchKernelExC", at + 4, at + 5),
-            event("cuLaunchKernelEx", at + 4, at + 4.5),
-            event("cudaStreamSynchronize", at + 8, at + 18),
-            event("cudaMemcpyAsync", at + 7, at + 8),
-            event(
-                "void apex_mp::cuda::chunks_kernel<c10::Half>(x)", at + 5, at + 15, on_device=True
-            ),
-            event(
-                "void apex_mp::cuda::step_kernel<c10::Half>(x)", at + 30, at + 70, on_device=True
-            ),
-            event("Memcpy DtoH (Device -> Pageable)", at + 71, at + 72, on_device=True),
-            event("cudaDeviceSynchronize", at + 21, at + 80),
-        )
-    ),
-    event(step_device.WHOLE + "other", 300, 380),
-    event(step_device.STEP + "other", 300, 320),
-    event("cudaLaunchKernel", 301, 302),
-    event("cudaLaunchKernel", 303, 304),
-    event("fill", 305, 307, on_device=True),
-    event("Memset (Device)", 308, 309, on_device=True),
-]
-
-
-def test_a_profile_counts_what_the_steps_do_and_not_what_the_benchmark_does():
-    profile = step_profile.summaries(TRACE, steps=2)["ours fp16"]
-    step_profile.add_speeds(profile["kernels"], CASES["ours fp16"], 1_000_000)
-    assert profile == {
-        "steps": 2,
-        "launches": 2.0,
-        "synchronizations": 1.0,
-        "pageable_copies": 1.0,
-        "calls": {
-            "cudaLaunchKernel": 1.0, "cudaLaunchKernelExC": 1.0, "cudaMemcpyAsync": 1.0,
-            "cudaStreamSynchronize": 1.0,
-        },
-        "kernels_lost": 0.0,
-        "kernels_ms": pytest.approx(0.051),
-        "kernels": [
-            # 28 bytes for each of a million parameters in 40 us, and 2 bytes in 10 us.
-            {"name": "void apex_mp::cuda::step_kernel<c10::Half>(x)", "count": 1.0,
-             "ms": pytest.approx(0.04), "GB_per_s": pytest.approx(700.0)},
-            {"name": "void apex_mp::cuda::chunks_kernel<c10::Half>(x)", "count": 1.0,
-             "ms": pytest.approx(0.01), "GB_per_s": pytest.approx(200.0)},
-            {"name": "Memcpy DtoH (Device -> Pageable)", "count": 1.0,
-             "ms": pytest.approx(0.001)},
-        ],
-    }  # fmt: skip
-
-
 def row(case: str, ours: str, ms: float, ratio: float | None, part: float = 0.5) -> dict:
     return {
         "case": case, "compared_with": ours, "times_ours": ratio, "of_reference": part,
@@ -295,42 +229,6 @@ def test_the_summary_sets_ours_beside_the_fastest_other():
 
 
 ROOT = Path(benchmark.__file__).resolve().parents[1]
-
-
-def taken(**seconds: float) -> dict[str, Time]:
-    return {case: Time(each, each / 10, 2e9, 4e9) for case, each in seconds.items()}
-
-
-def test_ratios_are_those_of_a_round_to_the_first_build():
-    rounds = [
-        {"B": taken(one=1.0, other=8.0), "A": taken(one=2.0, other=4.0)},
-        {"B": taken(one=3.0, other=8.0), "A": taken(one=4.0, other=4.0)},
-        {"B": taken(one=9.0, other=8.0), "A": taken(one=1.0, other=4.0)},
-    ]
-    found = step_variants.summary(QUICK[0], ["A", "B"], rounds, {})
-    assert found == {
-        "workload": "30 x 1000",
-        "parameters": 30_000,
-        "rounds": 3,
-        "rows": [
-            {"case": "one", "builds": {
-                "A": {"ms": 2000.0, "host_ms": 200.0, "ratio": 1.0, "copy_GB_per_s": 3.0},
-                "B": {"ms": 3000.0, "host_ms": 300.0, "ratio": 0.75, "copy_GB_per_s": 3.0},
-            }},
-            {"case": "other", "builds": {
-                "A": {"ms": 4000.0, "host_ms": 400.0, "ratio": 1.0, "copy_GB_per_s": 3.0},
-                "B": {"ms": 8000.0, "host_ms": 800.0, "ratio": 2.0, "copy_GB_per_s": 3.0},
-            }},
-        ],
-        "failed": {},
-    }  # fmt: skip
-    assert step_variants.table(found) == (
-        "30 x 1000: ms of the first build, and what the others take of it\n\n"
-        "| case  | A, ms |     B |\n"
-        "| ----- | ----: | ----: |\n"
-        "| one   |  2000 | 0.750 |\n"
-        "| other |  4000 | 2.000 |"
-    )
 
 
 @pytest.mark.slow

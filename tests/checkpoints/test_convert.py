@@ -326,3 +326,20 @@ def test_keys_that_might_mean_several_things_are_refused(
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         convert.rename(dict.fromkeys(saved, torch.ones(2, 2)), model)
     assert words in str(raised.value)
+
+
+def test_an_inf_that_was_there_before_stays() -> None:
+    state = {"weight": torch.tensor([[float("inf")]])}
+    model = nn.Linear(1, 1, bias=False).half()
+    convert.load(model, state)
+    assert model.weight.item() == float("inf")
+
+
+def test_versions_of_modules_move_with_their_keys() -> None:
+    wrapped, plain = nn.DataParallel(Net()), Net()
+    there = convert.rename(wrapped.state_dict(), plain)._metadata
+    assert there == plain.state_dict()._metadata
+    back = convert.rename(plain.state_dict(), wrapped)._metadata
+    wanted = dict(wrapped.state_dict()._metadata)
+    del wanted[""]  # The wrapper's own.
+    assert back == wanted

@@ -26,6 +26,7 @@ from apex_mp.parallel.LARC import LARC
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off", "one_process")]
 
+
 # A model, an optimizer of it, and what takes the loss.
 Run = tuple[nn.Module, Any, Callable[[Tensor], Any]]
 SCALE = {"init_scale": 2.0**10, "scale_window": 3}
@@ -211,3 +212,25 @@ def test_asking_a_fused_optimizer_for_its_state_counts_no_step(cls: Any, options
     for one, other in zip(*runs, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "FP16_Optimizer" in name])
+def test_saved_masters_do_not_change_with_the_run(name: str) -> None:
+    run = begin(RUNS[name], 7, 3)
+    saved = get_optimizer_state_dict(*run[:2])["state"]
+    masters = [each["master_param"] for each in saved.values() if "master_param" in each]
+    before = copy.deepcopy(masters)
+    assert before
+    train(run, 2)
+    assert all(map(torch.equal, masters, before))
+
+
+def test_asking_a_new_optimizer_for_its_state_takes_no_step() -> None:
+    run = begin(RUNS["optimizers.FP16_Optimizer"], 7, 0)
+    before = everything(run)
+    optim = get_optimizer_state_dict(*run[:2])
+    assert set(optim["state"]["2.weight"]) == {"exp_avg", "exp_avg_sq", "step", "master_param"}
+    assert all(map(torch.equal, everything(run), before))
+    assert run[1].cur_iter == 0
+    assert run[1].optimizer.state == {}
+    assert run[1].param_groups[0]["lr"] == 1e-3

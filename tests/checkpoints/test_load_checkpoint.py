@@ -32,6 +32,7 @@ from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.cpu_only
 
+
 OLD = "apex.fp16_utils.loss_scaler"
 formats = pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
 containers = pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS.keys())
@@ -397,3 +398,10 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(
         apex_mp.save_checkpoint({"step": 2}, path)
     assert apex_mp.load_checkpoint(path) == {"step": 1}
     assert [*tmp_path.iterdir()] == [path]
+
+
+@containers
+def test_a_scaler_that_never_gets_its_attributes_is_refused(container: Any, tmp_path: Path) -> None:
+    container(b"\x80\x02" + f"c{OLD}\nLossScaler\n".encode() + b")\x81.", tmp_path / "x.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"LossScaler without its attributes"):
+        apex_mp.load_checkpoint(tmp_path / "x.pt")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from waits import Waits
 from apex_mp import amp
 from apex_mp.core import device_scale, readback
 from apex_mp.core.readback import Readback
-from apex_mp.core.step import StepResult
-from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
@@ -58,16 +55,6 @@ def weight(device: torch.device) -> nn.Parameter:
 def backward(handle: Any, loss: Any, optimizer: Any) -> None:
     with handle.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-
-
-@dataclasses.dataclass(frozen=True)
-class NotKnown:
-    """The outcome of a step on a device."""
-
-    is_known: bool = False
-    found_inf: bool = False
-    norms: Sequence[float] = ()
-    nonfinite_rows: Sequence[int] = ()
 
 
 # What stays on the device.
@@ -237,32 +224,6 @@ def test_what_is_under_way_at_the_end_of_the_process_is_told_once(tmp_path: Path
         "Gradient overflow, skipping update; the loss scale goes from 65536.0 to 32768.0",
         "  group 0, parameter 0 [2]: 2 inf, 0 NaN",
     ]
-
-
-@pytest.mark.parametrize("verbose", [True, False])
-@pytest.mark.parametrize("found_inf", [1.0, 0.0], ids=["skipped", "taken"])
-def test_a_skipped_step_is_told_though_its_fp16_optimizer_is_gone(
-    found_inf: float, verbose: bool, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Gone:
-        def told(self, *_: Any) -> None:
-            raise AssertionError("It is gone.")
-
-    gone = Gone()
-    result: Any = StepResult(
-        outcome=NotKnown(),
-        without_grad=[],
-        sent=torch.tensor([found_inf], device=device),
-        read=lambda arrived: NotKnown(found_inf=bool(arrived.item())),
-    )
-    DeviceSteps(gone.told).submit(result, verbose=verbose)
-    del gone
-    readback.wait()
-    expected = [
-        "FP16_Optimizer: a gradient overflowed and its step was skipped, which the device reported "
-        "after the optimizer was deleted [docs/troubleshooting.md#results-that-were-lost]"
-    ]
-    assert caplog.messages == (expected if verbose and found_inf else [])
 
 
 # Together with the rest.

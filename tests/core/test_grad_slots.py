@@ -141,3 +141,14 @@ def test_overflows_on_several_devices_are_one_overflow(flags: tuple[float, ...])
     assert joined is found.flags
     assert sum(flag.item() for flag in joined.values()) == max(flags)
     assert bool(found) == bool(max(flags))
+
+
+def test_what_is_found_adds_up_after_it_was_read(device: torch.device) -> None:
+    found = FoundInf()
+    found.check(make_grads(device))
+    assert not found
+    found.check(make_grads(device, math.nan))
+    found.check(make_grads(device))
+    assert found
+    found.add({device: torch.zeros((), device=device)})
+    assert found

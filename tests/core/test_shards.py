@@ -22,6 +22,8 @@ from apex_mp.core.shards import agree
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.cpu_only
+
+
 CPU = torch.device("cpu")
 
 
@@ -156,3 +158,23 @@ def test_a_part_that_overflows_when_it_is_unscaled_skips_its_optimizers_step() -
     for optimizer in optimizers:
         optimizer.step()
     assert [bool(param.to_local().eq(1.0).all()) for param in params] == [True, False]
+
+
+def test_processes_are_compared_at_the_first_step_only(calls: list[int]) -> None:
+    param = nn.Parameter(spread(torch.ones(2)))
+    param.grad = spread(torch.ones(2))
+    optimizer = FusedAdam([param], max_grad_norm=1.0)
+    for _ in range(2):
+        optimizer.step()
+        OTHER["params"] = lambda own: []
+    assert len(calls) == 2
+
+
+def test_inf_of_another_process_is_known(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, group: numbers[:1].add_(1.0))
+    param = nn.Parameter(spread(torch.ones(2)))
+    optimizer, scaler = FusedAdam([param]), GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    param.grad = spread(torch.ones(2))
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer)

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from apex_mp._as_apex import eras
-from apex_mp.fp16_utils import network_to_half
-from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -43,25 +41,6 @@ def test_the_loops_before_and_after_end_with_the_same_weights() -> None:
     way = (after["model"].weight - after["start"]).norm()
     assert (before["model"].weight - after["model"].weight).norm() < 0.02 * way
     assert way > 0.1
-
-
-def test_a_run_with_float16_weights_goes_on_in_float32() -> None:
-    model, fp32_model = network_to_half(nn.Linear(4, 2)), nn.Linear(4, 2)
-    optimizer = FP16_Optimizer(
-        FusedAdam(model.parameters(), lr=0.01), dynamic_loss_scale=True, verbose=False
-    )
-    optimizer.loss_scaler.cur_scale = 64.0
-    optimizer.backward(model(torch.randn(8, 4).half()).float().square().mean())
-    optimizer.step()
-    there: dict[str, Any] = {"model": model, "fp32_model": fp32_model, "optimizer": optimizer}
-    there |= {"torch": torch, "device": "cpu"}
-    exec(GO_ON, there)
-    (masters,) = (group["params"] for group in optimizer.param_groups)
-    for param, master in zip(fp32_model.parameters(), masters, strict=True):
-        assert torch.equal(param, master)
-        moment = there["adam"].state[param]["exp_avg"]
-        assert torch.equal(moment, optimizer.state[master]["exp_avg"])
-    assert there["scaler"].get_scale() == 64.0
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -269,3 +269,14 @@ def test_a_loss_that_is_no_scalar_is_refused_and_nothing_lost(
     assert_grads(master_grads(optimizer), 3.0, 3.0)
     optimizer.step()
     assert_grads(grads_used(optimizer), 3.0, 3.0)
+
+
+@probes
+def test_clipping_after_the_step_does_not_unscale_again(probe: Any, device: torch.device) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe(params))
+    optimizer.backward(pull(*((p, 3.0) for p in params)))
+    optimizer.step()
+    for _ in range(3):  # As old code logs the norm.
+        assert float(optimizer.clip_master_grads(100.0)) == pytest.approx(6.0)
+    assert_grads(optimizer.inspect_master_grad_data()[0], 3.0, 3.0)

@@ -480,3 +480,36 @@ def test_a_checkpoint_of_the_old_fused_optimizer_is_loaded(
         assert saved["exp_avg"].flatten().tolist() == (part * 2).tolist()
         assert saved["exp_avg_sq"].flatten().tolist() == (part * 3).tolist()
         assert float(saved["step"]) == 11.0
+
+
+@faces
+def test_state_of_equal_shapes_stays_with_its_parameter(face: Any, device: torch.device) -> None:
+    """Groups in the order of early 2018, with masters first, would fit as well."""
+
+    def new() -> tuple[list[Any], Any]:
+        params = [
+            torch.nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+            for dtype in (torch.float32, torch.float16)
+        ]
+        return params, face(torch.optim.AdamW(params), verbose=False)
+
+    params, optimizer = new()
+    optimizer.backward(pull(*zip(params, (1.0, 2.0), strict=True)))
+    optimizer.step()
+    resumed = new()[1]
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pairs = zip(resumed.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
+    for one, other in pairs:
+        assert_same(tree_leaves(resumed.state[one]), tree_leaves(optimizer.state[other]))
+
+
+@faces
+@inners
+def test_the_number_of_steps_comes_back_with_a_static_scale(
+    inner: Any, face: Any, device: torch.device
+) -> None:
+    model, optimizer = build(device, inner, face, static_loss_scale=128.0)
+    train(model, optimizer, FIRST)
+    resumed = build(device, inner, face, static_loss_scale=128.0)[1]
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed._iteration == len(FIRST)

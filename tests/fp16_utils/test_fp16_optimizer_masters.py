@@ -393,3 +393,20 @@ def test_masters_gradients_cost_nothing_unlooked_at(device: torch.device) -> Non
             optimizer.step()
     assert sorted(in_backward) == sorted(torch_alone)
     assert names == ["apex_mp::check_pass", "apex_mp::adam_pass"]
+
+
+@faces
+@probes
+def test_writes_to_the_vector_are_seen_by_step_and_model(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    a, b = ones(2, device=device), ones(2, 2, device=device)
+    optimizer = wrap(probe([a, b], lr=0.25, weight_decay=0.0), face)
+    for start in (8.0, 16.0):
+        optimizer.fp32_groups_flat[0].fill_(start)
+        assert all(bool((master == start).all()) for master in masters_of(optimizer))
+        optimizer.zero_grad()
+        optimizer.backward(pull((a, 1.0)))  # b has no gradient, but is written too.
+        optimizer.step()
+        torch.testing.assert_close(a.detach(), torch.full_like(a, start - 0.25))
+        assert bool((b == start).all())

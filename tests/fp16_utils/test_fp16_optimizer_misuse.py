@@ -472,3 +472,12 @@ def test_a_master_beyond_float16_gets_a_warning_with_its_name(
     assert weight.isinf().tolist() == [True, False]
     assert not optimizer.overflow
     optimizer.step()
+
+
+@faces
+def test_a_wrong_parameter_of_the_last_group_leaves_the_first_as_it_was(face: Any) -> None:
+    good, bad = Parameter(torch.ones(2).half()), Parameter(torch.ones(2, device="meta").half())
+    inner = torch.optim.SGD([{"params": [good]}, {"params": [bad]}], lr=0.1)
+    with pytest.raises(TypeError, match=r"FP16_Optimizer: params\[1\]\[0\] is on meta"):
+        face(inner, verbose=False)
+    assert inner.param_groups[0]["params"] == [good]

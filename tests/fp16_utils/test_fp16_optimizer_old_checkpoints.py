@@ -235,3 +235,29 @@ def test_flat_moments_of_another_length_name_the_group(loader: Any, device: torc
     with pytest.raises(ValueError, match=r"exp_avg of parameter 0 in group 1 has shape \[4\]"):
         optimizer.load_state_dict(state)
     assert_same(everything(optimizer, *params), before)
+
+
+@faces
+def test_masters_that_the_model_does_not_contradict_stay(face: Any, device: torch.device) -> None:
+    params = params_of(device)
+    optimizer = face(ADAMS["AdamW"](groups(params)), 64.0, verbose=False)
+    master = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        master += 2.0**-20  # Less than the model can hold.
+        params[2].fill_(7.0)  # A model that was loaded after wrapping.
+    assert not torch.equal(master, params[0].float())
+    before = master.detach().clone()
+    optimizer.load_state_dict(trained_plain(torch.optim.AdamW, device).state_dict())
+    assert torch.equal(master, before)
+    assert torch.equal(optimizer.param_groups[1]["params"][1], torch.full((5,), 7.0).to(device))
+    assert torch.equal(params[2].float(), torch.full((5,), 7.0).to(device))
+
+
+def test_hooks_may_make_a_state_of_what_is_none(device: torch.device) -> None:
+    inner = ADAMS["AdamW"](groups(params_of(device)))
+    optimizer = fp16_utils.FP16_Optimizer(inner, 64.0, verbose=False)
+    saved = optimizer.state_dict()
+    saved["optimizer_state_dict"]["param_groups"][0]["lr"] = 0.25
+    inner.register_load_state_dict_pre_hook(lambda *_: saved["optimizer_state_dict"])
+    optimizer.load_state_dict({**saved, "optimizer_state_dict": {"path": "state.pt"}})
+    assert optimizer.param_groups[0]["lr"] == 0.25

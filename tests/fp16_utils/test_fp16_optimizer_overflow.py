@@ -328,3 +328,22 @@ def test_hysteresis_lets_the_scale_stand_for_some_overflows(
         assert differ(everything(optimizer), before) == (value == 1.0)  # Every overflow skips.
         scales.append(optimizer.loss_scale)
     assert scales == [64, 64, 64, 64, 32, 32, 32, 32, 32, 64, 64, 64, 32]
+
+
+@faces
+@probes
+def test_a_hook_that_makes_gradients_infinite_does_not_reach_the_weights(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    for dtype in (F16, F32):
+        weight = ones(2, dtype=dtype, device=device)
+        optimizer = face(probe([weight]), 128.0, verbose=False)
+
+        def spoil(optimizer: Any, args: Any, kwargs: Any) -> None:
+            optimizer.param_groups[0]["params"][0].grad.fill_(INF)
+
+        optimizer.register_step_pre_hook(spoil)
+        optimizer.backward(pull((weight, 1.0)))
+        assert optimizer.step() is None
+        assert optimizer.overflow
+        assert bool((weight == 1.0).all())

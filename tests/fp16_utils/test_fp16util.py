@@ -152,3 +152,12 @@ def test_lists_of_different_lengths_are_refused_before_anything_is_copied(device
     with pytest.raises(ValueError, match="2 model parameters and 1 master"):
         fp16_utils.master_params_to_model_params(model_params, masters[:1])
     assert torch.equal(model.weight, before["weight"])
+
+
+def test_a_missing_gradient_is_zero_in_a_flat_master(device) -> None:
+    model = nn.Linear(2, 2).to(device, torch.half)
+    model_params, (flat,) = fp16_utils.prep_param_lists(model, flat_master=True)
+    flat.grad.fill_(7.0)
+    model.weight.grad = torch.ones_like(model.weight)
+    fp16_utils.model_grads_to_master_grads(model_params, [flat], flat_master=True)
+    assert flat.grad.tolist() == [1.0] * 4 + [0.0] * 2

@@ -236,3 +236,7 @@ def test_an_object_pickled_in_2019_gets_the_attributes_added_since() -> None:
     )
     scaler.update_scale(False)
     assert scaler.cur_scale == 128.0
+
+
+def test_the_initial_scale_is_cut_to_the_maximum() -> None:
+    assert DynamicLossScaler(max_loss_scale=2**24).cur_scale == 2.0**24

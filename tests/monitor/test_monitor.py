@@ -21,6 +21,7 @@ from apex_mp.optimizers import FusedAdam, FusedLAMB
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
+
 probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
 
 
@@ -479,3 +480,12 @@ def test_the_command_prints_the_report_and_draws_the_picture(tmp_path: Path) -> 
     assert done.returncode == 1
     assert done.stderr.startswith("python -m apex_mp report: ")
     assert "none.json" in done.stderr
+
+
+def test_a_norm_on_its_way_to_the_host_is_that_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
+    monitor = Monitor(wrap(torch.optim.SGD([ones(2)], lr=1.0)))
+    for norm in (7.0, 9.0):  # As of a loop of the user's own.
+        monitor.note(grad_norm=torch.tensor(norm))
+        monitor.after_step(step_log.StepNote(skipped=False, scale=8.0))
+    assert [step.grad_norm for step in monitor.history.steps] == [7.0, 9.0]

@@ -350,3 +350,16 @@ def test_a_layer_of_a_compiled_module_is_named_as_if_it_were_not(
     assert frames > 0
     model(x)
     assert torch._dynamo.utils.counters["frames"]["total"] == frames  # And still is.
+
+
+def test_code_between_modules_counts_as_that_of_the_module_around_it() -> None:
+    class Middle(nn.Module):
+        def __init__(self, planted: nn.Module) -> None:
+            super().__init__()
+            self.first, self.last, self.planted = nn.Linear(4, 4), nn.Linear(4, 4), [planted]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.planted[0].forward(self.first(x)))
+
+    for planted, phase in ((Inf(), "forward"), (BadBackward(), "backward")):
+        assert place(find(Net(Middle(planted)))) == (phase, "layers.1.middle", "Middle")

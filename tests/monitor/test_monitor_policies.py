@@ -178,43 +178,6 @@ def test_the_smallest_scale_of_a_grad_scaler_raises(made: Any) -> None:
     assert [step.scale for step in monitor.history.steps] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize("made", ["scaler", "handle"])
-def test_skips_go_on_while_another_optimizer_is_stepped(made: str) -> None:
-    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
-    runs: list[int] = []
-
-    def losses() -> list[Tensor]:
-        x = torch.ones(1, 1)
-        return [(model[0](x) * INF).sum(), model[1](x).sum()]
-
-    def run() -> Tensor:
-        runs.append(1)
-        return sum(losses(), torch.zeros(()))
-
-    scaler, handle = amp.GradScaler("cpu", init_scale=1.0, min_scale=1.0), amp.init()
-    source = scaler if made == "scaler" else handle
-    monitor = Monitor(source, model=model, after=2)
-    monitor.run = run
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(4):
-            for loss, optimizer in zip(losses(), optimizers, strict=True):
-                optimizer.zero_grad()
-                if made == "scaler":
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    continue
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-            if made == "scaler":
-                scaler.update()
-    assert monitor.history.skipped == 4
-    assert len(runs) == 1
-    assert sum("the smallest one" in str(each.message) for each in caught) == (made == "scaler")
-
-
 @pytest.mark.parametrize(
     ("options", "wish"),
     [

@@ -15,7 +15,6 @@ from tolerances import NORM_TOLERANCES, Tolerance, assert_near
 from torch import Tensor, nn
 from torch.nn import functional
 
-import apex_mp
 from apex_mp import amp
 from apex_mp.normalization import (
     FusedLayerNorm,
@@ -188,20 +187,6 @@ def test_a_module_is_torchs_to_the_bit_with_the_same_keys(
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_forward_with_float32_weights_is_torchs_to_the_bit_with_and_without_gradients(
-    dtype: torch.dtype,
-) -> None:
-    x, *values = tensors_of(dtype, torch.float32, torch.device("cpu"))
-    module = filled(FusedLayerNorm(SHAPE), values)
-    wanted = functional.layer_norm(x, SHAPE, *values)
-    assert torch.equal(module(x), wanted)
-    with torch.no_grad():
-        assert torch.equal(module(x), wanted)
-        assert not module(x).requires_grad
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_of_float32_weights_of_many_rows_are_added_up_in_float32(
     dtype: torch.dtype, device: torch.device
@@ -219,26 +204,6 @@ def test_gradients_of_float32_weights_of_many_rows_are_added_up_in_float32(
         assert mine.grad is not None
         assert theirs.grad is not None
         assert_near(mine.grad, theirs.grad, Tolerance(rtol=2.0**-14, atol=2.0**-7))
-
-
-@pytest.mark.parametrize(
-    "needed", [wanted for wanted in itertools.product([False, True], repeat=3) if any(wanted)]
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_what_requires_no_grad_gets_none(
-    needed: tuple[bool, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    tensors = tensors_of(dtype, torch.float32, device)
-    wanted, wide = reference(tensors, 1e-6)
-    wanted.sum().backward()
-    given = [
-        each.detach().requires_grad_(is_it) for each, is_it in zip(tensors, needed, strict=True)
-    ]
-    norms.fused_layer_norm_affine(*given, SHAPE).sum().backward()
-    for each, theirs, is_it in zip(given, wide, needed, strict=True):
-        assert (each.grad is not None) == is_it
-        if each.grad is not None and theirs.grad is not None:
-            near(each.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -357,27 +322,6 @@ def test_the_shape_stands_before_the_weights_or_behind_them(
         assert torch.equal(function(input=x, **kwargs), function(x, **kwargs))
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [
-        ((W, (4,), 1e-3, True), {}),
-        (((4,), W, 1e-3, True), {}),
-        ((4, W), {"eps": 1e-3}),
-        ((W,), {"normalized_shape": 4, "eps": 1e-3}),
-        (((4,),), {"weight": W, "eps": 1e-3}),
-        ((), {"weight": W, "normalized_shape": [4], "eps": 1e-3}),
-    ],
-)
-@pytest.mark.parametrize(
-    "function", [norms.fused_rms_norm_affine, norms.mixed_dtype_fused_rms_norm_affine]
-)
-def test_the_shape_of_an_rms_norm_stands_before_the_weight_or_behind_it(
-    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    x = torch.randn(2, 4)
-    assert torch.equal(function(x, *args, **kwargs), functional.rms_norm(x, [4], W, 1e-3))
-
-
 ORDERS = "(input, normalized_shape, weight, bias) or (input, weight, bias, normalized_shape)"
 
 
@@ -402,20 +346,6 @@ def test_arguments_in_no_order_are_refused_in_a_sentence(
         norms.fused_layer_norm_affine(torch.ones(2, 4), *args, **kwargs)
     assert str(refused.value).startswith(f"fused_layer_norm_affine: {said}")
     assert str(refused.value).endswith(f": {ORDERS}")
-
-
-@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
-def test_a_mixed_module_demands_weights(kind: Any) -> None:
-    assert kind(4, elementwise_affine=True).weight is not None
-    with pytest.raises(RuntimeError) as refused:
-        kind(4, elementwise_affine=False)
-    name = kind.__name__
-    assert str(refused.value) == (
-        f"{name}: elementwise_affine is False; it must be True, as the output has the dtype of the "
-        f"weight. {name[5:]} can do without"
-    )
-    with pytest.raises(TypeError, match="elementwise_afine"):
-        kind(4, elementwise_afine=True)
 
 
 @pytest.mark.parametrize(
@@ -568,19 +498,3 @@ def test_the_compiled_module_has_the_outputs_statistics_and_gradients_of_float64
 
 
 # The name apex
-
-
-@pytest.mark.cpu_only
-def test_the_names_of_apex_are_these_objects() -> None:
-    apex_mp.install_as_apex("2020")
-    try:
-        names: dict[str, Any] = {}
-        exec("from apex.normalization import *\nimport fused_layer_norm_cuda", names)
-        for kind in MODULES:
-            assert names[kind.__name__] is kind
-        exec("from apex.normalization.fused_layer_norm import *", names)
-        for name in norms.__all__:
-            assert names[name] is getattr(norms, name)
-        assert names["fused_layer_norm_cuda"].rms_forward is fused_layer_norm_cuda.rms_forward
-    finally:
-        apex_mp.uninstall_as_apex()

@@ -23,7 +23,6 @@ from op_cases import (
 )
 from tolerances import assert_same_bits
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 
 # The call that each row breaks in one place. 4-dimensional, so that memory orders can differ.
 SOUND = ListCase("sound", [(2, 3, 2, 2), (2, 3, 2, 2), (2, 3, 2, 2)])
@@ -457,48 +456,7 @@ def test_a_negation_that_torch_puts_off_is_read_and_never_written(
             assert_same_bits(ours, wanted)
 
 
-class Subclass(Tensor):
-    pass
-
-
-@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda each: each.as_subclass(Subclass)])
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_a_subclass_of_tensor_is_taken_for_a_tensor(
-    operator: Operator, kind: Callable[[Tensor], Tensor], device: torch.device
-) -> None:
-    call = sound_call(operator, device)
-    expected = copy_of(call)
-    for name in operator.lists:
-        call[name] = [kind(each) for each in call[name]]
-    with torch.no_grad():
-        operator(call)
-    operator(expected)
-    for ours, wanted in zip(snapshot(call), snapshot(expected), strict=True):
-        assert_same_bits(ours.as_subclass(Tensor), wanted)
-
-
 # --- What dispatch sends to no kernel.
-
-
-@pytest.mark.parametrize("key", ["XPU", "MPS", "SparseCPU", "SparseCsrCPU"])
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_a_backend_without_kernels_is_refused_in_a_sentence(
-    operator: Operator, key: str, device: torch.device
-) -> None:
-    # No such device is here: dispatch is told that one is.
-    call = sound_call(operator, device)
-    keys = DispatchKeySet(getattr(DispatchKey, key)), DispatchKeySet(DispatchKey.Undefined)
-    refusal = f"a {key} tensor, for which this build of apex_mp has no kernels. To build those for"
-    if key.startswith("Sparse"):
-        refusal = "a sparse tensor; it must be a dense"
-    before = copy_of(call)
-    with (
-        pytest.raises(RuntimeError, match=f"^{operator.name}: an argument is {refusal}"),
-        torch._C._ForceDispatchKeyGuard(*keys),
-    ):
-        operator(call)
-    for old, new in zip(snapshot(before), snapshot(call), strict=True):
-        assert_same_bits(new, old)
 
 
 # --- Autograd.

@@ -24,32 +24,6 @@ pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
 RENEW = "python -m benchmarks.sass --save-results benchmarks/results/sass.json"
 
 
-@pytest.mark.parametrize(
-    ("mangled", "name"),
-    [
-        ("_ZN7apex_mp4cuda12_GLOBAL__N_111adam_kernelE", "adam_kernel"),
-        (
-            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math3SgdEEEvNS0_10StepUpdateE",
-            "step_kernel<Sgd>",
-        ),
-        (
-            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math8NovogradEEEvNS0_10StepUpdateE",
-            "step_kernel<Novograd>",
-        ),
-        (
-            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math4LambELNS_5DTypeE1EEEvNS0_10Step",
-            "step_kernel<Lamb, bfloat16>",
-        ),
-        (
-            "_ZN7apex_mp4cuda12_GLOBAL__N_111step_kernelINS_4math4LambELNS_5DTypeE2EEEvNS0_10Step",
-            "step_kernel<Lamb>",
-        ),
-    ],
-)
-def test_a_kernel_is_named_with_its_rule(mangled: str, name: str) -> None:
-    assert sass.name_of(mangled) == name
-
-
 def row_of(**changes: Any) -> sass.Row:
     loop = {
         "instructions": 100,

@@ -14,6 +14,7 @@ from fused_adam_cases import (
     NAMES,
     Unchanged,
     copies_of,
+    give_grads,
     make_params,
     train,
 )
@@ -116,3 +117,19 @@ def test_what_only_torch_has_is_refused(name: str, value: Any) -> None:
     sentence = rf"^FusedAdagrad\.load_state_dict: param_groups\[0\] has {name}={value}, which Fused"
     with Unchanged(optimizer), pytest.raises(ValueError, match=sentence):
         optimizer.load_state_dict(saved)
+
+
+def test_groups_may_decay_in_different_ways(device: torch.device) -> None:
+    params = make_params(device)
+    groups = [{"params": params[:3], "adagrad_w_mode": True}, {"params": params[3:]}]
+    optimizer = FusedAdagrad(groups, **OPTIONS)
+    others = copies_of(params)
+    alone = [FusedAdagrad(others[:3], **OPTIONS, adagrad_w_mode=True)]
+    alone += [FusedAdagrad(others[3:], **OPTIONS)]
+    for step in range(3):
+        give_grads(params, step)
+        give_grads(others, step)
+        for each in (optimizer, *alone):
+            each.step()
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(param, other)

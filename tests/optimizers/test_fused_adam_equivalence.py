@@ -17,7 +17,6 @@ from fused_adam_cases import (
     assert_same_trajectory,
     copies_of,
     give_grads,
-    grad_for,
     make_params,
     train,
 )
@@ -42,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 each_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 each_mode = pytest.mark.parametrize("adam_w_mode", [True, False], ids=["AdamW", "Adam"])
 each_wide = pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
-each_narrow = pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
 
 
 def torch_adam(params: Any, adam_w_mode: bool, **options: Any) -> torch.optim.Adam:
@@ -136,61 +134,6 @@ def test_gradients_follow_one_of_another_size(
 # --- float16 and bfloat16
 
 
-@each_narrow
-def test_low_precision_parameters_without_masters_are_rounded_once_a_step(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype, [(40, 50)])
-    param = params[0]
-    expected = reference.Adam(param, torch.zeros_like(param), torch.zeros_like(param))
-    optimizer = FusedAdam(params, lr=0.01, weight_decay=0.1)
-    for step in STEPS:
-        give_grads(params, step, values=dtype)
-        expected.update(
-            param.grad,
-            lr=0.01,
-            inv_scale=1.0,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.1,
-            adam_w_mode=True,
-            bias_correction=True,
-            eps_inside_sqrt=False,
-        )
-        optimizer.step()
-        assert_near(param.detach(), expected.param)  # half an ulp, that is, rounded once
-        expected.param = param.detach().double()
-    state = optimizer.state[param]
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == F32
-    assert_near(state["exp_avg"], expected.exp_avg, TRAJECTORY_TOLERANCES[F32])
-    assert_near(state["exp_avg_sq"], expected.exp_avg_sq, TRAJECTORY_TOLERANCES[F32])
-
-
-@each_mode
-@each_narrow
-def test_training_with_masters_is_float32_training_and_the_parameters_are_its_rounded_copies(
-    dtype: torch.dtype, adam_w_mode: bool, device: torch.device
-) -> None:
-    options = {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
-    params = make_params(device, dtype)
-    wide_params = copies_of(params, F32)
-    optimizer = FusedAdam(params, master_weights=True, **options)
-    wide = FusedAdam(wide_params, **options)
-    for step in STEPS:
-        give_grads(params, step, values=dtype)
-        give_grads(wide_params, step, values=dtype)
-        optimizer.step()
-        wide.step()
-        for param, expected in zip(params, wide_params, strict=True):
-            assert_same_bits(param.detach(), expected.detach().to(dtype))
-    for param, expected in zip(params, wide_params, strict=True):
-        state = optimizer.state[param]
-        assert_same_bits(state["master_param"], expected.detach())
-        assert_same_bits(state["exp_avg"], wide.state[expected]["exp_avg"])
-        assert_same_bits(state["exp_avg_sq"], wide.state[expected]["exp_avg_sq"])
-
-
 # --- Which parameters step
 
 
@@ -217,31 +160,6 @@ def test_a_parameter_without_gradient_keeps_its_weight_moments_and_step_count(
 
 
 # --- Groups
-
-
-def test_decay_mode_bias_correction_and_place_of_eps_belong_to_the_group(
-    device: torch.device,
-) -> None:
-    own = [
-        {"adam_w_mode": False, "weight_decay": 0.5},
-        {"bias_correction": False},
-        {"eps_inside_sqrt": True, "eps": 0.1},
-        {"max_grad_norm": 0.1, "eps": 0.1},
-    ]
-    together = make_params(device, F32, [(9,)] * 4)
-    apart = copies_of(together)
-    optimizer = FusedAdam([{"params": [p], **o} for p, o in zip(together, own, strict=True)])
-    train(optimizer, together, range(5))
-    for index, (param, options) in enumerate(zip(apart, own, strict=True)):
-        alone, plain = FusedAdam([param], **options), copies_of([param])
-        default = FusedAdam(plain)
-        for step in range(5):
-            param.grad = grad_for(param, step, index)
-            plain[0].grad = param.grad.clone()
-            alone.step()
-            default.step()
-        assert_same_bits(together[index].detach(), param.detach())
-        assert not torch.equal(param, plain[0])  # the option does something
 
 
 # --- The learning rate

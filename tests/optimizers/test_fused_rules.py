@@ -18,6 +18,7 @@ from fused_adam_cases import (
     F32,
     F64,
     NAMES,
+    Unchanged,
     assert_same_state,
     copies_of,
     give_grads,
@@ -32,6 +33,7 @@ from rule_cases import (
     mode_name,
     references_after_step,
 )
+from several_devices_cases import side_of, spread
 from test_fused_adam_grad_scaler import OVERFLOWS, make_scaler, scaled_step
 from test_fused_sgd_in_wrappers import Net
 from tolerances import assert_near, assert_same_bits
@@ -45,6 +47,7 @@ from apex_mp.optimizers import (
     FusedLAMB,
     FusedNovoGrad,
     FusedSGD,
+    _device_part,
 )
 
 # By step and parameter.
@@ -412,6 +415,99 @@ def test_another_optimizer_goes_on_to_the_bit(
 # --- Errors: a sentence, and nothing is written.
 
 
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        (FusedAdagrad, "sum"),
+        (FusedNovoGrad, "exp_avg"),
+        (FusedLAMB, "exp_avg_sq"),
+        (torch.optim.Adagrad, "sum"),
+    ],
+    ids=["FusedAdagrad", "FusedNovoGrad", "FusedLAMB", "torch's Adagrad"],
+)
+def test_fp16_optimizer_names_the_state_of_another_shape(inner: Any, name: str) -> None:
+    param = parameter([1.0] * 3, F16)
+    optimizer = fp16_utils.FP16_Optimizer(inner([param]), verbose=False)
+    optimizer.backward(pull((param, 1.0)))
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["optimizer_state_dict"]["state"][0][name] = torch.ones(2)
+    sentence = rf"{name} of parameter 0 in group 0 has shape \[2\], its parameter \[3\]"
+    with pytest.raises(ValueError, match=sentence):
+        optimizer.load_state_dict(saved)
+
+
+@each_subject
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "max_grad_norm"])
+def test_an_option_out_of_range_is_refused(name: str, subject: Subject) -> None:
+    who = subject.fused.__name__
+    params = [Parameter(torch.ones(3))]
+    for value in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=rf"^{who}: {name} is {value}; it must be 0 or more"):
+            subject.fused(params, **{name: value})
+    with pytest.raises(TypeError, match=rf"^{who}: {name} is '1e-3'; it must be a number"):
+        subject.fused(params, **{name: "1e-3"})
+    optimizer = subject.fused(params)
+    train(optimizer, params, range(1))
+    if name != "lr":  # Schedules go past their end.
+        optimizer.param_groups[0][name] = -1.0
+        with Unchanged(optimizer), pytest.raises(ValueError, match=f"^{who}: {name} is -1"):
+            optimizer.step()
+
+
+@each_subject
+def test_options_that_change_count_at_once_and_lr_may_be_a_tensor(
+    subject: Subject, device: torch.device
+) -> None:
+    params = make_params(device, shapes=SMALL)
+    lr = torch.tensor(0.5, device=device)
+    optimizer = subject.fused(params[:2], **(subject.options | {"lr": lr}))
+    optimizer.add_param_group({"params": params[2:], "weight_decay": 0.5})
+    changes: list[dict[str, Any]] = [{}, {"eps": 0.25}, {"weight_decay": 0.3}, *subject.modes[:2]]
+    for step, change in enumerate(changes):
+        lr.fill_(0.5 / (1 + step))
+        optimizer.param_groups[1].update(change)
+        give_grads(params, step)
+        step_and_compare(optimizer, subject)
+
+
+@pytest.mark.cpu_only
+@each_subject
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_parameters_on_several_devices_are_stepped_as_on_one(
+    max_grad_norm: float, subject: Subject, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(_device_part, "device_of", side_of)
+    params = make_params(device)
+    groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
+    optimizer = spread(
+        subject.fused(groups, **(subject.options | {"max_grad_norm": max_grad_norm}))
+    )
+    for step in range(3):
+        give_grads(params, step, missing=lambda step, index: step == index == 1)
+        step_and_compare(optimizer, subject)
+    scaler = make_scaler(device)
+    with Unchanged(optimizer):
+        scaled_step(scaler, optimizer, params, 3, bad=math.inf)
+
+
+@each_subject
+def test_the_state_of_another_optimizer_is_refused(subject: Subject) -> None:
+    params = [Parameter(torch.ones(3))]
+    optimizer, other = subject.fused(params), torch.optim.SGD(params, 0.1, momentum=0.9)
+    train(other, params, range(1))
+    who = rf"^{subject.fused.__name__}\.load_state_dict: state\[0\]"
+    with Unchanged(optimizer), pytest.raises(ValueError, match=who + " has .*lacks .*state of a"):
+        optimizer.load_state_dict(other.state_dict())
+    train(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    name = subject.fused._state_layout.tensors[0]
+    saved["state"][0][name] = torch.ones(2)
+    with Unchanged(optimizer), pytest.raises(ValueError, match=who + rf"\['{name}'\] has shape"):
+        optimizer.load_state_dict(saved)
+
+
 @each_subject
 def test_what_does_not_fit_is_named_before_any_group_is_stepped(
     subject: Subject, device: torch.device
@@ -435,26 +531,3 @@ def test_what_does_not_fit_is_named_before_any_group_is_stepped(
         optimizer.step(grads=[before[0]])
     for param, old in zip(params, before, strict=True):
         assert_same_bits(param.detach(), old)
-
-
-@pytest.mark.parametrize(
-    ("inner", "name"),
-    [
-        (FusedAdagrad, "sum"),
-        (FusedNovoGrad, "exp_avg"),
-        (FusedLAMB, "exp_avg_sq"),
-        (torch.optim.Adagrad, "sum"),
-    ],
-    ids=["FusedAdagrad", "FusedNovoGrad", "FusedLAMB", "torch's Adagrad"],
-)
-def test_fp16_optimizer_names_the_state_of_another_shape(inner: Any, name: str) -> None:
-    param = parameter([1.0] * 3, F16)
-    optimizer = fp16_utils.FP16_Optimizer(inner([param]), verbose=False)
-    optimizer.backward(pull((param, 1.0)))
-    optimizer.step()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["optimizer_state_dict"]["state"][0][name] = torch.ones(2)
-    sentence = rf"{name} of parameter 0 in group 0 has shape \[2\], its parameter \[3\]"
-    with pytest.raises(ValueError, match=sentence):
-        optimizer.load_state_dict(saved)

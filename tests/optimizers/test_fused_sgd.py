@@ -83,33 +83,6 @@ def test_every_bit_is_that_of_torch_where_products_are_exact(device: torch.devic
         assert torch.equal(*(state["momentum_buffer"] for state in states))
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
-def test_low_precision_parameters_keep_float32_momentum(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    optimizer = FusedSGD(params, 0.01, momentum=0.9, weight_decay=0.1)
-    for step in range(3):
-        before = [reference.Sgd(p, optimizer.state[p].get("momentum_buffer")) for p in params]
-        give_grads(params, step)
-        optimizer.step()
-        for param, each in zip(params, before, strict=True):
-            each.update(
-                param.grad,
-                lr=0.01,
-                inv_scale=1.0,
-                momentum=0.9,
-                dampening=0.0,
-                weight_decay=0.1,
-                nesterov=False,
-                wd_after_momentum=False,
-            )
-            buffer = optimizer.state[param]["momentum_buffer"]
-            assert buffer.dtype == F32
-            assert_near(buffer, each.buffer)
-            assert_near(param.detach(), each.param)
-
-
 def test_weight_decay_after_momentum_decays_the_weights_alone(device: torch.device) -> None:
     params = make_params(device)
     optimizer = FusedSGD(params, 0.5, momentum=0.5, weight_decay=0.25, wd_after_momentum=True)
@@ -205,3 +178,30 @@ def test_an_option_out_of_range_is_refused(options: dict[str, Any], sentence: st
     optimizer = FusedSGD([Parameter(torch.ones(1))], 0.1)
     with pytest.raises(ValueError, match=f"^FusedSGD: {sentence}"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(1))], **options})
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
+def test_low_precision_parameters_keep_float32_momentum(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    params = make_params(device, dtype)
+    optimizer = FusedSGD(params, 0.01, momentum=0.9, weight_decay=0.1)
+    for step in range(3):
+        before = [reference.Sgd(p, optimizer.state[p].get("momentum_buffer")) for p in params]
+        give_grads(params, step)
+        optimizer.step()
+        for param, each in zip(params, before, strict=True):
+            each.update(
+                param.grad,
+                lr=0.01,
+                inv_scale=1.0,
+                momentum=0.9,
+                dampening=0.0,
+                weight_decay=0.1,
+                nesterov=False,
+                wd_after_momentum=False,
+            )
+            buffer = optimizer.state[param]["momentum_buffer"]
+            assert buffer.dtype == F32
+            assert_near(buffer, each.buffer)
+            assert_near(param.detach(), each.param)

@@ -29,6 +29,8 @@ from waits import Waits
 
 from apex_mp import _C, fp16_utils
 from apex_mp.core import device_scale, readback
+from apex_mp.core.step import StepRequest
+from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedSGD, _device_part
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
@@ -275,3 +277,19 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(x).relu()).float()
+
+
+@pytest.mark.parametrize("value", [1.0, INF])
+def test_a_loss_scale_on_the_device_is_updated_where_the_host_waits_too(
+    value: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_scale, "DEVICE_TYPES", set())
+    scale = device_scale.DeviceScale(DynamicLossScale(scale=8.0, growth_interval=1), device)
+    weight = Parameter(torch.ones(3, device=device))
+    weight.grad = torch.full((3,), value, device=device)
+    optimizer = FusedSGD([weight], **DAMPENED)
+    result = optimizer.step(grads=StepRequest(check=True, loss_scale=scale))
+    assert scale.scale.item() == (16.0 if value == 1.0 else 4.0)
+    assert (result.outcome.found_inf, result.outcome.is_known) == (value == INF, True)
+    state = optimizer.state[weight] if value == 1.0 else {}
+    assert "is_fresh" not in state  # The host knows: nobody need ask the device again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fused_adam_cases import (
     F64,
     NAMES,
     Unchanged,
+    assert_same_state,
     copies_of,
     make_params,
     train,
@@ -134,3 +136,26 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(
     spoil(saved)
     with Unchanged(optimizer), pytest.raises(error, match=sentence):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_copy_goes_on_as_the_original(how: str, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = FusedSGD(params, **OPTIONS, wd_after_momentum=True, materialize_master_grads=False)
+    train(optimizer, params, range(3))
+    other = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    assert (other.wd_after_momentum, other.materialize_master_grads) == (True, False)
+    others = other.param_groups[0]["params"]
+    for each, its in ((optimizer, params), (other, others)):
+        train(each, its, range(3, 6))
+    assert_same_state(other, optimizer)
+
+
+def test_a_buffer_that_torch_has_not_made_yet_is_none_of_ours(device: torch.device) -> None:
+    params = make_params(device)
+    saved = torch.optim.SGD(params, 0.5).state_dict()
+    saved["state"] = {0: {"momentum_buffer": None}}
+    optimizer = FusedSGD(params, **OPTIONS)
+    optimizer.load_state_dict(saved)
+    assert buffers_of(optimizer, params) == [None] * len(params)
+    train(optimizer, params, [0])

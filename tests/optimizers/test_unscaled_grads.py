@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -213,3 +215,16 @@ def test_an_expanded_gradient_is_refused_before_anything_is_changed(
     second.grad = second.grad[:1, :1].clone().expand(2, 3).contiguous()
     optimizer.step()
     assert_same_bits(second.detach(), first.detach())
+
+
+@each_optimizer
+def test_a_copy_has_the_option_and_a_checkpoint_does_not(make: Make, device: torch.device) -> None:
+    optimizer = make(make_params(device), unscale_grads=False)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.unscale_grads is False
+    assert all("unscale_grads" not in group for group in optimizer.state_dict()["param_groups"])
+    old = optimizer.__getstate__()
+    del old["unscale_grads"]  # as it was pickled before there was the option
+    other = type(optimizer).__new__(type(optimizer))
+    other.__setstate__(old)
+    assert other.unscale_grads is None

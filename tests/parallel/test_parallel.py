@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from apex_mp import amp
-from apex_mp.core import parallel_masters
+from apex_mp.core import flat_calls, parallel_masters
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.parallel import (
     DistributedDataParallel,
@@ -125,3 +126,23 @@ def test_sync_batch_norm_of_one_process_runs_on_the_cpu_channels_last_too() -> N
     assert create_syncbn_process_group(1) is not None
     with pytest.raises(ValueError, match="group_size is 2; it must divide"):
         create_syncbn_process_group(2)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_flat_calls_reach_every_tensor_of_every_type() -> None:
+    tensors = [torch.ones(2), torch.ones(1, 3).half(), torch.ones(()), torch.ones(1).double()]
+    given: list[torch.Tensor] = []
+    flat_calls.extract_tensors([tensors[:2], {"a": tensors[2]}, (tensors[3], "text", 3)], given)
+    assert all(map(lambda a, b: a is b, given, tensors))
+    buckets = flat_calls.split_half_float_double(given)
+    assert [len(bucket) for bucket in buckets] == [1, 2, 1]
+    sizes: list[int] = []
+
+    def double(flat: torch.Tensor, factor: float) -> None:
+        sizes.append(flat.numel())
+        flat.mul_(factor)
+
+    flat_calls.flat_dist_call(given, double, (2.0,))
+    assert sizes == [3, 3, 1]
+    flat_calls.flat_dist_call(given, dist.all_reduce)
+    assert [tensor.flatten().tolist() for tensor in tensors] == [[2.0] * 2, [2.0] * 3, [2.0], [2.0]]

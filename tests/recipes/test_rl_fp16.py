@@ -81,33 +81,6 @@ def test_a_sampled_token_is_drawn_by_the_log_probability_that_is_returned(rl: Mo
     torch.testing.assert_close(log_probs, whole, rtol=0, atol=1e-5)
 
 
-def test_the_figures_of_a_step_are_those_of_the_ratios(
-    rl: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn_by: list[Tensor] = []
-    shift = torch.tensor([0.0, 0.009, -0.02, 0.3]).repeat(16, 4)  # 16 answers of 16 tokens
-    shift[0] = 0.0
-    sample = rl.sample
-
-    def noted(*args: Any) -> Any:
-        drawn = sample(*args)
-        drawn_by.append(drawn[1])
-        return drawn
-
-    def shifted(policy: Any, prompts: Tensor, answers: Tensor) -> Tensor:
-        return drawn_by[-1] + shift.requires_grad_()
-
-    monkeypatch.setattr(rl, "sample", noted)
-    monkeypatch.setattr(rl, "log_probabilities", shifted)
-    step = rl.Run(rl.parse_args([*SMALL, "--precision", "fp32"])).train_step()
-    assert step.mismatch == pytest.approx(0.329 / 4 * 15 / 16, rel=1e-4)
-    assert step.largest_mismatch == pytest.approx(0.3, rel=1e-4)
-    assert step.outside == pytest.approx(2 / 4 * 15 / 16)
-    ratio = math.exp(4 * 0.289)
-    effective = (1 + 15 * ratio) ** 2 / (1 + 15 * ratio**2) / 16
-    assert step.effective == pytest.approx(effective, rel=1e-4)
-
-
 def test_a_resumed_run_goes_on_to_the_bit(rl: ModuleType, tmp_path: Path) -> None:
     flags = (*SMALL, "--loss_scale", str(2.0**22))  # The first steps are skipped.
     file = str(tmp_path / "new" / "rl.pt")

@@ -87,30 +87,6 @@ def test_mixed_precision_errs_as_float32_and_holds_less(
         assert after == ("float16" if is_convolution and not is_norm else before), name
 
 
-def test_restored_are_masters_unrounded_moments_and_batch_norm_statistics(
-    recipe: ModuleType, tmp_path: Path
-) -> None:
-    args = recipe.parse_args(["--out", str(tmp_path)])
-    train, _ = recipe.load_data(None)
-    before, after = recipe.Run(args, "float32", 8, 3), recipe.Run(args, f"mixed, {ON}", 8, 6)
-    before.train(train)
-    after.restore(before.path, None)
-    weights, mixed = before.model.state_dict(), after.model.state_dict()
-    statistics = [name for name in weights if "running" in name]
-    assert len(statistics) == 6
-    for name in statistics:
-        assert torch.equal(mixed[name], weights[name])
-        assert not torch.equal(weights[name], torch.zeros_like(weights[name]))
-    assert torch.equal(mixed["encoder.3.weight"], weights["encoder.3.weight"].half())
-    (masters,) = (group["params"] for group in after.optimizer.param_groups)
-    params = [*before.model.parameters()]
-    for master, param in zip(masters, params, strict=True):
-        assert torch.equal(master, param)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            ours, theirs = after.optimizer.state[master], before.optimizer.state[param]
-            assert torch.equal(ours[moment], theirs[moment])
-
-
 @pytest.mark.parametrize("variables", ["float16", "float32"])
 def test_head_softmax_and_loss_compute_in_float32_and_the_encoder_in_float16(
     recipe: ModuleType, variables: str, tmp_path: Path

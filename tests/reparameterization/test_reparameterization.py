@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from torch.nn.utils import parametrizations
 
 import apex_mp
 from apex_mp import amp
-from apex_mp.fp16_utils import FP16_Optimizer, network_to_half
-from apex_mp.optimizers import FusedAdam
 from apex_mp.reparameterization import (
     Reparameterization,
     WeightNorm,
@@ -171,21 +167,6 @@ def test_without_a_name_all_weights_of_two_dimensions_are_taken_but_those_of_emb
 
 
 # What a module with a computed weight is.
-
-
-def test_parameters_have_the_old_names_in_the_old_order() -> None:
-    model = apply_weight_norm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.LSTM(4, 5, bias=False)))
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    assert list(shapes.items()) == [
-        ("0.bias", (3,)),
-        ("0.weight_g", (3, 1, 1, 1)),
-        ("0.weight_v", (3, 2, 1, 1)),
-        ("1.weight_ih_l0_g", (20, 1)),
-        ("1.weight_ih_l0_v", (20, 4)),
-        ("1.weight_hh_l0_g", (20, 1)),
-        ("1.weight_hh_l0_v", (20, 5)),
-    ]
-    assert [*dict(model.named_parameters())] == [*shapes]
 
 
 @pytest.mark.parametrize(
@@ -393,16 +374,6 @@ def test_removing_restores_a_parameter_with_value_dtype_and_requires_grad(
     apply_weight_norm(module)
 
 
-@pytest.mark.parametrize("name", ["weight", "0.bias", "0.weight.more", "1.weight", "nothing"])
-def test_removing_what_is_not_there_is_refused(name: str) -> None:
-    model = apply_weight_norm(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    sentence = f"reparameterization of '{name}' not found in {model}"
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        remove_weight_norm(model, name)
-    with pytest.raises(ValueError, match=r"of '0\.weight' not found"):
-        remove_reparameterization(model, Logarithmic, "0.weight")
-
-
 # What is refused.
 
 
@@ -413,13 +384,6 @@ def refused(sentence: str, model: nn.Module, *arguments: Any, error: Any = Value
     after = model.state_dict()
     assert [*after] == [*before]
     assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_a_second_application_is_refused() -> None:
-    model = apply_weight_norm(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "0.weight")
-    sentence = r"0\.weight is computed by WeightNorm already; call remove_reparameterization"
-    refused(sentence, model, WeightNorm, "0.weight")
-    refused(sentence, model, Logarithmic)
 
 
 def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
@@ -440,32 +404,6 @@ def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
         apply_weight_norm(lazy)
 
 
-class Careless(Reparameterization):
-    """Returns what it is told to."""
-
-    names: Sequence[str] = ("weight_a",)
-    params: Sequence[Any] = ()
-
-    def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
-        return module.weight_b  # type: ignore[no-any-return]
-
-    def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> Any:
-        return self.names, self.params
-
-
-def test_a_users_mistake_is_named() -> None:
-    model = nn.Linear(2, 2)
-    refused(r"returned 1 names and \[\]; it must return", model, Careless, error=TypeError)
-    Careless.params = [torch.ones(2)]
-    refused(r"and \['Tensor'\]; it must return", model, Careless, error=TypeError)
-    Careless.params, Careless.names = [Parameter(torch.ones(2))], ["bias"]
-    refused(r"wants the names \['bias'\], which Linear has", model, Careless)
-    Careless.names = ["weight_a"]
-    apply_reparameterization(model, Careless)
-    with pytest.raises(RuntimeError, match=r"Careless\.compute_weight.* no attribute 'weight_b'"):
-        model(torch.ones(1, 2))
-
-
 # Mixed precision.
 
 
@@ -478,46 +416,6 @@ def network(device: torch.device) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
     apply_weight_norm(model)
     return model
-
-
-def train(
-    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], steps: int
-) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (model(batch[0]).float() - batch[1]).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("inner", [torch.optim.Adam, FusedAdam])
-def test_fp16_optimizer_trains_it_and_goes_on_with_the_same_bits(
-    inner: Any, device: torch.device
-) -> None:
-    batch = learnable(device)
-
-    def begin() -> tuple[nn.Module, Any]:
-        model = network_to_half(network(device))
-        optimizer = FP16_Optimizer(
-            inner(model.parameters(), lr=0.03), dynamic_loss_scale=True, verbose=False
-        )
-        return model, optimizer
-
-    model, optimizer = begin()
-    losses = train(model, optimizer, batch, 30)
-    assert losses[-1] < 0.5 * losses[0]
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    weight = model[1][0].weight  # type: ignore[index]
-    rest = train(model, optimizer, batch, 5)
-    assert not torch.equal(weight, model[1][0].weight)  # type: ignore[index]
-    model, optimizer = begin()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert torch.equal(weight, model[1][0].weight)  # type: ignore[index]
-    assert train(model, optimizer, batch, 5) == rest
 
 
 @pytest.mark.usefixtures("amp_off")

@@ -19,8 +19,6 @@ from rnn_cases import (
     torchs_name,
 )
 from tolerances import (
-    HALF_RECURRENCE_GRADIENTS,
-    HALF_RECURRENCE_TOLERANCES,
     TOLERANCES,
     TRAJECTORY_TOLERANCES,
     assert_near,
@@ -37,7 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
 ]
 F64 = torch.float64
-HALVES = [torch.float16, torch.bfloat16]
 SIZES = (3, 5)
 
 
@@ -219,34 +216,6 @@ def test_a_step_of_the_multiplicative_lstm_is_a_function_too(device: torch.devic
 
 def in_float64(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     return copy.deepcopy(model).double(), x.detach().double().requires_grad_()
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_computes_and_gives_gradients(
-    kind: str, training: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, dtype).train(training)
-    x = sequence(device, dtype)
-    if kind == "ReLU":  # Else rounding opens and closes some, which is no small change.
-        with torch.no_grad():
-            for tensor in (x, *model.parameters()):
-                tensor.abs_()
-    exact, exact_x = in_float64(model, x)
-    output, hidden = model(x)
-    expected, expected_hidden = exact(exact_x)
-    found = gradients(mixed_sum(output, *hidden), model, x)
-    wanted = gradients(mixed_sum(expected, *expected_hidden), exact, exact_x)
-    for one, other in zip([output, *hidden], [expected, *expected_hidden], strict=True):
-        assert one.dtype is dtype
-        assert_near(one, other, HALF_RECURRENCE_TOLERANCES[dtype])
-    assert {gradient.dtype for gradient in found.values()} == {dtype}
-    off, length = (
-        torch.cat([tensor.reshape(-1) for tensor in tensors]).norm()
-        for tensors in ([found[name].double() - wanted[name] for name in wanted], wanted.values())
-    )
-    assert off < HALF_RECURRENCE_GRADIENTS[dtype] * length
 
 
 @pytest.mark.cpu_only

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl_cases import EPS, INIT_SCALE, LR, STEPS, in_fp16, in_fp32, llama, make
@@ -205,30 +204,6 @@ def test_a_resumed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
 
 
 # LoRA.
-
-
-@kinds
-@pytest.mark.parametrize("adapters", [torch.float16, torch.float32])
-def test_adapters_over_a_frozen_half_model_learn_as_in_fp32(
-    kind: str, adapters: torch.dtype, tmp_path: Path
-) -> None:
-    def with_adapters(model: Any) -> Any:
-        torch.manual_seed(3)
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        half = adapters == torch.float16
-        return get_peft_model(model, config, autocast_adapter_dtype=not half)
-
-    half = with_adapters(llama().half())
-    wide = with_adapters(llama().half()).float()
-    frozen = {name: p.clone() for name, p in half.named_parameters() if not p.requires_grad}
-    assert {param.dtype for param in trainable(half)} == {adapters}
-    start = flat(trainable(wide))
-    run = trained(in_fp16(kind, half, tmp_path))
-    expected = trained(in_fp32(kind, wide, tmp_path))
-    assert_same_course(run, expected, start)
-    assert all(torch.equal(p, half.get_parameter(name)) for name, p in frozen.items())
-    assert {param.dtype for param in frozen.values()} == {torch.float16}
-    assert run.optimizer.optimizer.state.keys() == set(trainable(half))
 
 
 # What a user forgets.
