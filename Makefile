@@ -148,7 +148,7 @@ coverage: $(BUILT)
 	@for level in $$($(VENV)/bin/python -c \
 	  'from apex_mp import _C; print(*{"avx2", "avx512"} - {*_C.cpu_levels()})'); do \
 	  echo "Left out: this processor has no $$level"; \
-	  rm -f $(COVERAGE)/cpu/csrc/cpu/kernels_$$level.gc*; done
+	  rm -f $(COVERAGE)/cpu/csrc/cpu/kernels/$$level.gc*; done
 	$(VENV)/bin/gcovr --txt-metric line --txt-metric branch $(COVERAGE)
 	$(VENV)/bin/gcovr --txt-metric line --fail-under-line 100 $(COVERAGE)
 

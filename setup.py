@@ -175,11 +175,9 @@ def flags(system_includes):
 
 
 def extension(with_cuda):
-    folders = ["csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/step/*.cpp"] + [
-        "csrc/cuda/*.cpp",
-        "csrc/cuda/*.cu",
-    ] * with_cuda
-    sources = sorted(path for folder in folders for path in glob(folder))
+    patterns = ["csrc/*.cpp", "csrc/cpu/**/*.cpp", "csrc/step/*.cpp"]
+    patterns += ["csrc/cuda/**/*.cpp", "csrc/cuda/**/*.cu"] * with_cuda
+    sources = sorted(path for pattern in patterns for path in glob(pattern, recursive=True))
     macros = [("APEX_MP_TORCH_VERSION", torch.__version__)]
     macros += [("APEX_MP_WITH_CUDA", "1")] * with_cuda
     # pip's pybind11 comes before the one inside torch.

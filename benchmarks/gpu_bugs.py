@@ -53,7 +53,7 @@ class Bug(Change):
 STEPS = "tests/optimizers/test_cuda_steps.py"
 BUGS = {
     "the-host-waits": Bug(
-        "csrc/cuda/stepper.cpp",
+        "csrc/cuda/step/stepper.cpp",
         "  resident.table.run(task, run, current);\n",
         "  resident.table.run(task, run, current);\n"
         "  if (!run.captured) cudaStreamSynchronize(current);\n",
@@ -68,7 +68,7 @@ BUGS = {
         r"operation .* captur|\)\.(overflow|loss_scale)$|<built-in method equal",
     ),
     "threads-do-not-wait-for-the-factors": Bug(
-        "csrc/cuda/step_update.cu",
+        "csrc/cuda/step/update.cu",
         "  __syncthreads();\n  PartOf<Rule> part = part_of<Rule>(row,",
         "  PartOf<Rule> part = part_of<Rule>(row,",
         "tests/optimizers/test_fused_adam_equivalence.py"
@@ -76,7 +76,7 @@ BUGS = {
         r"Tensor-likes are not close",
     ),
     "the-count-of-blocks-is-not-reset": Bug(
-        "csrc/cuda/last_block.h",
+        "csrc/cuda/step/last_block.h",
         "atomicInc(arrived, blocks - 1) == blocks - 1;",
         "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
         f"{STEPS}::test_overflows_are_told_of_with_the_names_of_parameters",

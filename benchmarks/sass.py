@@ -3,7 +3,7 @@
 No GPU is needed, but nvcc.
 
 python -m benchmarks.sass                            print the tables, and what is wrong
-python -m benchmarks.sass --archs 90 --files check.cu    of one architecture and file
+python -m benchmarks.sass --archs 90 --files step/check.cu    of one architecture and file
 python -m benchmarks.sass --save-results benchmarks/results/sass.json    what the tests compare with
 """
 
@@ -64,21 +64,26 @@ def packaged(package: str, program: str) -> str:
 
 def sources(folder: Path) -> list[Path]:
     """Return the files of csrc/cuda in a folder that hold kernels."""
-    files = sorted((folder / "cuda").glob("*.cu"))
+    files = sorted((folder / "cuda").rglob("*.cu"))
     return [file for file in files if "__global__" in file.read_text(encoding="utf-8")]
+
+
+def file_of(source: Path) -> str:
+    """Return a file's name below csrc/cuda, such as step/update.cu."""
+    return f"{source.parent.name}/{source.name}"
 
 
 def kernels_of(source: Path, archs: Sequence[str]) -> list[Row]:
     """Return a row for each kernel of a file and each architecture.
 
-    Headers are found from the folder above the file's.
+    Headers are found from the folder two above the file's.
     """
     nvdisasm = packaged("nvidia-cuda-nvdisasm", "nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-        command = [nvcc(), *FLAGS, *codes, "-I", str(source.parents[1]), "-fatbin", str(source)]
+        command = [nvcc(), *FLAGS, *codes, "-I", str(source.parents[2]), "-fatbin", str(source)]
         command += ["-o", f"{folder}/kernels.fatbin", "--keep", "--keep-dir", folder]
-        rows = list(what_ptxas_said(run(command), source.name))
+        rows = list(what_ptxas_said(run(command), file_of(source)))
         for cubin in Path(folder).glob("*.cubin"):
             graph = run([nvdisasm, "-bbcfg", "-poff", str(cubin)])
             facts = {name: facts_of(function) for name, function in functions_in(graph).items()}
@@ -228,12 +233,14 @@ def published() -> Row:
 def main(argv: list[str] | None = None) -> Row:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--archs", nargs="+", default=ARCHS, metavar="ARCH", help="such as 90")
-    parser.add_argument("--files", nargs="+", metavar="FILE", help="such as check.cu; default: all")
+    parser.add_argument(
+        "--files", nargs="+", metavar="FILE", help="such as step/check.cu; default: all"
+    )
     parser.add_argument("--save-results", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     files = sources(ROOT / "csrc")
     if args.files:
-        files = [file for file in files if file.name in args.files]
+        files = [file for file in files if file_of(file) in args.files]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         by_file = pool.map(lambda file: kernels_of(file, args.archs), files)
         results = {"compiler": compiler(), "kernels": [row for rows in by_file for row in rows]}

@@ -1,4 +1,5 @@
-// Cuts lists of tensors into chunks of bounded size: plain C++, no torch, no CUDA.
+// Cuts lists of tensors into chunks of bounded size: plain C++, no torch, no CUDA. For cpu/ and
+// cuda/.
 #pragma once
 
 #include <cstdint>

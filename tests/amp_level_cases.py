@@ -29,6 +29,17 @@ dtypes = pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16
 optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
+def linear(*values: float) -> nn.Linear:
+    """A layer of one output whose weights are given."""
+    layer = nn.Linear(len(values), 1, bias=False)
+    layer.weight.data = torch.tensor([values])
+    return layer
+
+
+def sgd(*models: nn.Module, lr: float = 1.0, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([p for m in models for p in m.parameters()], lr=lr, **options)
+
+
 class Net(nn.Module):
     """A convolution, the three usual normalizations, a recurrent cell, and a linear layer."""
 

@@ -23,11 +23,11 @@ def main(out: Path) -> int:
     rules = ("adam_grad_scaler", "adagrad", "lamb", "novograd")
     # The first unscales gradients in place, the second steps tensors of many vectors.
     of_each = (
-        "grad_scaler_skips_overflows_and_no_other_step",
-        "each_group_is_clipped_by_the_norm_that_counts",
+        ("_in_wrappers.py", "grad_scaler_skips_overflows_and_no_other_step"),
+        (".py", "each_group_is_clipped_by_the_norm_that_counts"),
     )
     tests = [*PLAN[:2], *(f"tests/optimizers/test_fused_{name}.py" for name in rules)]
-    tests += [f"tests/optimizers/test_fused_rules.py::test_{name}" for name in of_each]
+    tests += [f"tests/optimizers/test_fused_rules{where}::test_{name}" for where, name in of_each]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):
         status, output = run(library, net, ["-q", "--every-case"])

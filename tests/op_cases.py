@@ -17,7 +17,7 @@ import torch
 from tolerances import assert_same_bits
 from torch import Tensor
 
-TILE = 512  # kTile of csrc/cpu/kernels_impl.h: what is converted at once
+TILE = 512  # kTile of csrc/cpu/kernels/impl.h: what is converted at once
 # What a thread or a block takes at once: kChunkSize on the CPU; on CUDA kLargestChunk, or less for
 # a list of few numbers, but not less than kSmallestChunk.
 CHUNK = 16384

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import reference
 import torch
 from tolerances import TOLERANCES, assert_near
@@ -91,6 +92,8 @@ SUBJECTS = {
         ),
     ),
 }
+each_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=[*SUBJECTS])
+SMALL = ((5,), (4, 3), (), (7, 9))  # shapes
 NOT_OF_THE_FORMULA = {"params", "lr", "max_grad_norm", "amsgrad"}
 
 

@@ -1,4 +1,4 @@
-// Which instruction set the CPU kernels use.
+// Which instruction set the CPU kernels use. module.cpp shows it to Python.
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// From torch tensors to what the CPU kernels take, and the loop over chunks of a list.
+// From torch tensors to what the CPU kernels take, and the loop over chunks of a list. For
+// operators/ and step/.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -8,7 +9,7 @@
 #include <atomic>
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "launch_plan.h"
 #include "tensor_facts.h"
 

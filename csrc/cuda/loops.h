@@ -1,4 +1,5 @@
 // What a block does with the numbers of its chunk: sums of squares, and the steps of optimizers.
+// For the kernels of check_, unscale_, exponents_ and of both passes of the step.
 #pragma once
 
 #include "cuda/table.h"

@@ -1,4 +1,4 @@
-// The sum over the threads of a warp or of a block, in a fixed order.
+// The sum over the threads of a warp or of a block, in a fixed order. For all kernels that add up.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
 // Which tensors one launch works on, passed by value as a kernel argument: no copy to the device,
-// no pinned memory, and a CUDA graph keeps it.
+// no pinned memory, and a CUDA graph keeps it. For all kernels over lists of tensors.
 #pragma once
 
 #include <cuda_runtime_api.h>

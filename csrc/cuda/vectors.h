@@ -1,6 +1,7 @@
 // Numbers of any dtype in and out of memory, in vectors of up to 16 bytes a load, and the walk of a
 // block over its part. dtypes are known at run time only: a branch for every vector costs nothing
-// beside the memory, and one kernel serves all mixtures of dtypes in a list.
+// beside the memory, and one kernel serves all mixtures of dtypes in a list. For all kernels over
+// lists of tensors.
 #pragma once
 
 #include <cuda_bf16.h>

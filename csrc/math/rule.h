@@ -1,4 +1,4 @@
-// What the engine (csrc/step, cpu/step.cpp, cuda/step*) asks of an optimizer. A rule is a struct of
+// What the engine (csrc/step, cpu/step, cuda/step) asks of an optimizer. A rule is a struct of
 // static members, as Adam in math/adam.h; math/rules.h lists them all. What RuleBase has may be
 // left out.
 //

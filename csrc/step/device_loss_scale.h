@@ -1,4 +1,4 @@
-// A dynamic loss scale that lives on a device, as Python hands it to a step.
+// A dynamic loss scale that lives on a device, as Python hands it to a step. For the plan.
 #pragma once
 
 #include <ATen/core/Tensor.h>

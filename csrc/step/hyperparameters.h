@@ -1,4 +1,5 @@
-// The options of a parameter group, read again for each step, so that changes take effect.
+// The options of a parameter group, read again for each step, so that changes take effect. For the
+// plan.
 #pragma once
 
 #include <ATen/core/Tensor.h>

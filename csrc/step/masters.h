@@ -1,4 +1,5 @@
-// Masters and their two parts (math/split.h), outside of steps.
+// Masters and their two parts (math/split.h), outside of steps. Python calls it, through
+// module.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

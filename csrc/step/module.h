@@ -1,4 +1,4 @@
-// The classes of csrc/step/ as Python sees them.
+// The classes of csrc/step/ as Python sees them. csrc/module.cpp adds them.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -7,7 +7,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include "checks.h"
-#include "cpu/step.h"
+#include "cpu/step/step.h"
 #include "step/row_memory.h"
 #include "step/shared_grads.h"
 

@@ -1,4 +1,5 @@
-// The step plan of an optimizer: from Python's lists to a task, in nanoseconds a tensor.
+// The step plan of an optimizer: from Python's lists to a task, in nanoseconds a tensor. Python
+// calls it, through module.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/step.h"
+#include "cpu/step/step.h"
 #ifdef APEX_MP_WITH_CUDA
-#include "cuda/stepper.h"
+#include "cuda/step/stepper.h"
 #endif
 #include "step/device_loss_scale.h"
 #include "step/hyperparameters.h"

@@ -1,4 +1,5 @@
-// Tensors behind Python objects: borrowed, without a copy or a reference count.
+// Tensors behind Python objects: borrowed, without a copy or a reference count. For all that reads
+// Python's lists.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>

@@ -1,4 +1,5 @@
-// The gradients of parameters as backward has left them, in one walk.
+// The gradients of parameters as backward has left them, in one walk. Python calls it, through
+// module.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
 // Whether a step may walk the memory of a tensor: a quick test, and the sentence that says why not.
+// For the plan and for all that reads tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
 // The memory of the tensors of one row: quickly where they lie as nearly all do, else carefully.
+// For the plan.
 #pragma once
 
 #include "step/row_checks.h"

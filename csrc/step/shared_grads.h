@@ -1,4 +1,4 @@
-// Gradients that several parameters share, where the step writes gradients.
+// Gradients that several parameters share, where the step writes gradients. For the plan.
 #pragma once
 
 #include <deque>

@@ -1,4 +1,4 @@
-// What an optimizer keeps of a parameter: optimizer.state[param] as it is now.
+// What an optimizer keeps of a parameter: optimizer.state[param] as it is now. For the plan.
 #pragma once
 
 #include "math/rules.h"

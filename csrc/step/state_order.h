@@ -1,4 +1,5 @@
-// Finds the state of each parameter without hashing: in the order that the last step saw.
+// Finds the state of each parameter without hashing: in the order that the last step saw. For the
+// plan.
 #pragma once
 
 #include <torch/csrc/python_headers.h>

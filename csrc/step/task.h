@@ -1,5 +1,5 @@
-// One optimizer step on raw memory: the plan writes it down, cpu/step.cpp and cuda/step.cpp carry
-// it out. Plain C++, no torch.
+// One optimizer step on raw memory: the plan writes it down, cpu/step/ and cuda/step/ carry it out.
+// Plain C++, no torch.
 #pragma once
 
 #include <cstdint>

@@ -19,6 +19,8 @@ from amp_level_cases import (
     batches,
     everything,
     initialize,
+    linear,
+    sgd,
     train,
 )
 from fp16_cases import pull
@@ -61,16 +63,6 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
     "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.05, momentum=0.9), 2.0),
 }
-
-
-def linear(*weights: float) -> nn.Linear:
-    layer = nn.Linear(len(weights), 1, bias=False)
-    layer.weight.data.copy_(torch.tensor([weights]))
-    return layer
-
-
-def sgd(*models: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
-    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=lr)
 
 
 def pair(*weights: float) -> tuple[nn.Linear, torch.optim.SGD]:

@@ -231,7 +231,7 @@ def test_tests_pass_if_some_did_and_none_failed_or_hangs(
 
 
 def test_the_programs_are_there_for_every_kernel() -> None:
-    sources = [path.read_text() for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
+    sources = [path.read_text() for path in sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))]
     written = [name for text in sources for name in re.findall(r"\b(\w+)_kernel\(const", text)]
     assert len(written) == sum(text.count("__global__") for text in sources)
     named = {name for each in gpu_programs.PROGRAMS.values() for name in each.kernels}

@@ -121,7 +121,7 @@ def _translate_cuda(sources_root: Path, generated: Path, grid: Grid) -> None:
     becomes a reference: a copy of 32 KiB for each thread would take most of the time.
     """
     launches = 0
-    for path in sorted((sources_root / "cuda").iterdir()):
+    for path in sorted((sources_root / "cuda").rglob("*.*")):
         text = path.read_text()
         text = re.sub(r"const __grid_constant__ ([\w<>]+) (\w+)", r"const \1& \2", text)
         text, count = re.subn(r"(\w+)<<<(.*)>>>\(", r"::cuda_on_cpu::start(\1, \2, ", text)
@@ -130,13 +130,18 @@ def _translate_cuda(sources_root: Path, generated: Path, grid: Grid) -> None:
             text, count = re.subn(r"kMaxBlocks = \d+;", f"kMaxBlocks = {grid.max_blocks};", text)
             if count != 1:
                 raise RuntimeError(f"{path} must say kMaxBlocks = (number); once")
-        copy = generated / "cuda" / path.name
+        copy = generated / path.relative_to(sources_root)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        text = f'#line 1 "csrc/cuda/{path.name}"\n{text}'
+        text = f'#line 1 "csrc/{path.relative_to(sources_root)}"\n{text}'
         if not copy.exists() or copy.read_text() != text:
             copy.write_text(text)
     if launches != 1:
         raise RuntimeError(f"{sources_root}/cuda says <<<>>> {launches} times; it must be once")
+
+
+def _object(source: Path) -> str:
+    """Return the object's name; there is a check.cu in operators/ and one in step/."""
+    return f"{source.parent.name}_{source.stem}"
 
 
 def _compile_commands(
@@ -149,8 +154,8 @@ def _compile_commands(
     base = _base_command(out, grid, sources_root)
     checked = [*base, *(SANITIZE if sanitize else []), *extra_flags]
     commands = {
-        path.stem: [*checked, *KERNEL_FLAGS, "-xc++", str(path)]
-        for path in sorted((out / GENERATED / "cuda").glob("*.cu"))
+        _object(path): [*checked, *KERNEL_FLAGS, "-xc++", str(path)]
+        for path in sorted((out / GENERATED / "cuda").rglob("*.cu"))
     }
     commands["step_driver"] = [*checked, str(SHIM / "step_driver.cpp")]
     commands["operators"] = [*checked, *torch_includes, str(SHIM / "operators_on_cpu.cpp")]
@@ -179,7 +184,7 @@ def _plan_commands(
     command += [*(SANITIZE if sanitize else []), *extra_flags, "-DAPEX_MP_WITH_CUDA"]
     command += ["-Wno-parentheses", *(f"-isystem{path}" for path in system)]
     sources = [*sorted((sources_root / "step").glob("*.cpp")), SHIM / "plan_module.cpp"]
-    sources += [out / GENERATED / "cuda" / "stepper.cpp"]
+    sources += [out / GENERATED / "cuda" / "step" / "stepper.cpp"]
     commands = {
         f"plan_{path.stem}": [*command, "-include", PLAN_HEADER, str(path)] for path in sources
     }

@@ -33,7 +33,13 @@ PLAN = (
     *(
         f"tests/optimizers/test_{name}.py"
         for name in (
-            *("fused_adagrad", "fused_lamb", "fused_novograd", "fused_rules"),
+            *(
+                "fused_adagrad",
+                "fused_lamb",
+                "fused_novograd",
+                "fused_rules",
+                "fused_rules_in_wrappers",
+            ),
             *("narrow_moments", "split_masters", "stochastic_rounding"),
             *("step_loss_scale", "step_plan_fp16", "step_plan_params"),
         )

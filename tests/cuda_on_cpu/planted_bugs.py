@@ -176,28 +176,28 @@ PLANTED_BUGS = {
     ),
     # --- sums over blocks
     "the last chunk of a tensor is not summed": PlantedBug(
-        "cuda/check.cu",
+        "cuda/operators/check.cu",
         "chunk < end; chunk += kBlockSize",
         "chunk < end - 1; chunk += kBlockSize",
         SUMS,
         WRONG_BITS,
     ),
     "chunks beyond the number of threads are left out": PlantedBug(
-        "cuda/check.cu",
+        "cuda/operators/check.cu",
         "chunk < end; chunk += kBlockSize",
         "chunk < end; chunk += 2 * kBlockSize",
         f"{LARGE}::test_more_chunks_than_a_block_has_threads_are_summed -k check",
         WRONG_BITS,
     ),
     "each launch writes its sums to the first places": PlantedBug(
-        "cuda/check.cu",
+        "cuda/operators/check.cu",
         "chunk_sums[table.launch.first_chunk + blockIdx.x] = sum;",
         "chunk_sums[blockIdx.x] = sum;",
         MANY_SUMS,
         WRONG_BITS,
     ),
     "the sums of tensors lie among those of chunks": PlantedBug(
-        "cuda/check.cu",
+        "cuda/operators/check.cu",
         "size += count_chunks(tensor.size, kLargestChunk);",
         "size += count_chunks(tensor.size, 2 * kLargestChunk);",
         SUMS,
@@ -205,28 +205,28 @@ PLANTED_BUGS = {
     ),
     # --- counts over blocks
     "the counts of a block are not cleared": PlantedBug(
-        "cuda/exponents.cu",
+        "cuda/operators/exponents.cu",
         "of_warps[warp][threadIdx.x] = 0;",
         "of_warps[warp][threadIdx.x] += 0;",
         EXPONENTS,
         WRONG_BITS + "|" + UNDEFINED,
     ),
     "a block counts before all its counts are cleared": PlantedBug(
-        "cuda/exponents.cu",
+        "cuda/operators/exponents.cu",
         "  __syncthreads();\n  const Part<1> part",
         "  const Part<1> part",
         EXPONENTS,
         WRONG_BITS + "|" + UNDEFINED,
     ),
     "a block adds up before all its threads have counted": PlantedBug(
-        "cuda/exponents.cu",
+        "cuda/operators/exponents.cu",
         "  __syncthreads();\n  int count = 0;",
         "  int count = 0;",
         EXPONENTS,
         WRONG_BITS,
     ),
     "a block forgets what other blocks have counted": PlantedBug(
-        "cuda/exponents.cu",
+        "cuda/operators/exponents.cu",
         "  atomicAdd(reinterpret_cast<unsigned long long*>(of_tensor + threadIdx.x),\n"
         "            static_cast<unsigned long long>(count));",
         "  of_tensor[threadIdx.x] = count;",
@@ -234,14 +234,14 @@ PLANTED_BUGS = {
         WRONG_BITS,
     ),
     "each launch counts for the first tensors": PlantedBug(
-        "cuda/exponents.cu",
+        "cuda/operators/exponents.cu",
         "(table.launch.first_tensor + part.slot)",
         "part.slot",
         f"{TESTS}::test_exponents_counts_every_number_exactly_once -k 5000",
         WRONG_BITS,
     ),
     "scratch memory is too small": PlantedBug(
-        "cuda/operators.cpp",
+        "cuda/operators/operators.cpp",
         "scratch(workspace_size(rows) * sizeof(double), found_inf.device());",
         "scratch(workspace_size(rows) * sizeof(float), found_inf.device());",
         SUMS,
@@ -278,14 +278,14 @@ PLANTED_BUGS = {
         WRONG_BITS,
     ),
     "unscaled gradients are squared before they are rounded": PlantedBug(
-        "cuda/unscale.cu",
+        "cuda/operators/unscale.cu",
         "      round_as_stored(part.arrays[1].dtype, numbers);\n",
         "",
         f"{TESTS}::test_unscale_sums_what_it_has_written -k fp32-fp16",
         NOT_CLOSE,
     ),
     "each launch of unscaled gradients writes its sums to the first places": PlantedBug(
-        "cuda/unscale.cu",
+        "cuda/operators/unscale.cu",
         "task.chunk_sums[table.launch.first_chunk + blockIdx.x]",
         "task.chunk_sums[blockIdx.x]",
         f"{UNSCALED_SUMS} -k 5000",
@@ -293,7 +293,7 @@ PLANTED_BUGS = {
     ),
     # In forward order all goes well: thread 0 comes first.
     "a barrier is missing behind what thread 0 writes": PlantedBug(
-        "cuda/unscale.cu",
+        "cuda/operators/unscale.cu",
         "const double inv_scale = value_of(task.inv_scale);",
         "__shared__ double inv_scale;\n"
         "  if (threadIdx.x == 0) inv_scale = value_of(task.inv_scale);",
@@ -345,14 +345,14 @@ PLANTED_BUGS = {
         rf"{SHIM}deadlock: {WAITS}, {WAITS}",
     ),
     "a mask names lanes that have ended": PlantedBug(
-        "cuda/check.cu",
+        "cuda/operators/check.cu",
         "  int32_t found = 0;\n",
         "  int32_t found = 0;\n  if (threadIdx.x >= part.count) return;\n",
         SUMS,
         rf"{SHIM}{WAITS}, whose mask names lane \d+, which has ended",
     ),
     "all threads do what one must do": PlantedBug(
-        "cuda/update_scale.cu",
+        "cuda/operators/update_scale.cu",
         "if (threadIdx.x != 0) return;",
         "",
         f"{TESTS}::test_update_scale_is_the_rule_of_loss_scale -k bounds",
@@ -360,7 +360,7 @@ PLANTED_BUGS = {
     ),
     # --- what a step depends on
     "only thread 0 says that something is not finite": PlantedBug(
-        "cuda/unscale.cu",
+        "cuda/operators/unscale.cu",
         "if (found_inf) *task.found_inf = 1.0f;  // All",
         "if (found_inf && threadIdx.x == 0) *task.found_inf = 1.0f;  // All",
         f"{TESTS}::test_unscale_finds_inf_and_nan_and_passes_them_on -k last",

@@ -1,4 +1,4 @@
-"""Bugs planted where the step plan meets CUDA: csrc/cuda/stepper.cpp, csrc/step/."""
+"""Bugs planted where the step plan meets CUDA: csrc/cuda/step/stepper.cpp, csrc/step/."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a skipped step writes weights and remainders": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "  if (memory.outcome->found_inf != 0.0f) return;\n  const StepChunk chunk",
         "  const StepChunk chunk",
         f"{SPLIT}::test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters",
@@ -45,7 +45,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each step rounds with the same random numbers": PlantedBug(
-        "cuda/step_check.cu",
+        "cuda/step/check.cu",
         "math::stochastic_rounding(row.position, *global(row.numbers[0]))",
         "math::stochastic_rounding(row.position, 0.0f)",
         APART,
@@ -69,7 +69,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each chunk rounds with the same random numbers": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)",
         "0u",
         SAME_BITS,
@@ -85,7 +85,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is kept that does not fit": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "if (!fits && !impl_->take_back(task)) impl_->build(task, current);",
         "if (!impl_->resident.has_value()) impl_->build(task, current);",
         f"{STEPPER}::test_a_state_that_has_moved_is_stepped_where_it_is",
@@ -93,7 +93,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is freed that a graph replays": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "replayed.push_back(std::move(*resident));",
         "replayed.clear();",
         f"{STEPPER}::test_a_graph_outlives_steps_unlike_it",
@@ -101,7 +101,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each change leaves a graph another table": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "if (!old.table.fits(task)) continue;",
         "continue;",
         f"{STEPPER}::test_a_table_that_a_graph_has_is_taken_back_when_it_fits_again",
@@ -109,7 +109,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is used again whose launches failed": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "  resident.ready = false;\n",
         "",
         f"{STEPPER}::test_a_step_after_one_whose_second_launch_failed_is_sound",
@@ -133,7 +133,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "no stream waits for the other": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "    wait_for(*stream, current);\n",
         "",
         f"{STEPPER}::test_steps_on_one_stream_wait_for_those_on_the_other",
@@ -141,7 +141,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a refresh does not wait for the other stream": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "  impl_->follow(current);\n  impl_->refresh(",
         "  impl_->refresh(",
         f"{STEPPER}::test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream",
@@ -149,7 +149,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "the outcome is read where it is not": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "narrow(0, table.outcome_offset(), ",
         "narrow(0, 0, ",
         f"{STEPPER}::test_the_host_hears_of_norms_and_of_inf",
@@ -157,7 +157,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a step that the host waits for is captured": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "TORCH_CHECK(!wait,",
         "TORCH_CHECK(true,",
         f"{STEPPER}::test_a_step_of_which_the_host_wants_to_hear_cannot_be_captured",
@@ -165,7 +165,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "changed options are captured": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "impl_->resident->ready && impl_->resident->table.knows_groups(task),",
         "impl_->resident->ready,",
         f"{STEPPER}::test_a_step_unlike_the_last_one_cannot_be_captured -k lr",
@@ -173,7 +173,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a step of one plan alone cannot be captured": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "if (run.captured && !once) {",
         "if (run.captured) {",
         f"{STEPPER}::test_a_step_over_lists_is_captured_with_its_table",
@@ -181,7 +181,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "the step leaves the loss scale as it is": PlantedBug(
-        "cuda/stepper.cpp",
+        "cuda/step/stepper.cpp",
         "  run.loss_scale = loss_scale;\n",
         "",
         "tests/optimizers/test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host",
@@ -221,7 +221,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is kept that does not write gradients": PlantedBug(
-        "cuda/step.cu",
+        "cuda/step/step.cu",
         " &&\n           one.writes_grad == other.writes_grad));",
         "));",
         f"{UNSCALED}::test_the_option_may_change_between_steps -k adam",
@@ -238,7 +238,7 @@ PLANTED_PLAN_BUGS = {
     ),
     # --- norms of parameters and updates
     "the sums of a chunk are taken for those of another": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "memory.measured[index] = sums;",
         "memory.measured[blockIdx.x] = sums;",
         RATIOS,
@@ -246,7 +246,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "the ratio of a row is that of its first chunk": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "i < end_of_row(memory, row);",
         "i < memory.rows[row].first_chunk + 1;",
         RATIOS,
@@ -254,7 +254,7 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "all rows have the ratio of the first": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "memory.groups[memory.rows[row].group], row, Rule::kRatio,",
         "memory.groups[memory.rows[row].group], 0, Rule::kRatio,",
         RATIOS,

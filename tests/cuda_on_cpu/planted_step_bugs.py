@@ -1,4 +1,4 @@
-"""Bugs planted into the fused step of csrc/cuda/step*."""
+"""Bugs planted into the fused step of csrc/cuda/step/."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ READ_BEHIND = r"AddressSanitizer: (heap-buffer-overflow|heap-use-after-free|SEGV
 PLANTED_STEP_BUGS = {
     # --- blocks that come to an end
     "the count of blocks is not reset": PlantedBug(
-        "cuda/last_block.h",
+        "cuda/step/last_block.h",
         "atomicInc(arrived, blocks - 1) == blocks - 1;",
         "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
         LOSS_SCALES,
         r"assert state\.value == ",
     ),
     "each launch has a last block": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "check.all_blocks += blocks_of(check, reads_grads);",
         "check.all_blocks = blocks_of(check, reads_grads);",
         MANY_ROWS,
         WRONG_NUMBER,
     ),
     "threads do not wait to hear whether theirs is the last block": PlantedBug(
-        "cuda/last_block.h",
+        "cuda/step/last_block.h",
         "  }\n  __syncthreads();\n",
         "  }\n",
         STEPS,
@@ -47,63 +47,63 @@ PLANTED_STEP_BUGS = {
         net="narrow grid, backward",
     ),
     "the scale is updated before all have read it": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "  __syncthreads();\n  if (threadIdx.x == 0) {\n    control",
         "  if (threadIdx.x == 0) {\n    control",
         LOSS_SCALES,
         r"AssertionError: \[.*\] for \d+",
     ),
     "the scale is read after its update": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "found_inf), scale, norm, {}};",
         "found_inf), value_of(decision.scale), norm, {}};",
         LOSS_SCALES,
         r"assert outcome\.scale == scale",
     ),
     "one row is named again and again": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "if (row < begin || ",
         "if (",
         f"{DECISIONS}::test_the_first_rows_with_inf_or_nan_are_named -k 2",
         r"assert outcome\.nonfinite_rows == ",
     ),
     "rows are numbered as if all had gradients": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "number_with_grad(memory, row);",
         "row;",
         f"{DECISIONS}::test_rows_with_inf_or_nan_are_numbered_among_those_with_a_gradient",
         r"assert .*nonfinite_rows == ",
     ),
     "the last gradient is not carried": PlantedBug(
-        "cuda/step_check.cu",
+        "cuda/step/check.cu",
         "std::copy_n(check.carried, check.carried_bytes(), few.carried);",
         "std::copy_n(check.carried, check.carried_bytes() - 8, few.carried);",
         ONE_STEP,
         rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
     ),
     "what is carried lies in the padding before it": PlantedBug(
-        "cuda/step_passes.h",
+        "cuda/step/passes.h",
         "alignas(16) char carried[kBytes];",
         "char carried[kBytes];",
         ONE_STEP,
         rf"{READ_BEHIND}|{UNDEFINED}|assert outcome\.found_inf == 0",
     ),
     "all launches carry few gradients": PlantedBug(
-        "cuda/step_check.cu",
+        "cuda/step/check.cu",
         "if (check.carried_bytes() <= kFewTableBytes) {",
         "if (check.carried_bytes() >= 0) {",
         MANY_ROWS,
         r"AddressSanitizer: (stack-buffer-overflow|memcpy-param-overlap)",
     ),
     "an overflow is found again in the next step": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "  control.found_inf = 0;\n",
         "",
         f"{OVERFLOWS} -k inf",
         r"assert outcome\.found_inf == 0",
     ),
     "pass 2 does not look whether to step": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "if (memory.outcome->found_inf != 0.0f) return;",
         "",
         f"{OVERFLOWS} -k inf",
@@ -111,28 +111,28 @@ PLANTED_STEP_BUGS = {
     ),
     # --- which numbers a block takes
     "pass 2 begins one chunk too late": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "memory.chunks[update.end_chunk - 1 - static_cast",
         "memory.chunks[update.end_chunk - static_cast",
         ONE_STEP,
         READ_BEHIND,
     ),
     "pass 2 leaves the first chunk out": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "launch(kernel, std::min(end, kMaxBlocks), stream,",
         "launch(kernel, std::min(end, kMaxBlocks) - 1, stream,",
         ONE_STEP,
         WRONG_BITS,
     ),
     "pass 2 takes chunks to be of the largest size": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);",
         "part_of<Rule>(row, grad, chunk, kLargestChunk);",
         f"{STEP}::test_a_step_has_chunks_of_each_size",
         READ_BEHIND,
     ),
     "pass 1 takes chunks to be of the largest size": PlantedBug(
-        "cuda/step_check.cu",
+        "cuda/step/check.cu",
         "part_of(chunk, check.memory.counts.chunk_size, grad);",
         "part_of(chunk, kLargestChunk, grad);",
         f"{STEP}::test_a_step_has_chunks_of_each_size",
@@ -146,7 +146,7 @@ PLANTED_STEP_BUGS = {
         UNDEFINED + r"(load of|store to|reference binding to) misaligned address",
     ),
     "gradients are read where they were": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "grads[i] = task.rows[check.first_row + i].grad.data;",
         "grads[i] = rows_[check.first_row + i].grad.data;",
         STEPS,
@@ -154,21 +154,21 @@ PLANTED_STEP_BUGS = {
     ),
     # --- sums over chunks
     "a missing gradient leaves its old sum": PlantedBug(
-        "cuda/step_check.cu",
+        "cuda/step/check.cu",
         "  if (check.decision.sums) {\n",
         "  if (check.decision.sums && grad_of(check, chunk.row) != nullptr) {\n",
         f"{STEP}::test_a_row_without_a_gradient_is_left_alone",
         WRONG_NUMBER,
     ),
     "groups beyond the number of warps are not summed": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "group += kBlockSize / kWarpSize) {",
         "group += kBlockSize) {",
         f"{TABLE}::test_many_groups_may_change_at_once -k 40-checked",
         WRONG_NUMBER,
     ),
     "a group of many chunks is summed by its first warp alone": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "sum_chunks(memory.chunk_sums, chunks, threadIdx.x, kBlockSize);",
         "sum_chunks(memory.chunk_sums, chunks, lane, kBlockSize);",
         f"{STEP}::test_a_group_of_more_chunks_than_a_warp_takes_is_summed",
@@ -176,35 +176,35 @@ PLANTED_STEP_BUGS = {
     ),
     # --- what a row is stepped with
     "plain gradients are unscaled": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "chunk.facts.scaled ? outcome.scaled_factor : outcome.plain_factor",
         "outcome.scaled_factor",
         ONE_STEP,
         WRONG_BITS,
     ),
     "all groups have the factors of the first": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "memory.group_outcomes[group];",
         "memory.group_outcomes[0 * group];",
         f"{CLIPPING} -k unchecked-each",
         WRONG_BITS,
     ),
     "all groups are clipped by their own norm": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "if (check.decision.clip_by_global_norm) clipped = all;",
         "",
         f"{CLIPPING} -k unchecked-global",
         WRONG_NUMBER,
     ),
     "gradients are left clipped": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "inv_scale = 1.0 / memory.outcome->scale;",
         "inv_scale = factors.inv_scale;",
         UNSCALED,
         WRONG_BITS,
     ),
     "gradients are unscaled that are only to be read": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "chunk.facts.writes_grad ? ",
         "chunk.facts.scaled ? ",
         UNSCALED,
@@ -225,21 +225,21 @@ PLANTED_STEP_BUGS = {
         WRONG_BITS,
     ),
     "each block counts a step": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "if (chunk.index == 0) advance_numbers",
         "advance_numbers",
         f"{ONE_STEP} and adam",
         WRONG_BITS,
     ),
     "flags of fresh buffers stay": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "if (row.numbers[i] == nullptr) continue;",
         "if (!Rule::kNeedsNumbers) continue;",
         FIRST_GRADIENT,
         r"assert \[1\.0, .*\] == \[0\.0",
     ),
     "a skipped step clears flags": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "  if (memory.outcome->found_inf != 0.0f) return;\n"
         "  const StepChunk chunk = memory.chunks[update.end_chunk - 1 - "
         "static_cast<int32_t>(blockIdx.x)];\n",
@@ -254,7 +254,7 @@ PLANTED_STEP_BUGS = {
         r"assert \[0\.0, .*\] == \[1\.0",
     ),
     "flags are read when they may be cleared": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "  return Rule::factors(options.options, value_of(options.lr), "
         "memory.prepared[chunk.row].numbers,\n",
         "  double prepared[math::kMaxPrepared];\n"
@@ -267,21 +267,21 @@ PLANTED_STEP_BUGS = {
         WRONG_BITS,
     ),
     "a number that is not there is taken for 1": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "  float numbers[math::kMaxNumbers] = {};\n",
         "  float numbers[math::kMaxNumbers] = {1.0f, 1.0f};\n",
         f"{ONE_STEP} and sgd",
         WRONG_BITS,
     ),
     "all rows have what is prepared for the first": PlantedBug(
-        "cuda/step_update.cu",
+        "cuda/step/update.cu",
         "value_of(options.lr), memory.prepared[chunk.row].numbers,",
         "value_of(options.lr), memory.prepared[0].numbers,",
         ONE_STEP,
         WRONG_BITS,
     ),
     "only the first number is prepared": PlantedBug(
-        "cuda/step_check.cu",
+        "cuda/step/check.cu",
         "if (which < Rule::kPrepared && which",
         "if (which < 1 && which",
         f"{ONE_STEP} and adam",
@@ -295,7 +295,7 @@ PLANTED_STEP_BUGS = {
         WRONG_BITS,
     ),
     "the dtypes of two tensors of state are mixed": PlantedBug(
-        "cuda/step.cu",
+        "cuda/step/step.cu",
         "bits(row.tensors[0]) | bits(row.tensors[1]) << kDTypeBits,",
         "bits(row.tensors[1]) | bits(row.tensors[0]) << kDTypeBits,",
         f"{STEP}::test_a_step_takes_any_dtypes -k sgd",
@@ -316,7 +316,7 @@ PLANTED_STEP_BUGS = {
         rf"{READ_BEHIND}|{UNDEFINED}",
     ),
     "the rule of the step is not that of the task": PlantedBug(
-        "cuda/step.cu",
+        "cuda/step/step.cu",
         "                             rule_,\n",
         "                             0,\n",
         f"{ONE_STEP} and sgd",
@@ -330,28 +330,28 @@ PLANTED_STEP_BUGS = {
         WRONG_BITS,
     ),
     "a changed option at the end is overlooked": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "std::equal(one.options, std::end(one.options), other.options);",
         "std::equal(one.options, std::end(one.options) - 5, other.options);",
         f"{TABLE}::test_a_changed_option_counts_at_once -k wd_after_momentum",
         r"assert not .*knows_groups",
     ),
     "a table is kept whose flags have gone": PlantedBug(
-        "cuda/step.cu",
+        "cuda/step/step.cu",
         "std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size",
         "one.size",
         f"{TABLE}::test_a_table_does_not_fit_what_has_moved -k number",
         r"assert not .*fits",
     ),
     "options are read while they are written": PlantedBug(
-        "cuda/step_decide.h",
+        "cuda/step/decide.h",
         "if (carried < 0 || carried >= check.groups) return",
         "return",
         f"{TABLE}::test_a_changed_option_counts_at_once -k beta1-unchecked",
         WRONG_BITS,
     ),
     "the groups of the last step are forgotten": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "    remember(task.groups);\n    if (changed",
         "    if (changed",
         f"{TABLE}::test_a_changed_option_counts_at_once -k lr-unchecked",
@@ -359,21 +359,21 @@ PLANTED_STEP_BUGS = {
     ),
     # --- the table on its way to the device
     "a part of the table lands on another": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "static_cast<char*>(memory) + first);",
         "static_cast<char*>(memory) + begin);",
         MANY_ROWS,
         rf"{READ_BEHIND}|{UNDEFINED}",
     ),
     "the end of a part is left out": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "count_chunks(part.words, kBlockSize)",
         "part.words / kBlockSize",
         STEPS,
         rf"{WRONG_BITS}|{READ_BEHIND}|{UNDEFINED}",
     ),
     "refreshed groups are those of before": PlantedBug(
-        "cuda/step_run.cu",
+        "cuda/step/run.cu",
         "  remember(task.groups);\n  upload_groups(memory, stream);",
         "  upload_groups(memory, stream);\n  remember(task.groups);",
         f"{TABLE}::test_a_replay_sees_groups_that_were_refreshed_and_no_others",

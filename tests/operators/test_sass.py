@@ -72,7 +72,7 @@ def test_each_fault_is_a_sentence(changes: dict[str, Any], fault: str) -> None:
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("file", [path.name for path in sass.sources(sass.ROOT / "csrc")])
+@pytest.mark.parametrize("file", [sass.file_of(path) for path in sass.sources(sass.ROOT / "csrc")])
 def test_kernels_do_not_spill_and_access_vectors_as_published(file: str) -> None:
     measured = {
         "compiler": sass.compiler(),
@@ -86,15 +86,15 @@ def test_kernels_do_not_spill_and_access_vectors_as_published(file: str) -> None
 
 
 PLANTS = {
-    "generic": ("step_update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
+    "generic": ("step/update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
     "spill": (
-        "step_update.cu",
-        "step_update.cu",
+        "step/update.cu",
+        "step/update.cu",
         r"(?<=\(kBlockSize, )\w+(?=\)\s+step_kernel)",
         "8",
     ),
     "scalar": (
-        "unscale.cu",
+        "operators/unscale.cu",
         "vectors.h",
         r"fetch<cache>\(reinterpret_cast<const uint4\*>\(src\) \+ i\)",
         "make_uint4(fetch<cache>(reinterpret_cast<const uint32_t*>(src) + 4 * i), 0, 0, 0)",

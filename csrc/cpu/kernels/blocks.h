@@ -1,7 +1,7 @@
 // A block: what a loop over 16-bit numbers takes at a time, that is a register of them. As floats
 // it is one register with AVX-512 and two with AVX2, in the order in which the processor unpacks
 // and packs: numbers 0-3 and 8-11 of the block, and 4-7 and 12-15, whatever their dtype in memory.
-// Part of kernels_impl.h, at the levels that have registers.h.
+// Part of impl.h, at the levels that have registers.h.
 
 #if APEX_MP_LEVEL == 2
 constexpr int kRegisters = 1;

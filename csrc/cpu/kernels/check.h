@@ -1,4 +1,4 @@
-// check: the finite test and the sum of squares. Part of kernels_impl.h.
+// check: the finite test and the sum of squares. Part of impl.h.
 
 constexpr int64_t kLanes = 32;
 

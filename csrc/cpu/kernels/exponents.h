@@ -1,4 +1,4 @@
-// exponents: how many numbers of a chunk lie in each power of two. Part of kernels_impl.h.
+// exponents: how many numbers of a chunk lie in each power of two. Part of impl.h.
 
 template <typename opmath_t>
 inline void count_exponents(In array, int64_t count, int32_t* counts) {

@@ -1,5 +1,5 @@
 // A register of floats as a number type for the formulas of math/, and the ways between it and
-// memory. Part of kernels_impl.h, at the levels that convert float16 in hardware.
+// memory. Part of impl.h, at the levels that convert float16 in hardware.
 
 #if APEX_MP_LEVEL == 2
 constexpr int64_t kWidth = 16;

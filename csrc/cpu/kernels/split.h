@@ -1,4 +1,4 @@
-// Masters that lie in memory as weights and remainders (math/split.h). Part of kernels_impl.h.
+// Masters that lie in memory as weights and remainders (math/split.h). Part of impl.h.
 
 #if APEX_MP_LEVEL > 0
 // Whether masters with these float16 weights are exact and finite; false also for 2**-16 itself,

@@ -1,5 +1,5 @@
 // The step of any rule of math/rules.h: tiles for any mixture of dtypes, registers for the common
-// ones; and what is measured before it. Part of kernels_impl.h.
+// ones; and what is measured before it. Part of impl.h.
 
 inline bool is_split(const StepChunk& chunk) { return chunk.copy.dtype == DType::kRemainder; }
 

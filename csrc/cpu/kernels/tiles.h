@@ -1,5 +1,5 @@
 // Tiles: a few hundred numbers of any dtype, converted to the type of the formulas and back. Part
-// of kernels_impl.h.
+// of impl.h.
 
 constexpr int64_t kTile = 512;
 

@@ -1,4 +1,4 @@
-"""The fused step of csrc/cuda/step.h on CPU tensors, by way of shim/step_driver.cpp."""
+"""The fused step of csrc/cuda/step/step.h on CPU tensors, by way of shim/step_driver.cpp."""
 
 from __future__ import annotations
 

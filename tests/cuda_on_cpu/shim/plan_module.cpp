@@ -2,7 +2,7 @@
 // csrc/cuda/.
 #include <c10/util/Exception.h>
 
-#include "cpu/step.h"
+#include "cpu/step/step.h"
 #include "step/module.h"
 
 namespace apex_mp::cpu {

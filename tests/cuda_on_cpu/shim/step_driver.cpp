@@ -1,9 +1,9 @@
-// The fused step of csrc/cuda/step.h for ctypes: inside/step_structs.py mirrors the structs.
+// The fused step of csrc/cuda/step/step.h for ctypes: inside/step_structs.py mirrors the structs.
 #include <cstring>
 #include <exception>
 #include <string>
 
-#include "cuda/step.h"
+#include "cuda/step/step.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

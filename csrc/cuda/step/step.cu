@@ -1,11 +1,11 @@
 // StepTable: what the host writes into the device memory of the fused step, and whether that still
-// serves. step_run.cu launches.
-#include "cuda/step.h"
+// serves. run.cu launches.
+#include "cuda/step/step.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "cuda/step_memory.h"
+#include "cuda/step/memory.h"
 #include "cuda/table.h"
 
 namespace apex_mp::cuda {

@@ -1,4 +1,5 @@
 // Which block of a grid ends last, so that it can go on with what the others have left in memory.
+// For step/check.cu.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
 // Which table of CPU kernels this process uses: the best the processor has, or the one asked for.
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 #include <atomic>
 #include <cstdlib>

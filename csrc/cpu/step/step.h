@@ -1,9 +1,9 @@
-// A whole optimizer step on the CPU.
+// A whole optimizer step on the CPU. step/plan.cpp calls it.
 #pragma once
 
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "launch_plan.h"
 #include "math/step_scalars.h"
 #include "step/task.h"

@@ -6,8 +6,8 @@
 #include "cuda/launch.h"
 #include "cuda/loops.h"
 #include "cuda/reduce.h"
-#include "cuda/step_decide.h"
-#include "cuda/step_passes.h"
+#include "cuda/step/decide.h"
+#include "cuda/step/passes.h"
 #include "math/step_scalars.h"
 
 namespace apex_mp::cuda {

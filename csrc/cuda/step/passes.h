@@ -1,9 +1,10 @@
 // The two passes of the fused step: what their kernels take as arguments, and who launches them.
+// For run.cu, which launches, and update.cu and check.cu, which have the kernels.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "cuda/step_memory.h"
+#include "cuda/step/memory.h"
 #include "cuda/table.h"
 
 namespace apex_mp::cuda {

@@ -1,4 +1,5 @@
 // fp16 and bf16 <-> fp32, one number at a time: the baseline, and the tails of the register loops.
+// For the kernels of all levels.
 #pragma once
 
 #include <cstdint>

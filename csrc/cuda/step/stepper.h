@@ -1,4 +1,5 @@
 // Takes optimizer steps on one CUDA device for a plan; owns the device's table of what to step.
+// step/plan.cpp calls it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

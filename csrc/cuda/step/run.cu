@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "cuda/step_passes.h"
+#include "cuda/step/passes.h"
 
 namespace apex_mp::cuda {
 namespace {

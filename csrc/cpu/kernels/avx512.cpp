@@ -1,4 +1,4 @@
-// The CPU kernels for x86 processors with AVX2, FMA and F16C.
+// The CPU kernels for x86 processors with AVX-512 (F, BW, DQ, VL).
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include <immintrin.h>
@@ -9,19 +9,21 @@
 
 #include "dtype.h"
 
-#define APEX_MP_LEVEL 1
+#define APEX_MP_LEVEL 2
 
 // Everything included above is compiled for any processor; only what follows is for this level. The
 // formulas too, or they could not be inlined here with registers; they have internal linkage.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 
-#include "cpu/convert.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/convert.h"
+#include "cpu/kernels/kernels.h"
 #include "math/axpby.h"
 #include "math/check.h"
 #include "math/exponent.h"
@@ -30,15 +32,15 @@
 #include "math/split.h"
 #include "math/unscale.h"
 
-namespace apex_mp::cpu::avx2 {
+namespace apex_mp::cpu::avx512 {
 namespace {
-#include "cpu/kernels_impl.h"
+#include "cpu/kernels/impl.h"
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = table("avx2", math::AllRules{});
+const Kernels kKernels = table("avx512", math::AllRules{});
 
-}  // namespace apex_mp::cpu::avx2
+}  // namespace apex_mp::cpu::avx512
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,8 +1,9 @@
 // What the last block of pass 1 does: it adds up sums of chunks and decides what pass 2 is to do.
+// For check.cu, and for update.cu, which reads the decision.
 #pragma once
 
 #include "cuda/reduce.h"
-#include "cuda/step_passes.h"
+#include "cuda/step/passes.h"
 #include "cuda/vectors.h"
 
 namespace apex_mp::cuda {

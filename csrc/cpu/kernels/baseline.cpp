@@ -2,8 +2,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/convert.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/convert.h"
+#include "cpu/kernels/kernels.h"
 #include "math/axpby.h"
 #include "math/check.h"
 #include "math/exponent.h"
@@ -16,7 +16,7 @@
 
 namespace apex_mp::cpu::baseline {
 namespace {
-#include "cpu/kernels_impl.h"
+#include "cpu/kernels/impl.h"
 }  // namespace
 
 extern const Kernels kKernels;

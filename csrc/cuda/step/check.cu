@@ -2,9 +2,9 @@
 // row, checks gradients and sums their squares, and in its last block decides on pass 2.
 #include <algorithm>
 
-#include "cuda/last_block.h"
 #include "cuda/loops.h"
-#include "cuda/step_decide.h"
+#include "cuda/step/decide.h"
+#include "cuda/step/last_block.h"
 
 namespace apex_mp::cuda {
 namespace {

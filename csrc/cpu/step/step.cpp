@@ -1,7 +1,7 @@
 // Passes over all groups, each one parallel region: the gradients alone, if the task asks for their
 // norm or whether they are finite; then everything. Between the two, if the rule asks for the norms
 // of parameters and updates, a pass that reads everything and writes nothing.
-#include "cpu/step.h"
+#include "cpu/step/step.h"
 
 #include <ATen/record_function.h>
 

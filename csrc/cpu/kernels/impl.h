@@ -1,4 +1,4 @@
-// The CPU kernels. Each kernels_<level>.cpp includes this file once, inside a namespace of its own
+// The CPU kernels. Each <level>.cpp includes this file once, inside a namespace of its own
 // and after setting the instruction set; so neither it nor its parts may include a library, or use
 // templates of the standard library (their code would be shared between levels).
 //

@@ -1,5 +1,5 @@
 // The table on the device: when it is built, on which streams it is used, what a capture allows.
-#include "cuda/stepper.h"
+#include "cuda/step/stepper.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/step.h"
+#include "cuda/step/step.h"
 
 namespace apex_mp::cuda {
 namespace {

@@ -1,10 +1,10 @@
 // What lies in the device memory of a StepTable: sections of one block, the first of which the host
-// fills, while kernels write to the others.
+// fills, while kernels write to the others. For step.cu and the passes.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/step.h"
+#include "cuda/step/step.h"
 #include "math/rounding.h"
 
 namespace apex_mp::cuda {
