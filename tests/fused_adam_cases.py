@@ -134,3 +134,36 @@ class Unchanged:
             assert_same_state(self.optimizer, self.before)
             for tensor, before in zip(self.more, self.more_before, strict=True):
                 assert_same_bits(tensor.detach(), before)
+
+
+OVERFLOWS = {0, 5, 6, 17, 30}
+
+
+def make_scaler(device: torch.device, **options: Any) -> torch.amp.GradScaler:
+    options = {"init_scale": 2.0**10, "growth_interval": 4, **options}
+    scaler = torch.amp.GradScaler(device.type, **options)
+    scaler.scale(torch.zeros((), device=device))  # makes the scale, as the first loss does
+    return scaler
+
+
+def scaled_step(
+    scaler: torch.amp.GradScaler,
+    optimizer: Optimizer,
+    params: list[Parameter],
+    step: int,
+    *,
+    bad: float | None = None,
+    unscale: bool = False,
+    max_norm: float = 0.0,
+) -> float:
+    """Take a step with scaled gradients, one of them `bad`, and return the next scale."""
+    give_grads(params, step, factor=scaler.get_scale(), values=BF16)
+    if bad is not None:
+        params[-1].grad.view(-1)[-1] = bad
+    if unscale:
+        scaler.unscale_(optimizer)
+    if max_norm:
+        torch.nn.utils.clip_grad_norm_(params, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()

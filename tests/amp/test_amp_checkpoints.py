@@ -34,6 +34,7 @@ from apex_mp.amp.scaler import LossScaler
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
+
 makes = pytest.mark.parametrize(
     "make",
     [OPTIMIZERS["SGD"], OPTIMIZERS["Adam"], OPTIMIZERS["FusedAdam"]],
@@ -181,26 +182,6 @@ def scales() -> list[tuple[float, int]]:
     return [(scaler.loss_scale(), scaler._unskipped) for scaler in _amp_state.loss_scalers]
 
 
-def test_the_state_of_all_scales_is_saved_as_plain_values() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    initialize(model, optimizer, opt_level="O1", num_losses=2)
-    backward(optimizer, pull((model.weight, [[1.0]])), loss_id=0)
-    backward(optimizer, pull((model.weight, [[float("inf")]])), loss_id=1)
-    state = amp.state_dict()
-    assert isinstance(state, OrderedDict)
-    assert [*state] == ["loss_scaler0", "loss_scaler1"]
-    old = [(part["loss_scale"], part["unskipped"]) for part in state.values()]
-    assert old == [(2.0**16, 1), (2.0**15, 0)]
-    assert {type(value) for part in state.values() for value in part.values()} <= {float, int}
-    destination: dict[str, Any] = {"mine": 1}
-    assert amp.state_dict(destination) is destination
-    assert destination == {"mine": 1, **state}
-    initialize(nn.Linear(1, 1), opt_level="O1", num_losses=2)
-    amp.load_state_dict(saved_and_loaded(state))
-    assert scales() == [(2.0**16, 1), (2.0**15, 0)]
-
-
 FILE_OF_2019 = OrderedDict(
     loss_scaler0={"loss_scale": 2.0**10, "unskipped": 7},
     loss_scaler1={"loss_scale": 2.0**11, "unskipped": 8},
@@ -281,3 +262,23 @@ def test_what_cannot_be_read_changes_nothing(
     with pytest.raises(error, match=message):
         amp.load_state_dict(state)
     assert scales() == [(2.0**16, 0), (2.0**16, 0)]
+
+
+def test_the_state_of_all_scales_is_saved_as_plain_values() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    initialize(model, optimizer, opt_level="O1", num_losses=2)
+    backward(optimizer, pull((model.weight, [[1.0]])), loss_id=0)
+    backward(optimizer, pull((model.weight, [[float("inf")]])), loss_id=1)
+    state = amp.state_dict()
+    assert isinstance(state, OrderedDict)
+    assert [*state] == ["loss_scaler0", "loss_scaler1"]
+    old = [(part["loss_scale"], part["unskipped"]) for part in state.values()]
+    assert old == [(2.0**16, 1), (2.0**15, 0)]
+    assert {type(value) for part in state.values() for value in part.values()} <= {float, int}
+    destination: dict[str, Any] = {"mine": 1}
+    assert amp.state_dict(destination) is destination
+    assert destination == {"mine": 1, **state}
+    initialize(nn.Linear(1, 1), opt_level="O1", num_losses=2)
+    amp.load_state_dict(saved_and_loaded(state))
+    assert scales() == [(2.0**16, 1), (2.0**15, 0)]

@@ -103,24 +103,6 @@ def test_float_buffers_are_cast_and_what_the_forward_writes_there_stays(compiled
 # A module like the one in it.
 
 
-def test_keys_are_those_of_the_module_and_both_kinds_are_read() -> None:
-    module = Net()
-    compute = amp.fp16_compute(module)
-    outer = nn.ModuleDict({"part": compute, "rest": nn.Linear(1, 1)})
-    assert [*compute.state_dict()] == [*module.state_dict()]
-    assert [*outer.state_dict()][: len(module.state_dict())] == [
-        f"part.{name}" for name in module.state_dict()
-    ]
-    assert {value.dtype for value in compute.state_dict().values()} == {F32, torch.int64}
-    new = Net().state_dict()
-    for state in (new, {f"module.{name}": value + 1 for name, value in new.items()}):
-        assert str(compute.load_state_dict(state)) == "<All keys matched successfully>"
-        for name, value in module.state_dict().items():
-            assert torch.equal(value, state.get(name, state.get(f"module.{name}")))
-    outer.load_state_dict({f"part.{n}": v for n, v in new.items()}, strict=False)
-    assert torch.equal(module.conv.weight, new["conv.weight"])
-
-
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )

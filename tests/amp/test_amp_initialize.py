@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from amp_level_cases import BF16, F16, F32, initialize, levels
+from amp_level_cases import BF16, F16, F32, initialize
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -400,25 +400,6 @@ def test_a_registered_function_that_is_gone_is_refused_and_nothing_is_changed(be
 # What comes back.
 
 
-@levels
-def test_the_same_objects_come_back_single_or_in_lists(level: str) -> None:
-    def call(models: Any, *optimizers: Any) -> Any:
-        return initialize(models, *optimizers, opt_level=level)
-
-    a, b = linear(), linear()
-    assert call(a) is a
-    assert call([linear()])[0].__class__ is nn.Linear
-    c, d = linear(), linear()
-    optimizer = sgd(c)
-    assert call(c, optimizer) == (c, optimizer)
-    lists = [d, b], [sgd(d), sgd(b)]
-    models, optimizers = call(*lists)
-    assert models == lists[0]
-    assert optimizers == lists[1]
-    e = linear()
-    assert call(e, []) == (e, [])
-
-
 # enabled=False.
 
 
@@ -441,28 +422,3 @@ def test_enabled_false_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[
 
 
 # Several calls in a process.
-
-
-def test_a_later_call_replaces_an_earlier_one_whatever_the_levels() -> None:
-    def dtype_of_functions() -> torch.dtype:
-        return nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype
-
-    def call(level: str, loss_scale: float) -> tuple[Any, Any]:
-        model = linear()
-        nn.init.ones_(model.weight)
-        return initialize(model, sgd(model), opt_level=level, loss_scale=loss_scale)
-
-    first = call("O1", 2.0)
-    assert dtype_of_functions() is F16
-    second = call("O2", 4.0)
-    assert dtype_of_functions() is F32
-    third = call("O1", 8.0)
-    assert dtype_of_functions() is F16
-    # All three still train, with the scale of the last call.
-    for model, optimizer in (first, second, third):
-        loss = model(torch.ones(1, 2)).float().sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            assert scaled_loss == loss * 8
-            scaled_loss.backward()
-        optimizer.step()
-        assert model.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +36,15 @@ from apex_mp import amp
 from apex_mp.amp import _amp_state
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+
+@pytest.fixture
+def process_group(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
 
 
 # Training.
@@ -217,30 +226,6 @@ def test_each_loss_has_its_own_scale(level: str) -> None:
 # Overflows.
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize(
-    ("level", "loss_scale"),
-    [("O1", None), ("O1", 1.0), ("O1", 128.0), ("O2", None), ("O2", "128.0"), ("O3", None)],
-)
-@optimizers
-def test_inf_never_reaches_the_weights(
-    make: Any, level: str, loss_scale: Any, dtype: torch.dtype
-) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = make(model.parameters())
-    initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, dtype=dtype)
-    state = copy.deepcopy(model.state_dict())
-    for bad in (INF, float("nan")):
-        optimizer.zero_grad()
-        step(optimizer, pull((model.weight, [[1.0, bad]]), (model.bias, [1.0])))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name])
-    optimizer.zero_grad()
-    step(optimizer, pull((model.weight, [[1.0, 1.0]]), (model.bias, [1.0])))
-    assert all(value.isfinite().all() for value in model.state_dict().values())
-    assert not torch.equal(model.weight.float(), state["weight"].float())
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_is_printed_with_the_parameters_that_overflowed(
     level: str, capsys: pytest.CaptureFixture[str]
@@ -312,3 +297,18 @@ def test_a_model_can_be_compiled_afterwards(level: str) -> None:
     compiled = torch.compile(model, backend="aot_eager")
     losses = train(compiled, optimizer, 5)
     torch.testing.assert_close(losses, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_can_be_made_parallel_afterwards_but_not_before(level: str) -> None:
+    model, reference = twins(Net)
+    expected = train_plain(reference, OPTIMIZERS["SGD"](reference.parameters()), 3)
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    initialize(model, optimizer, opt_level=level)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    losses = train(parallel, optimizer, 3)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
+    assert parallel.state_dict()["module.conv.weight"].dtype is F32
+    with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied to the model"):
+        initialize(parallel, opt_level=level)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
-import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from apex_mp import amp
-from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
@@ -196,55 +192,10 @@ def test_fifty_skipped_steps_in_a_row_warn_once(handle: Any, device: torch.devic
 # What it says.
 
 
-def test_the_message_names_the_worst_parameters(
-    handle: Any, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.ModuleDict({name: nn.Linear(2, 2, device=device) for name in "abc"})
-    model.forward = lambda x: sum(layer(x).float().sum() for layer in model.values())
-    optimizer = sgd(model.parameters())
-    model(torch.ones(1, 2, device=device))
-    b, c = model["b"], model["c"]
-    b_weight = (b.weight, [[NAN, INF], [INF, 1.0]])
-    caplog.set_level(logging.WARNING, "apex_mp.amp")
-    backward(
-        handle,
-        pull(b_weight, (b.bias, [INF, 1.0]), (c.weight, INF), (c.bias, INF)),
-        optimizer,
-    )
-    assert [(record.name, record.levelname) for record in caplog.records] == [
-        ("apex_mp.amp", "WARNING")
-    ]
-    assert caplog.messages[0].splitlines() == [
-        "Gradient overflow, skipping update; the loss scale goes from 65536.0 to 32768.0",
-        "  c.weight [2, 2]: 4 inf, 0 NaN",
-        "  b.weight [2, 2]: 2 inf, 1 NaN",
-        "  c.bias [2]: 2 inf, 0 NaN",
-        "  and 1 more parameters",
-    ]
-
-
 # Copies.
 
 
 # Switching off.
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_afterwards_the_optimizer_is_as_before(
-    own: bool, handle: Any, device: torch.device
-) -> None:
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    if own:
-        lr_scheduler.StepLR(optimizer, step_size=1)
-    before = dict(vars(optimizer))
-    backward(handle, pull((weight, 1.0)), optimizer)
-    assert vars(optimizer) != before
-    handle._deactivate()
-    assert vars(optimizer) == before
-    assert ("step" in vars(optimizer)) is own
-    optimizer.step()
-    assert weight.tolist() == [0.5]
 
 
 # Checkpoints of the handle.
@@ -270,33 +221,6 @@ def test_the_scale_of_a_handle_is_saved_and_loaded(handle: Any, device: torch.de
 
 
 # Numbers.
-
-
-def train(optimizer: Any, weights: list[Tensor], backward: Callable[[Tensor], None]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        x = torch.randn(4, 3, generator=generator).to(weights[0].device)
-        hidden = (x.unsqueeze(-1) * weights[0]).sum(1)
-        loss = ((hidden * weights[1]) - x[:, :2]).square().sum()
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("make", [FusedAdam, torch.optim.AdamW, functools.partial(sgd, lr=0.01)])
-def test_training_outside_casts_has_the_bits_of_training_without_amp(
-    make: Any, device: torch.device
-) -> None:
-    torch.manual_seed(2)
-    start = [torch.randn(3, 2).to(device), torch.randn(2).to(device)]
-    plain = [each.clone().requires_grad_() for each in start]
-    train(make(plain), plain, lambda loss: loss.backward())
-    ours = [each.clone().requires_grad_() for each in start]
-    handle: Any = amp.init(device_type=device.type)
-    optimizer = make(ours)
-    train(optimizer, ours, lambda loss: backward(handle, loss, optimizer))
-    for one, other in zip(ours, plain, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_closure_whose_loss_is_not_finite_is_not_called_until_the_scale_is_gone(

@@ -1,4 +1,4 @@
-"""Casts follow `init()` in every thread, whenever it was started, and end in all of them."""
+"""Where casts hold: threads, worker processes, optimizer steps, regions of the user's own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, mm, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.utils.data import DataLoader, Dataset
 
 from apex_mp import amp
+from apex_mp.amp import _current
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
-
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
 X = torch.ones(2, 3)
+
+
 Run = Callable[[Callable[[], Any]], Any]
 
 
@@ -37,6 +42,8 @@ def dtypes_of(low: torch.dtype) -> list[torch.dtype]:
 
 
 CAST, UNCAST = [F16, F32], [F32, F16]
+
+
 # By names of torch's and by names that were imported before, which no wrapper stands behind.
 CALLS: dict[str, Callable[[], Any]] = {
     "function": lambda: torch.mm(X, X.t()).dtype,
@@ -94,6 +101,8 @@ def own_loop() -> Iterator[Run]:
 
 
 POOLS = [executor, thread_pool, own_loop]
+
+
 with_every_pool = pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.__name__)
 
 
@@ -136,7 +145,11 @@ def test_a_thread_casts_as_the_current_init_says(pool: Callable[[], Any], starte
 # Every rule of the main thread.
 
 QUERY = torch.rand(1, 1, 2, 4)
+
+
 LOSS_INPUT, CLASSES = torch.rand(2, 3).half(), torch.tensor([0, 2])
+
+
 RESULTS: dict[str, Callable[[], Any]] = {
     "attention": lambda: F.scaled_dot_product_attention(QUERY, QUERY, QUERY).dtype,
     "float function": lambda: torch.exp(X.half()).dtype,
@@ -222,24 +235,6 @@ def test_another_thread_follows_every_rule_of_the_main_thread(started: str) -> N
             assert run(lambda: dtypes_of(F16)) == CAST
 
 
-def test_two_threads_may_train_at_once() -> None:
-    amp.init(device_type="cpu")
-    models = [nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)) for _ in range(2)]
-
-    def train(model: nn.Module) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(X).square().sum().backward()
-            optimizer.step()
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(train, model) for model in models]:
-            done.result()
-    for model in models:
-        assert float(model(X).detach().abs().max()) < 0.5
-
-
 def test_disable_casts_is_of_one_thread() -> None:
     handle = amp.init(device_type="cpu")
 
@@ -256,3 +251,102 @@ def test_disable_casts_is_of_one_thread() -> None:
             assert dtypes_of(F16) == UNCAST
         assert run(in_block) == (UNCAST, UNCAST)
         assert run(lambda: dtypes_of(F16)) == CAST
+
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def dtypes_here() -> list[torch.dtype]:
+    """Dtypes of a product, which is half with casts, and of a softmax, which is float32 then."""
+    return [torch.mm(X, X.t()).dtype, F.softmax(X.half(), 1).dtype]
+
+
+CAST, UNCAST = [F16, F32], [F32, F16]
+
+
+# Workers.
+
+
+class Transformed(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        product, softmax = dtypes_here()
+        return torch.tensor([product is F16, softmax is F32, _current.handle is not None])
+
+
+@pytest.mark.slow
+def test_dataloader_workers_do_not_cast_and_the_parent_does() -> None:
+    amp.init(device_type="cpu")
+    loader = DataLoader(Transformed(), num_workers=1, multiprocessing_context="spawn")
+    assert not torch.cat([*loader]).any()
+    assert dtypes_here() == CAST
+
+
+def fork_workers() -> None:
+    amp.init(device_type="cpu")
+    loader = DataLoader(Transformed(), num_workers=1, multiprocessing_context="fork")
+    assert not torch.cat([*loader]).any()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert not torch.cat(pool.submit(lambda: [*loader]).result()).any()
+    assert dtypes_here() == CAST
+
+
+# Optimizers.
+
+
+class Product(torch.optim.SGD):
+    """An optimizer whose step multiplies matrices, as Muon does."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.found = dtypes_here()
+        return super().step(closure)
+
+
+def test_the_step_of_an_optimizer_is_not_cast_and_its_closure_is() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Product([weight], lr=0.1)  # Made before: torch has wrapped its step.
+    amp.init(device_type="cpu")
+    in_closure = []
+
+    def closure() -> Tensor:
+        in_closure.append(dtypes_here())
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert [optimizer.found, in_closure, dtypes_here()] == [UNCAST, [CAST], CAST]
+    optimizer.step(closure=closure)
+    optimizer.step()
+    assert [optimizer.found, in_closure, dtypes_here()] == [UNCAST, [CAST] * 2, CAST]
+
+
+# Exceptions and regions.
+
+
+def test_a_users_own_regions_have_their_way() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> list[torch.dtype]:
+            found = [self.layer(x).dtype]
+            with torch.autocast("cpu", enabled=False):
+                found += [self.layer(x).dtype, *dtypes_here()]
+            with torch.autocast("cpu", dtype=BF16):
+                found += [self.layer(x).dtype, F.softmax(x.bfloat16(), 1).dtype]
+                with torch.autocast("cpu", dtype=F16):
+                    found += [self.layer(x).dtype]
+                found += [self.layer(x).dtype]
+            return [*found, self.layer(x).dtype]
+
+    for verbose in (False, True):
+        amp.init(device_type="cpu", verbose=verbose)
+        assert Mixed()(X) == [F16, F32, *UNCAST, BF16, F32, F16, BF16, F16]
+
+
+if __name__ == "__main__":
+    fork_workers()

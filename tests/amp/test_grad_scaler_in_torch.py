@@ -1,20 +1,26 @@
-"""amp.GradScaler with compiled models and with activation checkpoints: fp16 as without them."""
+"""GradScaler with checkpoints and torch.compile, and graphs that are kept over a step."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fp16_cases import F16, F32, FACES, INF, PROBES, parameter
+from tolerances import assert_same_bits
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from apex_mp import amp
 from apex_mp.optimizers import FusedAdam
 
 STEPS = 6
+
+
 OVERFLOW_AT = 2
 
 
@@ -90,25 +96,6 @@ def test_with_checkpointed_activations_the_run_is_the_same_to_the_bit(
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("half", "backend"),
-    [
-        (True, "aot_eager"),
-        (False, "aot_eager"),
-        # It compiles C++, for half a minute.
-        pytest.param(True, "inductor", marks=pytest.mark.slow),
-    ],
-)
-def test_a_compiled_model_runs_as_the_plain_one(
-    half: bool, backend: str, device: torch.device
-) -> None:
-    _, expected = train(Network(), half, device)
-    torch._dynamo.reset()
-    _, losses = train(torch.compile(Network(), backend=backend), half, device)
-    # Inductor rounds elsewhere: 2e-7 of the loss at the most, with half=False 1.3e-4.
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)
-
-
 @pytest.mark.parametrize("how", ["clip", "unscale", "only step"])
 def test_a_compiled_step_runs_as_the_plain_one_and_the_scaler_is_not_traced(
     how: str, device: torch.device
@@ -128,3 +115,114 @@ def test_a_compiled_step_runs_as_the_plain_one_and_the_scaler_is_not_traced(
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert any("tanh" in target.lower() for target in traced), traced
     assert not any("apex_mp" in target for target in traced)
+
+
+Step = Callable[[], Any]
+
+
+Backward = Callable[..., None]
+
+
+# From a parameter: what runs a loss backward, and what takes a step.
+Maker = Callable[[Parameter], tuple[Backward, Step]]
+
+
+def plain(cls: Callable[..., Any], **options: Any) -> Maker:
+    def make(param: Parameter) -> tuple[Backward, Step]:
+        return Tensor.backward, cls([param], lr=0.125, **options).step
+
+    return make
+
+
+def wrapped(face: str, probe: str) -> Maker:
+    def make(param: Parameter) -> tuple[Backward, Step]:
+        optimizer = FACES[face](PROBES[probe]([param], lr=0.125), static_loss_scale=4.0)
+        return lambda loss, **more: optimizer.backward(loss, **more), optimizer.step
+
+    return make
+
+
+OPTIMIZERS = {
+    "FusedAdam": plain(FusedAdam),
+    "FusedAdam with masters": plain(FusedAdam, master_weights=True),
+    **{
+        f"{face}.FP16_Optimizer of {probe}": wrapped(face, probe)
+        for face in FACES
+        for probe in PROBES
+    },
+}
+
+
+TORCHS = {
+    "loop": plain(torch.optim.AdamW, foreach=False),
+    "foreach": plain(torch.optim.AdamW, foreach=True),
+}
+
+
+optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+dtypes = pytest.mark.parametrize("dtype", [F16, F32], ids=["fp16", "fp32"])
+
+
+def loss_of(param: Tensor) -> Tensor:
+    """Return a loss whose backward needs the parameter as it was."""
+    return (param * param).float().sum()
+
+
+def refusal(make: Maker, param: Parameter) -> str:
+    """Return what autograd says to a second backward after a step; versions count differently."""
+    backward, step = make(param)
+    loss = loss_of(param)
+    backward(loss, retain_graph=True)
+    step()
+    with pytest.raises(RuntimeError) as caught:
+        backward(loss)
+    return re.sub(r"is at version [1-9]\d*", "is at a later version", str(caught.value))
+
+
+@dtypes
+@optimizers
+def test_a_second_backward_after_a_step_raises_as_with_torch_optim(
+    make: Maker, dtype: torch.dtype, device: torch.device
+) -> None:
+    said = refusal(make, parameter([1.0, 2.0, 3.0], dtype, device))
+    for theirs in TORCHS.values():
+        assert said == refusal(theirs, parameter([1.0, 2.0, 3.0], dtype, device))
+    assert "modified by an inplace operation" in said
+    assert "is at a later version; expected version 0" in said
+
+
+@dtypes
+@optimizers
+def test_the_refused_backward_changes_no_weight_and_no_gradient(
+    make: Maker, dtype: torch.dtype, device: torch.device
+) -> None:
+    param = parameter([1.0, 2.0, 3.0], dtype, device)
+    backward, step = make(param)
+    loss = loss_of(param)
+    backward(loss, retain_graph=True)
+    step()
+    param.grad = None
+    weights = param.detach().clone()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(loss)
+    assert param.grad is None
+    assert_same_bits(param.detach(), weights)
+
+
+@dtypes
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("face", FACES)
+def test_a_skipped_step_of_fp16_optimizer_leaves_graphs_intact(
+    face: str, probe: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    param = parameter([1.0, 2.0, 3.0], dtype, device)
+    optimizer = FACES[face](PROBES[probe]([param]), static_loss_scale=4.0, verbose=False)
+    loss = loss_of(param)
+    optimizer.backward(loss * INF, retain_graph=True)
+    optimizer.step()
+    assert optimizer.overflow
+    optimizer.zero_grad()
+    loss.backward()
+    assert param.grad.tolist() == [2.0, 4.0, 6.0]

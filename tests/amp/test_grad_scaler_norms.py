@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 import torch
 from fp16_cases import passes_over
-from fused_adam_cases import BF16, F16, F32, F64, NAMES, make_params
+from fused_adam_cases import F32, make_params
 from grad_scaler_cases import OURS, give_scaled, new_scaler
-from tolerances import SUM_OF_SQUARES_TOLERANCES, assert_near
-from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.amp import GradScaler
-from apex_mp.amp._scaled_grads import unscale
-from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.grad_slots import GradSlots
 
 MAX_NORM = 0.3
 SHAPES = ((40, 30), (1100,), (0, 3), (7,))
@@ -94,30 +89,3 @@ def test_the_step_is_that_which_measures_for_itself(
         lists.append(params)
     for ours, wanted in zip(*lists, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
-def test_norms_are_those_of_the_gradients_that_unscale_leaves(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    params[1].grad = torch.randn(3, 4, device=device).to(dtype).t()  # in another order
-    for param in (params[0], *params[2:]):
-        param.grad = torch.randn_like(param)
-    groups = [{"params": params[:2]}, {"params": []}, {"params": params[2:]}]
-    grads = GradSlots(groups).read()
-    factor = torch.tensor(2.0**-20, device=device)
-    measured = unscale(grads, factor, FoundInf(), torch.ones(1), sums=True)
-    assert measured.is_of(GradSlots(groups))
-    wanted = [
-        sum((_double(param).square().sum() for param in group["params"]), torch.zeros(())).sqrt()
-        for group in groups
-    ]
-    for norm, want in zip(measured.norms(), wanted, strict=True):
-        assert norm.dtype == F64
-        assert_near(norm.cpu(), want, SUM_OF_SQUARES_TOLERANCES[dtype])
-
-
-def _double(param: Parameter) -> Tensor:
-    assert param.grad is not None
-    return param.grad.double().cpu()

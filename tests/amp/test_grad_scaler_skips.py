@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fused_adam_cases import F16, give_grads, make_params
+from fused_adam_cases import F16, make_params
 from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
 from torch import nn
 from torch.nn import Parameter
-from waits import Waits
 
 from apex_mp.amp import GradScaler
 from apex_mp.core import device_scale, readback
@@ -27,7 +26,6 @@ OTHERS = {name: make for name, make in OF_TORCH.items() if name not in FUSED}
 each_optimizer = pytest.mark.parametrize(
     "make", [*FUSED.values(), *OTHERS.values()], ids=[*FUSED, *OTHERS]
 )
-each_fused = pytest.mark.parametrize("make", FUSED.values(), ids=[*FUSED])
 
 
 @pytest.fixture
@@ -71,32 +69,6 @@ def test_it_says_of_each_step_whether_it_was_skipped(
         scaler.update()
         for optimizer, value in zip(optimizers, bad, strict=True):
             assert scaler.step_was_skipped(optimizer) == (value is not None)
-
-
-@each_fused
-@pytest.mark.usefixtures("left_alone")
-def test_the_host_waits_for_no_fused_step(make: Any, device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = make(params)
-    scaler = new_scaler(device)
-    take_step(scaler, optimizer, params)  # torch's own makes its state now.
-    give_grads(params, 1, factor=2.0**10)
-    skipped = []
-    for way in ("step", "unscale_", "clip_grad_norm_", "overflow", "step"):
-        give_grads(params, 1, factor=math.inf if way == "overflow" else 2.0**10)
-        loss = torch.ones((), device=device)
-        with Waits() as waits:
-            scaler.scale(loss)
-            if way == "unscale_":
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(params, 1.0)
-            elif way == "clip_grad_norm_":
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        assert waits.count == 0
-        skipped.append(scaler.step_was_skipped(optimizer))
-    assert skipped == [False, False, False, True, False]
 
 
 # --- Why.

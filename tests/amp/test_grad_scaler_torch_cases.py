@@ -1,5 +1,5 @@
 """Cases of PyTorch's own tests of its GradScaler (test_cuda.py, test_torch.py) that the random
-programs of test_grad_scaler_programs.py leave out.
+programs of test_grad_scaler.py leave out.
 
 A loop that scales is compared with the same loop in float32 without a scaler, whose step is left
 out where the other overflows.

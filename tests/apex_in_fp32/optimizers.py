@@ -2,6 +2,10 @@
 
 import torch
 
+from .fp16_utils import FP16_Optimizer
+
+__all__ = ["FP16_Optimizer", "FusedAdam"]
+
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(

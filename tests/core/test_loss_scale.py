@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from apex_mp.loss_scale import (
     AMP_PRESET,
@@ -30,6 +29,7 @@ from apex_mp.loss_scale import (
 )
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
+
 
 SMALLEST_NORMAL = 2.0**-126
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -107,37 +107,6 @@ def test_a_preset_walks_every_sequence_as_its_rule_of_2019(
     loss_scale = dataclasses.replace(preset, scale=start, growth_interval=window)
     for overflows in all_sequences(12):
         assert scales(loss_scale, overflows) == rule_of_2019(start, window, overflows), overflows
-
-
-GRAD_SCALER_CASES = [
-    DynamicLossScale(2.0**16, growth_interval=1),
-    DynamicLossScale(2.0**16, growth_interval=3),
-    DynamicLossScale(1024.0, growth_interval=2, growth_factor=3.0, backoff_factor=0.7),
-    DynamicLossScale(2.0**125, growth_interval=1),  # meets the end of float32
-    DynamicLossScale(3.0 * 2.0**124, growth_interval=1, growth_factor=1.1, backoff_factor=0.9),
-]
-
-
-@pytest.mark.parametrize("loss_scale", GRAD_SCALER_CASES)
-def test_grad_scaler_walks_the_same_scales_bit_for_bit(loss_scale: DynamicLossScale) -> None:
-    param = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([param], lr=0.0)
-    for overflows in all_sequences(8):
-        scaler = torch.amp.GradScaler(
-            device="cpu",
-            init_scale=loss_scale.scale,
-            growth_factor=loss_scale.growth_factor,
-            backoff_factor=loss_scale.backoff_factor,
-            growth_interval=loss_scale.growth_interval,
-        )
-        theirs = []
-        for found_inf in overflows:
-            scaler.scale(torch.zeros(()))
-            param.grad = torch.full((), math.inf if found_inf else 0.0)
-            scaler.step(optimizer)
-            scaler.update()
-            theirs.append(scaler.get_scale())
-        assert scales(loss_scale, overflows) == theirs, overflows
 
 
 @pytest.mark.parametrize(
@@ -384,3 +353,9 @@ def test_the_twin_in_cpp_agrees_bit_for_bit_on_any_rule_and_any_float32_scale(tw
         )
         cases += [(loss_scale, False), (loss_scale, True)]
     assert twin(cases) == in_python(cases)
+
+
+def test_inv_scale_is_the_inverse_of_scale() -> None:
+    assert (NoOpLossScale().scale, NoOpLossScale().inv_scale) == (1.0, 1.0)
+    assert StaticLossScale(128.0).inv_scale == 0.0078125
+    assert DynamicLossScale(2.0**16).inv_scale == 2.0**-16

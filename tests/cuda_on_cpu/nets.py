@@ -55,7 +55,7 @@ PLAN = (
 # the profiler sees passes by their names. And 2**32 numbers, which are too many here.
 NOT_FOR_CUDA = (
     "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
-    "tests/optimizers/test_fused_adam_grad_scaler.py::test_a_skipped_step_does_not_invalidate_a_graph",
+    "tests/optimizers/test_fused_adam_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
     "tests/optimizers/test_fused_rules.py::test_a_first_step_that_is_skipped_leaves_no_state",
     "tests/optimizers/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",

@@ -192,7 +192,7 @@ PLANTED_PLAN_BUGS = {
         "step/plan.cpp",
         "  task_.found_inf = nullptr;\n",
         "",
-        "tests/optimizers/test_fused_adam_grad_scaler.py",
+        "tests/optimizers/test_fused_adam_in_a_loop.py",
         r"assert not torch\.equal\(param, before\)",
         net=NET,
     ),

@@ -1,6 +1,7 @@
-"""Several backward calls before a step: nothing is lost, nothing is counted or unscaled twice."""
+"""FP16_Optimizer: gradients of several backward calls, and closures."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +11,25 @@ from fp16_cases import (
     F16,
     F32,
     F64,
+    INF,
     BackwardError,
     assert_grads,
+    assert_same,
+    differ,
+    everything,
+    faces,
     grads_used,
     master_grads,
     ones,
+    parameter,
     probes,
     pull,
     raise_in_backward,
     wrap,
 )
+from torch import Tensor
+
+from apex_mp.optimizers import FusedAdam
 
 UPDATES = list(itertools.product([True, False], repeat=3))
 
@@ -46,24 +56,6 @@ def test_backward_calls_add_up_whenever_master_grads_are_updated(
 
 
 @probes
-@pytest.mark.parametrize("looks", [1, 2, 3])
-def test_looking_and_updating_twice_changes_nothing(
-    looks: int, probe: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe(params))
-    for _ in range(2):
-        optimizer.backward(pull(*((p, 1.0) for p in params)))
-        for _ in range(looks):
-            optimizer.update_master_grads()
-            master_grads(optimizer)
-            assert optimizer.overflow is False
-    assert_grads(master_grads(optimizer), 2.0, 2.0)
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 2.0, 2.0)
-
-
-@probes
 @pytest.mark.parametrize("update", [True, False])
 def test_a_retained_graph_can_be_run_backward_again(
     update: bool, probe: Any, device: torch.device
@@ -75,25 +67,6 @@ def test_a_retained_graph_can_be_run_backward_again(
     optimizer.backward(loss, update_master_grads=update)
     optimizer.step()
     assert_grads(grads_used(optimizer), 6.0, 6.0)
-
-
-@probes
-@pytest.mark.parametrize("updates", UPDATES, ids=str)
-def test_a_parameter_may_be_unused_in_some_of_the_backward_calls(
-    updates: tuple[bool, ...], probe: Any, device: torch.device
-) -> None:
-    a, b = ones(2, device=device), ones(2, dtype=F32, device=device)
-    c, d = ones(3, device=device), ones(3, dtype=F32, device=device)
-    e, f = ones(1, device=device), ones(1, dtype=F32, device=device)
-    optimizer = wrap(probe([a, b, c, d, e, f]))
-    losses = [[(a, 1.0), (b, 1.0)], [(c, 2.0), (d, 2.0)], [(a, 4.0), (b, 4.0)]]
-    for pairs, update in zip(losses, updates, strict=True):
-        optimizer.backward(pull(*pairs), update_master_grads=update)
-    optimizer.step()
-    # e and f are in none: no gradient, no step, no state.
-    assert_grads(grads_used(optimizer), 5.0, 5.0, 2.0, 2.0, None, None)
-    assert bool((e == 1).all())
-    assert bool((f == 1).all())
 
 
 @probes
@@ -112,43 +85,6 @@ def test_parameters_without_gradients_stay_as_they_are(probe: Any, device: torch
         assert [not torch.equal(x, y) for x, y in zip(before, after, strict=True)] == [
             i == index for i in range(3)
         ]
-
-
-@probes
-@pytest.mark.parametrize("second", [256.0, 32.0])
-@pytest.mark.parametrize("updates", UPDATES, ids=str)
-def test_gradients_of_two_scales_add_up(
-    updates: tuple[bool, ...], second: float, probe: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe(params))
-    for index, (scale, update) in enumerate(zip((128.0, second, 128.0), updates, strict=True)):
-        optimizer.loss_scale = scale
-        optimizer.backward(pull(*((p, 2.0**index) for p in params)), update_master_grads=update)
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 7.0, 7.0)
-
-
-@probes
-@pytest.mark.parametrize("clear", [True, False])
-def test_a_dynamic_scale_that_grows_between_steps_unscales_by_the_right_one(
-    clear: bool, probe: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(
-        probe(params),
-        dynamic_loss_scale=True,
-        dynamic_loss_args={"init_scale": 64.0, "scale_window": 1},
-    )
-    expected = 0.0
-    for index in range(4):
-        assert optimizer.loss_scale == 64.0 * 2**index
-        if clear:
-            optimizer.zero_grad()
-        optimizer.backward(pull(*((p, 1.0) for p in params)))
-        expected = 1.0 if clear else expected + 1.0
-        assert_grads(master_grads(optimizer), expected, expected)
-        optimizer.step()
 
 
 @probes
@@ -215,12 +151,6 @@ def test_a_model_that_clears_its_gradients_in_between_forgets_them_all(
 # An exception inside backward, which the caller survives.
 
 
-def failing_loss(before: list[Any], own: Any) -> Any:
-    """A loss whose backward gives `own` its gradient and raises before it reaches the rest."""
-    product = raise_in_backward(pull(*((p, 16.0) for p in before)))
-    return product + pull((own, 16.0))  # Made last, so run backward first.
-
-
 @probes
 @pytest.mark.parametrize("raising_update", [True, False])
 @pytest.mark.parametrize("update", [True, False])
@@ -237,24 +167,6 @@ def test_an_exception_inside_backward_loses_nothing(
         )
     optimizer.step()
     assert_grads(grads_used(optimizer), 3.0, 3.0)
-
-
-@probes
-@pytest.mark.parametrize("earlier", [3.0, None])
-def test_half_a_backward_leaves_no_scaled_gradient_in_fp32_parameters(
-    earlier: float | None, probe: Any, device: torch.device
-) -> None:
-    low, own = ones(2, device=device), ones(2, dtype=F32, device=device)
-    optimizer = wrap(probe([low, own]))
-    optimizer.backward(pull((low, 3.0), *([(own, earlier)] if earlier else [])))
-    with pytest.raises(BackwardError):
-        optimizer.backward(failing_loss([low], own))
-    optimizer.backward(pull((low, 4.0), (own, 4.0)))
-    optimizer.step()
-    used = grads_used(optimizer)
-    # Whether the half that came through counts is torch's affair; unscaled it must be.
-    assert float(used[0][0]) == 7.0
-    assert float(used[1][0]) in ((earlier or 0.0) + 4.0, (earlier or 0.0) + 20.0)
 
 
 @probes
@@ -280,3 +192,182 @@ def test_clipping_after_the_step_does_not_unscale_again(probe: Any, device: torc
     for _ in range(3):  # As old code logs the norm.
         assert float(optimizer.clip_master_grads(100.0)) == pytest.approx(6.0)
     assert_grads(optimizer.inspect_master_grad_data()[0], 3.0, 3.0)
+
+
+def lbfgs(params: Any, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, **{"lr": 0.5, "max_iter": 3, "history_size": 4, **more})
+
+
+def bowl(params: list[Any]) -> Tensor:
+    """A quadratic whose minimum is at 0.25 in every element."""
+    return torch.stack([(param.float() - 0.25).square().sum() for param in params]).sum()
+
+
+def closure_of(
+    optimizer: Any, loss: Callable[[], Tensor], calls: list[float] | None = None, **options: Any
+) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        optimizer.backward(value, **options)
+        if calls is not None:
+            calls.append(optimizer.loss_scale)
+        return value.detach()
+
+    return closure
+
+
+def mixed(device: torch.device) -> list[Any]:
+    return [parameter([2.0, -1.0], F16, device), parameter([1.5], F32, device)]
+
+
+@faces
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lbfgs_finds_the_minimum(
+    dynamic: bool, line_search: str | None, update: bool, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = face(
+        lbfgs(params, line_search_fn=line_search), 128.0, dynamic_loss_scale=dynamic, verbose=False
+    )
+    closure = closure_of(optimizer, lambda: bowl(params), update_master_grads=update)
+    first = float(optimizer.step(closure))
+    assert first == float(bowl(mixed(device)).detach())
+    for _ in range(10):
+        optimizer.step(closure)
+    assert optimizer.overflow is False
+    for param in params:
+        assert float((param.detach() - 0.25).abs().max()) < 1e-3
+
+
+@faces
+@probes
+def test_a_closure_may_run_backward_several_times(
+    probe: Any, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = face(probe(params), 128.0, verbose=False)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        for value in (1.0, 2.0, 4.0):
+            loss = pull(*((param, value) for param in params))
+            optimizer.backward(loss, update_master_grads=value == 2.0)
+        return loss
+
+    optimizer.step(closure)
+    assert_grads(grads_used(optimizer), 7.0, 7.0)
+
+
+@faces
+@pytest.mark.parametrize("make", [lbfgs, lambda ps: torch.optim.AdamW(ps, lr=0.1)])
+def test_the_scale_backs_off_until_the_closure_is_finite(
+    make: Any, face: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = mixed(device)
+    optimizer = face(
+        make(params), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**17}
+    )
+    capsys.readouterr()
+    calls: list[float] = []
+    # 2 * (2 - 0.25) * scale must stay below 65504: 2**14.
+    assert optimizer.step(closure_of(optimizer, lambda: bowl(params), calls)) is not None
+    assert calls[:4] == [2.0**17, 2.0**16, 2.0**15, 2.0**14]
+    assert set(calls[4:]) <= {2.0**14}
+    assert optimizer.loss_scale == 2.0**14
+    assert optimizer.overflow is False
+    assert capsys.readouterr().out == "".join(
+        f"OVERFLOW within closure! Skipping step. Attempted loss scale: {scale}, "
+        f"reducing to {scale / 2}\n"
+        for scale in (2.0**17, 2.0**16, 2.0**15)
+    )
+    assert params[0][0].item() < 2.0
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "static": {"static_loss_scale": 128.0},
+    "dynamic": {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 4.0}},
+}
+
+
+LBFGS: dict[str, Any] = {
+    "LBFGS": lbfgs,
+    "LBFGS with a line search": lambda ps: lbfgs(ps, line_search_fn="strong_wolfe"),
+}
+
+
+INNERS: dict[str, Any] = {
+    **LBFGS,
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1),
+    "fused": lambda ps: FusedAdam(ps, lr=0.1),
+}
+
+
+scalings = pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+
+
+def assert_a_bad_closure_changes_only_the_scale(
+    optimizer: Any, params: list[Any], good_calls: int
+) -> None:
+    good = closure_of(optimizer, lambda: bowl(params))
+    for _ in range(2):
+        optimizer.step(good)
+    before, scale = everything(optimizer, *params), optimizer.loss_scale
+    calls: list[float] = []
+
+    def loss() -> Tensor:
+        factor = 1.0 if len(calls) < good_calls else INF
+        return bowl(params) * factor
+
+    assert optimizer.step(closure_of(optimizer, loss, calls)) is None
+    assert len(calls) > good_calls
+    assert optimizer.overflow is True
+    assert_same(everything(optimizer, *params), before)
+    assert (optimizer.loss_scale < scale) == optimizer.dynamic_loss_scale
+    assert optimizer.step(good) is not None
+    assert optimizer.overflow is False
+
+
+@faces
+@scalings
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS.keys())
+def test_a_closure_that_never_is_finite_changes_nothing_but_the_scale(
+    inner: Any, scaling: dict[str, Any], face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = face(inner(params), verbose=False, **scaling)
+    assert_a_bad_closure_changes_only_the_scale(optimizer, params, good_calls=0)
+
+
+@faces
+@scalings
+@pytest.mark.parametrize("inner", LBFGS.values(), ids=LBFGS.keys())
+@pytest.mark.parametrize("good_calls", [1, 2])
+def test_a_line_search_that_runs_into_inf_is_taken_back(
+    good_calls: int, inner: Any, scaling: dict[str, Any], face: Any, device: torch.device
+) -> None:
+    params = [parameter([200.0, -100.0], F16, device), parameter([150.0], F32, device)]
+    optimizer = face(inner(params), verbose=False, **scaling)
+    assert_a_bad_closure_changes_only_the_scale(optimizer, params, good_calls)
+
+
+@faces
+@pytest.mark.parametrize("inner", [lbfgs, FusedAdam], ids=["LBFGS", "fused"])
+def test_an_exception_in_the_closure_comes_out(inner: Any, face: Any, device: torch.device) -> None:
+    class Stop(Exception):
+        pass
+
+    params = mixed(device)
+    optimizer = face(inner(params), 128.0, verbose=False)
+
+    def closure() -> Tensor:
+        raise Stop
+
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(Stop):
+        optimizer.step(closure)
+    assert_same(params, before)
+    optimizer.step(closure_of(optimizer, lambda: bowl(params)))
+    assert differ(params, before)

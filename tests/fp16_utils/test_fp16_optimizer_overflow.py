@@ -129,58 +129,6 @@ def test_an_overflow_leaves_every_other_gradient_unscaled(
         assert_grads([shown[index] for index in others], 3.0 * count, 3.0 * count)
 
 
-@probes
-@scalings
-@pytest.mark.parametrize("order", ["first", "last"])
-def test_an_overflow_in_one_of_several_backward_calls_skips_the_step(
-    order: str, scaling: dict[str, Any], probe: Any, device: torch.device
-) -> None:
-    for where in range(len(MIX)):
-        params = mixed(device)
-        optimizer = UTILS(probe(params), verbose=False, **scaling)
-        before = everything(optimizer, *params)
-        good = [(param, 1.0) for param in params]
-        bad = poisoned(params, where, INF)
-        for pairs in [bad, good] if order == "first" else [good, bad]:
-            optimizer.backward(pull(*pairs))
-        assert optimizer.step() is None
-        assert optimizer.overflow is True
-        assert_same(everything(optimizer, *params), before)
-
-
-@faces
-@probes
-@scalings
-@pytest.mark.parametrize("constant", [NAN, INF])
-def test_a_loss_that_is_not_finite_is_no_overflow_if_gradients_are(
-    constant: float, scaling: dict[str, Any], probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = face(probe(params), verbose=False, **scaling)
-    optimizer.backward(pull(*((param, 3.0) for param in params)) + constant)
-    optimizer.step()
-    assert optimizer.overflow is False
-    assert optimizer.loss_scale == 128.0
-    assert_grads(grads_used(optimizer), 3.0, 3.0, 3.0)
-
-
-@faces
-@probes
-@pytest.mark.parametrize("update", [True, False])
-def test_overflow_tells_before_the_step_and_after(
-    update: bool, probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = face(probe(params), 128.0, verbose=False)
-    assert optimizer.overflow is False
-    for value, expected in ((INF, True), (1.0, False), (NAN, True)):
-        optimizer.zero_grad()
-        optimizer.backward(pull(*poisoned(params, 0, value)), update_master_grads=update)
-        assert optimizer.overflow is expected
-        optimizer.step()
-        assert optimizer.overflow is expected
-
-
 # What is printed: by the text of 2019, and then where.
 
 
@@ -231,31 +179,6 @@ def test_the_fused_one_prints_its_own_old_message_and_where(
             f"Using {kind} loss scale of {scale}\n"
             f"  group 0, parameter 1 [2, 3]: {where}\n"
         )
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, 2).half()
-        self.norm = torch.nn.LayerNorm(2)
-        self.last = torch.nn.Linear(2, 5).half()
-
-
-@probes
-@pytest.mark.parametrize("known_by", ["model", "named_parameters", "both"])
-def test_a_message_names_parameters_if_names_are_known(
-    known_by: str, probe: Any, device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = Model().to(device)
-    named = known_by != "model"
-    params = list(model.named_parameters() if named else model.parameters())
-    optimizer = UTILS(probe(params), 128.0, model=None if known_by == "named_parameters" else model)
-    capsys.readouterr()
-    run_one(optimizer, pull((model.last.bias, INF), (model.norm.weight, NAN)))
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "  last.bias [5]: 5 inf, 0 NaN",
-        "  norm.weight [2]: 0 inf, 2 NaN",
-    ]
 
 
 @probes
@@ -347,3 +270,19 @@ def test_a_hook_that_makes_gradients_infinite_does_not_reach_the_weights(
         assert optimizer.step() is None
         assert optimizer.overflow
         assert bool((weight == 1.0).all())
+
+
+@faces
+@probes
+@scalings
+@pytest.mark.parametrize("constant", [NAN, INF])
+def test_a_loss_that_is_not_finite_is_no_overflow_if_gradients_are(
+    constant: float, scaling: dict[str, Any], probe: Any, face: Any, device: torch.device
+) -> None:
+    params = mixed(device)
+    optimizer = face(probe(params), verbose=False, **scaling)
+    optimizer.backward(pull(*((param, 3.0) for param in params)) + constant)
+    optimizer.step()
+    assert optimizer.overflow is False
+    assert optimizer.loss_scale == 128.0
+    assert_grads(grads_used(optimizer), 3.0, 3.0, 3.0)

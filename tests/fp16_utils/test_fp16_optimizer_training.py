@@ -1,7 +1,7 @@
 """FP16_Optimizer trains as fp32 training would, and its loss scale moves as GradScaler's does."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,84 +36,8 @@ def network_loss(weights: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
     return (torch.nn.functional.linear(hidden, w2.float()) - y).square().mean()
 
 
-def train_by_hand(
-    make: Callable[..., Any], dtypes: Sequence[torch.dtype], count: int, device: torch.device
-) -> list[Tensor]:
-    """fp32 training with the gradients of a low-precision copy, without any code of the package."""
-    masters = [torch.nn.Parameter(w) for w in start(device)]
-    optimizer = make(masters)
-    for x, y in batches(count, device):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            model = [
-                m.detach().to(d).requires_grad_() for m, d in zip(masters, dtypes, strict=True)
-            ]
-            loss = network_loss(model, x, y)
-            (loss * SCALE).backward()
-            for master, param in zip(masters, model, strict=True):
-                assert param.grad is not None
-                master.grad = param.grad.float() / SCALE
-            return loss.detach()
-
-        optimizer.step(closure)
-    return [master.detach() for master in masters]
-
-
-def train(
-    make: Callable[..., Any],
-    dtypes: Sequence[torch.dtype],
-    count: int,
-    device: torch.device,
-    *,
-    face: Any,
-    closures: bool = False,
-) -> tuple[Any, list[Tensor]]:
-    model = [parameter(w, d, device) for w, d in zip(start(device), dtypes, strict=True)]
-    optimizer = face(make(model), static_loss_scale=SCALE, verbose=False)
-    for x, y in batches(count, device):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = network_loss(model, x, y)
-            optimizer.backward(loss)
-            return loss.detach()
-
-        if closures:
-            assert optimizer.step(closure) is not None
-        else:
-            closure()
-            assert optimizer.step() is None
-    return optimizer, [param.detach() for param in model]
-
-
-PLAIN: dict[str, Callable[..., Any]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
-    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3),
-    "LBFGS with a line search": lambda params: torch.optim.LBFGS(
-        params, max_iter=3, history_size=3, line_search_fn="strong_wolfe"
-    ),
-}
 MIXES = [(F16, F16, F16), (F16, F32, F16), (BF16, F32, F16)]
 mixes = pytest.mark.parametrize("dtypes", MIXES, ids=["fp16", "fp16+fp32", "bf16+fp32+fp16"])
-
-
-@faces
-@mixes
-@pytest.mark.parametrize("name", PLAIN)
-def test_masters_equal_fp32_training_with_the_models_gradients(
-    name: str, dtypes: tuple[torch.dtype, ...], face: Any, device: torch.device
-) -> None:
-    closures = name.startswith("LBFGS")
-    count = 8 if closures else 40
-    expected = train_by_hand(PLAIN[name], dtypes, count, device)
-    optimizer, model = train(PLAIN[name], dtypes, count, device, face=face, closures=closures)
-    for master, param, wanted in zip(
-        optimizer.param_groups[0]["params"], model, expected, strict=True
-    ):
-        assert torch.equal(master, wanted)
-        assert torch.equal(param, wanted.to(param.dtype))
 
 
 @faces

@@ -18,6 +18,7 @@ from apex_mp.optimizers import FusedAdam, FusedSGD
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
+
 both_paths = pytest.mark.parametrize("device_path", [False, True], ids=["host", "device"])
 
 
@@ -300,3 +301,10 @@ def test_parameters_with_masters_and_of_32_bits_lose_nothing() -> None:
     names = [each.name for each in lost_updates(FusedAdam(model.parameters()), model=model)]
     assert names == ["low.weight", "low.bias"]
     assert lost_updates(wrap(FusedAdam(model.parameters()))) == []
+
+
+def test_a_sample_of_zeros_predicts_nothing() -> None:
+    sample = Sample(1, 8.0, (exponents({}, zeros=4),))
+    assert sample.largest_scale is None
+    assert sample.saved(16.0) == 0.0
+    assert (sample.grads[0].smallest, sample.grads[0].largest) == (None, None)

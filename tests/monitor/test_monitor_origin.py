@@ -10,7 +10,6 @@ from fp16_cases import PROBES, wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from apex_mp import _C
 from apex_mp.monitor import Origin, find_nonfinite
 
 INF, NAN = float("inf"), float("nan")
@@ -237,42 +236,6 @@ def test_a_checkpointed_part_is_named(planted: Any) -> None:
 
 
 # What is left as it was.
-
-
-@pytest.mark.parametrize("planted", [nn.ReLU, Inf, BadBackward])
-def test_gradients_buffers_and_random_numbers_are_as_before(planted: Any) -> None:
-    model = Net(planted())
-    params = [*model.parameters()]
-    for param in params[1:]:
-        param.grad = torch.randn_like(param)
-    versions = _C.GradVersions()
-    versions.record(params)
-    grads = [(param.grad, None if param.grad is None else param.grad.clone()) for param in params]
-    buffers = [(name, each, each._version, each.clone()) for name, each in model.named_buffers()]
-    random = torch.get_rng_state()
-    x = torch.randn(8, 4)
-    torch.set_rng_state(random)
-
-    def run() -> Tensor:
-        model.zero_grad()
-        return model(x).sum()
-
-    find_nonfinite(model, run)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not versions.changed(params)
-    for param, (grad, values) in zip(params, grads, strict=True):
-        assert param.grad is grad
-        assert grad is None or torch.equal(grad, values)
-    for (name, after), (before_name, before, version, values) in zip(
-        model.named_buffers(), buffers, strict=True
-    ):
-        assert name == before_name
-        assert after is before
-        assert after._version == version
-        assert torch.equal(after, values)
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
 
 
 @pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())

@@ -250,7 +250,7 @@ OLD_SCRIPTS = {
         "_run/replacements.py",
         "            self._compile_as(value, before)",
         "            pass",
-        "run_torchscript",
+        "run_modernize",
     ),
     "a script is given an option that it does not declare": Mutant(
         "_run/launched.py",
@@ -262,7 +262,7 @@ OLD_SCRIPTS = {
         "_run/bfloat16.py",
         "torch.bfloat16 if value is torch.float16 else value",
         "value",
-        "run_bfloat16",
+        "run_cpu",
     ),
     "a Fourier transform is not normalized": Mutant(
         "_run/modernize/names.py",

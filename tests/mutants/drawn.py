@@ -59,7 +59,7 @@ DRAWN = {
     ),
     "a scope is closed the other way round": Mutant(
         "amp/scopes.py", "if thread.optimizer_steps and not thread.off:",
-        "if not (thread.optimizer_steps and not thread.off):", "amp_scopes",
+        "if not (thread.optimizer_steps and not thread.off):", "amp_threads",
     ),
     "all but dicts are taken for dicts": Mutant(
         "core/flat_calls.py", "elif isinstance(maybe_tensor, dict):",

@@ -106,7 +106,7 @@ AMP = {
         "amp/casting.py",
         'return done if getattr(done, "_source", None) == source else None',
         "return done",
-        "amp_weight_edits",
+        "amp_cast_cache",
     ),
     "a float32 result is computed in low precision": Mutant(
         "amp/casting.py",
@@ -265,19 +265,19 @@ SCALER = {
         "amp/_scale_bounds.py",
         "self._bounds = self._bounds.loaded(state_dict)",
         "pass",
-        "grad_scaler_bounds",
+        "grad_scaler_misuse",
     ),
     "a checkpoint has bounds that were not given": Mutant(
         "amp/_scale_bounds.py",
         "if state and self._bounds else state",
         "if state else state",
-        "grad_scaler_bounds",
+        "grad_scaler_misuse",
     ),
     "states of optimizers outlive a bounded update": Mutant(
         "amp/_scale_bounds.py",
         "self._per_optimizer_states.clear()",
         "pass",
-        "grad_scaler_bounds",
+        "grad_scaler_misuse",
     ),
     "a shared gradient is unscaled twice": Mutant(
         "amp/_scaled_grads.py",

@@ -50,13 +50,13 @@ FP16_UTILS = {
         "fp16_utils/_stepping.py",
         "self._masters.copy_to_model()  # A line search has moved the masters.",
         "pass",
-        "fp16_optimizer_closures",
+        "fp16_optimizer_accumulation",
     ),
     "FP16_Optimizer keeps an abandoned line search": Mutant(
         "fp16_utils/_stepping.py",
         "            before.restore(self.state)\n",
         "",
-        "fp16_optimizer_closures",
+        "fp16_optimizer_accumulation",
     ),
     "skips are counted over good steps": Mutant(
         "core/step_log.py",

@@ -104,59 +104,10 @@ def test_300_steps_follow_the_formula_with_the_options_that_torch_lacks(
         )
 
 
-@pytest.mark.parametrize("eps_inside_sqrt", [False, True])
-@pytest.mark.parametrize("size", [2e19, 1e-18], ids=["large", "small"])
-def test_gradients_follow_one_of_another_size(
-    size: float, eps_inside_sqrt: bool, device: torch.device
-) -> None:
-    # The square of 2e19 times 1 - beta2 is finite in float32; divided by its bias correction it is
-    # not. Enough numbers for whole registers and for the rest behind them.
-    param = Parameter(torch.ones(37, device=device))
-    expected = reference.Adam(param, torch.zeros_like(param), torch.zeros_like(param))
-    options = {"lr": 1e-3, "eps": 1e-30, "eps_inside_sqrt": eps_inside_sqrt}
-    optimizer = FusedAdam([param], **options)
-    for grad in (size, *[1.0] * 100):
-        param.grad = torch.full_like(param, grad)
-        expected.update(
-            param.grad,
-            inv_scale=1.0,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            adam_w_mode=True,
-            bias_correction=True,
-            **options,
-        )
-        optimizer.step()
-    assert_near(param.detach(), expected.param, TRAJECTORY_TOLERANCES[F32])
-
-
 # --- float16 and bfloat16
 
 
 # --- Which parameters step
-
-
-def some_are_missing(step: int, index: int) -> bool:
-    return step % (index + 1) != 0
-
-
-@each_mode
-@each_wide
-def test_a_parameter_without_gradient_keeps_its_weight_moments_and_step_count(
-    dtype: torch.dtype, adam_w_mode: bool, device: torch.device
-) -> None:
-    options = {"lr": 1e-2, "weight_decay": 0.1}
-    params = make_params(device, dtype)
-    expected_params = copies_of(params, F64)
-    optimizer = FusedAdam(params, adam_w_mode=adam_w_mode, **options)
-    expected = torch_adam(expected_params, adam_w_mode, **options)
-    train(optimizer, params, range(60), missing=some_are_missing)
-    train(expected, expected_params, range(60), missing=some_are_missing)
-    assert_same_trajectory(
-        optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[dtype]
-    )
-    assert [int(optimizer.state[p]["step"]) for p in params] == [60, 30, 20, 15, 12, 10]
 
 
 # --- Groups

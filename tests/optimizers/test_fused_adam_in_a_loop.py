@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from fused_adam_cases import (
+    F16,
     F64,
+    OVERFLOWS,
     Optimizer,
+    Unchanged,
     assert_same_state,
     assert_same_trajectory,
     copies_of,
     give_grads,
     make_params,
+    make_scaler,
+    scaled_step,
     train,
 )
 from tolerances import TRAJECTORY_TOLERANCES, assert_same_bits
@@ -64,29 +70,6 @@ def test_a_schedule_gives_the_trajectory_of_torch(
 
 
 # --- Hooks, closures, zero_grad
-
-
-@pytest.mark.parametrize("keyword", [False, True])
-def test_a_closure_runs_with_grad_before_the_step_and_its_loss_is_returned(
-    keyword: bool, device: torch.device
-) -> None:
-    params = make_params(device, shapes=[(3,)])
-    expected_params = copies_of(params)
-    before = (params[0] ** 2).sum().item()
-    optimizer, expected = FusedAdam(params, lr=0.1), FusedAdam(expected_params, lr=0.1)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (params[0] ** 2).sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
-    expected_params[0].grad = 2 * expected_params[0].detach()
-    expected.step()
-    assert loss.item() == pytest.approx(before)
-    assert_same_state(optimizer, expected)
 
 
 def test_zero_grad_sets_gradients_to_none_unless_told_to_zero_them(device: torch.device) -> None:
@@ -173,3 +156,72 @@ def test_a_compiled_function_that_steps_is_not_compiled_anew_when_lr_changes(
     actual = losses_of(model, model, optimizer, device, compiled_step)
     assert_same_bits(actual, expected)
     assert not compilations
+
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_trajectory_is_that_of_torch_under_the_same_overflows(
+    bad: float, device: torch.device
+) -> None:
+    params = make_params(device)
+    expected_params = copies_of(params)
+    optimizer = FusedAdam(params, **OPTIONS)
+    expected = torch.optim.AdamW(expected_params, fused=True, **OPTIONS)
+    scaler, expected_scaler = make_scaler(device), make_scaler(device)
+    scales = []
+    for step in range(40):
+        now = bad if step in OVERFLOWS else None
+        scale = scaled_step(scaler, optimizer, params, step, bad=now)
+        assert scale == scaled_step(expected_scaler, expected, expected_params, step, bad=now)
+        scales.append(scale)
+    assert_same_trajectory(optimizer, params, expected, expected_params)
+    assert int(optimizer.state[params[0]]["step"]) == 40 - len(OVERFLOWS)
+    assert min(scales) < 2.0**10 < max(scales)  # it both backed off and grew
+
+
+@pytest.mark.cpu_only  # On CUDA the host does not know that the step is skipped.
+def test_a_skipped_step_does_not_invalidate_a_graph(device: torch.device) -> None:
+    # Nothing was written, so backward through the old weights is right.
+    param = Parameter(torch.ones(3, device=device))
+    optimizer, scaler = FusedAdam([param]), make_scaler(device)
+    loss = (param * param).sum()
+    loss.backward(retain_graph=True)
+    param.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    param.grad = None
+    loss.backward()
+    assert param.grad.tolist() == [2.0] * 3
+
+
+# --- unscale_
+
+
+# --- Round about
+
+
+def test_grads_of_ones_own_are_refused_because_nobody_has_checked_them(
+    device: torch.device,
+) -> None:
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    give_grads(params, 0)
+    bad = [torch.full_like(p, math.inf) for p in params]
+    with Unchanged(optimizer), pytest.raises(ValueError, match="grads was given inside GradScaler"):
+        make_scaler(device).step(optimizer, grads=bad)
+
+
+def test_the_legacy_scale_multiplies_that_of_grad_scaler(device: torch.device) -> None:
+    params = make_params(device)
+    expected_params = copies_of(params)
+    outputs = [torch.zeros_like(p, dtype=F16) for p in params]
+    optimizer, expected = FusedAdam(params), FusedAdam(expected_params)
+    scaler = make_scaler(device)
+    give_grads(params, 0, factor=1024.0 * 8.0)
+    scaler.step(optimizer, scale=8.0, output_params=outputs)
+    give_grads(expected_params, 0)
+    expected.step()
+    assert_same_state(optimizer, expected)
+    for output, param in zip(outputs, params, strict=True):
+        assert_same_bits(output, param.detach().half())

@@ -87,53 +87,6 @@ def test_a_torch_run_continues_in_fused_adam(
     assert_same_trajectory(optimizer, params, expected, expected_params)
 
 
-def test_options_that_torch_lacks_stay_as_each_group_has_them(device: torch.device) -> None:
-    own = [{"adam_w_mode": False, "eps_inside_sqrt": True}, {"max_grad_norm": 0.5}]
-    sources, params = make_params(device, F32, [(3,), (3,)]), make_params(device, F32, [(3,), (3,)])
-    source = torch.optim.Adam([{"params": [p]} for p in sources], lr=0.5)
-    train(source, sources, range(2))
-    saved = source.state_dict()
-    for group in saved["param_groups"]:
-        del group["decoupled_weight_decay"]  # as in checkpoints of older versions of torch
-    optimizer = FusedAdam(
-        [{"params": [p], **o} for p, o in zip(params, own, strict=True)], bias_correction=False
-    )
-    optimizer.load_state_dict(saved)
-    first, second = optimizer.param_groups
-    assert (first["lr"], second["lr"]) == (0.5, 0.5)
-    assert (first["adam_w_mode"], second["adam_w_mode"]) == (False, True)
-    assert (first["eps_inside_sqrt"], second["eps_inside_sqrt"]) == (True, False)
-    assert (first["max_grad_norm"], second["max_grad_norm"]) == (0.0, 0.5)
-    assert (first["bias_correction"], second["bias_correction"]) == (False, False)
-
-
-OTHER_STEPS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "float": float,
-    "float64": lambda step: step.double(),
-    "int64": lambda step: step.long(),
-    "one element": lambda step: step.reshape(1),
-    "on the CPU": lambda step: step.cpu(),
-}
-
-
-@pytest.mark.parametrize("change", OTHER_STEPS.values(), ids=OTHER_STEPS)
-def test_step_counts_of_other_kinds_are_read(
-    change: Callable[[Any], Any], device: torch.device
-) -> None:
-    params = make_params(device)
-    optimizer = in_two_groups(FusedAdam, params, **OPTIONS)
-    train(optimizer, params, FIRST)
-    saved = optimizer.state_dict()
-    for index, state in saved["state"].items():
-        saved["state"][index] = {**state, "step": change(state["step"])}
-    again_params = copies_of(params)
-    again = resumed(FusedAdam, again_params, saved)
-    train(optimizer, params, REST)
-    train(again, again_params, REST)
-    assert_same_state(again, optimizer)
-
-
 def test_a_checkpoint_of_apex_with_the_step_count_in_the_group_is_read(
     device: torch.device,
 ) -> None:

@@ -8,24 +8,15 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
 from fused_adam_cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    NAMES,
     assert_same_state,
     copies_of,
     make_params,
     train,
 )
-from rule_cases import assert_stepped, references_after_step
-from tolerances import assert_near
 from torch.nn import Parameter
 
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedLAMB
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.1}
@@ -106,26 +97,6 @@ def test_parameters_whose_squares_are_beyond_float32_have_a_norm(
 # --- Clipping: by the norm of all groups.
 
 
-@pytest.mark.parametrize("way", ["", "norms are given", "by request"])
-def test_all_groups_are_clipped_by_the_norm_of_all(way: str, device: torch.device) -> None:
-    params = [weight_and_grad(device), weight_and_grad(device)]
-    groups = [{"params": params[:1]}, {"params": params[1:], "max_grad_norm": 0.25}]
-    optimizer = FusedLAMB(groups, **OPTIONS, max_grad_norm=0.5)
-    grads = [param.grad for param in params]
-    expected = references_after_step(optimizer, reference.LAMB, grads)
-    if way == "by request":
-        result = optimizer.step(grads=StepRequest(check=True))
-        assert result.outcome.norms == pytest.approx([math.sqrt(5.0)] * 2)
-    elif way:
-        optimizer.step(grads=grads, grad_norms=[math.sqrt(5.0)] * 2)
-    else:
-        optimizer.step()
-    assert_stepped(optimizer, expected)
-    # As if both were one gradient, of norm sqrt(10).
-    clipped = 2.0 * 0.5 / math.sqrt(10.0)
-    assert optimizer.state[params[0]]["exp_avg"][0].item() == pytest.approx(0.2 * clipped, rel=1e-5)
-
-
 # --- The signature.
 
 
@@ -173,22 +144,3 @@ def test_a_state_dict_of_apex_goes_on_where_it_was_saved(device: torch.device) -
     for each, its in ((optimizer, params), (other, others)):
         train(each, its, range(3, 6))
     assert_same_state(optimizer, other)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=NAMES.get)
-def test_moments_that_were_saved_in_the_dtype_of_the_parameter_become_wide(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    optimizer = FusedLAMB(params, **OPTIONS)
-    train(optimizer, params, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
-    others = copies_of(params)
-    other = FusedLAMB(others, lr=1.0)
-    other.load_state_dict(saved)
-    for index, param in enumerate(others):
-        loaded = other.state[param]["exp_avg_sq"]
-        assert loaded.dtype == (F64 if dtype == F64 else F32)
-        assert_near(loaded, saved["state"][index]["exp_avg_sq"])

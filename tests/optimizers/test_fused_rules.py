@@ -23,6 +23,8 @@ from fused_adam_cases import (
     copies_of,
     give_grads,
     grad_for,
+    make_scaler,
+    scaled_step,
     train,
 )
 from rule_cases import (
@@ -36,7 +38,6 @@ from rule_cases import (
     references_after_step,
 )
 from several_devices_cases import side_of, spread
-from test_fused_adam_grad_scaler import make_scaler, scaled_step
 from tolerances import assert_near, assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -179,27 +180,6 @@ def test_a_skipped_step_leaves_parameters_and_masters(
                 assert_same_bits(param.detach(), value.detach())
                 assert_same_bits(master, old_master)
             assert_same_bits(param.detach(), master.to(F16))
-
-
-@each_with_masters
-def test_a_checkpoint_without_masters_gets_them_of_the_parameters(
-    make: Any, masters: Any, device: torch.device
-) -> None:
-    params = make_params(device, F16)
-    without = make(params)
-    assert "master_weights" not in without.param_groups[0]
-    train(without, params, range(2))
-    optimizer = make(params, master_weights=masters)
-    optimizer.load_state_dict(without.state_dict())
-    assert optimizer.param_groups[0]["master_weights"] == masters
-    expected = make(copies_of(params, F32))
-    expected.load_state_dict(without.state_dict())
-    give_grads(params, 2, values=F16)
-    give_grads(expected.param_groups[0]["params"], 2, values=F16)
-    optimizer.step()
-    expected.step()
-    for param, wide in zip(params, expected.param_groups[0]["params"], strict=True):
-        assert_same_master(optimizer, optimizer.master(param), wide)
 
 
 @each_subject

@@ -15,9 +15,12 @@ from fused_adam_cases import (
     F16,
     F32,
     NAMES,
+    OVERFLOWS,
     assert_same_state,
     copies_of,
     give_grads,
+    make_scaler,
+    scaled_step,
 )
 from rule_cases import (
     SMALL,
@@ -25,7 +28,6 @@ from rule_cases import (
     each_subject,
     make_params,
 )
-from test_fused_adam_grad_scaler import OVERFLOWS, make_scaler, scaled_step
 from test_fused_sgd_in_wrappers import Net
 from tolerances import assert_same_bits
 from torch.nn import Parameter

@@ -19,7 +19,7 @@ from fused_adam_cases import (
 )
 from plan_cases import KINDS, fresh_grad, make_run, parameter
 from several_devices_cases import count_of_plans, side_of, spread
-from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
+from tolerances import TRAJECTORY_TOLERANCES, assert_near
 from torch.nn import Parameter
 from waits import Waits
 
@@ -152,34 +152,6 @@ def test_an_overflow_on_one_device_skips_all(
     result = result_of(optimizer)
     assert result.outcome.found_inf is False
     assert {float(state["step"]) for state in optimizer.state.values()} == {steps_before + 1.0}
-
-
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
-def test_grad_scaler_unscales_and_skips_on_all_devices(
-    max_grad_norm: float, device: torch.device
-) -> None:
-    params = make_params(device)
-    twins = copies_of(params)
-    options = {**OPTIONS, "max_grad_norm": max_grad_norm, "eps": 1e-3}
-    optimizers = spread(FusedAdam(params, **options)), FusedAdam(twins, **options)
-    scalers = [
-        torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=3) for _ in range(2)
-    ]
-    for step in range(12):
-        for own, optimizer, scaler in zip((params, twins), optimizers, scalers, strict=True):
-            scaler.scale(torch.zeros((), device=device))
-            give_grads(own, step, factor=scaler.get_scale())
-            if step in (0, 4, 5):
-                own[step % 2].grad.view(-1)[0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        for param, twin in zip(params, twins, strict=True):
-            assert_same_bits(param.grad, twin.grad)  # unscaled, unless the step was skipped
-    assert_same_trajectory(optimizers[0], params, optimizers[1], twins)
-    assert float(optimizers[0].state[params[0]]["step"]) == 9.0
-    if not max_grad_norm:
-        assert_same_state(*optimizers)
 
 
 # --- The host waits for nothing.

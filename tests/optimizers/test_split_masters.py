@@ -226,30 +226,6 @@ def test_a_remainder_is_dropped_when_its_weight_is_written(
         assert_same_bits(split.master(other), kept)
 
 
-@each_half
-def test_other_changes_keep_the_remainder(dtype: torch.dtype, device: torch.device) -> None:
-    """An average that is swapped in and out, a state that is loaded, parameters without grads."""
-    wide, split = trained(dtype, device)
-    for step in range(4, 9):
-        weights = [param.detach().clone() for param in params_of(split)]
-        if device.type == "cpu":  # Elsewhere it is noticed, as any write is.
-            for param, weight in zip(params_of(split), weights, strict=True):
-                param.data.zero_()
-                param.data.copy_(weight)
-        if step == 6:
-            saved = copy.deepcopy(split.state_dict())
-            for param in params_of(split):
-                param.data.add_(1.0)
-            split.load_state_dict(saved)
-            for param, weight in zip(params_of(split), weights, strict=True):
-                param.data.copy_(weight)
-        give_equal_grads(step, wide, split)
-        for optimizer in (wide, split):
-            params_of(optimizer)[step % 3].grad = None
-            optimizer.step()
-        assert_same_numbers(split, wide)
-
-
 # --- master()
 
 

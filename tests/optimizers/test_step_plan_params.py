@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from fused_adam_cases import BF16, F16, F32, F64
-from plan_cases import KINDS, SHAPES, Run, fresh_grad, make_run, parameter, parameter_at
+from plan_cases import KINDS, Run, fresh_grad, make_run, parameter, parameter_at
 from torch import Tensor
-from torch.nn import Module, Parameter, ParameterList
-
-from apex_mp.optimizers import FusedAdam
+from torch.nn import Parameter
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -341,39 +338,3 @@ def test_a_new_parameter_at_the_address_of_a_freed_one_is_a_new_one(
 
 
 # --- Conversions of a model
-
-
-CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Module], Module]]] = {
-    "half": (F32, lambda m: m.half()),
-    "bfloat16": (F32, lambda m: m.bfloat16()),
-    "float": (F16, lambda m: m.float()),
-    "channels_last": (F32, lambda m: m.to(memory_format=torch.channels_last)),
-    "to the same": (F32, lambda m: m.to(F32)),
-}
-
-
-@contextmanager
-def conversions_that_swap(swap: bool) -> Iterator[None]:
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-@pytest.mark.parametrize("swap", [False, True], ids=["set .data", "swap tensors"])
-@pytest.mark.parametrize(("dtype", "convert"), CONVERSIONS.values(), ids=CONVERSIONS)
-@pytest.mark.parametrize("grads", ["kept", "dropped"])
-def test_steps_after_a_conversion_of_the_model_are_those_of_a_new_optimizer(
-    dtype: torch.dtype, convert: Callable[[Module], Module], swap: bool, grads: str
-) -> None:
-    shapes = [shape for shape in SHAPES if len(shape) == 4] * 3
-    module = ParameterList([parameter(*shape, dtype=dtype) for shape in shapes])
-    run = Run(FusedAdam(module.parameters(), lr=0.1))
-    run.train(2)
-    if grads == "dropped":
-        module.zero_grad()
-    with conversions_that_swap(swap):
-        convert(module)
-    run.train(2)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +32,11 @@ FOREIGN: dict[str, Callable[[Tensor], Tensor]] = {
     "a wrapper subclass": Wrapper,
     "a lazy negation": lambda tensor: torch._neg_view(tensor.detach()),
 }
+
+
 each_foreign = pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+
+
 each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 
 
@@ -235,3 +242,35 @@ def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
     with pytest.raises(ValueError, match="is not a list with one item for each of its"):
         optimizer.step(grads=StepRequest(grads_of=lists))
     assert not optimizer.state
+
+
+def test_other_threads_run_while_a_long_step_is_taken(device: torch.device) -> None:
+    param = Parameter(torch.ones(1 << 24, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([param])
+    optimizer.step()
+    beats = 0
+    stepping = True
+
+    def beat() -> None:
+        nonlocal beats
+        while stepping:
+            beats += 1
+            time.sleep(1e-4)  # lets go of the lock itself
+
+    thread = threading.Thread(target=beat)
+    switch = sys.getswitchinterval()
+    # Who waits for the lock asks for it after so long: never, unless the step lets go of it.
+    sys.setswitchinterval(1000.0)
+    try:
+        thread.start()
+        before = beats
+        for _ in range(3):
+            optimizer.step()
+        after = beats
+    finally:
+        stepping = False
+        sys.setswitchinterval(switch)
+        thread.join()
+    # Torch lets go of the lock for a moment here and there; that is not meant.
+    assert after - before > 30

@@ -15,9 +15,6 @@ import torch
 from fused_adam_cases import F32, F64, MOMENTS, assert_same_state
 from plan_cases import KINDS, Run, fresh_grad, make_run, parameter
 from tolerances import assert_same_bits
-from torch.optim import optimizer as torch_optimizer
-
-from apex_mp.optimizers import FusedAdam
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -291,33 +288,6 @@ def test_a_state_that_lacks_something_is_completed_or_refused_but_never_passed_o
 # --- Around the step
 
 
-@pytest.mark.parametrize("everywhere", [False, True], ids=["of the optimizer", "of all"])
-def test_a_hook_that_edits_gradients_before_the_step_is_heard(everywhere: bool) -> None:
-    run = make_run("fp32")
-    expected = copy.deepcopy(run)
-    run.train(2)
-    expected.train(2)
-
-    def double(*_: object) -> None:
-        for param in run.params:
-            param.grad = param.grad * 2
-
-    handle = (
-        torch_optimizer.register_optimizer_step_pre_hook(double)
-        if everywhere
-        else run.optimizer.register_step_pre_hook(double)
-    )
-    try:
-        for index, param in enumerate(run.params):
-            param.grad = fresh_grad(param, 2, index)
-        run.optimizer.step()
-    finally:
-        handle.remove()
-    expected.make_grad = lambda param, step, index: fresh_grad(param, step, index) * 2
-    expected.train(1)
-    assert_same_state(run.optimizer, expected.optimizer)
-
-
 @pytest.mark.parametrize("wraps", [False, True])
 def test_a_step_that_is_patched_on_the_instance_steps(wraps: bool) -> None:
     run = make_run("two groups, mixed")
@@ -349,20 +319,3 @@ def test_one_thread_or_two_compute_the_same_bits(kind: str, restore_threads: Non
             run.optimizer.step()
         runs.append(run)
     assert_same_state(runs[0].optimizer, runs[1].optimizer)
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_all_groups_are_checked_in_one_pass_and_stepped_in_another(count: int) -> None:
-    groups = [{"params": [parameter(5), parameter(3)]} for _ in range(count)]
-    optimizer = FusedAdam(groups, max_grad_norm=0.1)
-    for group in groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
-    optimizer.step()
-    with torch.profiler.profile() as profiler:
-        optimizer.step()
-    names = [event.name for event in profiler.events()]
-    assert [name for name in names if name.startswith("apex_mp::")] == [
-        "apex_mp::check_pass",
-        "apex_mp::adam_pass",
-    ]

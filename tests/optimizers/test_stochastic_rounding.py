@@ -16,6 +16,11 @@ from torch.nn import Parameter
 
 from apex_mp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    return torch.corrcoef(torch.stack([one.flatten(), other.flatten()]).double())[0, 1].item()
+
+
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = 1 << 20
@@ -57,30 +62,6 @@ def test_as_many_are_rounded_up_as_a_number_is_on_its_way(device: torch.device) 
             up = went_up(one_step(ones, grad, optimizer)[name], exact).double().mean().item()
             deviation = (part * (1 - part) / COUNT) ** 0.5
             assert abs(up - part) < 5 * deviation + 2e-4, (name, up, part)
-
-
-def correlation(one: Tensor, other: Tensor) -> float:
-    return torch.corrcoef(torch.stack([one.flatten(), other.flatten()]).double())[0, 1].item()
-
-
-def test_no_two_roundings_have_to_do_with_each_other(device: torch.device) -> None:
-    params = [Parameter(torch.ones(COUNT, device=device)) for _ in range(2)]
-    optimizer = Adam(params, betas=(0.0, 0.0))  # so that each step rounds the same numbers
-    grad = 1.25 + 2.0**-8  # half of the way; its square is a quarter of it
-    ups = []
-    for _ in range(3):
-        for param in params:
-            moments = one_step(param, grad, optimizer)
-            ups.append(went_up(moments["exp_avg"], grad))
-            ups.append(went_up(moments["exp_avg_sq"], grad * grad))
-            param.grad = None
-    for number, one in enumerate(ups):
-        assert abs(one.double().mean().item() - (0.25 if number % 2 else 0.5)) < 0.01
-        for lag in (1, 2, 8, 64, 4096):
-            assert abs(correlation(one[lag:], one[:-lag])) < 5e-3, lag
-        for other in ups[number + 1 :]:
-            assert abs(correlation(one, other)) < 5e-3
-            assert abs(correlation(one[1:], other[:-1])) < 5e-3
 
 
 def in_memory(tensor: Tensor) -> Tensor:
@@ -185,3 +166,23 @@ def test_it_needs_moments_in_bfloat16_and_a_count_of_steps(device: torch.device)
     optimizer.param_groups[0].update(stochastic_rounding=True, moment_dtype=BF16)
     with pytest.raises(ValueError, match="must be False, because this optimizer keeps no count"):
         optimizer.step()
+
+
+def test_no_two_roundings_have_to_do_with_each_other(device: torch.device) -> None:
+    params = [Parameter(torch.ones(COUNT, device=device)) for _ in range(2)]
+    optimizer = Adam(params, betas=(0.0, 0.0))  # so that each step rounds the same numbers
+    grad = 1.25 + 2.0**-8  # half of the way; its square is a quarter of it
+    ups = []
+    for _ in range(3):
+        for param in params:
+            moments = one_step(param, grad, optimizer)
+            ups.append(went_up(moments["exp_avg"], grad))
+            ups.append(went_up(moments["exp_avg_sq"], grad * grad))
+            param.grad = None
+    for number, one in enumerate(ups):
+        assert abs(one.double().mean().item() - (0.25 if number % 2 else 0.5)) < 0.01
+        for lag in (1, 2, 8, 64, 4096):
+            assert abs(correlation(one[lag:], one[:-lag])) < 5e-3, lag
+        for other in ups[number + 1 :]:
+            assert abs(correlation(one, other)) < 5e-3
+            assert abs(correlation(one[1:], other[:-1])) < 5e-3

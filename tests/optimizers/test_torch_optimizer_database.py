@@ -99,7 +99,6 @@ def cases(*, supported: bool) -> list[Any]:
 
 
 each_case = pytest.mark.parametrize(("subject", "kwargs"), cases(supported=True))
-each_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=[*SUBJECTS])
 
 
 def new_params(dtype: torch.dtype = torch.float32, device: Any = "cpu") -> list[nn.Parameter]:
@@ -211,27 +210,6 @@ def test_state_is_exchanged_with_torch(
 
 
 # Schedulers.
-
-
-@each_subject
-def test_schedulers_change_steps_as_in_torch(subject: Subject, device: torch.device) -> None:
-    made = DATABASE[subject.twin.__name__].scheduler_inputs
-    assert made
-    for schedulers in made:
-        results = []
-        for make in (subject.make, subject.twin):
-            params = new_params(device=device)
-            optimizer = make(params, lr=0.1)
-            running = [new(optimizer) for new in schedulers]
-            for step in range(6):
-                give_grads(params, step)
-                optimizer.step()
-                for scheduler in running:
-                    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                    scheduler.step(1.0) if plateau else scheduler.step()
-            results.append(params)
-        for ours, theirs in zip(*results, strict=True):
-            assert_near(ours, theirs, TRAJECTORY_TOLERANCES[torch.float32])
 
 
 # Wrong input.

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrizations
 
 import apex_mp
-from apex_mp import amp
 from apex_mp.reparameterization import (
     Reparameterization,
     WeightNorm,
@@ -287,21 +286,6 @@ def test_a_sequence_takes_one_computation_of_each_weight(kind: Any, device: torc
     assert Counting.times == 2
 
 
-def test_a_recurrent_layer_learns_through_its_computed_weights(device: torch.device) -> None:
-    layer = apply_weight_norm(nn.LSTM(3, 4, num_layers=2)).to(device)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    x, losses = torch.randn(7, 2, 3, device=device), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = (layer(x)[0] - 0.5).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        assert all(param.grad is not None for param in layer.parameters())
-        optimizer.step()
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.9 * losses[0]
-
-
 # Other reparameterizations.
 
 
@@ -405,45 +389,6 @@ def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
 
 
 # Mixed precision.
-
-
-def learnable(device: torch.device) -> tuple[Tensor, Tensor]:
-    x = torch.randn(16, 4, device=device)
-    return x, (x[:, :1] > 0).float()
-
-
-def network(device: torch.device) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
-    apply_weight_norm(model)
-    return model
-
-
-@pytest.mark.usefixtures("amp_off")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_amp_initialize_trains_it(level: str, device: torch.device) -> None:
-    model, (x, y) = network(device), learnable(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, device_type=device.type
-    )
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = (model(x).float() - y).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    expected = F16 if level in ("O2", "O3") else F32
-    assert model[0].weight.dtype is expected
-    state = model.state_dict()
-    assert [*state] == [*before]
-    if level != "O3":
-        assert {value.dtype for value in state.values()} == {F32}
-    for name, value in state.items():
-        assert not torch.equal(value, before[name]), name
 
 
 # The name apex.

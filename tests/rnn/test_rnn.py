@@ -94,42 +94,6 @@ def test_batch_first_is_that_of_torch(kind: str, device: torch.device) -> None:
         near(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_directions_know_batch_first_and_dropout(kind: str, device: torch.device) -> None:
-    model = KINDS[kind](*SIZES, 2, True, True, 0.5, True).to(device, F64)
-    plain = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)
-    plain.load_state_dict(model.state_dict())
-    x = sequence(device)
-    dropped, _ = model(x.transpose(0, 1))
-    expected, hidden = plain(x)
-    for one, other in zip(dropped.transpose(0, 1).chunk(2, -1), expected.chunk(2, -1), strict=True):
-        assert not torch.allclose(one, other)
-    model.eval()
-    model.reset_hidden(2)
-    output, states = model(x.transpose(0, 1))
-    near(output.transpose(0, 1), expected)
-    for one, other in zip(states, hidden, strict=True):
-        near(one, other)
-
-
-@pytest.mark.cpu_only  # cuDNN draws its masks otherwise.
-@pytest.mark.parametrize("kind", IN_TORCH)
-def test_dropout_between_layers_is_that_of_torch(kind: str) -> None:
-    model = KINDS[kind](*SIZES, 3, dropout=0.5).double()
-    theirs = in_torch(model, kind, dropout=0.5)
-    x = sequence(torch.device("cpu"))
-    torch.manual_seed(1)
-    output, _ = model(x)
-    torch.manual_seed(1)
-    expected, _ = theirs(x)
-    near(output, expected)
-    model.eval()
-    model.reset_hidden(2)
-    plain, _ = model(x)
-    near(plain, theirs.eval()(x)[0])
-    assert not torch.allclose(plain, output)
-
-
 @pytest.mark.parametrize("kind", IN_TORCH)
 def test_two_directions_are_two_layers_of_torch(kind: str, device: torch.device) -> None:
     model = KINDS[kind](*SIZES, 2, bidirectional=True).to(device, F64)

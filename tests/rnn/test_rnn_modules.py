@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from rnn_cases import IN_TORCH, KINDS, PROJECTED, in_torch
-from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
+from tolerances import assert_same_bits
 from torch import Tensor, nn
 from torch.backends.cudnn import rnn as cudnn_rnn
-from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 
 import apex_mp
@@ -25,10 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
 ]
 F64 = torch.float64
-
-
-def near(actual: Tensor, expected: Tensor) -> None:
-    assert_near(actual, expected, TRAJECTORY_TOLERANCES[F64])
 
 
 # Weights.
@@ -205,43 +200,6 @@ def test_a_function_may_be_the_cell(dtype: torch.dtype, device: torch.device) ->
 
 
 # Weights that are computed.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_computed_weights_get_their_gradient(kind: str, device: torch.device) -> None:
-    model = KINDS[kind](3, 5, 1).to(device, F64)
-    cell = model.rnns[0]
-    plain = KINDS[kind](3, 5, 1).to(device, F64)
-    plain.load_state_dict(model.state_dict())
-    factor = torch.ones(1, device=device, dtype=F64, requires_grad=True)
-    weight = cell.w_hh.detach().clone().requires_grad_()
-    del cell._parameters["w_hh"]
-    cell.w_hh = weight * factor
-    x = torch.randn(6, 2, 3, device=device, dtype=F64)
-    output, expected = model(x)[0], plain(x)[0]
-    near(output, expected)
-    (wanted,) = torch.autograd.grad(expected.sum(), [plain.rnns[0].w_hh])
-    found, of_factor = torch.autograd.grad(output.sum(), [weight, factor])
-    near(found, wanted)
-    near(of_factor, (wanted * weight).sum().reshape(1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_parametrized_weight_is_computed_once_for_a_sequence(
-    kind: str, device: torch.device
-) -> None:
-    model = KINDS[kind](3, 5, 2).to(device, F64)
-    expected, _ = model(x := torch.randn(6, 2, 3, device=device, dtype=F64))
-    parametrizations.weight_norm(model.rnns[1], "w_hh")
-    calls = []
-    norm = model.rnns[1].parametrizations.w_hh
-    norm.register_forward_hook(lambda *_: calls.append(1))
-    model.reset_hidden(2)
-    output, _ = model(x)
-    assert len(calls) == 1
-    near(output, expected)
-    output.sum().backward()
-    assert all(param.grad.any() for param in norm.parameters())
 
 
 # What cuDNN wants.

@@ -21,6 +21,7 @@ from apex_mp.amp import _current
 
 pytestmark = pytest.mark.cpu_only
 
+
 # The contract: what old scripts import.
 CONTRACT = [
     "apex",
@@ -296,27 +297,6 @@ def test_a_loss_scale_where_caching_stood_is_refused(scale: Any) -> None:
     assert _current.handle is None
 
 
-@pytest.mark.parametrize(
-    ("era", "module", "scale"),
-    [
-        ("2019-03", "apex.optimizers", 2.0**32),
-        ("2019-03", "apex.optimizers.fp16_optimizer", 2.0**32),
-        ("2019-08", "apex.optimizers", 2.0**16),
-        ("2020", "apex.contrib.optimizers", 2.0**16),
-        ("2019-03", "apex.fp16_utils", 2.0**32),
-    ],
-)
-def test_the_dynamic_scale_starts_where_it_did(era: str, module: str, scale: float) -> None:
-    apex_mp.install_as_apex(era)
-    make: Any = importlib.import_module(module).FP16_Optimizer
-    optimizer = make(torch.optim.SGD(params(), lr=0.1), dynamic_loss_scale=True, verbose=False)
-    assert optimizer.cur_scale == scale
-    assert optimizer.__class__.__name__ == "FP16_Optimizer"
-    assert isinstance(optimizer, apex_mp.fp16_utils.FP16_Optimizer)
-    given = make(torch.optim.SGD(params(), lr=0.1), 1.0, True, {"init_scale": 8.0}, verbose=False)
-    assert given.cur_scale == 8.0
-
-
 def test_fused_adam_takes_its_arguments_in_the_order_of_the_era() -> None:
     apex_mp.install_as_apex()
     early: Any = importlib.import_module("apex.optimizers").FusedAdam
@@ -402,3 +382,35 @@ def test_a_real_apex_is_hidden_by_force_only_and_comes_back(
 
 
 # The page
+
+
+@pytest.mark.parametrize(
+    ("era", "module", "scale"),
+    [
+        ("2019-03", "apex.optimizers", 2.0**32),
+        ("2019-03", "apex.optimizers.fp16_optimizer", 2.0**32),
+        ("2019-08", "apex.optimizers", 2.0**16),
+        ("2020", "apex.contrib.optimizers", 2.0**16),
+        ("2019-03", "apex.fp16_utils", 2.0**32),
+    ],
+)
+def test_the_dynamic_scale_starts_where_it_did(era: str, module: str, scale: float) -> None:
+    apex_mp.install_as_apex(era)
+    make: Any = importlib.import_module(module).FP16_Optimizer
+    optimizer = make(torch.optim.SGD(params(), lr=0.1), dynamic_loss_scale=True, verbose=False)
+    assert optimizer.cur_scale == scale
+    assert optimizer.__class__.__name__ == "FP16_Optimizer"
+    assert isinstance(optimizer, apex_mp.fp16_utils.FP16_Optimizer)
+    given = make(torch.optim.SGD(params(), lr=0.1), 1.0, True, {"init_scale": 8.0}, verbose=False)
+    assert given.cur_scale == 8.0
+
+
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_the_later_fused_adam_clears_gradients_as_it_was_told(set_grad_none: bool) -> None:
+    apex_mp.install_as_apex("2020")
+    make: Any = importlib.import_module("apex.optimizers").FusedAdam
+    (param,) = given = params()
+    optimizer = make(given, set_grad_none=set_grad_none)
+    param.grad = torch.ones(2)
+    optimizer.zero_grad()
+    assert (param.grad is None) == set_grad_none

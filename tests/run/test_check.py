@@ -14,6 +14,10 @@ from apex_mp._check.report import examine
 
 pytestmark = pytest.mark.cpu_only
 
+
+MAIN = "if __name__ == '__main__':\n    pass\n"
+
+
 OLD_SCRIPTS = Path(__file__).parents[1] / "old_scripts"
 ADAM = "from apex.optimizers import FusedAdam\n"
 
@@ -283,3 +287,34 @@ def test_run_takes_the_era_and_says_by_what(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stdout) == (0, "FusedLAMB\n"), result.stderr
     assert result.stderr == "apex_mp run: --era 2019-08, by FusedLAMB at train.py:1\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "first"),
+    [
+        ({"setup.py": MAIN, "tools/train.py": ADAM + MAIN, "a.py": MAIN}, "tools/train.py"),
+        ({"a.py": MAIN, "main.py": MAIN, "b.py": ""}, "main.py"),
+        ({"p/__init__.py": "", "p/train.py": MAIN}, "-m p.train"),
+        ({"p/__init__.py": "", "p/__main__.py": MAIN}, "-m p"),
+    ],
+)
+def test_the_likeliest_program_comes_first(
+    files: dict[str, str], first: str, tmp_path: Path
+) -> None:
+    lines = examine(write(tmp_path, files)).text(has_gpu=True).splitlines()
+    command = lines[lines.index("start with") + 1].replace(f"{tmp_path}/", "")
+    assert command == f"  python -m apex_mp run {first} ..."
+
+
+def test_a_module_is_read_in_its_own_package_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "p/__main__.py": "import p.a, other\n",
+        "p/a.py": "import amp_C\namp_C.multi_tensor_lamb\n",
+    }
+    write(tmp_path, files | {"other.py": "from apex.optimizers import FusedAdagrad\n"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [each.where for each in evidence.in_module("p")] == ["p/a.py:2"]
+    assert [each.where for each in evidence.in_module("p.a")] == ["p/a.py:2"]
+    assert evidence.in_module("no.such.module") == []

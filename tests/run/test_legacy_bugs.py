@@ -19,7 +19,7 @@ ADAM = "test_fused_adam_equivalence.py"
 ADAM_CALL = "test_fused_adam_legacy_call.py"
 ADAM_STATE = "test_fused_adam_state.py"
 FUNCTIONS = "test_fp16util.py"
-PARALLEL = "test_parallel_arguments.py"
+PARALLEL = "test_parallel.py"
 PROCESSES = "test_two_processes.py"
 SCALERS = "test_loss_scaler_faces.py"
 
