@@ -410,3 +410,17 @@ def test_an_old_script_finds_it_where_it_was() -> None:
         assert issubclass(names["W"], names["R"])
     finally:
         apex_mp.uninstall_as_apex()
+
+
+def test_the_object_that_computes_a_weight_has_what_it_had() -> None:
+    module = nn.Sequential(nn.Linear(3, 4))
+    present = Reparameterization.apply(module, "0.weight", 0, WeightNorm)
+    assert isinstance(present, WeightNorm)
+    assert (present.name, present.dim, present.module) == ("weight", 0, module[0])
+    assert present.reparameterization_names == ["weight_g", "weight_v"]
+    assert present.get_params(module[0]) == [module[0].weight_g, module[0].weight_v]
+    assert torch.equal(present.compute_weight(), module[0].weight)
+    assert torch.equal(present.compute_weight(module, "0.weight"), module[0].weight)
+    assert Reparameterization.get_module_and_name(module, "0.weight") == (module[0], "weight")
+    assert Reparameterization.get_module_and_name(module, "") == (None, None)
+    assert present.remove(module[0]) is module[0].weight

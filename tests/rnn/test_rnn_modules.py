@@ -23,6 +23,8 @@ pytestmark = [
     # Of cuDNN, where weights are computed.
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous"),
 ]
+
+
 F64 = torch.float64
 
 
@@ -270,3 +272,10 @@ def test_apex_has_them_under_the_old_names(as_apex: Any) -> None:
     assert isinstance(
         names["toRNNBackend"](cell, 2, bidirectional=True), RNNBackend.bidirectionalRNN
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_with_one_layer_is_told(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"dropout is 0\.5 and num_layers is 1") as told:
+        KINDS[kind](3, 5, 1, dropout=0.5)
+    assert told[0].filename == __file__

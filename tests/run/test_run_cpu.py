@@ -325,3 +325,14 @@ def test_what_stands_for_a_gpu_makes_no_noise(
             torch.ones(1).cuda()
     assert profile is not None
     assert "pin_memory" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_device_is_a_device() -> None:
+    device: Any = torch.device("cuda:0")
+    assert isinstance(device, torch.device)
+    assert issubclass(type(device), torch.device)
+    assert torch.device("cpu") == device
+    assert torch.device(type="cuda", index=0) == device
+    with torch.device("cuda"):
+        assert torch.ones(1).device == CPU
