@@ -79,7 +79,7 @@ BUGS = {
         "csrc/cuda/step/last_block.h",
         "atomicInc(arrived, blocks - 1) == blocks - 1;",
         "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
-        f"{STEPS}::test_overflows_are_told_of_with_the_names_of_parameters",
+        f"{STEPS}::test_overflows_are_reported_with_the_names_of_parameters",
         r"\)\.overflow$|== 256\.0|inf or NaN",
     ),
     "unaligned-memory-is-taken-for-aligned": Bug(
@@ -92,7 +92,7 @@ BUGS = {
 }
 
 
-def verdict(bug: Bug, status: int | None, output: str) -> str:
+def judge(bug: Bug, status: int | None, output: str) -> str:
     """Return "caught", or how the tests failed to catch the bug."""
     if status is None:
         return f"not caught: the tests did not end in {SECONDS} seconds"
@@ -105,7 +105,7 @@ def verdict(bug: Bug, status: int | None, output: str) -> str:
 
 
 def run(slug: str, bug: Bug, device: str) -> tuple[str, str]:
-    """Run the tests of a bug on the package that has it; return the verdict and what they print."""
+    """Run the tests of a bug on the package that has it; return the result and what they print."""
     folder = PREPARED / "bugs" / slug
     if not (folder / "apex_mp" / "__init__.py").exists():
         return "not built (make gpu-prepare)", ""
@@ -120,8 +120,8 @@ def run(slug: str, bug: Bug, device: str) -> tuple[str, str]:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return verdict(bug, None, ""), ""
-    return verdict(bug, done.returncode, done.stdout), done.stdout
+        return judge(bug, None, ""), ""
+    return judge(bug, done.returncode, done.stdout), done.stdout
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ WORK = (
 PLACE = Path("apex_mp", f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
 RECIPE = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "apex_mp/_version.py")
 
-# What only a GPU can tell to be better, for python -m benchmarks.step --extensions.
+# What only a GPU can show to be better, for python -m benchmarks.step --extensions.
 TUNED = "csrc/cuda/variants.h"
 VARIANTS = {
     "one-vector": Change(TUNED, "APEX_MP_VECTORS 2\n", "APEX_MP_VECTORS 1\n"),

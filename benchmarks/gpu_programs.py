@@ -97,7 +97,7 @@ def step_many_tensors(device: str) -> None:
 
 
 def change_many_groups(device: str) -> None:
-    """More groups change at once than there is room for beside gradients."""
+    """More groups change at once than fit beside gradients."""
     params = params_of(device, (F32,), [5] * 300)
     optimizer = FusedAdam([{"params": [param]} for param in params], max_grad_norm=1.0)
     for lr in (0.1, 0.2, 0.3):

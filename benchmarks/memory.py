@@ -146,7 +146,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken")
-    # torch's allocator tells what the calling thread makes; so it should make all.
+    # torch's allocator reports what the calling thread makes; so it should make all.
     parser.add_argument("--threads", type=int, default=1, help="but for the resident set [1]")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for the JSON")

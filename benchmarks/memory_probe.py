@@ -40,7 +40,7 @@ class Extra(NamedTuple):
 def allocated(work: Callable[[], object], device: str) -> Extra:
     """Run something, and return what torch's allocator gave out meanwhile.
 
-    On a CPU, memory from before that is freed meanwhile makes no room; on a GPU it does.
+    On a CPU, memory from before that is freed meanwhile does not count; on a GPU it does.
     """
     return _allocated_on_gpu(work) if device == "cuda" else _allocated_on_cpu(work)
 

@@ -90,7 +90,7 @@ def char_lstm() -> Task:
 
 
 def bert() -> Task:
-    """A small BERT tells from a docstring which package it is from."""
+    """A small BERT predicts from a docstring which package it is from."""
     data, model = (_import("bert", name) for name in ("bert_data", "bert_model"))
     examples = data.docstrings()
     labels = sorted({example.label for example in examples})

@@ -41,7 +41,7 @@ class Pass(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A case that stands ready: what brings gradients in, untimed, and the step."""
+    """A case that stands ready: what makes gradients, untimed, and the step."""
 
     prepare: Callable[[], None]
     step: Callable[[], object]
@@ -131,7 +131,7 @@ class Arena:
 
     @cached_property
     def grads(self) -> list[Tensor]:
-        """Room for gradients in float32; several cases write them, so each fills it anew."""
+        """Memory for gradients in float32; several cases write them, so each fills it anew."""
         return [torch.empty(shape, device=self.device) for shape in self.shapes]
 
     def fill_grads(self, scale: float) -> None:
@@ -181,7 +181,7 @@ def parameters(tensors: Iterable[Tensor]) -> list[Parameter]:
     return [Parameter(tensor) for tensor in tensors]
 
 
-def bring_in(params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
+def give_grads(params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
     """Set gradients as a backward after zero_grad() does: as new tensors."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.data  # Unlike detach(), no operator that a profiler has to record.

@@ -22,9 +22,9 @@ from benchmarks.step_arena import (
     Case,
     Pass,
     Running,
-    bring_in,
     count_on_host,
     count_on_param,
+    give_grads,
     parameters,
 )
 
@@ -55,7 +55,7 @@ def ours_fp16(arena: Arena, max_grad_norm: float = 0.0) -> Running:
     assert optimizer.loss_scale == SCALE  # So gradients that come in are taken for scaled ones.
     optimizer._weights.mute()  # Cases take turns on the same weights.
     arena.share_moments(inner, step=count_on_param)
-    return Running(lambda: bring_in(params, arena.half_grads), optimizer.step)
+    return Running(lambda: give_grads(params, arena.half_grads), optimizer.step)
 
 
 def ours_fp16_clip(arena: Arena) -> Running:
@@ -70,7 +70,7 @@ def ours_bf16(arena: Arena) -> Running:
     arena.share_moments(optimizer, step=count_on_param)
     for param, master in zip(params, arena.weights, strict=True):
         optimizer.state[param]["master_param"] = master
-    return Running(lambda: bring_in(params, arena.bfloat_grads), optimizer.step)
+    return Running(lambda: give_grads(params, arena.bfloat_grads), optimizer.step)
 
 
 def split(arena: Arena, half: list[Tensor], **options: Any) -> tuple[list[Tensor], FusedAdam]:
@@ -87,7 +87,7 @@ def split(arena: Arena, half: list[Tensor], **options: Any) -> tuple[list[Tensor
 def split_bf16(arena: Arena, **options: Any) -> Running:
     """On bfloat16 parameters."""
     params, optimizer = split(arena, arena.bfloat, **options)
-    return Running(lambda: bring_in(params, arena.bfloat_grads), optimizer.step)
+    return Running(lambda: give_grads(params, arena.bfloat_grads), optimizer.step)
 
 
 def split_fp16(arena: Arena, **options: Any) -> Running:
@@ -99,7 +99,7 @@ def split_fp16(arena: Arena, **options: Any) -> Running:
         scaler.step(optimizer)
         scaler.update()
 
-    prepare = with_loss(lambda: bring_in(params, arena.half_grads), scaler, arena.device)
+    prepare = with_loss(lambda: give_grads(params, arena.half_grads), scaler, arena.device)
     return Running(prepare, step)
 
 
@@ -111,7 +111,7 @@ def fp32(arena: Arena, kind: Any, scale: float = 1.0, **options: Any) -> tuple[R
 
     def prepare() -> None:
         arena.fill_grads(scale)
-        bring_in(params, arena.grads)
+        give_grads(params, arena.grads)
 
     return Running(prepare, optimizer.step), optimizer
 

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from benchmarks.step_report import count, finding, pairs, shown, surroundings
 
-# Okabe and Ito's colours, which people tell apart with any colour vision.
+# Okabe and Ito's colours, which people distinguish with any colour vision.
 OURS, TORCH, OTHERS = "#0072b2", "#c9c9c9", "#e69f00"
 INK, FAINT = "#222222", "#777777"
 LOOK: Any = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.step_arena import OPTIONS, Arena, Case, Running, bring_in, parameters
+from benchmarks.step_arena import OPTIONS, Arena, Case, Running, give_grads, parameters
 from benchmarks.step_cases import ADAM, FP32
 
 Facts = Mapping[str, Callable[[Tensor], object]]
@@ -54,7 +54,7 @@ class Peer:
 
         def prepare() -> None:
             arena.fill_grads(1.0)
-            bring_in(params, arena.grads)
+            give_grads(params, arena.grads)
 
         return Running(prepare, optimizer.step)
 

@@ -18,8 +18,8 @@ from benchmarks.step_arena import (
     SCALE,
     Arena,
     Running,
-    bring_in,
     count_on_param,
+    give_grads,
     parameters,
 )
 
@@ -102,7 +102,7 @@ def _grad(param: Parameter) -> Tensor:
 
 def per_tensor(arena: Arena, max_norm: float = 0.0) -> Running:
     plain = PerTensor(arena, max_norm)
-    return Running(lambda: bring_in(plain.model, arena.half_grads), plain.step)
+    return Running(lambda: give_grads(plain.model, arena.half_grads), plain.step)
 
 
 def per_tensor_clip(arena: Arena) -> Running:
@@ -111,7 +111,7 @@ def per_tensor_clip(arena: Arena) -> Running:
 
 def foreach(arena: Arena, max_norm: float = 0.0) -> Running:
     plain = Foreach(arena, max_norm)
-    return Running(lambda: bring_in(plain.model, arena.half_grads), plain.step)
+    return Running(lambda: give_grads(plain.model, arena.half_grads), plain.step)
 
 
 def foreach_clip(arena: Arena) -> Running:
@@ -120,4 +120,4 @@ def foreach_clip(arena: Arena) -> Running:
 
 def bfloat_foreach(arena: Arena) -> Running:
     plain = BfloatForeach(arena)
-    return Running(lambda: bring_in(plain.model, arena.bfloat_grads), plain.step)
+    return Running(lambda: give_grads(plain.model, arena.bfloat_grads), plain.step)

@@ -105,7 +105,7 @@ def equal(count: int, size: int) -> Callable[[], Iterator[Shape]]:
 
 
 CPU, CUDA = ("cpu",), ("cuda",)
-# What tells most comes first: time may end before they do.
+# What matters most comes first: time may end before they do.
 WORKLOADS = (
     Workload("BERT-large", bert_large, CUDA),
     Workload("ResNet-50", resnet50),

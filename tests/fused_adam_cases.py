@@ -104,7 +104,7 @@ def assert_same_state(one: Optimizer, other: Optimizer) -> None:
 
 
 def state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
-    """Return the state of a parameter without the flag by which a device tells a first step."""
+    """Return the state of a parameter without the flag of a first step on a device."""
     state = optimizer.state.get(param, {})
     return {key: value for key, value in state.items() if key != "is_fresh"}
 

@@ -70,7 +70,7 @@ def by_global(module: str, name: str, *arguments: Any) -> bytes:
 
 
 def by_stack_global(module: str, name: str, *arguments: Any) -> bytes:
-    """The same by STACK_GLOBAL, which pickle protocol 4 brought."""
+    """The same by STACK_GLOBAL, which pickle protocol 4 added."""
     called = pickle.dumps(arguments, protocol=2)[2:-1]
     return b"\x80\x04" + _text(module) + _text(name) + b"\x93" + called + b"R."
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "release"
 README = (ROOT / "README.md").read_text("utf-8")
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
-# In the environment of the wheel already: torch brings them, or they are the compiler's.
+# In the environment of the wheel already: torch needs them, or they are the compiler's.
 NOT_INCLUDED = ("libtorch*", "libc10*", "libcudart*", "libgomp*")
 
 

@@ -12,7 +12,7 @@ from apex_mp.optimizers._several_devices import SeveralDevices
 
 
 def side_of(param: Tensor) -> torch.device:
-    """One of two devices that differ for whoever compares them, and are the same memory."""
+    """One of two devices that differ when they are compared, and are the same memory."""
     kind = param.device.type
     return torch.device(kind, 0) if param.numel() % 2 else torch.device(kind)
 

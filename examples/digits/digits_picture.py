@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-# Okabe and Ito's colours, which people tell apart with any colour vision, as they do the dashes.
+# Okabe and Ito's colours, which people distinguish with any colour vision, as they do the dashes.
 STYLES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#b8b8b8", "linewidth": 6.0, "solid_capstyle": "round"},
     "fp16 static": {"color": "#e69f00", "linewidth": 2.0, "linestyle": (0, (6, 2))},

@@ -26,7 +26,7 @@ COMPARED = (
 )
 SETTINGS = ("steps", "prompts", "group", "length", "width", "layers", "learning_rate", "loss_scale")
 LAST = 10  # steps, whose mean reward is that of a run
-# Okabe and Ito's colours, which people tell apart with any colour vision.
+# Okabe and Ito's colours, which people distinguish with any colour vision.
 STYLES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#999999", "linewidth": 5.0},
     "fp16": {"color": "#0072b2", "linewidth": 1.8},

@@ -85,7 +85,7 @@ def module_with(function: Callable[..., Any]) -> Any:
     return module
 
 
-def test_what_somebody_else_put_there_since_is_left_alone() -> None:
+def test_what_other_code_put_there_since_is_left_alone() -> None:
     module = module_with(abs)
     patches = Patches()
     patches.install(module, "function", tenfold)

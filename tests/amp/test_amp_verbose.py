@@ -48,7 +48,7 @@ def test_a_network_prints_what_it_printed(
 ) -> None:
     """Two weights and two biases a kind of layer, and the images: ReLU gives half to the others.
 
-    All lines of a call are equal, so their order cannot be told.
+    All lines of a call are equal, so their order does not show.
     """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

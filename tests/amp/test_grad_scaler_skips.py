@@ -151,7 +151,7 @@ def test_an_optimizer_that_was_not_stepped_is_a_sentence(device: torch.device) -
 # --- Masters that are missing.
 
 
-def test_parameters_without_masters_are_told_of_once_with_what_is_lost(
+def test_parameters_without_masters_are_reported_once_with_what_is_lost(
     device: torch.device,
 ) -> None:
     model = Net(device).half()
@@ -185,9 +185,7 @@ def test_parameters_without_masters_are_told_of_once_with_what_is_lost(
 
 
 @pytest.mark.parametrize("kind", ["float32", "masters", "frozen"])
-def test_nothing_is_told_of_parameters_that_need_no_masters(
-    kind: str, device: torch.device
-) -> None:
+def test_parameters_that_need_no_masters_are_not_reported(kind: str, device: torch.device) -> None:
     params = make_params(device, torch.float32 if kind == "float32" else F16)
     for param in params:
         param.requires_grad_(kind != "frozen")

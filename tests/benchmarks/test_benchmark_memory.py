@@ -15,7 +15,7 @@ from benchmarks import memory as benchmark
 from benchmarks import memory_probe, memory_report
 from benchmarks.memory_cases import CASES, QUICK, OwnArena, build, overflow
 from benchmarks.memory_probe import HELD
-from benchmarks.step_arena import MAX_NORM, OPTIONS, SCALE, Case, Running, bring_in, parameters
+from benchmarks.step_arena import MAX_NORM, OPTIONS, SCALE, Case, Running, give_grads, parameters
 from benchmarks.step_shapes import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def in_groups(arena: OwnArena) -> Running:
     assert optimizer.loss_scale == SCALE
     arena.share_moments(inner)
     grads = [arena.half_grads[0].float(), *arena.half_grads[1:]]
-    return Running(lambda: bring_in([*single, *half], grads), optimizer.step)
+    return Running(lambda: give_grads([*single, *half], grads), optimizer.step)
 
 
 IN_GROUPS = Case("ours fp16, in groups", "", (), in_groups)

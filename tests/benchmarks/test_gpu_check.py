@@ -89,7 +89,7 @@ def test_sound_stages_pass_and_two_files_are_left(desk: Desk, capsys: Any) -> No
         assert {Path(name).name for name in logs.getnames()} >= {"build.log", "report.log"}
 
 
-def test_a_stage_that_fails_is_told_and_the_others_run(desk: Desk, capsys: Any) -> None:
+def test_a_stage_that_fails_is_reported_and_the_others_run(desk: Desk, capsys: Any) -> None:
     table = [stage("a", "print('so it is', flush=True); raise SystemExit(3)"), stage("b")]
     assert desk.run(table) == 1
     assert desk.outcomes == {"a": "failed", "b": "passed"}
@@ -289,7 +289,7 @@ def test_the_tests_that_are_to_catch_bugs_are_there() -> None:
 def test_a_bug_is_caught_if_a_test_fails_in_its_words(
     status: int | None, output: str, verdict: str
 ) -> None:
-    assert gpu_bugs.verdict(gpu_bugs.BUGS["the-host-waits"], status, output).startswith(verdict)
+    assert gpu_bugs.judge(gpu_bugs.BUGS["the-host-waits"], status, output).startswith(verdict)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_a_float32_checkpoint_goes_into_a_model_of_any_dtype_and_wrapper(wrap: A
         assert torch.equal(value, wanted.to(value.dtype)), name
 
 
-def test_each_tensor_is_told_of_in_one_line() -> None:
+def test_each_tensor_is_reported_in_one_line() -> None:
     lines: list[str] = []
     model = nn.DataParallel(network_to_half(Net()))
     convert.load(model, float32_state(), report=lines.append)

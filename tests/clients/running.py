@@ -79,8 +79,8 @@ def checkpoint(path: Path) -> dict[str, Any]:
 def write_sentences(folder: Path) -> None:
     """Write train and valid, .src and .tgt: words in a circle, and the same in capitals.
 
-    A word tells the next one, so that the loss falls evenly from the start: no run owes its loss to
-    the step at which it found out how to copy.
+    A word determines the next one, so that the loss falls evenly from the start: no run owes its
+    loss to the step at which it found out how to copy.
     """
     draw = random.Random(1)
     for part, count in (("train", 400), ("valid", 20)):

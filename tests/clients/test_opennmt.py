@@ -85,7 +85,7 @@ def step_of(run: Run) -> int:
     return step
 
 
-def test_fp16_weights_train_as_fp32_ones_do_once_the_scale_has_settled(
+def test_fp16_weights_train_as_fp32_ones_do_once_the_scale_is_stable(
     opennmt: OpenNMT, fp16: Run
 ) -> None:
     # From 2**32 the first steps are skipped: torch's Adam takes as many as FusedAdam really took.

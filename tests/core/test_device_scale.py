@@ -35,7 +35,7 @@ optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS
 
 @pytest.fixture(autouse=True)
 def on_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep scales on the device, whichever that is; nothing arrives before somebody waits."""
+    """Keep scales on the device, whichever that is; nothing arrives before the host waits."""
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
     monkeypatch.setattr(Readback, "has_arrived", lambda self: False)
     yield
@@ -137,7 +137,7 @@ def test_random_programs_end_with_the_same_bits_as_on_the_host(
 
 
 @optimizers
-def test_whoever_asks_is_told(make: Any, handle: Any, weight: Any) -> None:
+def test_a_query_waits_for_the_result(make: Any, handle: Any, weight: Any) -> None:
     optimizer = make([weight])
     for value, scale in ((1.0, SCALE), (INF, SCALE / 2), (1.0, SCALE / 2)):
         optimizer.zero_grad()
@@ -171,7 +171,7 @@ def test_the_message_comes_later_and_names_what_is_still_there(
     assert caplog.messages[1:] == [first.format(32768.0, 16384.0)]
 
 
-def test_switching_off_tells_everything_and_still_skips(
+def test_switching_off_reports_everything_and_still_skips(
     handle: Any, weight: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer = FusedAdam([weight])
@@ -214,7 +214,7 @@ if os.fork():
 
 @pytest.mark.slow
 @pytest.mark.cpu_only
-def test_what_is_under_way_at_the_end_of_the_process_is_told_once(tmp_path: Path) -> None:
+def test_what_is_under_way_at_the_end_of_the_process_is_reported_once(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
     )

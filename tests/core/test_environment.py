@@ -67,7 +67,7 @@ def test_a_missing_extension_is_an_import_error_with_the_build_command(unbuilt: 
 
 
 @pytest.mark.slow
-def test_sources_that_hide_an_installed_apex_mp_are_told(
+def test_sources_that_hide_an_installed_apex_mp_are_reported(
     unbuilt: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As after "pip install ." in the folder of the sources, for Python started there.
@@ -196,7 +196,7 @@ def gpu_facts(
     return {fact.name: fact for fact in report.facts}
 
 
-def test_a_gpu_with_a_cpu_build_is_told_the_cuda_build_command(
+def test_a_gpu_with_a_cpu_build_gets_the_cuda_build_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = gpu_facts(monkeypatch, built=None, gpu=(9, 0))
@@ -205,19 +205,19 @@ def test_a_gpu_with_a_cpu_build_is_told_the_cuda_build_command(
     assert "FORCE_CUDA=1 " in facts["CUDA"].mend
 
 
-def test_a_cpu_torch_on_a_machine_with_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_torch_on_a_machine_with_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     facts = gpu_facts(monkeypatch, built=None, gpu=None)
     assert facts["GPUs"].value == "none that torch sees"
     assert "install a CUDA build of torch" in facts["GPUs"].mend
 
 
-def test_a_level_below_the_processors_best_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_below_the_processors_best_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = gpu_facts(monkeypatch, built=None, gpu=None)
     assert facts["instruction set"].value.startswith("avx2 (this processor could use avx512")
 
 
-def test_missing_build_tools_are_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_build_tools_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real = environment.importlib.util.find_spec
     hidden = {"pybind11", "wheel"}
     monkeypatch.setattr(

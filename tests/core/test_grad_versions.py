@@ -166,7 +166,7 @@ CAME_IN: tuple[Callable[[list[Parameter]], object], ...] = (
 
 
 @pytest.mark.parametrize("change", CAME_IN, ids=lambda change: change.__name__)
-def test_gradients_that_came_in_or_were_written_differ_until_they_are_marked(
+def test_new_or_written_gradients_differ_until_they_are_recorded(
     change: Callable[[list[Parameter]], object],
 ) -> None:
     params = with_grads()
@@ -190,7 +190,7 @@ def test_a_write_to_any_one_of_many_is_seen_also_in_another_order(index: int) ->
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_parameters_without_marked_gradients_differ_as_soon_as_they_have_one(
+def test_parameters_without_recorded_gradients_differ_as_soon_as_they_have_one(
     inference: bool,
 ) -> None:
     param = Parameter(torch.ones(5))

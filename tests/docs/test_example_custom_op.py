@@ -1,4 +1,4 @@
-"""examples/custom_op: a function that demands one precision runs under amp once amp is told."""
+"""examples/custom_op: a function of one precision runs under amp once it is registered."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def text() -> str:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Sequences that go round by one, two or three: what comes next, only two before it tell."""
+    """Sequences that go round by one, two or three: the two before it say what comes next."""
     steps = torch.arange(BATCH) % 3 + 1
     times = torch.arange(BATCHES * LENGTH + 1).unsqueeze(1)
     tokens = (torch.arange(BATCH) + times * steps) % TOKENS

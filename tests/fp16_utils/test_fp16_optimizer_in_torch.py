@@ -187,7 +187,7 @@ def test_hooks_run_once_for_each_real_step(
 
 @faces
 @probes
-def test_grad_scaler_is_told_what_is_wrong(probe: Any, face: Any, device: torch.device) -> None:
+def test_grad_scaler_says_what_is_wrong(probe: Any, face: Any, device: torch.device) -> None:
     weight = ones(2, device=device)
     optimizer = face(probe([weight]), verbose=False)
     scaler = torch.amp.GradScaler(device=device.type)

@@ -253,7 +253,7 @@ def test_a_clip_of_scaled_gradients_gets_a_warning_at_the_first_step_taken_and_o
 
 
 @probes
-def test_a_clip_that_leaves_zeros_because_the_norm_overflows_is_told(
+def test_a_clip_that_leaves_zeros_because_the_norm_overflows_is_warned_of(
     probe: Any, device: torch.device
 ) -> None:
     weight = ones(4, device=device)

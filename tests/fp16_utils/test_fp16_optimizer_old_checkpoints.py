@@ -200,7 +200,7 @@ def test_a_dynamic_scaler_of_amp_is_read(loader: Any, device: torch.device) -> N
 
 @adams
 @loaders
-def test_state_in_the_order_of_early_2018_is_brought_into_ours(
+def test_state_in_the_order_of_early_2018_is_put_into_ours(
     loader: Any, make: Any, device: torch.device
 ) -> None:
     saver = fp16_utils.FP16_Optimizer(make(params_of(device)), 64.0, verbose=False)

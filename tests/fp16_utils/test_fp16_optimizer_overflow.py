@@ -136,7 +136,7 @@ def run_one(optimizer: Any, loss: Any) -> None:
     optimizer.zero_grad()
     optimizer.backward(loss)
     optimizer.step()
-    readback.wait()  # A GPU tells later, unless it is asked to.
+    readback.wait()  # On a GPU the host learns it later, unless it asks.
 
 
 @probes

@@ -39,7 +39,7 @@ class Net(nn.Module):
         return self.norm(self.network(x))
 
 
-def test_a_star_import_brings_the_fourteen_old_names() -> None:
+def test_a_star_import_has_the_fourteen_old_names() -> None:
     names: dict[str, object] = {}
     exec("from apex_mp.fp16_utils import *", names)
     assert {name for name in names if not name.startswith("__")} == set(OLD_NAMES)

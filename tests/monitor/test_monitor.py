@@ -110,7 +110,7 @@ def test_clip_master_grads_is_kept_with_the_norm_from_before_it(probe: Any) -> N
 
 
 @probes
-def test_what_a_device_tells_later_comes_in_order(
+def test_what_a_device_reports_later_comes_in_order(
     probe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})

@@ -59,7 +59,7 @@ CHECKPOINTS = {
         "model.float()",
         "fp16_optimizer_old_checkpoints",
     ),
-    "groups that fit are brought into the order of early 2018": Mutant(
+    "groups that fit are put into the order of early 2018": Mutant(
         "fp16_utils/_checkpoint.py",
         '            or _inner_state.fits(optimizer, inner["state"], saved, ours)\n',
         "",

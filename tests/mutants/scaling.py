@@ -231,7 +231,7 @@ SCALER = {
     "a loss that was not scaled is no mistake after the first": Mutant(
         "amp/grad_scaler.py", "self._losses.forget()", "pass", "grad_scaler_order"
     ),
-    "a float16 loss is told of at any scale": Mutant(
+    "a float16 loss is warned of at any scale": Mutant(
         "amp/_scaled_losses.py", "if scale > _LARGEST:", "if True:", "grad_scaler_order"
     ),
     "some gradients of 0 are taken for all": Mutant(

@@ -10,7 +10,7 @@ _UNDONE = "except BaseException:\n            self._take_back(before)\n"
 _NOT_UNDONE = "except BaseException:\n"
 
 FP16_UTILS = {
-    "a legacy step is told of no loss scale": Mutant(
+    "a legacy step gets no loss scale": Mutant(
         "fp16_utils/_stepping.py",
         '"scale": float(scale),',
         '"scale": 1.0,',
@@ -28,7 +28,7 @@ FP16_UTILS = {
         "        return norm",
         "fp16_optimizer_accumulation",
     ),
-    "inf that an edit brings in is not seen": Mutant(
+    "inf of an edit is not noticed": Mutant(
         "fp16_utils/_stepping.py",
         "self._overflow = None  # An edit, by",
         "pass  # An edit, by",
@@ -142,7 +142,7 @@ OPTIMIZERS = {
         "if False:\n            self._take_back(before)",
         "fp16_optimizer_overflow",
     ),
-    "torch.optim.Adam is told the other decay": Mutant(
+    "torch.optim.Adam gets the other decay": Mutant(
         "optimizers/fused_adam.py",
         'group["decoupled_weight_decay"] = group["adam_w_mode"]',
         'group["decoupled_weight_decay"] = not group["adam_w_mode"]',
@@ -181,7 +181,7 @@ OPTIMIZERS = {
         "{}",
         "unscaled_grads",
     ),
-    "FusedAdam is not told the decay of torch.optim.Adam": Mutant(
+    "FusedAdam does not get the decay of torch.optim.Adam": Mutant(
         "optimizers/fused_adam.py",
         'group["adam_w_mode"] = group.pop("decoupled_weight_decay")',
         'group.pop("decoupled_weight_decay")',

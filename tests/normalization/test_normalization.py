@@ -229,7 +229,7 @@ def test_an_empty_batch_and_a_strided_input_are_taken(
     torch.testing.assert_close(strided.grad, plain.grad)
 
 
-def test_a_module_is_told_apart_copied_pickled_and_compiled() -> None:
+def test_a_module_is_printed_copied_pickled_and_compiled() -> None:
     for kind in MODULES:
         module: Any = kind(4, memory_efficient=True)
         assert repr(module).startswith(f"{kind.__name__}((4,), eps=1e-05, elementwise_affine=True")

@@ -62,7 +62,7 @@ def test_scale_passes_inf_on_and_raises_the_flag_for_good(
 
 
 @pytest.mark.parametrize(("checked", "raised"), [(-1, 1), (0, 0), (1, 1)])
-def test_axpby_looks_for_inf_where_it_is_told(
+def test_axpby_looks_for_inf_where_it_is_asked_to(
     checked: int, raised: int, flag: Tensor, device: torch.device
 ) -> None:
     x, y, out = tensors(device, 1.0), tensors(device, INF), tensors(device, 0.0)

@@ -221,7 +221,7 @@ def test_unscale_finds_inf_and_nan_and_passes_them_on(
 @each_long_list
 @each_dtype
 @pytest.mark.parametrize("where", ["x", "y"])
-def test_axpby_finds_inf_and_nan_in_what_it_was_told_to_test(
+def test_axpby_finds_inf_and_nan_in_what_it_is_to_test(
     where: str,
     dtype: torch.dtype,
     long_list: ListCase,

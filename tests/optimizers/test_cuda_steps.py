@@ -115,7 +115,7 @@ def test_steps_allocate_nothing_on_the_device(max_grad_norm: float, device: torc
     assert allocations() == before
 
 
-def test_overflows_are_told_of_with_the_names_of_parameters(device: torch.device) -> None:
+def test_overflows_are_reported_with_the_names_of_parameters(device: torch.device) -> None:
     optimizer, params = mixed(device)
     values = [1.0, INF, 1.0, 1.0, INF]
     for value in values:

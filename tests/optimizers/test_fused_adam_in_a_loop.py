@@ -72,7 +72,7 @@ def test_a_schedule_gives_the_trajectory_of_torch(
 # --- Hooks, closures, zero_grad
 
 
-def test_zero_grad_sets_gradients_to_none_unless_told_to_zero_them(device: torch.device) -> None:
+def test_zero_grad_sets_gradients_to_none_unless_asked_to_zero_them(device: torch.device) -> None:
     params = make_params(device)
     optimizer = FusedAdam(params, set_grad_none=False)
     give_grads(params, 0)

@@ -107,7 +107,7 @@ def test_a_gradient_where_there_are_no_kernels_is_refused_by_name(steps_before: 
         run.listed[:] = kept
 
 
-def test_without_kernels_for_cuda_the_command_that_builds_them_is_told() -> None:
+def test_without_kernels_for_cuda_the_command_that_builds_them_is_named() -> None:
     param = Parameter(torch.ones(3, device="meta"), requires_grad=False)
     groups: Any = FusedAdam([param]).param_groups
     param.requires_grad_().grad = torch.ones(3, device="meta")

@@ -1,4 +1,4 @@
-"""A loss scale that the step itself brings up to date, on the device of the parameters."""
+"""A loss scale that the step itself updates, on the device of the parameters."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ EDITS: dict[str, tuple[Callable[[Any], None], float]] = {
 
 @pytest.mark.parametrize("limit", [0.0, 0.3])
 @pytest.mark.parametrize(("edit", "factor"), EDITS.values(), ids=EDITS)
-def test_a_warm_plan_steps_with_the_gradients_that_somebody_has_looked_at(
+def test_a_warm_plan_steps_with_the_gradients_that_were_read(
     edit: Callable[[Any], None], factor: float, limit: float
 ) -> None:
     run = make_run(limit=limit, clip="global")

@@ -95,7 +95,7 @@ def test_it_has_its_old_name_in_a_run_and_fails_with_its_script(tmp_path: Path) 
         ([], "the following arguments are required: script"),
     ],
 )
-def test_a_command_that_runs_nothing_is_told_why(
+def test_a_command_that_runs_nothing_gets_the_reason(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

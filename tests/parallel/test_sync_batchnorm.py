@@ -82,7 +82,7 @@ def train(norm: nn.Module, case: Case, inputs: list[Tensor]) -> dict[str, Tensor
 
 
 def second_backward(rank: int) -> list[Any]:
-    """Gradients that two backward passes of a forward each leave, and what a third is told."""
+    """Gradients that two backward passes of a forward each leave, and what a third raises."""
     module = nn.Linear(2, 1, bias=False)
     model = DistributedDataParallel(module)
     for _ in range(2):

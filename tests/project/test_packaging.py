@@ -146,7 +146,7 @@ def test_the_oldest_torch_is_the_same_wherever_it_is_named(
 
 
 def test_metadata_can_be_read_where_the_build_cannot_run(tmp_path: Path) -> None:
-    # Refused with a CPU torch because of the torch, with a CUDA torch because of CUDA_HOME.
+    # Refused with a CPU torch because of the torch, with a CUDA torch because of that folder.
     environment = {"FORCE_CUDA": "1", "CUDA_HOME": str(tmp_path)}
     metadata = run_setup("--name", "--version", **environment)
     assert metadata.returncode == 0, metadata.stderr
@@ -307,7 +307,7 @@ def test_no_flag_lets_the_compiler_change_the_arithmetic(
 # The package
 
 
-def test_build_isolation_would_not_bring_a_torch() -> None:
+def test_build_isolation_would_not_install_a_torch() -> None:
     requires = re.search(r"^requires = (\[.*\])$", PYPROJECT, re.MULTILINE)
     assert requires is not None
     names = {re.split(r"\W", requirement)[0] for requirement in ast.literal_eval(requires[1])}
@@ -393,7 +393,7 @@ def test_a_build_leaves_the_version_of_torch_beside_the_extension(tmp_path: Path
     assert loaded.stdout.strip() == torch.__version__, loaded.stderr
 
 
-def test_the_extension_tells_what_was_built() -> None:
+def test_the_extension_says_what_was_built() -> None:
     assert _C.torch_version == torch.__version__
     assert _C.cpu_level() in _C.cpu_levels()
     assert _C.cpu_levels()[-1] == "baseline"

@@ -1,4 +1,4 @@
-"""examples/imagenet: images, the schedule, what is counted, and what bad input is told."""
+"""examples/imagenet: images, the schedule, what is counted, and what bad input raises."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_the_weight_stays_as_it_is_and_so_does_its_dtype(
     assert_near(module.get_parameter("weight_g"), norms(before, dim))
     with torch.no_grad():
         module.get_parameter("weight_v").zero_()
-    assert torch.equal(weight, before)  # Whoever holds the old parameter keeps its values.
+    assert torch.equal(weight, before)  # References to the old parameter keep its values.
 
 
 def norms(v: Tensor, dim: int | None) -> Tensor:

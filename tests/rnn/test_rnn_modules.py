@@ -112,7 +112,7 @@ def test_a_wrong_argument_is_named_with_its_value_and_the_wish(
 )
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_input_is_told(
+def test_a_wrong_input_is_refused(
     kind: str, bidirectional: bool, x: Any, error: type[Exception], sentence: str
 ) -> None:
     model = KINDS[kind](3, 5, 2, bidirectional=bidirectional)
@@ -147,7 +147,7 @@ SHARED = lstm_cell(5)
     ],
 )
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_layers_that_do_not_fit_are_told(
+def test_layers_that_do_not_fit_are_refused(
     layers: Any, number: int, error: type[Exception], sentence: str, bidirectional: bool
 ) -> None:
     with pytest.raises(error, match=sentence):
@@ -275,7 +275,7 @@ def test_apex_has_them_under_the_old_names(as_apex: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_with_one_layer_is_told(kind: str) -> None:
+def test_dropout_with_one_layer_is_warned_of(kind: str) -> None:
     with pytest.warns(UserWarning, match=r"dropout is 0\.5 and num_layers is 1") as told:
         KINDS[kind](3, 5, 1, dropout=0.5)
     assert told[0].filename == __file__

@@ -1,4 +1,4 @@
-"""The name `apex`: what each era brings, what is refused, and that it goes without a trace."""
+"""The name `apex`: what each era has, what is refused, and that it goes without a trace."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_name_of_the_other_libraries_is_one_under_apex_and_under_apex_mp(
         assert callable(getattr(ours, name))
 
 
-def test_a_star_import_of_fp16_utils_brings_the_14_names() -> None:
+def test_a_star_import_of_fp16_utils_has_the_14_names() -> None:
     apex_mp.install_as_apex()
     names: dict[str, Any] = {}
     exec("from apex.fp16_utils import *", names)
@@ -406,7 +406,7 @@ def test_the_dynamic_scale_starts_where_it_did(era: str, module: str, scale: flo
 
 
 @pytest.mark.parametrize("set_grad_none", [True, False])
-def test_the_later_fused_adam_clears_gradients_as_it_was_told(set_grad_none: bool) -> None:
+def test_the_later_fused_adam_clears_gradients_as_it_was_asked(set_grad_none: bool) -> None:
     apex_mp.install_as_apex("2020")
     make: Any = importlib.import_module("apex.optimizers").FusedAdam
     (param,) = given = params()

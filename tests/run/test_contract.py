@@ -108,7 +108,7 @@ def test_1_the_fused_step_takes_lists_lists_of_lists_and_generators(
 
 
 class Foreign:
-    """An optimizer of somebody's own, which does not derive from torch's."""
+    """An optimizer of the user's own, which does not derive from torch's."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups, self.state = [{"params": [*params], "lr": 0.1}], {}
@@ -375,7 +375,7 @@ PATHS = (
 )
 
 
-def test_11_every_path_can_be_imported_and_the_star_brings_14_names(era: str) -> None:
+def test_11_every_path_can_be_imported_and_the_star_has_14_names(era: str) -> None:
     for path in PATHS.split():
         assert module(path).__name__ == path
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`python -m apex_mp run`: a script cannot tell that it was not python who ran it."""
+"""`python -m apex_mp run`: a script sees no difference from plain python."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_stands_behind_the_target_is_the_scripts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("-m",), ("--era", "2020"), ("--force", "--")])
-def test_nothing_to_run_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_nothing_to_run_is_an_error(words: tuple[str, ...], tmp_path: Path) -> None:
     result = python(tmp_path, *RUN, *words)
     assert result.returncode == 2
     assert "there is nothing to run; give a script, or -m and a module" in result.stderr

@@ -32,7 +32,7 @@ CUDA: Any = torch.cuda
 CPU = torch.device("cpu")
 
 
-# The truth, before anybody is told anything else.
+# The truth, before it is replaced.
 IS_AVAILABLE, IS_BUILT = torch.cuda.is_available(), torch.backends.cuda.is_built()
 
 
@@ -98,7 +98,7 @@ def test_what_is_put_on_a_gpu_is_on_the_cpu(place: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_the_script_is_told_that_there_is_one_gpu() -> None:
+def test_the_script_sees_one_gpu() -> None:
     assert CUDA.is_available()
     assert (CUDA.device_count(), CUDA.current_device()) == (1, 0)
     assert torch.ones(1).is_cuda
@@ -183,7 +183,7 @@ def test_every_spelling_of_nccl_means_gloo(backend: str, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_torch_and_apex_mp_are_told_the_truth() -> None:
+def test_torch_and_apex_mp_see_the_truth() -> None:
     names = {"__name__": "torch.nn.anything", "torch": torch}
     assert eval("torch.cuda.is_available()", names) is IS_AVAILABLE
     assert eval("torch.backends.cuda.is_built()", names) is IS_BUILT

@@ -66,7 +66,7 @@ RUNS = {
 
 def work(rank: int, folder: str) -> None:
     """Be one of the processes: train in every way, and save what was found."""
-    # What torchrun tells accelerate; the processes find each other by a file.
+    # What torchrun sets for accelerate; the processes find each other by a file.
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="localhost")
     torch.set_num_threads(1)

@@ -54,7 +54,7 @@ def around(chunk: int) -> list[int]:
 def sample(
     operator: str, sizes: Sequence[int], dtypes: Sequence[Dtypes], offsets: Offsets
 ) -> Arguments:
-    """Return a sample call with a storage of its own, and no room behind it, for each tensor."""
+    """Return a sample call with a storage of its own, and no memory behind it, for each tensor."""
     case = ListCase("exact", [(size,) for size in sizes])
     call = OPERATOR[operator].sample(case, dtypes, CPU)
     if operator == "unscale_":
@@ -69,7 +69,7 @@ def sample(
 
 
 def moved(tensor: Tensor, offset: int) -> Tensor:
-    # NaN before it: whoever reads that as well finds a number that is not finite.
+    # NaN before it: what reads that as well finds a number that is not finite.
     memory = torch.full((offset + tensor.numel(),), float("nan"), dtype=tensor.dtype)
     memory[offset:] = tensor
     return memory[offset:]

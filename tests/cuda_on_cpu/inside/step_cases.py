@@ -79,7 +79,7 @@ def sample(
 
 
 def _exact_list(case: ListCase, dtypes: Dtypes, offsets: Offsets, position: int) -> list[Any]:
-    """Return tensors with a storage of their own and no room behind it, or None for each."""
+    """Return tensors with a storage of their own and no memory behind it, or None for each."""
     if None in dtypes:
         return [None] * len(case.shapes)
     tensors = make_list(case, dtypes, CPU)

@@ -270,5 +270,5 @@ def _task(task: Task) -> CTask:
     result = CTask(rule, rows, len(rows), groups, len(groups), _number(task.scale))
     result.clip_by_global_norm, result.check = task.clip_by_global_norm, task.check
     result.found_inf = found_inf
-    result.kept = (rows, groups)  # As long as somebody points to them.
+    result.kept = (rows, groups)  # As long as pointers to them are used.
     return result

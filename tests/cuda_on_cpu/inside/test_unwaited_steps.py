@@ -101,7 +101,7 @@ def test_messages_come_late_but_in_order(params: Any, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("arrives", ["later", "at once"])
-def test_an_overflow_is_told_of_by_the_next_backward_if_it_has_arrived(
+def test_an_overflow_is_reported_by_the_next_backward_if_it_has_arrived(
     arrives: str, params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: arrives == "at once")
@@ -189,18 +189,18 @@ def test_a_hook_for_some_steps_leaves_host_and_device_agreeing(params: Any) -> N
 def test_news_that_come_at_once_are_not_lost(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send = readback.submit_tensor
 
-    def send_and_tell(*arguments: Any) -> None:
+    def submit_and_report(*arguments: Any) -> None:
         send(*arguments)
         readback.wait()  # as another thread may
 
-    monkeypatch.setattr(readback, "submit_tensor", send_and_tell)
+    monkeypatch.setattr(readback, "submit_tensor", submit_and_report)
     optimizer = make(params)
     train(optimizer, params, INF)
     optimizer.zero_grad()
     assert optimizer.overflow is True
 
 
-def test_what_has_arrived_is_told_by_steps_too(
+def test_what_has_arrived_is_reported_by_steps_too(
     params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: True)
