@@ -142,6 +142,11 @@ def test_every_path_in_the_glossary_exists() -> None:
         assert (home / path).exists(), path
 
 
+def test_no_file_of_tests_is_longer_than_500_lines() -> None:
+    paths = (ROOT / "tests").rglob("*.py")
+    assert [path for path in paths if len(path.read_text("utf-8").splitlines()) > 500] == []
+
+
 def test_no_two_test_files_have_one_name() -> None:
     # The Makefile and the table of mutants name a test file without its folder.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
