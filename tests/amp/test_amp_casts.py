@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,19 @@ from torch.nn.utils import rnn as rnn_utils
 from apex_mp import amp
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+
+
+def dtypes_in(value: Any) -> list[torch.dtype]:
+    if isinstance(value, Tensor):
+        return [value.dtype] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        return dtypes_in([*value.values()])
+    if isinstance(value, (list, tuple)):
+        return [dtype for each in value for dtype in dtypes_in(each)]
+    return []
+
+
+Pair = collections.namedtuple("Pair", "first second")
 
 
 PROMOTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -35,6 +49,18 @@ PROMOTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 low_dtypes = pytest.mark.parametrize("low", [F16, BF16], ids=["fp16", "bf16"])
+HALF, SINGLE = torch.ones(2, dtype=F16), torch.ones(2)
+CONTAINERS: dict[str, Any] = {
+    "list": [HALF, SINGLE],
+    "tuple": (HALF, SINGLE),
+    "namedtuple": Pair(HALF, [SINGLE]),
+    "dict": {"a": HALF, "b": {"c": (SINGLE, HALF)}},
+    "ordered dict": collections.OrderedDict(b=HALF, a=SINGLE),
+    "default dict": collections.defaultdict(list, a=[HALF], b=[SINGLE, None]),
+    "parameters": [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=F16))],
+    "mixed": [HALF, "text", None, 3, [SINGLE, {"x": HALF}], torch.arange(2)],
+    "packed": rnn_utils.pack_sequence([HALF]),
+}
 
 
 def assert_close_to_float(actual: Tensor, expected: Tensor, low: torch.dtype) -> None:
@@ -273,8 +299,6 @@ def test_out_is_written_and_keeps_its_dtype(name: str, dtype: torch.dtype, verbo
 
 # Containers.
 
-HALF, SINGLE = torch.ones(2, dtype=F16), torch.ones(2)
-
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("name", PROMOTED)
@@ -289,3 +313,24 @@ def test_mixed_operands_are_computed_in_float32(name: str, swap: bool) -> None:
         assert found is expected
     else:
         assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword"])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_come_back_as_what_they_are(name: str, how: str) -> None:
+    """In 2019 parameters in a list, and namedtuples, were TypeErrors."""
+    value = CONTAINERS[name]
+    amp.init(device_type="cpu")
+    for decorate, dtypes in [
+        (amp.half_function, {F16}),
+        (amp.float_function, {F32}),
+        (amp.promote_function, {F32} if F32 in dtypes_in(value) else {F16}),
+    ]:
+        function = decorate(lambda x: x)
+        found = function(value) if how == "positional" else function(x=value)
+        assert type(found) is type(value)
+        assert {*dtypes_in(found)} == dtypes
+        if isinstance(value, dict):
+            assert [*found] == [*value]
+        if isinstance(value, collections.defaultdict):
+            assert found.default_factory is list

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -312,3 +313,27 @@ def test_a_model_can_be_made_parallel_afterwards_but_not_before(level: str) -> N
     assert parallel.state_dict()["module.conv.weight"].dtype is F32
     with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied to the model"):
         initialize(parallel, opt_level=level)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize(
+    ("level", "loss_scale"),
+    [("O1", None), ("O1", 1.0), ("O1", 128.0), ("O2", None), ("O2", "128.0"), ("O3", None)],
+)
+@optimizers
+def test_inf_never_reaches_the_weights(
+    make: Any, level: str, loss_scale: Any, dtype: torch.dtype
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = make(model.parameters())
+    initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, dtype=dtype)
+    state = copy.deepcopy(model.state_dict())
+    for bad in (INF, float("nan")):
+        optimizer.zero_grad()
+        step(optimizer, pull((model.weight, [[1.0, bad]]), (model.bias, [1.0])))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    optimizer.zero_grad()
+    step(optimizer, pull((model.weight, [[1.0, 1.0]]), (model.bias, [1.0])))
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    assert not torch.equal(model.weight.float(), state["weight"].float())

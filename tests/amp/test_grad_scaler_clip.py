@@ -18,6 +18,7 @@ from tolerances import TRAJECTORY_TOLERANCES, assert_near
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_mp.optimizers import FusedAdam
 
@@ -161,3 +162,31 @@ def test_unscale_loses_what_float16_cannot_hold_and_clipping_does_not(
         assert int((used != 0).sum()) == kept[way]
     # 2**-24 is the least number of float16: 2**-10 to 2**-24 are 15 of the 31.
     assert kept == {"unscale_": 15, "clip_grad_norm_": 31, "step alone": 31}
+
+
+@pytest.mark.parametrize(
+    ("way", "measured", "unscaled"),
+    [("step", 1, 0), ("clip_grad_norm_", 1, 0), ("unscale_", 0, 1), ("both", 1, 1)],
+)
+def test_a_fused_step_needs_one_look_at_gradients_before_it(
+    way: str, measured: int, unscaled: int, device: torch.device
+) -> None:
+    counts = {"check_": 0, "unscale_": 0}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            if func.namespace == "apex_mp":
+                counts[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    with Counting():
+        if way in ("clip_grad_norm_", "both"):
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        if way in ("unscale_", "both"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert counts == {"check_": measured, "unscale_": unscaled}

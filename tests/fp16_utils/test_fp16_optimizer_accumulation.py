@@ -371,3 +371,18 @@ def test_an_exception_in_the_closure_comes_out(inner: Any, face: Any, device: to
     assert_same(params, before)
     optimizer.step(closure_of(optimizer, lambda: bowl(params)))
     assert differ(params, before)
+
+
+@probes
+@pytest.mark.parametrize("second", [256.0, 32.0])
+@pytest.mark.parametrize("updates", UPDATES, ids=str)
+def test_gradients_of_two_scales_add_up(
+    updates: tuple[bool, ...], second: float, probe: Any, device: torch.device
+) -> None:
+    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
+    optimizer = wrap(probe(params))
+    for index, (scale, update) in enumerate(zip((128.0, second, 128.0), updates, strict=True)):
+        optimizer.loss_scale = scale
+        optimizer.backward(pull(*((p, 2.0**index) for p in params)), update_master_grads=update)
+    optimizer.step()
+    assert_grads(grads_used(optimizer), 7.0, 7.0)

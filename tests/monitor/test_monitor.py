@@ -18,7 +18,7 @@ from fp16_cases import INF, PROBES, ones, pull, wrap
 from apex_mp import amp
 from apex_mp.core import device_scale, step_log
 from apex_mp.monitor import History, Monitor, Step
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdam, FusedLAMB
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -77,19 +77,6 @@ def test_steps_of_an_fp16_optimizer_are_kept(probe: Any) -> None:
     assert [(found.inf, found.nan) for found in skipped.overflow] == [(1, 0)]
     assert skipped.grad_norm is None
     assert taken == Step(2, 4.0, False, grad_norm=5.0)
-
-
-def test_the_clip_of_a_fused_optimizer_is_what_the_step_multiplied_by() -> None:
-    weight = ones(2)
-    adam = FusedAdam([weight], betas=(0.0, 0.999), max_grad_norm=1.0)
-    optimizer = wrap(adam)
-    monitor = Monitor(optimizer)
-    optimizer.backward(pull((weight, torch.tensor([3.0, 4.0]))))
-    optimizer.step()
-    (step,) = monitor.history.steps
-    assert step.grad_norm == 5.0
-    (state,) = adam.state.values()
-    torch.testing.assert_close(state["exp_avg"], torch.tensor([3.0, 4.0]) * step.clip)
 
 
 @probes
@@ -414,23 +401,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert {**vars(loaded), "steps": None} == {**vars(monitor.history), "steps": None}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[1]",
-        "{}",
-        '{"apex_mp_monitor": 99}',
-        "no json",
-        '{"apex_mp_monitor": 1}',
-        '{"apex_mp_monitor": 1, "length": "x", "steps": 3}',
-    ],
-)
-def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ValueError, match=r"run\.json is (no JSON|not what Monitor\.save writes)"):
-        History.load(tmp_path / "run.json")
-
-
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     watched_run().plot(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
@@ -483,3 +453,22 @@ def test_a_progress_bar_gets_scale_and_skips() -> None:
 def test_without_a_step_the_report_says_what_steps_are_heard_of(make: Any, wish: str) -> None:
     source = make()
     assert re.match("no steps yet: " + wish, Monitor(source).report())
+
+
+@pytest.mark.parametrize(
+    ("fused", "clip", "factor"),
+    [(FusedAdam, "group", 1 / 8), (FusedAdam, "global", 1 / 10), (FusedLAMB, "group", 1 / 10)],
+)
+def test_the_smallest_factor_of_all_groups_is_kept(
+    fused: type[FusedAdam | FusedLAMB], clip: str, factor: float
+) -> None:
+    weights = ones(1), ones(1), ones(1)
+    groups = [{"params": [each]} for each in weights[:2]]
+    groups.append({"params": [weights[2]], "max_grad_norm": 0.0})
+    optimizer = wrap(fused(groups, max_grad_norm=1.0), clip=clip)
+    monitor = Monitor(optimizer)
+    optimizer.backward(pull((weights[0], 6.0), (weights[1], 8.0), (weights[2], 0.0)))
+    optimizer.step()
+    (step,) = monitor.history.steps
+    assert step.grad_norm == 10.0
+    assert step.clip == pytest.approx(factor, rel=1e-5)

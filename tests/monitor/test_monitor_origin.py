@@ -12,6 +12,21 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_mp.monitor import Origin, find_nonfinite
 
+
+class Cache(nn.Module):
+    """Has a buffer that its first forward fills, and makes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.late = torch.ones(3)
+        self.register_buffer("new", torch.ones(3))
+        return self.weight * x
+
+
 INF, NAN = float("inf"), float("nan")
 
 
@@ -326,3 +341,9 @@ def test_code_between_modules_counts_as_that_of_the_module_around_it() -> None:
 
     for planted, phase in ((Inf(), "forward"), (BadBackward(), "backward")):
         assert place(find(Net(Middle(planted)))) == (phase, "layers.1.middle", "Middle")
+
+
+def test_buffers_that_forward_makes_are_gone_afterwards() -> None:
+    model = Cache()
+    assert find_nonfinite(model, lambda: model(torch.ones(3)).sum()) is None
+    assert model._buffers == {"late": None}

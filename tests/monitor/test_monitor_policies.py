@@ -19,6 +19,7 @@ from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
+
 both_paths = pytest.mark.parametrize("device_path", [False, True], ids=["host", "device"])
 
 
@@ -193,3 +194,11 @@ def test_the_smallest_scale_of_a_grad_scaler_raises(made: Any) -> None:
 def test_a_policy_that_there_is_not_is_refused(options: Any, wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
         Monitor(**options)
+
+
+@both_paths
+@pytest.mark.usefixtures("paths")
+def test_skips_that_go_on_are_looked_into_once() -> None:
+    optimizer, monitor, model = watched(scale=2.0**16, after=1)
+    train(optimizer, monitor, model, "---+--")
+    assert [*monitor.history.origins] == [1, 5]

@@ -37,10 +37,10 @@ AMP = {
         "amp/_masters.py",
         "self._grads = _Grads.CLEARED",
         "pass",
-        "amp_opt_levels",
+        "amp_masters",
     ),
     "masters keep their gradients after a skipped step": Mutant(
-        "amp/step_guard.py", "slots.params[row].grad = None", "pass", "amp_opt_levels"
+        "amp/step_guard.py", "slots.params[row].grad = None", "pass", "amp_masters"
     ),
     "a step takes scaled gradients": Mutant(
         "amp/step_guard.py",
@@ -64,31 +64,31 @@ AMP = {
         "core/masters.py",
         "if param.dtype in LOW_PRECISION and param.requires_grad:",
         "if param.dtype in LOW_PRECISION:",
-        "amp_opt_levels",
+        "amp_masters",
     ),
     "masters begin with rounded values": Mutant(
         "amp/_masters.py",
         "originals.get(param, param).data.float()",
         "param.data.float()",
-        "amp_opt_levels",
+        "amp_masters",
     ),
     "state stays with the model's parameters": Mutant(
         "core/masters.py",
         "            if param in state:\n",
         "            if False:\n",
-        "amp_opt_levels",
+        "amp_masters",
     ),
     "gradients of a step count again": Mutant(
         "amp/_masters.py",
         "self._grads = _Grads.USED",
         "pass",
-        "amp_opt_levels",
+        "amp_masters",
     ),
     "a closure computes with old weights": Mutant(
         "amp/_masters.py",
         "            self.copy_to_model()\n            return closure()",
         "            return closure()",
-        "amp_opt_levels",
+        "amp_masters",
     ),
     "a model saves rounded weights": Mutant(
         "amp/_master_state.py",

@@ -326,6 +326,6 @@ OPTIMIZERS = {
         "fp16_utils/_inner_state.py",
         'return _LIKE_PARAM if layout is None else (*layout.tensors, "master_param")',
         "return _LIKE_PARAM",
-        "fused_rules",
+        "fused_rules_in_wrappers",
     ),
 }

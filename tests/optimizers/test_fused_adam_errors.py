@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from fused_adam_cases import (
     Unchanged,
     copies_of,
-    give_grads,
     make_params,
     train,
 )
 from tolerances import assert_near
-from torch.nn import Parameter
 
 from apex_mp.optimizers import FusedAdam
 
@@ -146,70 +143,3 @@ def test_a_misspelt_keyword_is_refused(device: torch.device) -> None:
 
 
 # --- A step that raises leaves everything as it was
-
-
-def sparse(param: Parameter) -> None:
-    param.grad = param.detach().to_sparse()
-
-
-SPARSE = r"^FusedAdam does not support sparse gradients, please consider SparseAdam instead$"
-
-
-def with_gaps(param: Parameter) -> None:
-    param.data = torch.ones(3, 4, device=param.device, dtype=param.dtype)[:, ::2]
-
-
-def overlapping(param: Parameter) -> None:
-    param.data = torch.ones(3, 1, device=param.device).expand(3, 2)
-
-
-def complex_one(param: Parameter) -> None:
-    param.data = param.data.to(torch.complex64)
-
-
-def plain(device: torch.device, dtype: torch.dtype = torch.float32) -> Parameter:
-    return Parameter(torch.ones(3, 2, device=device, dtype=dtype))
-
-
-# What the constructor cannot know: parameters change later.
-REFUSED: dict[str, tuple[Callable[[Parameter], None], str]] = {
-    "sparse": (sparse, SPARSE),
-    "a parameter with gaps": (
-        with_gaps,
-        r"FusedAdam: params\[\d\]\[\d\] has sizes \[3, 2\] and strides \[4, 2\]; its elements must "
-        r"lie in memory without gaps or overlap, make it contiguous\(\)",
-    ),
-    "a parameter that overlaps itself": (
-        overlapping,
-        r"FusedAdam: params\[\d\]\[\d\] has sizes \[3, 2\] and strides \[1, 0\]",
-    ),
-    "a complex parameter": (
-        complex_one,
-        r"FusedAdam: params\[\d\]\[\d\] is of dtype ComplexFloat; it must be Half or",
-    ),
-}
-
-
-@pytest.mark.parametrize("place", ["only group", "first group", "second group"])
-@pytest.mark.parametrize(("spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_refused_parameter_leaves_every_parameter_and_state_as_it_was(
-    spoil: Callable[[Parameter], None],
-    message: str,
-    place: str,
-    device: torch.device,
-) -> None:
-    good, bad = make_params(device), plain(device)
-    groups = {
-        "only group": [[*good, bad]],
-        "first group": [[bad], good],
-        "second group": [good, [bad]],
-    }[place]
-    optimizer = FusedAdam([{"params": group} for group in groups], weight_decay=0.1)
-    give_grads([*good, bad], 0)
-    spoil(bad)
-    with Unchanged(optimizer), pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-    assert not optimizer.state
-    bad.grad = None
-    optimizer.step()  # the others go on
-    assert all(int(optimizer.state[param]["step"]) == 1 for param in good)

@@ -155,31 +155,6 @@ def test_the_legacy_call_takes_lists_groups_or_a_generator(device: torch.device)
 # --- Errors: a sentence, and nothing is written.
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"lr": -0.1}, r"lr is -0\.1; it must be 0 or more"),
-        ({"lr": float("nan")}, "lr is nan; it must be 0 or more"),
-        ({"lr": torch.zeros(2)}, "lr is a tensor of 2 elements; it must have 1"),
-        ({"lr": 0.1, "momentum": -1.0}, r"momentum is -1\.0; it must be 0 or more"),
-        ({"lr": 0.1, "weight_decay": -1.0}, r"weight_decay is -1\.0; it must be 0 or more"),
-        ({"lr": 0.1, "max_grad_norm": -1.0}, r"max_grad_norm is -1\.0; it must be 0 or more"),
-        ({"lr": 0.1, "nesterov": True}, "nesterov is True, momentum 0.* needs momentum"),
-        (
-            {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1},
-            r"nesterov is True, momentum 0\.9 and dampening 0\.1; it needs momentum and no",
-        ),
-    ],
-    ids=str,
-)
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^FusedSGD: {sentence}"):
-        FusedSGD([Parameter(torch.ones(1))], **options)
-    optimizer = FusedSGD([Parameter(torch.ones(1))], 0.1)
-    with pytest.raises(ValueError, match=f"^FusedSGD: {sentence}"):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(1))], **options})
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
 def test_low_precision_parameters_keep_float32_momentum(
     dtype: torch.dtype, device: torch.device

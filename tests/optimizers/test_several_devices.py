@@ -29,6 +29,13 @@ from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam, _device_part
 from apex_mp.optimizers._several_devices import SeveralDevices
 
+SCALES: dict[str, Callable[[], Any]] = {
+    "1": lambda: 1.0,
+    "a number": lambda: 128.0,
+    "a tensor": lambda: torch.tensor([[128.0]]),
+}
+
+
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
 
@@ -268,3 +275,38 @@ def train_on(devices: list[torch.device], max_grad_norm: float) -> FusedAdam:
     for param, twin in zip(params, twins, strict=True):
         assert_near(param.detach().cpu(), twin.detach(), TRAJECTORY_TOLERANCES[F32])
     return optimizer
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["group", "global"])
+def test_scaled_and_unscaled_gradients_are_measured_together(
+    everywhere: bool, check: bool, scale: Callable[[], Any]
+) -> None:
+    optimizer, expected, params, twins = clipped_pair(both_sides())
+    outcomes: list[Any] = []
+    for one, own in ((optimizer, params), (expected, twins)):
+        # Those of even size have their scaled gradient in another parameter, others in their own.
+        models = [
+            Parameter(param.detach().half()) if i % 3 else None for i, param in enumerate(own)
+        ]
+        for step in range(3):
+            factor = float(scale())
+            for index, (param, model) in enumerate(zip(own, models, strict=True)):
+                grad = fresh_grad(param, step, index)
+                if model is None:
+                    param.grad = grad
+                else:
+                    model.grad = (grad * factor).half()
+            rest = iter(models)
+            lists: Any = [[next(rest) for _ in group["params"]] for group in one.param_groups]
+            request = StepRequest(
+                grads_of=lists, copies=lists, check=check, clip_by_global_norm=everywhere
+            )
+            outcomes.append(one.step(grads=request, scale=scale()).outcome)
+    assert_same_trajectory(optimizer, params, expected, twins)
+    for ours, theirs in zip(outcomes[:3], outcomes[3:], strict=True):
+        assert ours.found_inf is False
+        assert theirs.found_inf is False
+        if check:
+            torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-6, atol=0.0)

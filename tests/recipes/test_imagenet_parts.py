@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 pytest_plugins = ["imagenet_cases"]
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
@@ -87,20 +86,6 @@ def test_processes_validate_each_image_once(scripts: SimpleNamespace, folder: Pa
     assert len(seen) == len(alone) == len(val)
     assert torch.equal(torch.stack(seen).flatten(1).sum(1).sort()[0],
                        alone.flatten(1).sum(1).sort()[0])  # fmt: skip
-
-
-def test_the_prefetcher_yields_every_batch_in_order_and_normalized(
-    scripts: SimpleNamespace,
-) -> None:
-    pixels = torch.randint(256, (10, 3, 4, 4), dtype=torch.uint8)
-    pairs = [(image, number) for number, image in enumerate(pixels)]
-    got = [*scripts.common.Prefetcher(DataLoader(pairs, batch_size=4), "cpu")]
-    assert [len(target) for _, target in got] == [4, 4, 2]
-    assert torch.cat([target for _, target in got]).tolist() == [*range(10)]
-    mean, std = (
-        torch.tensor(each).view(3, 1, 1) for each in (scripts.common.MEAN, scripts.common.STD)
-    )
-    torch.testing.assert_close(torch.cat([batch for batch, _ in got]), (pixels / 255 - mean) / std)
 
 
 @pytest.mark.parametrize("way", ["--fp16", "--static-loss-scale 128", "--dynamic-loss-scale"])

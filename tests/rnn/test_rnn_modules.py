@@ -157,21 +157,6 @@ def test_layers_that_do_not_fit_are_refused(
 # Layers and cells of the user's own.
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_list_of_layers_may_have_layers_of_several_sizes(
-    bidirectional: bool, device: torch.device
-) -> None:
-    layers = [lstm_cell(3, 2), lstm_cell(2, 4)]
-    model = models.toRNNBackend(layers, 2, bidirectional).to(device)
-    output, (h, c) = model(torch.randn(6, 2, 3, device=device))
-    width = 2 if bidirectional else 1
-    assert output.shape == (6, 2, 4 * width)
-    assert [state.shape for state in h] == [(2, 2 * width), (2, 4 * width)]
-    assert c.shape == (2, 2, 5 * width)
-    _, (h, _) = model(torch.randn(6, 2, 3, device=device), collect_hidden=True)
-    assert [state.shape for state in h[5]] == [(2, 2 * width), (2, 4 * width)]
-
-
 def minimal_gated_unit(
     x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
 ) -> Tensor:
