@@ -20,7 +20,7 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
-    rules = ("adam_grad_scaler", "adagrad", "lamb", "novograd")
+    rules = ("adam_in_a_loop", "adagrad", "lamb", "novograd")
     # The first unscales gradients in place, the second steps tensors of many vectors.
     of_each = (
         ("_in_wrappers.py", "grad_scaler_skips_overflows_and_no_other_step"),

@@ -135,6 +135,9 @@ def _translate_cuda(sources_root: Path, generated: Path, grid: Grid) -> None:
         text = f'#line 1 "csrc/{path.relative_to(sources_root)}"\n{text}'
         if not copy.exists() or copy.read_text() != text:
             copy.write_text(text)
+    for path in generated.rglob("*.*"):
+        if not (sources_root / path.relative_to(generated)).exists():
+            path.unlink()  # of an earlier csrc/
     if launches != 1:
         raise RuntimeError(f"{sources_root}/cuda says <<<>>> {launches} times; it must be once")
 

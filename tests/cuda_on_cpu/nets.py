@@ -27,7 +27,7 @@ PLAN = (
     f"{INSIDE}/test_unwaited_steps.py",
     *(
         f"tests/optimizers/test_fused_adam_{name}.py"
-        for name in ("equivalence", "errors", "grad_scaler", "in_a_loop", "legacy_call", "state")
+        for name in ("equivalence", "errors", "in_a_loop", "legacy_call", "state")
     ),
     *(f"tests/optimizers/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
     *(
@@ -48,7 +48,7 @@ PLAN = (
     "tests/optimizers/test_unscaled_grads.py",
     *(
         f"tests/fp16_utils/test_fp16_optimizer_{name}.py"
-        for name in ("accumulation", "clipping", "closures", "legacy", "masters", "overflow")
+        for name in ("accumulation", "clipping", "legacy", "masters", "overflow")
     ),
 )
 # What an ordinary test asks of the CPU and not of CUDA: that the host knows found_inf, and that
@@ -57,7 +57,7 @@ NOT_FOR_CUDA = (
     "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
     "tests/optimizers/test_fused_adam_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
-    "tests/optimizers/test_fused_rules.py::test_a_first_step_that_is_skipped_leaves_no_state",
+    "tests/optimizers/test_fused_rules_in_wrappers.py::test_a_first_step_that_is_skipped_leaves_no_state",
     "tests/optimizers/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",
     "tests/optimizers/test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
     "tests/fp16_utils/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",

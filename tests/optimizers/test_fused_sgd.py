@@ -180,3 +180,28 @@ def test_low_precision_parameters_keep_float32_momentum(
             assert buffer.dtype == F32
             assert_near(buffer, each.buffer)
             assert_near(param.detach(), each.param)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr": -0.1}, r"lr is -0\.1; it must be 0 or more"),
+        ({"lr": float("nan")}, "lr is nan; it must be 0 or more"),
+        ({"lr": torch.zeros(2)}, "lr is a tensor of 2 elements; it must have 1"),
+        ({"lr": 0.1, "momentum": -1.0}, r"momentum is -1\.0; it must be 0 or more"),
+        ({"lr": 0.1, "weight_decay": -1.0}, r"weight_decay is -1\.0; it must be 0 or more"),
+        ({"lr": 0.1, "max_grad_norm": -1.0}, r"max_grad_norm is -1\.0; it must be 0 or more"),
+        ({"lr": 0.1, "nesterov": True}, "nesterov is True, momentum 0.* needs momentum"),
+        (
+            {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1},
+            r"nesterov is True, momentum 0\.9 and dampening 0\.1; it needs momentum and no",
+        ),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^FusedSGD: {sentence}"):
+        FusedSGD([Parameter(torch.ones(1))], **options)
+    optimizer = FusedSGD([Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(ValueError, match=f"^FusedSGD: {sentence}"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(1))], **options})
