@@ -45,7 +45,7 @@ class Target(NamedTuple):
 # One after another. Then those for one core, two at a time, the longest first.
 ON_BOTH_CORES = [
     Target("build", 4, EACH_TIME),
-    Target("test", 9, EACH_TIME),
+    Target("test", 6, EACH_TIME),
     Target("test-slow", 5, EACH_TIME),
     Target("processors", 1, EACH_TIME),
     Target("cuda-on-cpu", 12, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),

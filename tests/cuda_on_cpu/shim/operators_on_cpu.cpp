@@ -1,5 +1,6 @@
-// csrc/cuda/operators/operators.cpp, registered for CPU tensors: to its code they are on a CUDA device.
-// First everything that it includes, and what these include: the macros below are for it alone.
+// csrc/cuda/operators/operators.cpp, registered for CPU tensors: to its code they are on a CUDA
+// device. First everything that it includes, and what these include: the macros below are for it
+// alone.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
