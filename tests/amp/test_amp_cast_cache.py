@@ -159,9 +159,6 @@ def test_a_forward_without_grad_costs_a_later_one_no_gradient(
     assert model.weight.grad.any()
 
 
-# Gradients through a cast that is kept.
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

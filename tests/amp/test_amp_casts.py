@@ -297,9 +297,6 @@ def test_out_is_written_and_keeps_its_dtype(name: str, dtype: torch.dtype, verbo
     torch.testing.assert_close(out, expected, rtol=2.0**-10, atol=0.0)
 
 
-# Containers.
-
-
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("name", PROMOTED)
 def test_mixed_operands_are_computed_in_float32(name: str, swap: bool) -> None:

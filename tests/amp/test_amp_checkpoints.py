@@ -175,9 +175,6 @@ def test_a_float32_script_goes_on_from_a_checkpoint_of_o2_and_back(make: Any) ->
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
 
 
-# amp.state_dict and amp.load_state_dict.
-
-
 def scales() -> list[tuple[float, int]]:
     return [(scaler.loss_scale(), scaler._unskipped) for scaler in _amp_state.loss_scalers]
 

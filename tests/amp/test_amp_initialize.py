@@ -397,9 +397,6 @@ def test_a_registered_function_that_is_gone_is_refused_and_nothing_is_changed(be
         unchanged.check()
 
 
-# What comes back.
-
-
 # enabled=False.
 
 
@@ -419,6 +416,3 @@ def test_enabled_false_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[
     assert [*amp.master_params(optimizer)] == [*model.parameters()]
     assert amp.state_dict() == {}
     assert capsys.readouterr().out == ""
-
-
-# Several calls in a process.

@@ -48,8 +48,6 @@ def process_group(tmp_path: Any) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-# Training.
-
 # Every operation of a step rounds by 2**-11 or 2**-8 of the value; fifteen steps from a loss of 1.1
 # have accumulated the figures in the comments.
 LOSS_TOLERANCES = {
@@ -221,9 +219,6 @@ def test_each_loss_has_its_own_scale(level: str) -> None:
     assert model.weight.item() == -3.0
 
 
-# Steps.
-
-
 # Overflows.
 
 
@@ -277,9 +272,6 @@ def test_scale_loss_refuses_a_loss_id_without_a_scale(loss_id: int) -> None:
         amp.scale_loss(model.weight.sum(), optimizer, loss_id=loss_id),
     ):
         pass
-
-
-# Copies, compilation, parallel training.
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

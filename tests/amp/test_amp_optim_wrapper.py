@@ -285,9 +285,3 @@ def test_scales_alone_are_loaded_and_leave_the_optimizer_as_it_is(
     wrapped.load_state_dict(state)
     assert scales(wrapped) == expected
     assert str(wrapped._optimizer.state_dict()) == before
-
-
-# Copies.
-
-
-# A model in low precision.

@@ -56,8 +56,6 @@ def arguments(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-# Decorators.
-
 # Which dtypes a decorated function is called with, and which it gets.
 GETS = [
     ("half", [S, S], [H, H]),
@@ -144,9 +142,6 @@ def test_what_is_no_function_cannot_be_decorated(thing: Any) -> None:
     for decorator in DECORATORS.values():
         with pytest.raises(TypeError, match="is not a function or method"):
             decorator(thing)
-
-
-# What happens inside.
 
 
 # Among C functions are torch's own: they do what the user said, not what a list says.
@@ -245,8 +240,6 @@ def test_tensors_in_containers_of_any_kind_are_cast(
     assert same(mixed, ((wide,), {"key": s}))
     assert same(low, containers(h)[which])  # The caller's own stays as it is.
 
-
-# Registration: what it says is done, whatever the lists say.
 
 # Owner, name, a call, and the result's dtype: by the lists, and as registered.
 WINS: list[tuple[str, Any, str, Callable[[Tensor, Tensor], Tensor], torch.dtype, torch.dtype]] = [

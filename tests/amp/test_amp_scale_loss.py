@@ -189,15 +189,6 @@ def test_fifty_skipped_steps_in_a_row_warn_once(handle: Any, device: torch.devic
     assert "The worst: group 0, parameter 0 [2]: 2 inf, 0 NaN." in str(caught[0].message)
 
 
-# What it says.
-
-
-# Copies.
-
-
-# Switching off.
-
-
 # Checkpoints of the handle.
 
 
@@ -218,9 +209,6 @@ def test_the_scale_of_a_handle_is_saved_and_loaded(handle: Any, device: torch.de
     disabled: Any = amp.init(enabled=False)
     disabled.load_state_dict(state)
     assert disabled.state_dict() == {}
-
-
-# Numbers.
 
 
 def test_a_closure_whose_loss_is_not_finite_is_not_called_until_the_scale_is_gone(

@@ -203,9 +203,6 @@ def test_an_overflow_whose_check_is_delayed_skips_one_step_and_lowers_the_scale_
     assert_grads([weight, other], 1.0, 0.5 if step_between else 1.0)
 
 
-# Masters, which amp.initialize gives to an optimizer.
-
-
 @pytest.fixture
 def with_master(device: torch.device) -> tuple[nn.Parameter, nn.Parameter, Any]:
     model, master = param([1.0], device, F16), param([1.0], device)

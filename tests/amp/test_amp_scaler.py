@@ -62,12 +62,6 @@ def test_a_wrong_argument_is_named(
         LossScaler(**options)
 
 
-# The old names.
-
-
-# Checkpoints.
-
-
 @pytest.mark.parametrize(
     ("state", "error"),
     [

@@ -139,9 +139,6 @@ def test_a_thread_casts_as_the_current_init_says(pool: Callable[[], Any], starte
         assert run(autocast_state) == at_rest
 
 
-# What is started later.
-
-
 # Every rule of the main thread.
 
 QUERY = torch.rand(1, 1, 2, 4)
@@ -321,9 +318,6 @@ def test_the_step_of_an_optimizer_is_not_cast_and_its_closure_is() -> None:
     optimizer.step(closure=closure)
     optimizer.step()
     assert [optimizer.found, in_closure, dtypes_here()] == [UNCAST, [CAST] * 2, CAST]
-
-
-# Exceptions and regions.
 
 
 def test_a_users_own_regions_have_their_way() -> None:

@@ -74,9 +74,6 @@ def test_a_copy_goes_on_as_the_original(copied: Any, used: bool, device: torch.d
     assert scales[0] == scales[1] == (2.0**9 if used else 2.0**10)
 
 
-# --- float16 gradients.
-
-
 def test_any_torch_optimizer_steps_masters_of_a_half_model(device: torch.device) -> None:
     # As scripts have it: fp32 masters are made by prep_param_lists.
     model = torch.nn.Linear(4, 3).to(device).half()

@@ -60,12 +60,6 @@ def test_norms_and_gradients_are_those_of_unscale_and_torch_clip(
                 assert_close(ours.grad, theirs.grad)
 
 
-# --- What float16 loses.
-
-
-# --- Mistakes.
-
-
 def test_clipping_twice_and_after_the_step_are_refused_as_unscale_is(device: torch.device) -> None:
     params = make_params(device)
     optimizer = FusedAdam(params)

@@ -183,9 +183,6 @@ def test_a_float16_loss_whose_gradient_is_inf_is_warned_of_once(
     assert "Compute the loss in float32, of outputs.float()" in message
 
 
-# --- Gradients that torch's clip_grad_norm_ has made 0.
-
-
 @pytest.mark.parametrize("where", ["host", "device"])
 @each_fused
 def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(

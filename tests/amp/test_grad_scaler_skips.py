@@ -148,9 +148,6 @@ def test_an_optimizer_that_was_not_stepped_is_a_sentence(device: torch.device) -
             ask(optimizer)
 
 
-# --- Masters that are missing.
-
-
 def test_parameters_without_masters_are_reported_once_with_what_is_lost(
     device: torch.device,
 ) -> None:

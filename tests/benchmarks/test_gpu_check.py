@@ -224,9 +224,6 @@ def test_tests_pass_if_some_did_and_none_failed_or_hangs(
     assert judged[0] is passes
 
 
-# The plugin, under the real pytest
-
-
 # The programs for sanitizers
 
 

@@ -278,9 +278,6 @@ def test_an_optimizer_of_another_model_is_refused_and_so_is_the_one_inside(face:
     assert str(model.state_dict()) == before
 
 
-# Keys.
-
-
 @wraps
 @pytest.mark.parametrize(
     "prefix", ["", "module.", "1.", "network.", "module.1.", "module.network.", "0.", "1.module."]

@@ -294,9 +294,6 @@ def test_the_names_of_2019_are_forgotten_after_a_load(tmp_path: Path) -> None:
         torch.load(tmp_path / "old.pt", weights_only=True)
 
 
-# What is no checkpoint.
-
-
 def saved(value: Any, *, new: bool = True) -> bytes:
     file = io.BytesIO()
     torch.save(value, file, _use_new_zipfile_serialization=new)

@@ -1,4 +1,4 @@
-"""x"""
+"""GradSlots: gradients, read in one walk. FoundInf: inf and NaN in them, by device."""
 
 from __future__ import annotations
 

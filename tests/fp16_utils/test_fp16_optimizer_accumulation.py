@@ -148,9 +148,6 @@ def test_a_model_that_clears_its_gradients_in_between_forgets_them_all(
     assert_grads(grads_used(optimizer), 1.0, 1.0)
 
 
-# An exception inside backward, which the caller survives.
-
-
 @probes
 @pytest.mark.parametrize("raising_update", [True, False])
 @pytest.mark.parametrize("update", [True, False])

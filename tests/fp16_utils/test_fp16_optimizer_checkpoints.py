@@ -407,9 +407,6 @@ def test_masters_find_their_parameters_after_unfreezing(
         assert torch.equal(ours, theirs)
 
 
-# The layouts of the old eras.
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 @loaders
 def test_a_checkpoint_that_holds_the_scaler_itself_is_loaded(

@@ -240,9 +240,6 @@ def test_in_a_compiled_training_step_only_the_model_is_traced(
     assert_same(everything(optimizer), everything(expected))
 
 
-# Copying.
-
-
 @faces
 @probes
 @pytest.mark.parametrize("by", [copy.copy, copy.deepcopy, pickle.dumps])

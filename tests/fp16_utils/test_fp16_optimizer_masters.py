@@ -369,9 +369,6 @@ def test_masters_can_be_exported(
     assert master.tolist() == [1.5, 2.5]
 
 
-# What it costs.
-
-
 @pytest.mark.cpu_only  # the names of passes
 @pytest.mark.cpu_only  # the names of passes
 def test_masters_gradients_cost_nothing_unlooked_at(device: torch.device) -> None:

@@ -451,9 +451,6 @@ def test_two_optimizers_on_the_same_parameters_get_a_warning(
         second.step()
 
 
-# Masters beyond float16.
-
-
 def beyond(probe: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     weight = parameter([65000.0, 1.0], dtype, device)
     model = torch.nn.ParameterDict({"weight": weight})

@@ -124,9 +124,6 @@ def test_a_plain_state_that_does_not_fit_changes_nothing(
     assert str(optimizer.param_groups) == options
 
 
-# GradScaler.
-
-
 @faces
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_grad_scalers_state_gives_the_loss_scale_and_nothing_else(

@@ -197,9 +197,6 @@ def test_a_message_names_the_three_worst_and_counts_the_others(
     ]
 
 
-# Endless overflow.
-
-
 @faces
 @probes
 @scalings

@@ -302,9 +302,6 @@ def test_a_step_that_raises_does_not_shift_those_after_it(made: Any) -> None:
     assert not monitor._runs
 
 
-# Plain loops.
-
-
 # What a Monitor leaves alone.
 
 
@@ -324,9 +321,6 @@ def test_a_monitor_keeps_no_optimizer_and_no_gradient_alive() -> None:
 def test_what_takes_no_steps_is_refused(source: Any) -> None:
     with pytest.raises(TypeError, match="it must be an FP16_Optimizer, a GradScaler"):
         Monitor(source)
-
-
-# Where it goes.
 
 
 class Writer:

@@ -245,9 +245,6 @@ def test_a_larger_scale_saves_what_was_predicted(power: int, dtype: torch.dtype)
     )
 
 
-# Updates that are lost.
-
-
 def expected(optimizer: Any, params: list[Tensor], scale: float) -> list[tuple[int, int]]:
     """Count with an optimizer of torch, or ours, made anew in float64."""
     wide = [nn.Parameter(param.detach().double()) for param in params]

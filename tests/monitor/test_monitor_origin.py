@@ -290,9 +290,6 @@ def test_a_run_that_returns_no_loss_is_refused(run: Any, error: Any, wish: str) 
         find_nonfinite(model, lambda: run(model))
 
 
-# Compiled modules.
-
-
 def compiled_whole(model: nn.Module) -> Any:
     return torch.compile(model, backend="eager")
 

@@ -100,9 +100,6 @@ def test_the_batch_of_the_skipped_step_is_run_again_and_not_the_present_one() ->
     assert "sick" in monitor.history.origins[1]
 
 
-# The smallest scale.
-
-
 @both_paths
 @pytest.mark.usefixtures("paths")
 def test_a_skip_at_the_smallest_scale_raises_with_the_diagnosis() -> None:

@@ -476,6 +476,3 @@ def test_the_compiled_module_has_the_outputs_statistics_and_gradients_of_float64
         assert mine.dtype is of.dtype
         assert theirs.grad is not None
         near(mine, theirs.grad)
-
-
-# The name apex

@@ -456,9 +456,6 @@ def test_a_negation_that_torch_puts_off_is_read_and_never_written(
             assert_same_bits(ours, wanted)
 
 
-# --- What dispatch sends to no kernel.
-
-
 # --- Autograd.
 
 

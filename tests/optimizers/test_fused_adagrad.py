@@ -70,9 +70,6 @@ def test_the_arguments_have_the_order_and_the_defaults_of_apex() -> None:
     ]
 
 
-# --- Checkpoints.
-
-
 def test_the_state_of_torch_is_gone_on_with(device: torch.device) -> None:
     params = make_params(device)
     theirs = copies_of(params)

@@ -104,15 +104,6 @@ def test_300_steps_follow_the_formula_with_the_options_that_torch_lacks(
         )
 
 
-# --- float16 and bfloat16
-
-
-# --- Which parameters step
-
-
-# --- Groups
-
-
 # --- The learning rate
 
 

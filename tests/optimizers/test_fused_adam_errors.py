@@ -140,6 +140,3 @@ def test_the_old_positions_and_defaults_of_the_arguments_hold(device: torch.devi
 def test_a_misspelt_keyword_is_refused(device: torch.device) -> None:
     with pytest.raises(TypeError, match="weigth_decay"):
         FusedAdam(make_params(device), weigth_decay=0.1)
-
-
-# --- A step that raises leaves everything as it was

@@ -195,12 +195,6 @@ def test_a_skipped_step_does_not_invalidate_a_graph(device: torch.device) -> Non
     assert param.grad.tolist() == [2.0] * 3
 
 
-# --- unscale_
-
-
-# --- Round about
-
-
 def test_grads_of_ones_own_are_refused_because_nobody_has_checked_them(
     device: torch.device,
 ) -> None:

@@ -253,9 +253,3 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(
     with Unchanged(optimizer), pytest.raises((RuntimeError, TypeError, ValueError), match=message):
         optimizer.load_state_dict(saved)
     train(optimizer, params, range(3, 4))  # and goes on
-
-
-# --- Hooks around saving and loading
-
-
-# --- Names, copies, pickles

@@ -97,9 +97,6 @@ def test_parameters_whose_squares_are_beyond_float32_have_a_norm(
     assert param.tolist() == pytest.approx([3e30 - step, 4e30 + step] * pairs, rel=1e-5)
 
 
-# --- Clipping: by the norm of all groups.
-
-
 # --- The signature.
 
 
@@ -119,9 +116,6 @@ def test_the_arguments_have_the_order_and_the_defaults_of_apex() -> None:
         ("max_grad_norm", 1.0),
         ("use_nvlamb", False),
     ]
-
-
-# --- Checkpoints.
 
 
 def in_apex_layout(optimizer: FusedLAMB) -> dict[str, Any]:

@@ -240,12 +240,6 @@ def test_half_gradients_and_outputs_are_those_of_floats_rounded_once(
         assert_same_bits(copied, wanted.detach().to(output))
 
 
-# --- Under a loss scale.
-
-
-# --- Several devices.
-
-
 # --- Copies.
 
 
@@ -277,9 +271,6 @@ def test_another_optimizer_goes_on_to_the_bit(
     for each, its in ((optimizer, params), (other, others)):
         train(each, its, range(3, 6))
     assert_same_state(optimizer, other)
-
-
-# --- Errors: a sentence, and nothing is written.
 
 
 @each_subject

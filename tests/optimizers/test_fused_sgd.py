@@ -152,9 +152,6 @@ def test_the_legacy_call_takes_lists_groups_or_a_generator(device: torch.device)
             assert torch.equal(param, wanted)
 
 
-# --- Errors: a sentence, and nothing is written.
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
 def test_low_precision_parameters_keep_float32_momentum(
     dtype: torch.dtype, device: torch.device

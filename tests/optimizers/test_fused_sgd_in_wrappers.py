@@ -267,9 +267,6 @@ def test_parameters_on_several_devices_are_stepped_as_on_one(
         torch.testing.assert_close(ours, theirs, rtol=1e-6 if max_grad_norm else 0.0, atol=0.0)
 
 
-# --- amp
-
-
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

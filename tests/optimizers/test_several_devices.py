@@ -227,8 +227,6 @@ def test_a_first_parameter_on_another_device_needs_several_plans() -> None:
     assert_same_state(optimizer, expected)
 
 
-# --- Real devices.
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 

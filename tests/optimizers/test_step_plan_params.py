@@ -335,6 +335,3 @@ def test_a_new_parameter_at_the_address_of_a_freed_one_is_a_new_one(
         run.train(2)
         assert run.optimizer.state[new]["step"] == (4 if keep_state else 2)
     assert reused > 10  # else CPython has given few of them the old address
-
-
-# --- Conversions of a model

@@ -209,11 +209,6 @@ def test_state_is_exchanged_with_torch(
         assert_near(one, exact, TRAJECTORY_TOLERANCES[torch.float32])
 
 
-# Schedulers.
-
-
-# Wrong input.
-
 # torch's arguments that no fused optimizer of ours has.
 NOT_OURS = {"foreach", "fused"}
 # torch computes with betas that are tensors; ours reads them as numbers, so they may be mixed.
@@ -243,9 +238,3 @@ def test_what_torch_refuses_is_refused_with_the_same_type(subject: Subject, erro
         return
     with pytest.raises((error.error_type, TypeError)):
         subject.make(params, **own(given.kwargs))
-
-
-# What is around a step.
-
-
-# Dtypes of state.

@@ -175,9 +175,6 @@ def test_a_gradient_in_another_order_is_unscaled_where_it_lies(
     assert_same_bits(params[0].detach(), params[1].detach())
 
 
-# --- The option
-
-
 @each_optimizer
 def test_an_expanded_gradient_is_refused_before_anything_is_changed(
     make: Make, device: torch.device

@@ -388,12 +388,6 @@ def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
         apply_weight_norm(lazy)
 
 
-# Mixed precision.
-
-
-# The name apex.
-
-
 def test_an_old_script_finds_it_where_it_was() -> None:
     apex_mp.install_as_apex()
     try:

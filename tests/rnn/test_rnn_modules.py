@@ -186,9 +186,6 @@ def test_a_function_may_be_the_cell(dtype: torch.dtype, device: torch.device) ->
     assert all(param.grad.any() for param in model.parameters())
 
 
-# Weights that are computed.
-
-
 # What cuDNN wants.
 
 
@@ -229,9 +226,6 @@ def test_cudnn_is_given_the_weights_to_lay_out_as_by_torch(
     order = [n for n in ("w_ih", "w_hh", "b_ih", "b_hh", "w_ho") if n in names.values()]
     assert [names[address] for address in ours] == order
     assert len(theirs) == len(ours)
-
-
-# The name apex.
 
 
 @pytest.fixture

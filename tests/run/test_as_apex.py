@@ -378,12 +378,6 @@ def test_a_real_apex_is_hidden_by_force_only_and_comes_back(
         del sys.modules[name]
 
 
-# Coming and going
-
-
-# The page
-
-
 @pytest.mark.parametrize(
     ("era", "module", "scale"),
     [

@@ -233,8 +233,6 @@ def test_nothing_to_read_is_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-# `run --era auto` reads the script and what it imports.
-
 PROGRAMS: dict[str, tuple[dict[str, str], list[str]]] = {
     "in the script": ({"train.py": "from apex.optimizers import FusedLAMB\n"}, ["train.py:1"]),
     "in a module": (

@@ -1,4 +1,4 @@
-"""`--device cpu`: what a script says to a GPU works without one, and torch itself is not fooled."""
+"""`--device cpu`: what a script says to a GPU works without one; and `--dtype bfloat16`."""
 
 from __future__ import annotations
 

@@ -203,9 +203,6 @@ def test_a_resumed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert resumed.state.global_step == STEPS
 
 
-# LoRA.
-
-
 # What a user forgets.
 
 
