@@ -17,22 +17,22 @@ __all__ = ["RNNCell", "bidirectionalRNN", "stackedRNN"]
 
 
 class _Several(nn.Module):
-    """Methods that call the same method of all modules in `rnns`."""
+    """Base class with methods that call the same method of all modules in `rnns`."""
 
     rnns: Iterable[Any]  # A ModuleList.
 
     def reset_parameters(self) -> None:
-        """Draw the weights of all layers anew; see `RNNCell.reset_parameters`."""
+        """Initialize the weights of all layers again; see `RNNCell.reset_parameters`."""
         for rnn in self.rnns:
             rnn.reset_parameters()
 
     def init_hidden(self, bsz: int) -> None:
-        """Have a hidden state for `bsz` sequences: zeros, unless there is one for as many."""
+        """Make a hidden state of zeros for `bsz` sequences, unless there is one for as many."""
         for rnn in self.rnns:
             rnn.init_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Cut the hidden state off from the graph; its values stay.
+        """Detach the hidden state from the graph; its values stay.
 
         Raises:
             RuntimeError: There is none yet.
@@ -41,23 +41,23 @@ class _Several(nn.Module):
             rnn.detach_hidden()
 
     def reset_hidden(self, bsz: int) -> None:
-        """Have a hidden state of zeros for `bsz` sequences."""
+        """Set the hidden state to zeros for `bsz` sequences."""
         for rnn in self.rnns:
             rnn.reset_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """Do what `reset_hidden` does; see `RNNCell.init_inference`."""
+        """As `reset_hidden`; see `RNNCell.init_inference`."""
         for rnn in self.rnns:
             rnn.init_inference(bsz)
 
 
 class stackedRNN(_Several):
-    """Layers one upon the other, each with a hidden state that lasts between calls.
+    """A stack of layers, each with a hidden state that is kept between calls.
 
     Args:
         inputRNN: The lowest layer, from which the others are made, or a list of all layers.
-        num_layers: How many [1].
-        dropout: Part of the features that are dropped between layers in training, in [0, 1) [0].
+        num_layers: Number of layers [1].
+        dropout: Probability of dropout between layers in training, in [0, 1) [0].
         batch_first: Whether input and output are (batch, sequence, features) [False].
 
     Raises:
@@ -88,7 +88,7 @@ class stackedRNN(_Several):
         collect_hidden: bool = False,
         reverse: bool = False,
     ) -> tuple[Tensor, list[Any]]:
-        """Run all layers over a sequence, from their hidden states on.
+        """Run all layers over a sequence, starting from their hidden states.
 
         Args:
             input: (sequence, batch, features), or as `batch_first` says.
@@ -96,11 +96,10 @@ class stackedRNN(_Several):
             reverse: Go from the last step to the first [False].
 
         Returns:
-            The output of the highest layer, in the order of the input, and a list of the tensors
-            of the hidden state, (layers, batch, features) each: h, and c of an LSTM, after the step
-            that was taken last. With `collect_hidden` there is a list of such for each tensor: item
-            t is what step t left. Layers of unequal sizes leave a tuple of tensors
-            (batch, features) instead.
+            The output of the highest layer, in the order of the input, and a list with the tensors
+            of the final hidden state: h, and c of an LSTM, (layers, batch, features) each. With
+            `collect_hidden` each item is instead a list of such tensors, one for each time step.
+            For layers of unequal sizes a tensor becomes a tuple of (batch, features) tensors.
 
         Raises:
             TypeError: The input is a PackedSequence, or `collect_hidden` is no bool.
@@ -130,14 +129,14 @@ class stackedRNN(_Several):
 
 
 class bidirectionalRNN(_Several):
-    """Two stacks, one in each direction, whose outputs are put together.
+    """Two stacks, one in each direction, whose outputs are concatenated.
 
-    They are independent: no layer sees the other direction, as those of `torch.nn` above the first
-    do. Their parameters have two names each, `fwd.` and `rnns.0.`, `bckwrd.` and `rnns.1.`, as in
-    old checkpoints.
+    They are independent: no layer sees the other direction, unlike the higher layers of `torch.nn`.
+    Each parameter has two names, with `fwd.` and `rnns.0.`, or `bckwrd.` and `rnns.1.`, as in old
+    checkpoints.
 
     Args:
-        inputRNN: As of `stackedRNN`; the other direction has layers of the same kinds.
+        inputRNN: As of `stackedRNN`; the other direction gets layers like these.
         num_layers: Layers of each direction [1].
         dropout: As of `stackedRNN` [0].
         batch_first: As of `stackedRNN` [False].
@@ -170,7 +169,7 @@ class bidirectionalRNN(_Several):
         input: Tensor,  # noqa: A002
         collect_hidden: bool = False,
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Run both stacks over a sequence, from their hidden states on.
+        """Run both stacks over a sequence, starting from their hidden states.
 
         Args:
             input: As of `stackedRNN`.
@@ -178,8 +177,8 @@ class bidirectionalRNN(_Several):
 
         Returns:
             The output, with twice as many features, those of the forward direction first; and a
-            tuple of what `stackedRNN` returns a list of, put together likewise. The backward
-            direction has come to its hidden state at the first step of the sequence.
+            tuple of hidden states, as the list of `stackedRNN`, concatenated likewise. That of the
+            backward direction is its state after the first step of the sequence.
 
         Raises:
             TypeError: As of `stackedRNN`.
@@ -193,7 +192,7 @@ class bidirectionalRNN(_Several):
 
 
 def _layers(inputRNN: RNNCell | Sequence[RNNCell], num_layers: int) -> list[RNNCell]:
-    """Return `num_layers` layers that fit together, made of one or given."""
+    """Return `num_layers` layers that fit together: the given ones, or copies of one."""
     if isinstance(inputRNN, RNNCell):
         above = [inputRNN.new_like(inputRNN.output_size) for _ in range(num_layers - 1)]
         return [inputRNN, *above]
@@ -244,7 +243,7 @@ def _run(
     collect_hidden: bool,
 ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """Return the output of a layer, and its hidden state after each step or after the last."""
-    # A class of the user's that computes something else takes one step at a time.
+    # A subclass with a forward of its own takes one step at a time.
     takes_sequences = type(layer).forward is RNNCell.forward
     if takes_sequences and not collect_hidden:
         output, hidden = layer(input)
@@ -255,12 +254,12 @@ def _run(
 
 
 def _stacked(states: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Put one tensor of each layer together, if they are of one size."""
+    """Stack one tensor of each layer, if they have one size."""
     return torch.stack(states) if len({state.shape for state in states}) == 1 else states
 
 
 def _side_by_side(one: Any, other: Any) -> Any:
-    """Put two directions together: tensors, or lists and tuples of such."""
+    """Concatenate two directions: tensors, or lists and tuples of tensors."""
     if isinstance(one, Tensor):
         return torch.cat([one, other], -1)
     return type(one)(_side_by_side(*pair) for pair in zip(one, other, strict=True))

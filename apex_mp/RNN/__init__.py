@@ -1,4 +1,4 @@
-"""Recurrent layers that keep their hidden state, by the names of apex.RNN, computed by torch."""
+"""Recurrent layers that keep their hidden state, with the names of apex.RNN, computed by torch."""
 
 from apex_mp.RNN import RNNBackend, cells, models
 from apex_mp.RNN.models import GRU, LSTM, ReLU, Tanh, mLSTM

@@ -1,4 +1,4 @@
-"""RNNCell: the weights of one recurrent layer and its hidden state, which lasts between calls."""
+"""RNNCell: the weights of one recurrent layer and its hidden state, kept between calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex_mp.RNN._steps import RECURRENCES, LSTMCell, run_sequence
 
 
 class Weights(NamedTuple):
-    """The weights of a cell as they are for one call: parameters, or computed from such."""
+    """The weights of a cell during one call: parameters, or tensors computed from parameters."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -29,22 +29,22 @@ class Weights(NamedTuple):
 class RNNCell(nn.Module):
     """One recurrent layer; called with one time step, or with a sequence.
 
-    Its hidden state, the list `hidden` of tensors (batch, features), starts at zeros, goes on with
-    the next call, and is made anew for a batch of another size. It follows dtype and device of the
-    weights. Copies and pickles of a cell have the values of it, cut off from the graph.
+    Its hidden state, the list `hidden` of tensors (batch, features), starts at zeros and is kept
+    for the next call; a batch of another size starts at zeros again. It has the dtype and device
+    of the weights. Copies and pickles of a cell have its values, detached from the graph.
 
     Args:
         gate_multiplier: How many gates: 4 of an LSTM, 3 of a GRU, 1 of a simple RNN.
         input_size: Features of the input.
         hidden_size: Features of the cell.
         cell: Computes a step: `cell(input, hidden, w_ih, w_hh, b_ih=, b_hh=)` returns the new
-            hidden state, a tensor if there is one, else several, the output first. `hidden`
-            likewise: a tensor or a list. Those of `apex_mp.RNN.models` run by torch's recurrences,
-            any other step by step.
+            hidden state: a tensor, or several, the output first. `hidden` is a tensor or a list in
+            the same way. The cells of `apex_mp.RNN.models` run by torch's recurrences, others step
+            by step.
         n_hidden_states: How many tensors the hidden state has: 2 of an LSTM, h and c [2].
         bias: Have biases b_ih and b_hh [False].
-        output_size: Features of the output, which the matrix w_ho projects to after each step; the
-            projection is what the next step sees [None: `hidden_size`, without a projection].
+        output_size: Features of the output, to which w_ho projects h after each step; the next step
+            starts from the projection [None: `hidden_size`, without a projection].
 
     Attributes:
         w_ih: (gate_multiplier * hidden_size, input_size).
@@ -114,10 +114,10 @@ class RNNCell(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, gain: float = 1) -> None:
-        """Draw all weights from between -1 and 1 over the root of `hidden_size`.
+        """Draw all weights uniformly from [-b, b], with b = `1 / sqrt(hidden_size)`.
 
         Args:
-            gain: Without effect, as it was [1].
+            gain: No effect, as in apex [1].
         """
         bound = 1.0 / math.sqrt(self.hidden_size)
         for param in self.parameters():
@@ -126,7 +126,7 @@ class RNNCell(nn.Module):
     # The hidden state
 
     def init_hidden(self, bsz: int) -> None:
-        """Have a hidden state for `bsz` sequences: zeros, unless there is one for as many.
+        """Make a hidden state of zeros for `bsz` sequences, unless there is one for as many.
 
         Args:
             bsz: Sequences in the batch.
@@ -145,7 +145,7 @@ class RNNCell(nn.Module):
         ]
 
     def reset_hidden(self, bsz: int) -> None:
-        """Have a hidden state of zeros for `bsz` sequences.
+        """Set the hidden state to zeros for `bsz` sequences.
 
         Args:
             bsz: Sequences in the batch.
@@ -154,7 +154,7 @@ class RNNCell(nn.Module):
         self.init_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """Do what `reset_hidden` does: where no gradients are wanted, `torch.no_grad()` says so.
+        """As `reset_hidden`; use `torch.no_grad()` if no gradients are needed.
 
         Args:
             bsz: Sequences in the batch.
@@ -162,7 +162,7 @@ class RNNCell(nn.Module):
         self.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Cut the hidden state off from the graph; its values stay.
+        """Detach the hidden state from the graph; its values stay.
 
         Raises:
             RuntimeError: There is none yet.
@@ -174,11 +174,11 @@ class RNNCell(nn.Module):
         self.hidden = [*(state.detach() for state in cast(list[Tensor], self.hidden))]
 
     def _start(self, bsz: int, like: Tensor) -> list[Tensor]:
-        """Return the hidden state that a call begins with."""
+        """Return the hidden state with which a call begins."""
         self._init_hidden(bsz, like)
         states = cast(list[Tensor], self.hidden)
         if not torch.is_inference_mode_enabled():
-            # Autograd cannot keep what was made in inference mode.
+            # Autograd cannot save tensors that were made in inference mode.
             states = [state.clone() if state.is_inference() else state for state in states]
         return [state.to(like) for state in states]
 
@@ -188,7 +188,7 @@ class RNNCell(nn.Module):
         return {**self.__dict__, "hidden": hidden}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RNNCell:
-        # Its own, as torch's parametrizations refuse __getstate__, and copy a module another way.
+        # Not by __getstate__, which torch's parametrizations refuse, because they copy another way.
         result = memo[id(self)] = type(self).__new__(type(self))
         result.__dict__ = copy.deepcopy(RNNCell.__getstate__(self), memo)
         return result
@@ -196,11 +196,11 @@ class RNNCell(nn.Module):
     # The weights
 
     def _weights(self) -> Weights:
-        """Return the weights that the attributes have now."""
+        """Return the present weights."""
         return Weights(self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_ho)
 
     def flatten_parameters(self) -> None:
-        """Lay the weights into one block of memory, as `torch.nn.RNNBase.flatten_parameters` does.
+        """Move the weights to one block of memory, as `torch.nn.RNNBase.flatten_parameters` does.
 
         cuDNN then need not copy them at each call. It is called after each change of device or
         dtype by a method of the module, and does nothing on a CPU and for computed weights.
@@ -219,7 +219,7 @@ class RNNCell(nn.Module):
             **options,
             **projection,
         )
-        # torch leaves them as they are if there are fewer than the layer has.
+        # torch does not flatten weights if there are fewer than the layer has.
         layer._flat_weights = [*weights]
         layer.flatten_parameters()
 
@@ -240,14 +240,14 @@ class RNNCell(nn.Module):
     # A call
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002
-        """Go on from the hidden state by one time step or by all of a sequence.
+        """Take one time step, or all steps of a sequence, from the hidden state.
 
         Args:
             input: (batch, input_size), or (sequence, batch, input_size), in the weights' dtype.
 
         Returns:
-            The new hidden state of a step, a tuple whose first tensor is the output; of a sequence
-            the output (sequence, batch, output_size) and that tuple.
+            For a step the new hidden state, a tuple whose first tensor is the output. For a
+            sequence the output (sequence, batch, output_size) and that tuple.
 
         Raises:
             ValueError: The input has other dimensions, another number of features, no time step, or
@@ -274,7 +274,7 @@ class RNNCell(nn.Module):
             )
         if input.size(0) == 0 and input.dim() == 3:
             raise ValueError(f"{name}: input has no time step; it needs one or more")
-        # Asked as torch.nn asks it.
+        # The same test as in torch.nn.
         autocast = torch._C._is_any_autocast_enabled()
         if self._is_ours() and input.dtype is not weight.dtype and not autocast:
             raise ValueError(
@@ -291,7 +291,7 @@ class RNNCell(nn.Module):
         hidden: list[Tensor],
         weights: Weights,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run in the dtype of the weights, or in float32 where torch has no float16 to speak of."""
+        """Run in the dtype of the weights, or in float32 where torch is slow in float16."""
         dtype = weights.w_ih.dtype
         if dtype is not torch.float16 or not weights.w_ih.is_cpu or not self._is_ours():
             return self._run(input, hidden, weights)
@@ -345,7 +345,7 @@ def at_least_one(name: str, value: int) -> int:
     """Return a size.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not an int of 1 or more.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an int of 1 or more")

@@ -1,4 +1,4 @@
-"""One time step of each cell, and which recurrence of torch runs it over a whole sequence."""
+"""One time step of each cell, and torch's recurrence that runs it over a whole sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Asked for at each call: amp puts its casts there.
+# The module, not its functions: amp replaces those by casting wrappers.
 _VF: Any = torch._VF
 
 
@@ -118,7 +118,7 @@ def run_sequence(
     """
     function = getattr(_VF, RECURRENCES[cell][0])
     states = [state.unsqueeze(0) for state in hidden]
-    # A backward of cuDNN needs what its forward keeps in training only. There is no dropout here.
+    # Only in training does cuDNN's forward save what its backward needs. There is no dropout here.
     training = torch.is_grad_enabled()
     start = states if cell is LSTMCell else states[0]
     output, *states = function(input, start, weights, has_biases, 1, 0.0, training, False, False)

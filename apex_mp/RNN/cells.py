@@ -14,10 +14,10 @@ from apex_mp.RNN._steps import lstm_update
 
 
 class mLSTMRNNCell(RNNCell):
-    """One layer of a multiplicative LSTM: in the gates, m = (w_mih x) * (w_mhh h) stands for h.
+    """One layer of a multiplicative LSTM, whose gates use m = (w_mih x) * (w_mhh h) in place of h.
 
-    Products with the input are taken of all time steps at once, the rest step by step: torch has
-    no such recurrence.
+    Products with the input are computed for all time steps at once, the rest step by step, because
+    torch has no such recurrence.
 
     Args:
         input_size: Features of the input.
@@ -51,7 +51,7 @@ class mLSTMRNNCell(RNNCell):
         return type(self)(size, self.hidden_size, self.bias, self.output_size)
 
     def _weights(self) -> Weights:
-        """Return the weights that the attributes have now."""
+        """Return the present weights."""
         return super()._weights()._replace(w_mih=self.w_mih, w_mhh=self.w_mhh)
 
     def _is_ours(self) -> bool:
@@ -65,7 +65,7 @@ class mLSTMRNNCell(RNNCell):
     ) -> tuple[Tensor, list[Tensor]]:
         h, c = hidden
         w_mih, w_mhh = cast(tuple[Tensor, Tensor], weights[-2:])
-        # What does not depend on h, for all steps at once.
+        # For all steps at once, as they do not depend on h.
         gates = functional.linear(input, weights.w_ih, weights.b_ih)
         factors = functional.linear(input, w_mih)
         outputs = []
@@ -116,6 +116,6 @@ def _step(
     w_mhh: Tensor,
     b_hh: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Take one step, given the products of the input with w_ih (`gates`) and w_mih (`factor`)."""
+    """Take one step from the products of the input with w_ih (`gates`) and w_mih (`factor`)."""
     m = factor * functional.linear(h, w_mhh)
     return lstm_update(gates + functional.linear(m, w_hh, b_hh), c)

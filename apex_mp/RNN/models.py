@@ -96,8 +96,8 @@ def GRU(
     """Return a GRU that keeps its hidden state between calls; arguments as of `LSTM`.
 
     Raises:
-        ValueError: As of `LSTM`, or `output_size` is not `hidden_size`: a GRU's step adds to the
-            state that it was given, which a projection would have made smaller.
+        ValueError: As of `LSTM`, or `output_size` is not `hidden_size`: a GRU adds to its state,
+            which cannot have the size of a projection.
     """
     if output_size not in (None, hidden_size):
         raise ValueError(

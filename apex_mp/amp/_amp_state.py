@@ -1,4 +1,4 @@
-"""What `amp.initialize` has set up in this process, and how much it prints."""
+"""The state of `amp.initialize` in this process, and how much amp prints."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LOG = logger("apex_mp.amp")
 
 
 class AmpState:
-    """The process's one state.
+    """The one state of the process.
 
     Attributes:
         opt_properties: The options, once `initialize` was called.
         loss_scalers: One for each loss.
-        handle: The casts of O1.
+        handle: The handle whose casts O1 switched on.
         models: References to the models that went through `initialize`.
         verbosity: 0 prints nothing, 1 what is set up and skipped steps, 2 casts too.
         hard_override: Print what would be an error about dtypes, and go on.
-        allow_incoming_model_not_fp32: Take models that are in low precision already.
+        allow_incoming_model_not_fp32: Accept models that are in low precision already.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ _amp_state = AmpState()
 
 
 def maybe_print(message: str) -> None:
-    """Log a message, which prints it on the first process of a group, unless verbosity is 0."""
+    """Log a message unless verbosity is 0; the first process of a group prints it."""
     if _amp_state.verbosity > 0:
         LOG.info("%s", message)
 

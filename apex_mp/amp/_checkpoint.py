@@ -24,7 +24,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Take over the state of loss scales; of other numbers of scales what there is for them.
+    """Load the state of loss scales; if their number differs, of as many as both have.
 
     Args:
         state_dict: What `state_dict` returned, here or in 2019, or the state of a
@@ -32,7 +32,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: There is a key of another kind; nothing is changed.
-        TypeError, ValueError, KeyError: A state is not one; nothing is changed.
+        TypeError, ValueError, KeyError: The state of a scale is not valid; nothing is changed.
     """
     state_dict = as_dict("amp", state_dict)
     scalers = _amp_state.loss_scalers

@@ -10,7 +10,7 @@ from apex_mp.amp.patching import Patches
 
 
 class Handle(Protocol):
-    """What other modules of amp use of an `AmpHandle`."""
+    """The methods of an `AmpHandle` that other modules of amp call."""
 
     _caster: Caster
     _patches: Patches
@@ -26,7 +26,7 @@ class Handle(Protocol):
         """Switch casts off in a block."""
 
     def _clear_cache(self) -> None:
-        """Drop the casts of weights."""
+        """Drop the cached casts of weights."""
 
 
 handle: Handle | None = None

@@ -1,4 +1,4 @@
-"""An eps that is 0 in float16."""
+"""A warning of optimizers whose eps is 0 in float16."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HALF_OF_THE_SMALLEST = 2.0**-25  # Below it a number is 0 in float16.
 
 
 def warn_of_eps(caller: str, optimizer: Any) -> None:
-    """Warn of an optimizer that divides by numbers of float16, to which its eps adds nothing.
+    """Warn of an optimizer that adds eps to float16 numbers and divides by them, if eps is 0 there.
 
     Args:
-        caller: Who says so.
+        caller: The class or function, for the message.
         optimizer: Any object with param_groups. Fused optimizers, ours and torch's, divide in
             float32.
     """

@@ -1,4 +1,4 @@
-"""Clipping that is left to a fused step: gradients stay scaled until the scaler takes it."""
+"""Clipping that a fused step does in its own pass; until then gradients stay scaled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from apex_mp import _C
 
 
 class FoldedClip:
-    """What the next step of an optimizer divides its gradients by, beside the scale, to clip them.
+    """A divisor, beside the loss scale, by which an optimizer's next step clips its gradients.
 
-    Until that step the optimizer refuses to be stepped by anything but the scaler.
+    Until that step the optimizer can only be stepped through the scaler.
 
     Args:
         optimizer: Owner of the gradients.
         norm: Norm of the unscaled gradients: 0-dim.
-        max_norm: They are scaled down to this norm if theirs is larger.
+        max_norm: Gradients of a larger norm are scaled down to this one.
 
     Attributes:
         divisor: 0-dim float32.
@@ -38,15 +38,15 @@ class FoldedClip:
         self._guard = optimizer.register_step_pre_hook(self._refuse_plain_step)
 
     def close(self) -> None:
-        """Let the optimizer be stepped by anything again."""
+        """Let the optimizer be stepped without the scaler again."""
         self._guard.remove()
 
     def is_obsolete(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step never came, and the gradients are other ones now."""
+        """Return whether no step used it and the gradients have changed since."""
         return self.is_late and self._versions.changed(params_of(optimizer))
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise a RuntimeError if the gradients are not those that were measured, or it is late."""
+        """Raise a RuntimeError if gradients have changed since the clip, or `update` was called."""
         owner = type(optimizer).__name__
         if self.is_late:
             raise RuntimeError(
@@ -64,7 +64,7 @@ class FoldedClip:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """A context in which the scaler steps or unscales; at its end the clip is forgotten."""
+        """A context in which the scaler steps or unscales; the clip is dropped when it ends."""
         self._is_stepping = True
         try:
             yield

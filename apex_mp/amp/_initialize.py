@@ -30,7 +30,7 @@ class Setup:
     Args:
         models: A module or a list of modules.
         optimizers: An optimizer, a list of them, or None.
-        options: What to do with them.
+        options: The options of the level.
         dtype: The low precision of casts around functions.
         device_type: Where functions are cast; None: where the models are.
 
@@ -67,12 +67,12 @@ class Setup:
         _check_optimizers(self._optimizers, masters=bool(options.master_weights))
 
     def apply(self, *, verbose: bool) -> None:
-        """Do it all.
+        """Cast models, give optimizers masters and switch on casts around functions.
 
         Args:
-            verbose: Print casts around functions.
+            verbose: Print each cast around a function.
         """
-        # First, as only this may still raise: functions that users have registered.
+        # First, because only this may still raise, for functions that users have registered.
         handle = self._options.patch_torch_functions and amp.init(
             loss_scale=self._options.loss_scale,
             verbose=verbose,
@@ -100,7 +100,7 @@ class Setup:
 
 
 def stop_casts() -> None:
-    """End the casts around functions that an earlier `initialize` has begun."""
+    """Switch off the casts around functions of an earlier `initialize`."""
     handle, _amp_state.handle = _amp_state.handle, None
     if handle is not None:
         handle._deactivate()
@@ -209,7 +209,7 @@ def _check_can_have_masters(optimizer: Any) -> None:
 
 
 def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor, Tensor]:
-    """Cast parameters, inputs and outputs; return what parameters held before, by parameter."""
+    """Cast parameters, inputs and outputs; return the values of parameters before the cast."""
     originals: dict[Tensor, Tensor] = {}
     target, outputs = options.cast_model_type, options.output_dtype
     for model in models:
@@ -230,7 +230,7 @@ def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor
 
 
 def _cast_state(optimizer: Any) -> None:
-    """Let the optimizer have the state that it knows already in the dtypes of its parameters."""
+    """Cast the optimizer's existing state to the dtypes of its parameters."""
     if getattr(optimizer, "state", None):
         groups = optimizer.param_groups
         optimizer.load_state_dict(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""Gradients on their way to optimizers: stashed before backward, unscaled and added up after."""
+"""Gradients of `scale_loss` blocks: stashed before backward, unscaled and added up after it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from apex_mp.core.tensors import is_wrapper, local_part
 
 @dataclasses.dataclass(frozen=True)
 class Unscaling:
-    """The scale of a loss, and what is found while its gradients are divided by it.
+    """The scale of a loss, and the inf and NaN found when its gradients are divided by it.
 
     Attributes:
-        scale: What the loss was multiplied by; 0-dim on a device that the host does not wait for.
-        found_inf: Of the scaled gradients.
-        found_in_sums: For each optimizer, of unscaled ones, whose inf and NaN are not the fault of
-            the scale.
+        scale: The factor on the loss; 0-dim on a device if the host does not wait.
+        found_inf: Whether scaled gradients held any.
+        found_in_sums: For each optimizer, whether unscaled gradients held any, for which the scale
+            is not to blame.
     """
 
     scale: float | Tensor
@@ -35,12 +35,12 @@ class Unscaling:
 
 @dataclasses.dataclass(slots=True)
 class _Stashed:
-    """What a slot held before a block.
+    """The gradients of one slot before a block.
 
     Attributes:
         before: The unscaled gradient of the parameter that is stepped.
-        source_grad: The gradient of the one that backward writes to: a master's was made from it.
-        copy: What that held, if it is a view, whose memory backward may write.
+        source_grad: The gradient of the parameter that backward writes to.
+        copy: A copy of `source_grad` if that is a view, whose memory backward may write.
     """
 
     before: Tensor | None = None
@@ -53,7 +53,7 @@ _Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
 
 
 def slots_of(*optimizers: Any) -> GradSlots:
-    """Return the slots of optimizers, one for a parameter that several of them have.
+    """Return the slots of optimizers; a parameter that several of them have gets one slot.
 
     Args:
         optimizers: Any objects with param_groups.
@@ -71,11 +71,11 @@ def slots_of(*optimizers: Any) -> GradSlots:
 
 
 class LossGrads:
-    """The gradients that the blocks of `scale_loss` give optimizers.
+    """The gradients of optimizers before and after the backward of a `scale_loss` block.
 
     Args:
         optimizers: Any objects with param_groups.
-        scaled_by: The scale of the gradients of each, if they were left scaled, else None.
+        scaled_by: For each the scale of its gradients if they were left scaled, else None.
 
     Attributes:
         slots: The parameters of all optimizers.
@@ -94,11 +94,11 @@ class LossGrads:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether there are gradients that were left scaled."""
+        """Return whether there are gradients that were left scaled."""
         return bool(self._scaled)
 
     def stash(self) -> None:
-        """Take away the unscaled gradients that are there; those that were left scaled stay."""
+        """Set unscaled gradients aside; those that were left scaled stay."""
         for row in {*self.slots.with_master, *self.slots.read().rows()}:
             source, target = self.slots.sources[row], self.slots.params[row]
             stashed = self._stash[row] = _Stashed()
@@ -112,11 +112,11 @@ class LossGrads:
             if source is target:
                 stashed.before = grad
                 if grad is not None and _is_strided_view(grad):
-                    # DistributedDataParallel may write this memory anew: a view of its bucket.
+                    # DistributedDataParallel may write to this memory, a view of its bucket.
                     stashed.copy = grad.clone()
 
     def check_stashed(self, unscaling: Unscaling) -> None:
-        """Look for inf and NaN in what was stashed."""
+        """Look for inf and NaN in the stashed gradients."""
         stashed = {id(self.slots.params[row]): each.before for row, each in self._stash.items()}
         for optimizer, found in zip(self._optimizers, unscaling.found_in_sums, strict=True):
             grads = [stashed.get(param) for param in _params_of(optimizer)]
@@ -124,7 +124,7 @@ class LossGrads:
             found.check([_real(_writable(grad)) for grad in before])
 
     def restore(self) -> None:
-        """Put back what was stashed, and forget what has come since."""
+        """Put the stashed gradients back in place of the present ones."""
         for row, (source, target) in enumerate(self.slots.pairs()):
             stashed = self._stash.get(row, _NOTHING)
             if row not in self._scaled:
@@ -136,7 +136,7 @@ class LossGrads:
                 target.grad = stashed.before
 
     def forget(self, optimizer: Any) -> None:
-        """Forget what was stashed for an optimizer."""
+        """Drop the stashed gradients of an optimizer."""
         own = _params_of(optimizer)
         for row, (source, target) in enumerate(self.slots.pairs()):
             if id(target) in own and (row not in self._scaled or source is not target):
@@ -144,13 +144,13 @@ class LossGrads:
 
     @torch.no_grad()
     def scale_by(self, scale: float, *, only_scaled: bool) -> None:
-        """Scale the gradients that are there, so that backward adds scaled ones to them.
+        """Scale the present gradients, so that backward adds scaled ones to them.
 
-        Those of masters stay: backward starts anew in the parameter of the model.
+        Masters' gradients stay: backward writes to the parameters of the model.
 
         Args:
             scale: The scale.
-            only_scaled: Only those that were left scaled.
+            only_scaled: Whether to rescale only those that were left scaled.
         """
         for row in self._scaled if only_scaled else range(len(self.slots.params)):
             source, target = self.slots.sources[row], self.slots.params[row]
@@ -167,10 +167,10 @@ class LossGrads:
 
     @torch.no_grad()
     def unscale(self, unscaling: Unscaling) -> None:
-        """Give every parameter that is stepped its unscaled gradient, with what was stashed.
+        """Give each stepped parameter its unscaled gradient, added to the stashed one.
 
         Args:
-            unscaling: The scale; what is found is added to it.
+            unscaling: The scale; inf and NaN that are found are recorded there.
 
         Raises:
             RuntimeError: A gradient holds no numbers, or numbers that cannot be scaled.
@@ -225,15 +225,15 @@ class LossGrads:
         added: _Pairs,
         summed: list[tuple[Tensor, Tensor, Tensor | None]],
     ) -> None:
-        """Give a parameter its gradient, and say what is to be done to that.
+        """Give a parameter its gradient, and note in the lists what is to be computed for it.
 
         Args:
             row: Number of the parameter.
             grad: What backward has left in it or in the model's.
-            fresh: Lists of scaled gradients, and of those that become unscaled ones.
-            added: Lists of scaled gradients, and of those that they are to be added to.
-            summed: Parameters whose gradients are not added up in place, their new gradients and
-                those from before.
+            fresh: Lists of scaled gradients, and of tensors to write the unscaled ones to.
+            added: Lists of scaled gradients, and of gradients to add the unscaled ones to.
+            summed: Parameters whose gradients are not added up in place, with their new and their
+                stashed gradients.
         """
         source, target = self.slots.sources[row], self.slots.params[row]
         stashed = self._stash.get(row, _NOTHING)
@@ -257,7 +257,7 @@ class LossGrads:
             _append(fresh, grad, grad)
 
     def _writable_grad(self, row: int) -> Tensor:
-        """Return the gradient of backward, which is replaced first if it cannot be written to.
+        """Return the gradient of backward; one that cannot be written to is replaced first.
 
         Raises:
             RuntimeError: It has no numbers in memory, or cannot be scaled.
@@ -279,7 +279,7 @@ class LossGrads:
         return resolved
 
     def _place_of(self, target: Tensor) -> str:
-        """Group and index of a parameter in its optimizer."""
+        """Return group and index of a parameter in its optimizer, for messages."""
         places = (
             f"[{number}][{index}]"
             for optimizer in self._optimizers
@@ -312,7 +312,7 @@ def _append(lists: _Pairs, source: Tensor, target: Tensor) -> None:
 
 
 def _real(grad: Tensor) -> Tensor:
-    # The operators know of real numbers.
+    # The operators take real numbers only.
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 

@@ -1,4 +1,4 @@
-"""What the modules of a model save and load of their float32 masters."""
+"""Hooks with which a model's modules save and load the values of their float32 masters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Masters: TypeAlias = dict[Parameter, Parameter]
 
 
 class MasterState:
-    """What modules in low precision do about their masters when they save and load.
+    """Saves and loads masters' values with the modules of a low-precision model.
 
     Args:
-        masters: By parameter of the model. None: of a copy of the model, whose own values are all
-            it has, unless an optimizer is copied with it, which gives it the masters' copies.
+        masters: The master of each parameter of the model. None: this belongs to a copy of the
+            model, which has no masters unless its optimizer is copied with it.
     """
 
     def __init__(self, masters: Masters | None = None) -> None:
@@ -29,7 +29,7 @@ class MasterState:
         return MasterState, (None,)
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Let a model and each part of it save its masters' values, and load them back."""
+        """Make a model and each of its submodules save and load masters' values."""
         for module in model.modules():
             # torch sets an attribute on a hook, which a bound method does not allow.
             save, load = functools.partial(self.save), functools.partial(self.load)
@@ -62,7 +62,7 @@ class MasterState:
         for name, param in module._parameters.items():
             master = None if param is None else self.masters.get(param)
             value = state.get(prefix + name)
-            # What does not fit is for load_state_dict to refuse.
+            # load_state_dict refuses what does not fit.
             if master is not None and torch.is_tensor(value) and value.shape == master.shape:
                 with torch.no_grad():
                     master.copy_(value)

@@ -36,7 +36,7 @@ _ADVICE_FOR_WRITES = (
 
 
 class _Grads(enum.Enum):
-    """What happened last to the masters' gradients."""
+    """The last event of the masters' gradients."""
 
     NEW = "they got those of a block"
     USED = "a step has used them"
@@ -52,7 +52,7 @@ class OptimizerMasters(Masters):
         model_state: What the models' hooks save and load; not kept alive.
 
     Attributes:
-        weights: Notices writes to the model between steps.
+        weights: Detects writes to the model between steps.
     """
 
     def __init__(self, model_state: MasterState) -> None:
@@ -150,7 +150,7 @@ class OptimizerMasters(Masters):
     # Steps.
 
     def before_step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Check weights and gradients, or let a closure see new weights; a hook before steps."""
+        """Check weights and gradients, and let a closure compute with new weights; a pre-hook."""
         self.weights.before_step()
         self._steps.before_step()
         if len(args) < 2 and "closure" not in kwargs:
@@ -216,20 +216,20 @@ def _linked(
 
 @dataclasses.dataclass(frozen=True)
 class _Copied:
-    """The state of an optimizer's copy: that of its own class, and the masters."""
+    """What `copy` and `pickle` take of an optimizer: its own class's state, and the masters."""
 
     own: Any
     masters: OptimizerMasters
 
 
 class OptimizerWithMasters(torch.optim.Optimizer):
-    """Overrides methods of an optimizer's own class in the class of those with masters."""
+    """A base class that is put before an optimizer's own class when the optimizer gets masters."""
 
     _amp_initialized = True
     _amp_masters: OptimizerMasters
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an optimizer without masters: `type(optimizer)(params)` makes one like it."""
+        """Return an optimizer of the own class: `type(optimizer)(params)` has no masters."""
         return _own_class(cls)(*args, **kwargs)
 
     @property
@@ -266,7 +266,7 @@ class OptimizerWithMasters(torch.optim.Optimizer):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle as the optimizer's own class does, and the masters with it."""
+        """Copy or pickle as the optimizer's own class does, with the masters."""
         reduced: Any = super().__reduce_ex__(protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3:
             raise TypeError(

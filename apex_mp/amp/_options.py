@@ -1,4 +1,4 @@
-"""The optimization levels O0 to O3, and what a user overrides of them."""
+"""The optimization levels O0 to O3, and options that override them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of an optimization level, after what the user said.
+    """The options of an optimization level, with the user's overrides.
 
     Attributes:
         opt_level: "O0" to "O3".
@@ -38,7 +38,7 @@ class Options:
         keep_batchnorm_fp32: Leave affine batch norms in float32.
         master_weights: Step float32 masters of low-precision parameters.
         loss_scale: "dynamic", a number or a dynamic loss scale.
-        enabled: Whether anything happens at all.
+        enabled: False: `initialize` and `scale_loss` change nothing.
         cast_model_outputs: dtype of the model's outputs, or None: float32 if the model is cast.
     """
 
@@ -53,29 +53,29 @@ class Options:
 
     @property
     def is_plain_float32(self) -> bool:
-        """Whether this is the float32 training that others are compared with: nothing scaled."""
+        """Return whether this is plain float32 training, without loss scaling."""
         plain = self.opt_level == "O0" and self.cast_model_type in (None, torch.float32)
         return plain and self.loss_scale == 1.0
 
     @property
     def saves_float32(self) -> bool:
-        """Whether a model's state_dict holds float32 values in place of those it computes with."""
+        """Return whether a model's state_dict holds float32 values in place of its own."""
         return bool(self.master_weights) or self.opt_level == "O2"
 
     @property
     def output_dtype(self) -> torch.dtype | None:
-        """To what a model's floating outputs are cast, if they are."""
+        """Return the dtype to which a model's floating outputs are cast; None if they are not."""
         if self.cast_model_outputs is not None:
             return self.cast_model_outputs
         return None if self.cast_model_type is None else torch.float32
 
     def lines(self) -> list[str]:
-        """Return a line for each of the options that were always printed."""
+        """Return a line for each option that apex printed."""
         return [f"{name:22} : {getattr(self, name)}" for name in _SHOWN]
 
 
 def disabled(opt_level: str) -> Options:
-    """Return the options of a process that does without amp."""
+    """Return the options of a process with `enabled=False`."""
     return Options(opt_level, None, False, None, False, 1.0, enabled=False)
 
 
@@ -109,10 +109,10 @@ def defaults(opt_level: str, dtype: torch.dtype) -> Options:
 
 
 def override(options: Options, **values: Any) -> tuple[Options, list[str]]:
-    """Return options with those of `values` that are not None, and what speaks against these.
+    """Return options with those of `values` that are not None, and reasons against these.
 
     Raises:
-        TypeError, ValueError: One is not what it has to be.
+        TypeError, ValueError: A value is of a wrong type or out of range.
     """
     plain = {name: _plain(name, value) for name, value in values.items() if value is not None}
     objections = [
@@ -124,7 +124,7 @@ def override(options: Options, **values: Any) -> tuple[Options, list[str]]:
 
 
 def description(chosen: Options, final: Options) -> str:
-    """Return what was always printed: the level, its defaults, and what became of them."""
+    """Return what apex printed: the level, its defaults, and the options that result."""
     return "\n".join(
         [
             f"Selected optimization level {_BRIEFS[chosen.opt_level]}",
@@ -138,7 +138,7 @@ def description(chosen: Options, final: Options) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return the value of an option; strings from a command line become what they say."""
+    """Return the value of an option; a string from a command line becomes the value it names."""
     if name == "loss_scale":
         held = held_value(value)
         if held is None:
@@ -167,7 +167,7 @@ def _number(value: Any) -> float:
 
 
 def _reason_against(opt_level: str, name: str, value: Any) -> str:
-    """Return why an option does not go with the level, or nothing."""
+    """Return why an option does not go with the level; empty if it does."""
     if opt_level != "O1":
         if name == "patch_torch_functions" and value:
             return "only O1 casts around functions"

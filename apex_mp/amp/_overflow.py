@@ -10,14 +10,14 @@ from apex_mp.core.skips import Overflow
 
 
 class FiniteClosure:
-    """A closure in which `scale_loss` may find an overflow: then it is called again.
+    """A closure that is called again if `scale_loss` finds an overflow in it.
 
     Args:
-        closure: The user's.
-        take_overflow: Returns the overflow of the gradients that are there, once.
+        closure: The user's closure.
+        take_overflow: Returns the overflow of the present gradients, and clears it.
 
     Attributes:
-        overflow: That of the last call, if it could not be helped.
+        overflow: The overflow of the last call, if calling again could not avoid it.
     """
 
     def __init__(self, closure: Any, take_overflow: Callable[[], Overflow | None]) -> None:

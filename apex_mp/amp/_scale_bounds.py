@@ -1,4 +1,4 @@
-"""torch's GradScaler with bounds and hysteresis of the scale: how large it is next."""
+"""torch's GradScaler with bounds and hysteresis of the scale."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from apex_mp.core import ops, tensors
 from apex_mp.core.log import warn
 from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
-# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
+# Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 eager = torch._disable_dynamo  # type: ignore[attr-defined]
 _NO_CHECKS = "No inf checks were recorded prior to update."
 
 
 @dataclasses.dataclass
 class ScaleBounds:
-    """What changes the rule of a GradScaler; without any of it torch's rule holds to the bit.
+    """Bounds and hysteresis of a GradScaler; without them its rule equals torch's to the bit.
 
     Attributes:
         min_scale: The scale does not back off below this; None: no bound.
         max_scale: The scale does not grow above this; None: no bound.
         hysteresis: Overflows before the scale backs off.
-        overflows: State: overflows since the scale changed; a tensor beside the scale, if it is
-            known where that is.
+        overflows: State: overflows since the scale changed. A tensor on the device of the scale,
+            once the scale is on one.
     """
 
     min_scale: float | None
@@ -53,7 +53,7 @@ class ScaleBounds:
     def update(
         self, scale: Tensor, good_steps: Tensor, found_inf: Tensor, factors: Mapping[str, Any]
     ) -> None:
-        """Adjust the scale where it lies, by the rule of `DynamicLossScale`.
+        """Update the scale on its device, by the rule of `DynamicLossScale`.
 
         Args:
             scale: 0-dim float32; written.
@@ -75,14 +75,14 @@ class ScaleBounds:
         )
 
     def forget_overflows(self) -> None:
-        """Count overflows anew, because the scale was set; a GPU is not waited for."""
+        """Set the count of overflows to 0, because the scale was set; the host does not wait."""
         if isinstance(self.overflows, Tensor):
             self.overflows.zero_()
         else:
             self.overflows = 0
 
     def state(self) -> dict[str, Any]:
-        """Return all of it as plain values, for a checkpoint; a GPU is waited for."""
+        """Return all attributes as plain values, for a checkpoint; the host waits for a GPU."""
         return {
             "min_scale": self.min_scale,
             "max_scale": self.max_scale,
@@ -91,13 +91,13 @@ class ScaleBounds:
         }
 
     def loaded(self, state: Mapping[str, Any]) -> ScaleBounds:
-        """Return the bounds of a checkpoint; those that it lacks, as torch's does, stay as here."""
+        """Return the bounds in a checkpoint; where it has none, as torch's, those here."""
         here = {**self.state(), "overflows": 0}
         return ScaleBounds(**{name: state.get(name, value) for name, value in here.items()})
 
 
 class BoundedGradScaler(torch.amp.GradScaler):
-    """torch's, whose scale follows the rule of `DynamicLossScale` if there are bounds.
+    """torch's GradScaler; with bounds its scale follows the rule of `DynamicLossScale`.
 
     Args:
         bounds: The bounds.
@@ -194,5 +194,5 @@ class BoundedGradScaler(torch.amp.GradScaler):
 
 
 def with_advice(error: AssertionError, message: str, advice: str) -> AssertionError:
-    """Return an error of torch's, with more to its message if it is the one that is meant."""
+    """Return an error of torch's; if it has this message, with advice added."""
     return AssertionError(message + advice) if str(error) == message else error

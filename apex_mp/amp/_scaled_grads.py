@@ -23,13 +23,13 @@ class Measured:
 
     Attributes:
         slots: The parameters.
-        read: Those whose gradient was read, device by device.
-        rows: By device, the numbers of those that have a sum of squares; of DTensors all, because
-            another process may have a gradient.
-        found: What it found; if sums of squares were asked for, of each gradient as the pass has
-            left it, in the order of `rows`.
-        unscaled: Whether the pass has unscaled them.
-        versions: The gradients as the pass has left them.
+        read: The parameters whose gradient was read, device by device.
+        rows: By device, the numbers of the parameters that have a sum of squares: with a DTensor
+            all, because another process may have a gradient.
+        found: What the pass found. Sums of squares, if measured, are those of the gradients after
+            the pass, in the order of `rows`.
+        unscaled: Whether the pass has unscaled the gradients.
+        versions: The versions of the gradients after the pass.
     """
 
     slots: GradSlots
@@ -43,14 +43,14 @@ class Measured:
     def of(
         cls, grads: Grads, found: FoundInf, scale: Tensor, *, unscaled: bool, sums: bool
     ) -> Measured:
-        """Return what all processes have found in gradients, which are as the pass has left them.
+        """Return what all processes have found in gradients; call it right after the pass.
 
         Args:
             grads: The gradients.
             found: What this process has found; added to.
             scale: The loss scale, one element.
             unscaled: Whether the pass has unscaled them.
-            sums: Whether it has summed squares.
+            sums: Whether the pass has summed squares.
         """
         versions = _C.GradVersions()
         versions.record(grads.slots.params)
@@ -68,20 +68,20 @@ class Measured:
         return [self.slots.params[row] for rows in self.rows.values() for row in rows]
 
     def is_of(self, slots: GradSlots) -> bool:
-        """Whether the gradients there are those that were read, unchanged."""
+        """Return whether the present gradients are those that were read, unchanged."""
         now = slots.read()
         same = not now.others and [*map(id, now.params())] == [*map(id, self.read)]
         return same and not self.versions.changed(slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
-        """Return the l2 norm of all gradients, as they lie: 0-dim float64 on a device."""
+        """Return the l2 norm of all gradients after the pass: 0-dim float64 on a device."""
         sums = [copy_async(each.sum(), device) for each in self.found.sum_sq.values()]
         if not sums:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(sums).sum().sqrt()
 
     def norms(self) -> list[Tensor]:
-        """Return the l2 norm of each group's gradients, as they lie: 0-dim float64, one device."""
+        """Return each group's l2 norm of gradients after the pass: 0-dim float64, one device."""
         norms = []
         for device, sums in self.found.sum_sq.items():
             roots = torch.split(sums.sqrt(), self.slots.counts(self.rows[device]))
@@ -115,10 +115,10 @@ def unscale(
         inv_scale: One float32 element on any device.
         found: What was found in other gradients; added to.
         scale: The loss scale, one element.
-        sums: Measure sums of squares in the same pass.
+        sums: Whether to sum squares in the same pass.
 
     Returns:
-        What was found, with `found`.
+        What was found here and in `found`.
     """
     for device, here in grads.plain.items():
         on_device = here.grads

@@ -1,4 +1,4 @@
-"""What went through `GradScaler.scale`, and what is wrong with it if steps do not fit."""
+"""Warnings about the losses of `GradScaler.scale`: float16 ones, and steps without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScaledLosses:
         self._has_seen_float16 = self._has_warned = False
 
     def take(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
-        """Look at what is being scaled; warn if it is a float16 loss whose gradient is inf."""
+        """Note a loss that is scaled; warn if it is float16 and its gradient would be inf."""
         self._is_scaled = True
         if readback.is_capturing():
             self._is_in_graph = True
@@ -42,7 +42,7 @@ class ScaledLosses:
             )
 
     def check(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if gradients are divided by a scale that no loss was multiplied by."""
+        """Warn if gradients are unscaled although no loss was scaled."""
         if self._is_scaled or self._is_in_graph or self._has_warned:
             return
         if scaler._scale is None or readback.is_capturing():
@@ -58,7 +58,7 @@ class ScaledLosses:
             )
 
     def forget(self) -> None:
-        """Begin an iteration."""
+        """Begin a new iteration."""
         self._is_scaled = False
 
 

@@ -1,4 +1,4 @@
-"""What became of an optimizer's steps under a GradScaler: skipped or not, and why."""
+"""The outcomes of an optimizer's steps under a GradScaler: skipped or not, and why."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ScaledSteps:
     """The outcomes of one optimizer's steps.
 
     Args:
-        optimizer: The optimizer; known weakly.
-        model: Returns the module whose names come first, or None.
-        scaler: The GradScaler; known weakly.
+        optimizer: The optimizer; a weak reference is kept.
+        model: Returns the module whose names are used first, or None.
+        scaler: The GradScaler; a weak reference is kept.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ScaledSteps:
     # The end of a step.
 
     def end_step(self, skipped: bool, sum_sq: Sequence[float], measured: Measured | None) -> None:
-        """Take note of a step that the host has waited for.
+        """Record a step that the host has waited for.
 
         Args:
             skipped: Whether it was skipped.
@@ -79,7 +79,7 @@ class ScaledSteps:
     def end_fused_step(
         self, found_inf: Mapping[torch.device, Tensor], measured: Measured | None
     ) -> None:
-        """Take note of a step that was given `found_inf`; a GPU is not waited for.
+        """Record a step that was given `found_inf`; the host does not wait for a GPU.
 
         Args:
             found_inf: By device, not 0 if gradients there held inf or NaN.
@@ -90,7 +90,7 @@ class ScaledSteps:
             self.end_step(*outcome(found_inf, measured), measured)
             return
         scalar_device = remote[0]
-        # A copy: GradScaler.update() writes to one of them.
+        # A copy: GradScaler.update() writes to one of the flags.
         flags = [tensors.copy_async(flag, scalar_device) for flag in found_inf.values()]
         found = torch.stack(flags).sum()
         self._found_inf, self._log.captured = found, None
@@ -105,10 +105,10 @@ class ScaledSteps:
         readback.submit_tensor(numbers, functools.partial(self._on_readback, measured))
 
     def _on_readback(self, measured: Measured | None, numbers: Tensor) -> None:
-        """Take note of a step that completed asynchronously.
+        """Record a step that completed asynchronously.
 
         Args:
-            measured: What its gradients were measured for.
+            measured: What was measured of its gradients.
             numbers: Whether it was skipped, and the sum of squares of each gradient.
         """
         found, *sums = numbers.tolist()
@@ -181,7 +181,7 @@ class ScaledSteps:
         yield from ParamNames(None, model).params(optimizer.param_groups)
 
     def _locate(self) -> list[NonFinite]:
-        """Look at the gradients that are there."""
+        """Return which present gradients hold inf or NaN."""
         return locate_nonfinite(
             (name, _numbers_of(param.grad))
             for name, param in self._named_params()
@@ -207,7 +207,7 @@ class ScaledSteps:
         return LostUpdateCounter(optimizer, named) if named else None
 
     def check_updates(self, lost: LostUpdateCounter | None) -> None:
-        """Warn once that parameters have no masters, after the first step that was taken."""
+        """Warn once that parameters have no masters, after the first step that was not skipped."""
         if lost is None or readback.is_capturing():
             return
         counts = lost.counts()
@@ -231,15 +231,15 @@ class ScaledSteps:
 def outcome(
     found_inf: Mapping[torch.device, Tensor], measured: Measured | None
 ) -> tuple[bool, list[float]]:
-    """Wait for what was found, once for each device.
+    """Return what was found; the host waits, once for each device.
 
     Args:
         found_inf: By device, not 0 if gradients there held inf or NaN.
         measured: What is known of each gradient.
 
     Returns:
-        Whether any was not 0; and the sums of squares that were measured, a number a device, or NaN
-        if gradients there held inf or NaN.
+        Whether any flag was not 0; and, if measured, the sum of squares on each device, NaN if
+        gradients there held inf or NaN.
     """
     sums = {} if measured is None else measured.found.sum_sq
     skipped, read = False, []
@@ -254,12 +254,12 @@ def outcome(
 
 
 class LostUpdateCounter:
-    """Counts the weights that a step leaves as they are although their gradient is not zero.
+    """Counts the weights that a step does not change although their gradient is not zero.
 
     Args:
         optimizer: The optimizer.
-        named: Its 16-bit parameters without masters, and their names. Of these as many are looked
-            at as have about a million elements together.
+        named: Its 16-bit parameters without masters, and their names. The first ones are watched,
+            about a million elements together.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]]) -> None:
@@ -277,7 +277,7 @@ class LostUpdateCounter:
 
     @torch.no_grad()
     def counts(self) -> Tensor:
-        """Return how many weights did not change, and of how many: gradients that are not zero."""
+        """Return how many weights did not change, and how many have a gradient that is not zero."""
         unchanged = [torch.zeros(2, dtype=torch.float64)]
         for param, before in self._before:
             if param.grad is None:
@@ -306,7 +306,7 @@ class LostUpdateCounter:
 
 
 def _stands_still(group: dict[str, Any]) -> bool:
-    """Whether a group's learning rate is 0, as when a warm-up begins; a GPU is not asked for it."""
+    """Return whether a group's learning rate is 0, as in a warm-up; one on a GPU is not read."""
     lr = group.get("lr")
     return isinstance(lr, (int, float)) and lr == 0.0
 

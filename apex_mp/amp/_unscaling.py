@@ -20,14 +20,14 @@ from apex_mp.core import step_log, tensors
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
 
-# Keys beside torch's in the state of an optimizer, which lasts until update().
+# Keys that we add to torch's state of an optimizer, which update() drops.
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
 NOTED = "apex_mp_noted"  # norm and clip factor, for listeners of the step
 _CLIPPED = "apex_mp_clipped"  # that `clip_grad_norm_` has measured scaled gradients
 
 
 class UnscalingGradScaler(BoundedGradScaler):
-    """What becomes of gradients between `backward` and the step.
+    """The part of GradScaler between `backward` and the step: unscaling and clipping.
 
     Args:
         arguments: Those of `BoundedGradScaler`.
@@ -37,7 +37,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         super().__init__(*arguments, **options)
         # By optimizer; it is not kept alive.
         self._steps: weakref.WeakKeyDictionary[Any, ScaledSteps] = weakref.WeakKeyDictionary()
-        # Those that no step has applied yet.
+        # By optimizer: the clips that no step has applied yet.
         self._clips: weakref.WeakKeyDictionary[Any, FoldedClip] = weakref.WeakKeyDictionary()
 
     @eager
@@ -76,7 +76,7 @@ class UnscalingGradScaler(BoundedGradScaler):
 
         Args:
             optimizer: Owner of the gradients.
-            max_norm: They are scaled down to this norm if theirs is larger.
+            max_norm: Gradients of a larger norm are scaled down to this one.
             norm_type: Only 2, unless `unscale_` was called [2].
             error_if_nonfinite: Raise if the norm is inf or NaN, which the host waits for [False].
             foreach: As in torch, after `unscale_` [None].
@@ -169,7 +169,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
         return measured
 
-    # What torch calls in `unscale_` and in `step`.
+    # Methods that torch calls in `unscale_` and in `step`.
 
     def _unscale_grads_(
         self,
@@ -192,10 +192,10 @@ class UnscalingGradScaler(BoundedGradScaler):
         return found.join()
 
     def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-        """Return the l2 norm of each group's gradients, as they lie, if it is known.
+        """Return the l2 norm of each group's scaled gradients, or None if it is not known.
 
-        It is not if there are none, nor after `unscale_`: edits through `grad.data` and collectives
-        of torch.distributed change no version counter.
+        It is not known after `unscale_`, because edits through `grad.data` and collectives of
+        torch.distributed change no version counter.
         """
         measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
         if measured is None or measured.unscaled or not measured.found.sum_sq:
@@ -207,10 +207,10 @@ class UnscalingGradScaler(BoundedGradScaler):
 
     @contextlib.contextmanager
     def _applying_clip(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor | None]:
-        """Yield what gradients are divided by within to clip them; None if that was not asked for.
+        """Yield the divisor that clips gradients in this step; None if there is no clip.
 
         Raises:
-            RuntimeError: They are not the gradients that were measured, or `update` came between.
+            RuntimeError: Gradients have changed since the clip, or `update` was called.
         """
         clip = self._clip_of(optimizer)
         if clip is None:
@@ -221,7 +221,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         del self._clips[optimizer]
 
     def _clip_of(self, optimizer: torch.optim.Optimizer) -> FoldedClip | None:
-        """Return the clip that an optimizer's step has yet to apply."""
+        """Return the clip that an optimizer's next step applies, or None."""
         clip = self._clips.get(optimizer)
         if clip is None:
             return None
@@ -254,12 +254,12 @@ class UnscalingGradScaler(BoundedGradScaler):
 
 
 def is_fused(optimizer: Any) -> bool:
-    """Whether an optimizer unscales and skips in its own step: ours, torch's with fused=True."""
+    """Return whether an optimizer unscales and skips in its own step: ours, torch's fused ones."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def refuse_no_optimizer(caller: str, optimizer: Any) -> None:
-    """Raise a TypeError if something else was given where an optimizer belongs."""
+    """Raise a TypeError if `optimizer` is not an optimizer."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"GradScaler.{caller}: optimizer is a {type(optimizer).__name__}; it must be an "
@@ -268,8 +268,8 @@ def refuse_no_optimizer(caller: str, optimizer: Any) -> None:
 
 
 def refuse_own_scaling(optimizer: Any) -> None:
-    """Raise the RuntimeError of an optimizer that scales the loss by itself.
+    """Let an optimizer that scales the loss by itself raise its RuntimeError.
 
-    `FP16_Optimizer` and `OptimWrapper` raise it when their `_step_supports_amp_scaling` is read.
+    `FP16_Optimizer` and `OptimWrapper` raise it when `_step_supports_amp_scaling` is read.
     """
     is_fused(optimizer)

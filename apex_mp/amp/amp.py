@@ -1,4 +1,4 @@
-"""amp.init(): casts and a loss scale for a script whose model and optimizer stay as they are."""
+"""amp.init(): casts and a loss scale; model and optimizer of a script stay as they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def takes_enable(init: F) -> F:
-    """Take `enable=` too, as published calls of `amp.init` have it, for `enabled=`."""
+    """Accept `enable=` for `enabled=`, because published scripts call `amp.init` so."""
 
     @functools.wraps(init)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -57,13 +57,13 @@ def takes_enable(init: F) -> F:
 
 
 def _knows_the_early_order(init: F) -> F:
-    """Take `(enabled, enable_caching, verbose, allow_banned)` too, known by its second argument."""
+    """Accept the early order of arguments too, which is known by its second argument."""
 
     @functools.wraps(init)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         second = args[1] if len(args) > 1 else "dynamic"
         if isinstance(second, str) and second != "dynamic":
-            # There, any string that is not empty stood for True.
+            # In that order any string that is not empty counts as True.
             _LOG.warning(
                 "amp.init: the second argument is %r; it is taken for enable_caching=True of the "
                 'API before March 2019. A loss scale is a number or "dynamic".'

@@ -1,7 +1,7 @@
-"""The rule: which tensors among the arguments of a call are cast, and to what.
+"""Casts of the arguments of a call: which tensors are cast, and to which dtype.
 
-Whether casts are on, and to which dtype, is asked of torch.autocast at each call, never of a
-handle: so a user's own autocast region, and a checkpoint that computes again, have their way.
+At each call torch.autocast says whether casts are on, and to which dtype; a handle does not. So a
+user's own autocast region holds, and so does the state that a checkpoint restores to recompute.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Caster:
         self._is_here = f"is_{switch.device_type}"
 
     def call_where_off(self, wrapper: Function, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call `function` in a thread where autocast is off, with casts if they are due there."""
+        """Call `function` in a thread where autocast is off; switch casts on if they are due."""
         if not torch.compiler.is_compiling() and self.switch.is_due():
             with self.switch.on_for_a_call():
                 return wrapper(*args, **kwargs)
@@ -55,7 +55,7 @@ class Caster:
     # The four casts. Each takes and returns the arguments of a call.
 
     def to_low(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast float32 tensors to the precision of autocast, unless the result is to be float32."""
+        """Cast float32 tensors to the low precision, unless the call asks for a float32 result."""
         out = kwargs.get("out")
         if isinstance(out, Tensor) and out.dtype is torch.float32:
             return args, kwargs
@@ -63,12 +63,12 @@ class Caster:
         return self._cast(name, args, kwargs, torch.float32, dtype)
 
     def to_float(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast tensors in the precision of autocast to float32."""
+        """Cast low-precision tensors to float32."""
         dtype = torch.get_autocast_dtype(self.device_type)
         return self._cast(name, args, kwargs, dtype, torch.float32)
 
     def promote(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """If there are both, cast tensors in the precision of autocast to float32."""
+        """Cast low-precision tensors to float32 if there are float32 tensors too."""
         dtypes = {tensor.dtype for tensor in self._tensors((args, kwargs))}
         return self.to_float(name, args, kwargs) if torch.float32 in dtypes else (args, kwargs)
 
@@ -83,7 +83,7 @@ class Caster:
         return (args[0], *others), kwargs
 
     def has_low(self, args: Any, kwargs: Any) -> bool:
-        """Whether a tensor is in the precision of autocast."""
+        """Return whether an argument is a tensor in the low precision of autocast."""
         low = torch.get_autocast_dtype(self.device_type)
         return any(tensor.dtype is low for tensor in self._tensors((args, kwargs)))
 
@@ -116,19 +116,19 @@ class Caster:
 
         args = map_tensors(cast, args)
         if kwargs:
-            # A result goes into the tensor that was given, not into a cast of it.
+            # The result must go into the given tensor, not into a cast of it.
             out = {"out": kwargs["out"]} if "out" in kwargs else {}
             kwargs = {**map_tensors(cast, kwargs), **out}
         return args, kwargs
 
     def _keeps_cast(self, tensor: Tensor) -> bool:
-        """Whether the cast of a tensor is kept: parameters are long-lived, and there are few."""
+        """Return whether the cast of a tensor is kept: only of parameters, which live long."""
         if torch.compiler.is_compiling() or not self.switch.thread.keeps_casts:
             return False
         return tensor.requires_grad and tensor.is_leaf and _may_be_kept(tensor)
 
     def _with_kept_casts(self, args: Any) -> Any:
-        """Replace parameters by casts that are kept, which torch then does not make."""
+        """Replace parameters by their kept casts, so that torch does not cast them again."""
         dtype, cache = torch.get_autocast_dtype(self.device_type), self.cache
         result = [*args]
         for index, value in enumerate(result):
@@ -154,7 +154,7 @@ class Caster:
             function: What to call.
             name: What a line of verbose output calls it.
             cast: "to_low", "to_float", "promote" or "match_first".
-            casts_inside: Whether what the function calls is cast again.
+            casts_inside: Whether casts stay on for what the function calls.
         """
         cast_arguments, is_on = getattr(self, cast), self.is_on
         call = _call if casts_inside else self.call_uncast
@@ -169,7 +169,7 @@ class Caster:
         return wrapper
 
     def follow(self, function: Function, name: str = "", cast: str = "") -> Function:
-        """Return `function`, in which torch casts, wrapped so that it casts in every thread.
+        """Return a wrapper of `function`, in which torch casts, that does so in every thread.
 
         Args:
             function: What to call.
@@ -196,7 +196,7 @@ class Caster:
         return wrapper
 
     def call_uncast(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function with casts switched off; they are on."""
+        """Call a function with casts switched off, in a thread where they are on."""
         device_type = self.device_type
         if torch.compiler.is_compiling():  # The way that Dynamo knows.
             with torch.autocast(device_type, enabled=False):
@@ -250,11 +250,11 @@ def _may_be_kept(parameter: Tensor) -> bool:
 class CastCache(dict[Tensor, Tensor]):
     """Casts of parameters, each with the tensor and the version that it was made from.
 
-    `swap_tensors` gives a parameter, which is the key, another tensor: that is `_cdata`.
+    The tensor is known by `_cdata`, because `swap_tensors` gives a parameter another one.
     """
 
     def get_cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast to `dtype` that is kept, unless the parameter was changed since."""
+        """Return the kept cast to `dtype`; None if there is none or the parameter has changed."""
         done = self.get(tensor)
         if done is None or done.dtype is not dtype:  # Another thread may want another dtype.
             return None
@@ -262,7 +262,7 @@ class CastCache(dict[Tensor, Tensor]):
         return done if getattr(done, "_source", None) == source else None
 
     def keep(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a cast, and keep it; with a graph, as it may be used where gradients are."""
+        """Return a cast and keep it. It has a graph, because a later use may need gradients."""
         if torch.is_grad_enabled():
             done = convert(tensor, dtype)
         else:
@@ -274,7 +274,7 @@ class CastCache(dict[Tensor, Tensor]):
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor.to(dtype)`, in a quarter of the time that parsing its arguments takes."""
+    """Return `tensor.to(dtype)`, in a quarter of the time: `to` parses its arguments slowly."""
     if dtype is torch.float16:
         return tensor.half()
     if dtype is torch.bfloat16:
@@ -283,5 +283,5 @@ def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of low precision."""
+    """Return whether a dtype is one of low precision."""
     return dtype in (torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from apex_mp.fp16_utils.fp16util import hide_prefix
 class LowPrecisionCompute(nn.Module):
     """Calls a module with casts of its parameters, buffers and inputs; see `fp16_compute`.
 
-    What the module has, this has too: `compute.weight` is `compute.module.weight`.
+    Attributes of the module are attributes of this: `compute.weight` is `compute.module.weight`.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -28,7 +28,7 @@ class LowPrecisionCompute(nn.Module):
         hide_prefix(self, "module.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; what it returns is in low precision."""
+        """Call the module; floating outputs are in low precision."""
         originals = _tensors_to_cast(self.module)
         casts = {name: self._cast(tensor) for name, tensor in originals.items()}
         buffers = {
@@ -56,7 +56,7 @@ class LowPrecisionCompute(nn.Module):
 
 
 def _tensors_to_cast(module: nn.Module) -> dict[str, Tensor]:
-    """Return floating parameters and buffers, but those of parts that cast by themselves."""
+    """Return floating parameters and buffers, except those of parts that cast by themselves."""
 
     def named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, (_BatchNorm, LowPrecisionCompute, Float32Part)):
@@ -73,8 +73,8 @@ def _tensors_to_cast(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _write_back(buffer: Tensor, cast: Tensor, version: int, after: Tensor) -> None:
-    """Write to a buffer what a forward has written to its cast, or put in its place."""
-    # Compiled code knows no versions.
+    """Write to a buffer what a forward has written to its cast, or assigned in its place."""
+    # Compiled code does not keep versions.
     if after is cast and cast._version == version and not torch.compiler.is_compiling():
         return
     if after is not buffer:
@@ -83,7 +83,7 @@ def _write_back(buffer: Tensor, cast: Tensor, version: int, after: Tensor) -> No
 
 @contextlib.contextmanager
 def _flat_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the weight lists of recurrent layers, which hold casts in the meantime."""
+    """Restore the weight lists of recurrent layers when the block ends; they hold casts within."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     before = [(layer._flat_weights, layer._flat_weight_refs) for layer in layers]
     try:
@@ -96,9 +96,9 @@ def _flat_weights_kept(module: nn.Module) -> Iterator[None]:
 def fp16_compute(module: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Module:
     """Return a module with the same float32 parameters, whose forward runs on casts of them.
 
-    It needs neither `amp.init()` nor `initialize`: for a part of a model that is to compute in low
-    precision while optimizer and checkpoints see float32. Batch norms keep float32 parameters, and
-    so do parts named by `apex_mp.keep_fp32`, which compute in float32.
+    Use it for a part of a model that computes in low precision while optimizer and checkpoints see
+    float32. It needs neither `amp.init()` nor `initialize`. Batch norms keep float32 parameters,
+    and so do parts named by `apex_mp.keep_fp32`, which compute in float32.
 
     Args:
         module: A module with float32 parameters; it is used, not copied. Its state_dict keys stay.

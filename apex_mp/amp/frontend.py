@@ -230,10 +230,10 @@ def disable_casts() -> Iterator[None]:
 
 
 def clear_cache() -> None:
-    """Forget the casts of weights that are kept during a call of a module, if casts are on.
+    """Drop the casts of weights that are kept during a call of a module, if casts are on.
 
-    It is needed after an edit that changes no version and does not read `.data` at the time: one
-    through a tensor that was taken from `.data` earlier, or by foreign code that writes to memory.
+    It is needed after an edit that cannot be detected: one through a tensor that was taken from
+    `.data` earlier, or by foreign code that writes to memory.
     """
     if _current.handle is not None:
         _current.handle._clear_cache()

@@ -1,4 +1,4 @@
-"""GradScaler: that of torch, which also takes float16 gradients and reports skipped steps."""
+"""GradScaler: torch's, extended to float16 gradients and reports of skipped steps."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class GradScaler(UnscalingGradScaler):
     """Scale the loss so that small gradients survive float16; skip steps that overflow.
 
-    It takes the place of `torch.amp.GradScaler` in any loop: with float32 parameters it has the
-    same scales, gradients and checkpoints. Beyond that
+    It replaces `torch.amp.GradScaler` in any loop: with float32 parameters it has the same scales,
+    gradients and checkpoints. In addition
 
     - gradients may be float16 (`model.half()`), also in `unscale_`;
     - `clip_grad_norm_` clips without a pass of its own if the optimizer is fused;
-    - `step_was_skipped` and `overflow_report` say what became of a step, and a warning names the
+    - `step_was_skipped` and `overflow_report` give the outcome of a step, and a warning names the
       parameters after 50 skipped steps in a row;
     - the scale has bounds and hysteresis if asked for.
 
@@ -59,7 +59,7 @@ class GradScaler(UnscalingGradScaler):
             (name, parameter) pairs that the optimizer was given, else group and index].
 
     Raises:
-        AssertionError: A factor is out of range, as torch says it.
+        AssertionError: A factor is out of range; torch's own check.
         TypeError, ValueError: A bound or `hysteresis` is no number, or out of range.
         ValueError: `init_scale` is no positive normal float32 number; torch trains on with it.
         TypeError: `model` is no module.
@@ -148,7 +148,7 @@ class GradScaler(UnscalingGradScaler):
         return value
 
     def _announced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Notify listeners of the step that is taken within, and of what was measured for it."""
+        """Notify listeners of the step that the block takes, and of what was measured for it."""
         if not step_log.listeners or self._scale is None:
             return contextlib.nullcontext()
         state = self._per_optimizer_states[id(optimizer)]
@@ -272,7 +272,7 @@ class GradScaler(UnscalingGradScaler):
 
     @property
     def _lowest(self) -> float:
-        """The scale below which it does not back off; torch's sinks to 0."""
+        """The smallest scale that it backs off to; torch's backs off to 0."""
         return FLOAT32_SMALLEST_NORMAL if self._bounds.min_scale is None else self._bounds.min_scale
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `amp.init()` returns: casts that are on in the whole process, and a scaled loss."""
+"""The handle that `amp.init()` returns: casts in the whole process, and scaled losses."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ class AmpHandle:
     # Switching on and off.
 
     def _activate(self) -> None:
-        """Replace the handle that is there, and switch casts on."""
+        """Switch casts on, in place of the handle whose casts are on."""
         self._check_registrations()
         if _current.handle is not None:
             _current.handle._was_replaced = True
             _current.handle._deactivate()
         show_torch_to_dynamo()
         _current.handle = self
-        # Before the hook of the scopes, so that what it raises is raised where casts are on.
+        # Registered before the hook of the scopes, so that an error is raised while casts are on.
         self._hook = register_optimizer_step_pre_hook(guard_first_closure)
         try:
-            # What users registered comes first: a listed function of theirs is theirs.
+            # Registrations come first: the user's cast of a function replaces that of the lists.
             for registration in registry.registrations.values():
                 registration.install(self._patches, self._caster)
             for rule in self._rules:
@@ -100,7 +100,7 @@ class AmpHandle:
             raise
 
     def _check_registrations(self) -> None:
-        """Raise if a function that was registered cannot be replaced any more."""
+        """Raise if a registered function can no longer be replaced."""
         trial = Patches()
         for registration in registry.registrations.values():
             try:
@@ -136,9 +136,9 @@ class AmpHandle:
         return _current.handle is self and not getattr(self._switched_off, "depth", 0)
 
     def _scales(self) -> bool:
-        """Whether losses are scaled: also by a handle that was replaced, while its successor is on.
+        """Whether losses are scaled: also by a replaced handle, while its successor is active.
 
-        A script goes on with the handle it has when another part of it calls `init()` again.
+        A script keeps using its handle when another part of it calls `init()` again.
         """
         current = _current.handle
         if current is None or not (current is self or self._was_replaced):
@@ -147,7 +147,7 @@ class AmpHandle:
 
     @contextlib.contextmanager
     def _disable_casts(self) -> Iterator[None]:
-        """Switch casts off in this thread for a `with` block, loss scaling too."""
+        """Switch casts and loss scaling off in this thread for a `with` block."""
         depth = getattr(self._switched_off, "depth", 0)
         self._switched_off.depth = depth + 1
         try:
@@ -213,13 +213,14 @@ class AmpHandle:
         return {} if scaler is None else {"loss_scaler0": scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict`, `amp.state_dict` for one loss, or a GradScaler's, returned.
+        """Load the state of the loss scale.
 
         Args:
-            state_dict: What one of the three returned.
+            state_dict: What `state_dict`, `amp.state_dict` with one loss, or that of a GradScaler
+                returned.
 
         Raises:
-            ValueError: There is the state of another number of scales; nothing is changed.
+            ValueError: It has the state of another number of scales; nothing is changed.
         """
         state_dict = as_dict("AmpHandle", state_dict)
         expected = self.state_dict()
@@ -236,7 +237,7 @@ class AmpHandle:
         return LossScaler(**self._scaler_arguments)  # type: ignore[arg-type]
 
     def _parameter_names(self) -> dict[int, str]:
-        """Names of the parameters of all modules that have been called, by id()."""
+        """Return names of the parameters of all modules that have been called, by id()."""
         return self._scopes.parameter_names()
 
     # Casts of weights that are kept.
@@ -252,7 +253,7 @@ class AmpHandle:
         return self._caster.cache
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forget the casts of a parameter.
+        """Drop the kept casts of a parameter.
 
         Args:
             param: A parameter of the model.
@@ -260,7 +261,7 @@ class AmpHandle:
         self._clear_cache()
 
     def _clear_cache(self) -> None:
-        """Forget all casts of weights. It happens after each call of a model anyway."""
+        """Drop all kept casts of weights, as happens after each call of a model anyway."""
         self._scopes.clear_cache()
 
     @property
@@ -269,7 +270,7 @@ class AmpHandle:
         return self._caster.verbose
 
     def __reduce__(self) -> Any:
-        # There is one in a process: a copy of what refers to it refers to the one that is there.
+        # There is one handle in a process, so copies of objects that refer to it share it.
         return _current_or_noop, ()
 
 

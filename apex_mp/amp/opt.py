@@ -19,7 +19,7 @@ from apex_mp.loss_scale import is_of_grad_scaler
 
 
 class OptimWrapper(ForwardingOptimizer):
-    """What `amp_handle.wrap_optimizer(optimizer, num_loss)` returns.
+    """An optimizer with scales for several losses, from `amp_handle.wrap_optimizer`.
 
     Between two steps each loss is scaled once, always in the same order:
 
@@ -29,7 +29,7 @@ class OptimWrapper(ForwardingOptimizer):
             scaled_loss.backward()
         optimizer.step()
 
-    To everyone else it is the optimizer inside: schedulers take either.
+    All other attributes are those of the optimizer inside; a scheduler takes either.
 
     Args:
         optimizer: A torch optimizer.
@@ -187,7 +187,7 @@ class OptimWrapper(ForwardingOptimizer):
 def _saved_scales(
     state_dict: dict[str, Any], num_loss: int
 ) -> tuple[dict[str, Any], list[Any] | None]:
-    """Divide a state_dict into the optimizer's part and the states of scales, None without any."""
+    """Return the optimizer's part of a state_dict and the states of its scales, or None."""
     if is_of_grad_scaler(state_dict):
         return {}, [state_dict] * num_loss
     inner = as_dict("OptimWrapper", state_dict)

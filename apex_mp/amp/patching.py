@@ -1,4 +1,4 @@
-"""Put functions of ours in the place of torch's, and take them away again without a trace."""
+"""Replace functions of torch, and restore them exactly."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Patches:
         return (id(owner), name) in self._patches
 
     def install(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        """Set `owner.name` to `make(original)`; a replacement of ours that is there goes first.
+        """Set `owner.name` to `make(original)`, after removing an earlier replacement of ours.
 
-        What is bound to an object or a class, or to nothing, stays so.
+        A bound method, class method or static method is replaced by one of the same kind.
 
         Raises:
-            AttributeError, TypeError: The owner does not have it, or it cannot be replaced.
+            AttributeError, TypeError: The owner has no such attribute, or it cannot be replaced.
         """
         self.remove(owner, name)
         original = getattr(owner, name)  # First: some modules put it into their dict only now.
@@ -54,19 +54,19 @@ class Patches:
         self._patches[id(owner), name] = _Patch(owner, name, before, vars(owner)[name])
 
     def remove(self, owner: Any, name: str) -> None:
-        """Put back the original, unless another replacement has been put over ours."""
+        """Restore the original, unless someone has replaced our replacement."""
         patch = self._patches.pop((id(owner), name), None)
         if patch is not None and patch.is_there():
             patch.put_back()
 
     def remove_all(self) -> None:
-        """Put everything back, the last replacement first."""
+        """Restore all originals, the last replacement first."""
         for patch in [*self._patches.values()][::-1]:
             self.remove(patch.owner, patch.name)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Put everything back for a `with` block."""
+        """Restore all originals for a `with` block."""
         there = [patch for patch in self._patches.values() if patch.is_there()]
         for patch in there:
             patch.put_back()
@@ -80,10 +80,10 @@ class Patches:
 def _replacement(
     owner: Any, name: str, original: Any, make: Callable[[Any], Callable[..., Any]]
 ) -> Any:
-    """Return `make(original)` as something that `owner` binds as it binds the original."""
+    """Return `make(original)` as a method of the same kind as the original."""
     if not isinstance(owner, type):
         if isinstance(original, types.MethodType) and original.__self__ is owner:
-            # A copy of the object then has a method of its own, not one of this object.
+            # A bound method: when the object is copied, the copy gets a method of its own.
             return types.MethodType(make(original.__func__), owner)
         return make(original)
     found = inspect.getattr_static(owner, name, None)

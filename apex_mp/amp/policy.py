@@ -1,4 +1,4 @@
-"""What the lists ask for, and which of it is left to do when torch.autocast has done its part."""
+"""The casts that the lists ask for, and which of them torch.autocast does not do itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARIES = {
     "recurrent": recurrent_overrides,
 }
 
-# What a rule does with a function's arguments.
+# The kinds of rules: what they do with a function's arguments.
 LOW = "low precision"
 FLOAT = "float32"
 PROMOTE = "widest"
@@ -34,7 +34,7 @@ REFUSE = "refused for low precision"
 
 _CASTS = {LOW: "to_low", FLOAT: "to_float", PROMOTE: "promote", MATCH: "match_first"}
 
-# Names that torch has rules for, and why they are not left to it.
+# Names for which torch has rules that we do not use, and why.
 _NOT_LEFT_TO_TORCH = {
     "__rdiv__",  # computes a reciprocal, which is float32 by the lists
     "__rtruediv__",  # the same
@@ -58,14 +58,14 @@ _ALIASES = {"truediv": "div", "rtruediv": "div"}
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What happens to one function of one library.
+    """The cast of one function of a library.
 
     Attributes:
         library: A key of LIBRARIES.
         owner: Module or class that holds the function.
         name: The function's name there.
         kind: LOW, FLOAT, PROMOTE, MATCH, REFUSE_FIRST or REFUSE.
-        message: For the last two, the error.
+        message: The error of REFUSE_FIRST and REFUSE.
     """
 
     library: str
@@ -75,7 +75,7 @@ class Rule:
     message: str = ""
 
     def wrap(self, function: Function, caster: Caster) -> Function:
-        """Return the function as it is to be called."""
+        """Return a wrapper of the function that casts by this rule."""
         if self.is_done_by_torch(caster.device_type):
             return caster.follow(function, self.name, _CASTS[self.kind])
         if self.library == "recurrent":
@@ -87,7 +87,7 @@ class Rule:
         return caster.wrap(function, self.name, _CASTS[self.kind], casts_inside=False)
 
     def is_done_by_torch(self, device_type: str) -> bool:
-        """Whether torch, with autocast on for the device, does the same by itself."""
+        """Return whether torch does the same by itself when autocast is on for the device."""
         if self.name in _NOT_LEFT_TO_TORCH:
             return False
         if self.library == "recurrent":
@@ -99,17 +99,17 @@ class Rule:
         return False
 
     def is_type_promotion(self) -> bool:
-        """Whether the type promotion of torch does the same without autocast."""
+        """Return whether torch's type promotion does the same without autocast."""
         if self.name in _NOT_LEFT_TO_TORCH or self.kind not in (PROMOTE, MATCH):
             return False
         return any(torch.Tag.pointwise in each.tags for each in _overloads(self.name))
 
 
 def rules(*, allow_banned: bool) -> Iterator[Rule]:
-    """Yield the whole policy.
+    """Yield all rules.
 
     Args:
-        allow_banned: Cast to float32 what would be refused for its numbers.
+        allow_banned: Cast to float32 the functions that are refused otherwise.
     """
     for library, lists in LIBRARIES.items():
         for attribute, kind in (
@@ -142,7 +142,7 @@ def unlisted(device_type: str) -> Iterator[tuple[Any, str]]:
 
 
 def _in_place_rules() -> Iterator[Rule]:
-    """Rules for the forms that write to their first argument, which keeps its dtype."""
+    """Yield rules for in-place functions, whose first argument keeps its dtype."""
     for name in torch_overrides.FP32_FUNCS:
         if hasattr(torch, f"{name}_"):
             message = f"Cannot call in-place function {name}_ with fp16 arguments."
@@ -156,7 +156,7 @@ def _in_place_rules() -> Iterator[Rule]:
 
 
 def _overloads(name: str) -> list[Any]:
-    """The torch operators behind a name: behind `__radd__` and `add_` it is add."""
+    """Return the torch operators behind a name; for `__radd__` and `add_` those of add."""
     plain = name.strip("_")
     plain = _ALIASES.get(plain, plain)
     for prefix in ("", "r"):

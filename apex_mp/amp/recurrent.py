@@ -1,8 +1,8 @@
 """Recurrent layers and cells in low precision, on the CPU too, where torch has no kernels for it.
 
 torch's CPU kernels refuse fp16 or take fifteen times as long as in float32. There weights and
-inputs are rounded to fp16, the layer computes in float32, and its outputs are rounded again: what
-a GPU's matrix units do, which also add up in float32.
+inputs are rounded to fp16, the layer computes in float32, and its outputs are rounded again. The
+matrix units of a GPU do the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that users give a precision to, by decorator or by name."""
+"""Functions whose precision the user sets, by decorator or by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Registration:
     cast: str
 
     def wrap(self, function: Function, caster: Caster) -> Function:
-        """Return the function as it is to be called."""
+        """Return a wrapper of the function that casts."""
         return caster.wrap(
             function, self.name, self.cast, casts_inside=_casts_inside(function, self.cast)
         )
@@ -41,7 +41,7 @@ class Registration:
         """Replace the function.
 
         Raises:
-            AttributeError, TypeError: It is not there, or nothing can take its place.
+            AttributeError, TypeError: It does not exist, or cannot be replaced.
         """
         patches.install(self.owner, self.name, functools.partial(self.wrap, caster=caster))
 
@@ -190,10 +190,10 @@ def _decorate(fn: F, cast: str) -> F:
 
 
 def _casts_inside(function: Any, cast: str) -> bool:
-    """Whether what a function calls is cast: it is, if the function leaves the work to others.
+    """Return whether casts stay on for what a registered function calls.
 
-    C functions do it themselves, and so do torch's in Python, of which a user has said how. Python
-    of the user's calls functions of the lists, and torch's modules have weights of their own.
+    They stay on in the user's own Python functions and in modules, unless registered as float.
+    They are off in C functions and in torch's Python functions, whose precision the user has set.
     """
     if cast == "to_float":
         return False

@@ -1,4 +1,4 @@
-"""The loss scaler of amp, with the names and numbers of 2019 around the one rule of loss_scale."""
+"""The loss scaler of amp: names and defaults of 2019 around a value of apex_mp.loss_scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apex_mp.loss_scale import (
 )
 
 WISH = 'it must be a number or "dynamic", or a loss scale of apex_mp.loss_scale'
-# The defaults of those arguments of a LossScaler that a dynamic loss scale has itself.
+# Defaults of the LossScaler arguments that may not be given beside a dynamic loss scale.
 _BESIDE = (
     AMP_PRESET.scale,
     AMP_PRESET.growth_factor,
@@ -39,7 +39,7 @@ class LossScaler:
         loss_scale: "dynamic", a number that stays, or a loss scale of `apex_mp.loss_scale`, or a
             scaler that has one ["dynamic"].
         init_scale: Where a dynamic scale starts [2**16].
-        scale_factor: Growth and backing off, more than 1 [2].
+        scale_factor: Growth multiplies by it, backing off divides by it; more than 1 [2].
         scale_window: Good steps before the scale grows [2000].
         min_loss_scale: A dynamic scale does not back off below it [None: no floor].
         max_loss_scale: A dynamic scale does not grow above it, nor start there [2**24].
@@ -91,7 +91,7 @@ class LossScaler:
 
     @property
     def value(self) -> DynamicLossScale | StaticLossScale:
-        """The scale and its state, a frozen value of apex_mp.loss_scale."""
+        """The scale and its state, a frozen object of apex_mp.loss_scale."""
         return self._value if self._device_scale is None else self._device_scale.read()
 
     @value.setter
@@ -100,7 +100,7 @@ class LossScaler:
         self._device_scale = None
 
     def on(self, device: torch.device) -> DeviceScale:
-        """Return the scale on a device, where it stays until it is set on the host."""
+        """Return the scale on a device; it stays there until the host sets it."""
         if self._device_scale is None or self._device_scale.device != device:
             self._device_scale = DeviceScale(self.value, device)
         return self._device_scale
@@ -110,7 +110,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale adjusts."""
+        """Whether the scale is dynamic."""
         return isinstance(self._value, DynamicLossScale)
 
     def loss_scale(self) -> float:
@@ -119,7 +119,7 @@ class LossScaler:
 
     @property
     def lowest(self) -> float | None:
-        """The scale below which it does not back off; None if it never does."""
+        """The smallest scale that it backs off to; None if it never backs off."""
         held = self._value  # The bounds; the scale may be on a device.
         return held.min_scale if isinstance(held, DynamicLossScale) else None
 
@@ -149,7 +149,7 @@ class LossScaler:
         self._has_overflow = self._has_overflow or found_inf
 
     def update_scale(self) -> bool:
-        """Adjust the scale to overflows since the last time; return whether to skip the step."""
+        """Update the scale for overflows since the last update; return whether to skip the step."""
         should_skip = self._has_overflow
         self.value = self.value.update(should_skip)
         self._has_overflow = False
@@ -165,9 +165,9 @@ class LossScaler:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over a state: ours, one of 2019, a GradScaler's, or a loss scaler that was pickled.
+        """Load a state: ours, one of 2019, a GradScaler's, or a pickled loss scaler.
 
-        Whether the scale is dynamic stays as it is here; so do its bounds, if the state has none.
+        A dynamic scale stays dynamic and a static one static. Bounds stay if the state has none.
 
         Raises:
             KeyError: An entry is missing.
@@ -199,14 +199,14 @@ class LossScaler:
 
 
 def _value_of(state: Any) -> DynamicLossScale | StaticLossScale | None:
-    """The whole loss scale that a state describes; None if it is one of two numbers."""
+    """Return the loss scale that a state describes in full; None for the two numbers of 2019."""
     if is_of_grad_scaler(state):
         return from_grad_scaler(state)
     return held_value(state)
 
 
 def held_value(given: Any) -> DynamicLossScale | StaticLossScale | None:
-    """Return a loss scale, or that of a loss scaler, as a value; None if `given` is neither."""
+    """Return the value of a loss scale or loss scaler; None if `given` is neither."""
     if isinstance(given, fp16_utils.LossScaler | fp16_utils.DynamicLossScaler):
         return given.loss_scale_value
     if isinstance(given, NoOpLossScale):

@@ -42,24 +42,26 @@ def scaled_backward(
 ) -> Iterator[Tensor]:
     """Yield `loss` times the scale; when the block ends, unscale the gradients it has added.
 
-    Gradients that were there before are unscaled: they are set aside and added again, so that each
-    loss has its own scale. Parameters that the loss does not touch keep theirs. If the block
-    raises, all gradients are as they were before it, unless they were left scaled.
+    Gradients from before the block are unscaled: they are set aside and added again, so that each
+    loss has its own scale. Parameters that the loss does not reach keep theirs. If the block
+    raises, all gradients are restored, except those that were left scaled.
 
     Args:
         loss: Of any shape and floating dtype; it may be NaN or inf: only gradients decide.
-        optimizers: Those whose parameters get gradients; an overflow skips the next step of each.
+        optimizers: Optimizers whose parameters get gradients; an overflow skips each one's next
+            step.
         scaler: The scale of this loss; updated.
         names: Returns names of parameters by id(), for messages.
         announce: Called with each overflow [a warning in the log].
-        delay_unscale: Leave the gradients scaled: more losses are to come. It is so anyway as long
-            as the model is in `no_sync`.
-        delay_overflow_check: Leave the scale to the next block with this scaler. An overflow skips
-            the next step all the same.
-        expect_float32: Warn, once, of gradients in low precision that no master is for.
+        delay_unscale: Leave the gradients scaled, because more losses follow. While the model is in
+            `no_sync` they are left scaled anyway.
+        delay_overflow_check: Let the next block with this scaler update the scale. An overflow
+            skips the next step all the same.
+        expect_float32: Warn, once, of low-precision gradients of parameters without masters.
 
     Raises:
-        TypeError: The loss is not a tensor of a floating dtype, or an optimizer is none.
+        TypeError: The loss is not a tensor of a floating dtype, or `optimizers` holds something
+            that is not an optimizer.
         RuntimeError: An optimizer scales by itself, or is in a block already.
     """
     _check(loss, optimizers)
@@ -67,7 +69,7 @@ def scaled_backward(
     readback.poll()
     with _open_blocks(optimizers) as guards:
         grads = LossGrads(optimizers, [guard.scaled_by for guard in guards])
-        # Whether gradients overflow, all processes say together, when they have added theirs.
+        # Whether gradients overflow is decided when all processes have added theirs.
         has_unsynced = functools.partial(local_gradients.has_unsynced_grads, grads.slots.sources)
         was_unsynced = has_unsynced()
         if delay_unscale or was_unsynced:
@@ -118,7 +120,7 @@ def scaled_backward(
 
 
 def _common_device(optimizers: Sequence[Any], grads: LossGrads) -> torch.device | None:
-    """The device on which an overflow may stay unknown to the host, if there is one."""
+    """Return the device on which the overflow decision stays; None if the host must know it."""
     if not all(map(_looks_at_found_inf, optimizers)):
         return None
     pairs = [*grads.slots.pairs()]
@@ -132,11 +134,11 @@ def _common_device(optimizers: Sequence[Any], grads: LossGrads) -> torch.device 
 
 
 def _looks_at_found_inf(optimizer: Any) -> bool:
-    """Whether a step of the optimizer does nothing at all if its found_inf is 1."""
+    """Return whether a step of the optimizer changes nothing if its found_inf is 1."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if isinstance(optimizer, torch.optim.SGD):
-        # A first step makes the momentum before it looks, and leaves it without values.
+        # A first step makes the momentum before it reads found_inf, and leaves it without values.
         return all(
             not group["momentum"]
             or any("momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"])
@@ -147,7 +149,7 @@ def _looks_at_found_inf(optimizer: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _OverflowDecision:
-    """Says after a block how the scale goes on, and whether steps are to be skipped."""
+    """Decides after a block on the next scale, and whether steps are skipped."""
 
     optimizers: Sequence[Any]
     guards: Sequence[StepGuard]
@@ -193,7 +195,7 @@ class _OverflowDecision:
     def _on_readback(self, numbers: list[float]) -> None:
         found, before, after = numbers
         if found:
-            # Gradients that were cleared in the meantime are not in the report.
+            # Gradients that were cleared since are not in the report.
             overflow = self._overflow(before, after)
             for guard in self.guards:
                 guard.last_overflow = overflow
@@ -266,7 +268,7 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
 
 @contextlib.contextmanager
 def _clearing(optimizers: Sequence[Any], grads: LossGrads) -> Iterator[None]:
-    """Let `zero_grad` in a block clear what is set aside, too."""
+    """Make `zero_grad` in a block clear the stashed gradients, too."""
     missing = object()
     before = [(each, vars(each).get("zero_grad", missing)) for each in optimizers]
     for each in optimizers:

@@ -1,9 +1,9 @@
-"""Where casts are on: in the whole process, but for the engine, optimizers and data loading.
+"""Where casts are on: in the whole process, except in autograd, optimizers and data loading.
 
-torch.autocast is made for a `with` block. Casts that last must also
-- be on in every thread while casts are on, and in none after; stay off in DataLoader workers;
-- be off while the autograd engine runs: a backward formula has the dtypes of its forward. Python
-  code of the user's in backward has casts on, as it had;
+torch.autocast is made for a `with` block. Casts of a whole process must also
+- be on in every thread until they are switched off, then in none, and never in DataLoader workers;
+- be off while the autograd engine runs, because a backward formula has the dtypes of its forward;
+  in the user's Python code in backward they are on, as in its forward;
 - be off in an optimizer's step, and on in its closure;
 - keep no cast of a weight that was edited since.
 """
@@ -29,10 +29,10 @@ from apex_mp.core import local_gradients
 
 
 class Scopes:
-    """Switches casts on and off at the borders of torch's parts.
+    """Switches casts on and off where a call enters or leaves autograd, an optimizer and so on.
 
     Args:
-        caster: Whose casts.
+        caster: The casts.
         close_in_worker: Called in a DataLoader worker before anything else.
     """
 
@@ -51,11 +51,11 @@ class Scopes:
     # Opening and closing.
 
     def open(self, patches: Patches) -> None:
-        """Switch casts on in this thread, and install what carries them on."""
+        """Switch casts on in this thread, and install the wrappers that switch them elsewhere."""
         self._switch.open()
         if self._device_type == "cpu":
-            # Attention's way in evaluation gives weights to a kernel uncast; torch itself does not
-            # go it under CUDA's autocast.
+            # The fast path of attention in evaluation gives uncast weights to a kernel; torch
+            # itself does not use it under CUDA's autocast.
             self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         node = torch.autograd.function.BackwardCFunction
@@ -82,7 +82,7 @@ class Scopes:
             self._hooks.append(register(hook))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Switch casts off; what was patched is the caller's to restore."""
+        """Switch casts off; the caller restores what was patched."""
         for hook in self._hooks:
             hook.remove()
         if self._had_fastpath is not None:
@@ -91,7 +91,7 @@ class Scopes:
         self._switch.close()
 
     def clear_cache(self) -> None:
-        """Forget all casts of weights, torch's and ours."""
+        """Drop all kept casts of weights, torch's and ours."""
         self._caster.cache.clear()
         torch.clear_autocast_cache()
 
@@ -105,7 +105,7 @@ class Scopes:
             for name, param in params.items()
         }
 
-    # The borders. Each takes what torch has there and returns what is to stand in its place.
+    # Wrappers. Each method takes a function of torch and returns its replacement.
 
     def _around_module_call(self, call: Function) -> Function:
         thread, switch, is_compiling = self._thread, self._switch, torch.compiler.is_compiling
@@ -119,10 +119,10 @@ class Scopes:
         return __call__
 
     def _call_outermost(self, call: Function, module: Any, args: Any, kwargs: Any) -> Any:
-        """Call a module that no other one calls; casts of weights are kept until it returns."""
+        """Call an outermost module; casts of weights are kept until it returns."""
         thread, switch = self._thread, self._switch
         if thread.optimizer_steps and not thread.off:
-            # No closure runs: a step before has raised.
+            # No optimizer calls this, so an earlier step has raised before it could count down.
             thread.optimizer_steps = 0
             torch.set_autocast_enabled(self._device_type, thread.enabled_before_step)
         self._models.add(module)
@@ -251,7 +251,7 @@ class Scopes:
             enabled = thread.enabled_before_step
             torch.set_autocast_enabled(self._device_type, enabled)
             value = closure()
-            # Not in a finally: what a closure raises ends the step too.
+            # Not in a finally: an error in a closure ends the step too.
             if self._switch.active:
                 torch.set_autocast_enabled(self._device_type, False)
                 thread.optimizer_steps, thread.enabled_before_step = steps, enabled
@@ -261,7 +261,7 @@ class Scopes:
 
 
 def show_torch_to_dynamo() -> None:
-    """Let Dynamo note which functions are torch's own, before others stand in their places.
+    """Let Dynamo note which functions are torch's own, before they are replaced.
 
     It notes them once in a process, at the latest when the first optimizer is made.
     """

@@ -1,4 +1,4 @@
-"""Skips one step of an optimizer after an overflow, for any caller and with any closure."""
+"""Skip one step of an optimizer after an overflow, for any caller and with any closure."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class StepGuard:
-    """Stands before the `step` of one optimizer, from its first `scale_loss` on.
+    """Wraps the `step` of one optimizer, from its first `scale_loss` on.
 
-    It is put there once, as a method of the object, so that schedulers made before and after find
-    what they look for, and does nothing until an overflow.
+    The wrapper is set once, as a method of the object, so that schedulers made before and after
+    that can wrap it themselves. It only calls `step` until there is an overflow.
 
     Args:
         optimizer: An optimizer of any class.
 
     Attributes:
-        last_overflow: What was said of the last overflow.
+        last_overflow: The last overflow that was logged.
         scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
-        scalers: The loss scales of losses that gave those, by their id().
+        scalers: The scalers of the losses that gave those gradients, by id().
         in_block: Whether a block of `scale_loss` is open.
         scaler: The loss scale of the last loss, once its block has ended.
-        scale: What it was in that block: a number, or one on a device.
+        scale: The value of `scaler` in that block: a number, or a tensor on a device.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -49,7 +49,7 @@ class StepGuard:
         self.in_block = False
         self.scaler: LossScaler | None = None
         self.scale: float | Tensor = 1.0
-        # Of the gradients that are there: what the host knows, and what it does not know yet.
+        # The overflow of the present gradients; a flag on a device, if the host does not know.
         self._overflow: Overflow | None = None
         self._found_inf: Tensor | None = None
         self._log = step_log.StepLog(optimizer, f"amp: {type(optimizer).__name__}")
@@ -65,7 +65,7 @@ class StepGuard:
         return type(None), ()  # A copy of the optimizer gets a guard of its own.
 
     def overflowed(self, overflow: Overflow) -> None:
-        """Skip the next step; however many losses overflow, it is one."""
+        """Skip the next step: one step, however many losses overflow."""
         self._overflow = self.last_overflow = overflow
 
     def may_have_overflowed(self, found_inf: Tensor) -> None:
@@ -78,14 +78,14 @@ class StepGuard:
         """Whether the last step was skipped; the host waits until it knows."""
         return self._log.was_skipped
 
-    # Coming and going.
+    # Setting and removing the wrapper.
 
     def stay(self) -> None:
-        """Take back a `leave` that has not happened yet."""
+        """Cancel a `leave` that is still pending."""
         self._is_leaving = False
 
     def leave(self) -> None:
-        """Put back the `step` that was there, but not before one to be skipped or refused."""
+        """Restore the original `step`; if the next step must be skipped or refused, after that."""
         self._is_leaving = True
         if self._overflow is None and self._found_inf is None and self.scaled_by is None:
             self._take_off()
@@ -175,7 +175,7 @@ class StepGuard:
         return overflow
 
     def _step_on_device(self, optimizer: Any) -> Any:
-        """Let an optimizer look at found_inf itself, as torch.amp.GradScaler does."""
+        """Set found_inf on the optimizer, as torch.amp.GradScaler does; its step reads it."""
         found_inf, self._found_inf = self._found_inf, None
         assert found_inf is not None
         optimizer.found_inf = found_inf
@@ -201,8 +201,8 @@ class StepGuard:
         """Record a step.
 
         Args:
-            overflow: That of the loss for which it was skipped, or None.
-            scaler: Of the last loss.
+            overflow: The overflow for which it was skipped, or None.
+            scaler: The scaler of the last loss.
             scale: Its scale; None: listeners know it.
         """
         skipped = overflow is not None
@@ -268,12 +268,12 @@ def guard_first_closure(
     return args, {**kwargs, "closure": first_closure}
 
 
-# Those that stand before a step now.
+# The guards that wrap a step now.
 _guards: weakref.WeakSet[StepGuard] = weakref.WeakSet()
 
 
 def guard_of(optimizer: Any) -> StepGuard:
-    """Return the guard of an optimizer; it gets one if it has none."""
+    """Return the guard of an optimizer; one is made if it has none."""
     guard = vars(optimizer).get("_amp_step_guard")
     if not isinstance(guard, StepGuard):
         guard = optimizer._amp_step_guard = StepGuard(optimizer)
@@ -282,7 +282,7 @@ def guard_of(optimizer: Any) -> StepGuard:
 
 
 def remove_guards() -> None:
-    """Take the guards of all optimizers away, those with a step to skip after that step."""
+    """Remove the guards of all optimizers; one that must skip a step is removed after that."""
     for guard in [*_guards]:
         guard.leave()
 
@@ -322,6 +322,6 @@ def _function_of(optimizer: Any) -> Callable[..., Any]:
 
 
 def _written_by(optimizer: Any) -> list[torch.Tensor]:
-    """What a step writes: parameters, and where there are masters those of the model too."""
+    """Return what a step writes: parameters, and the model's parameters that have masters."""
     slots = slots_of(optimizer)
     return [*{id(param): param for param in (*slots.params, *slots.sources)}.values()]

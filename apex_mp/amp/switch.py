@@ -1,8 +1,8 @@
 """The state of torch.autocast in each thread while casts are on.
 
-The state belongs to a thread, and no other thread can change it. So only the main thread has
-autocast on from `init()` to `_deactivate()`. Every other thread has it on while it calls a module
-or a function with a rule, and as it was before when the call returns.
+Each thread has a state of its own, which no other thread can change. So only the main thread has
+autocast on from `init()` to `_deactivate()`. Every other thread switches it on while it calls a
+module or a function with a rule, and restores it when the call returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class _Before(NamedTuple):
-    """What autocast was before it was switched on in a thread."""
+    """The state of autocast before it was switched on in a thread."""
 
     enabled: bool
     dtype: torch.dtype
@@ -28,10 +28,10 @@ class _Before(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What is under way in one thread.
+    """The state of one thread.
 
     Attributes:
-        before: How autocast was before it was switched on in this thread; None if it was not.
+        before: The state before autocast was switched on in this thread; None if it was not.
         is_in_module: Whether a module is being called.
         keeps_casts: Whether casts of parameters are kept now.
         off: How many nested `with` blocks have switched casts off.
@@ -59,7 +59,7 @@ class Switch:
 
     Attributes:
         active: False once casts have ended in all threads.
-        thread: What is under way in the current thread.
+        thread: The state of the current thread.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
@@ -83,11 +83,11 @@ class Switch:
             _call_in_main_thread(self._switch_off)
 
     def is_on(self) -> bool:
-        """Whether functions called now have their arguments cast."""
+        """Return whether functions called now have their arguments cast."""
         return self.active and torch.is_autocast_enabled(self.device_type)
 
     def is_due(self) -> bool:
-        """Whether a call in this thread is to switch autocast on: nothing has switched it off."""
+        """Return whether a call in this thread switches autocast on: casts are due, but off."""
         thread = self.thread
         if not self.active or thread.off or thread.optimizer_steps:
             return False
@@ -122,7 +122,7 @@ class Switch:
 
     @contextlib.contextmanager
     def casts_on(self) -> Iterator[None]:
-        """Switch casts on for a `with` block inside of one in which they are off."""
+        """Switch casts on for a `with` block inside one in which they are off."""
         device_type, before_init = self.device_type, self.thread.before
         before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         torch.set_autocast_enabled(device_type, True)
@@ -145,7 +145,7 @@ class Switch:
         )
         torch.set_autocast_enabled(device_type, True)
         torch.set_autocast_dtype(device_type, self._dtype)
-        # torch's cache of casts does not see edits of a weight; ours does.
+        # torch's cache of casts does not detect edits of a weight; ours does.
         torch.set_autocast_cache_enabled(False)
 
     def _switch_off(self) -> None:
@@ -154,7 +154,7 @@ class Switch:
         if thread.before is None:
             return
         before, thread.before = thread.before, None
-        # The user's open regions keep their state; when they end, they restore that of before.
+        # The user's open regions keep their state; when one ends, it restores the one before it.
         regions = thread.regions[before.regions :]
         ours = [region for region in regions if region.device == device_type]
         if ours:
@@ -168,7 +168,7 @@ class Switch:
             torch.set_autocast_cache_enabled(before.cache_enabled)
 
     def _forget_a_region_that_ended(self) -> None:
-        """Forget `before` if the region around it has ended, which has restored its own state."""
+        """Drop `before` if the user's region around it has ended, which restored its own state."""
         before = self.thread.before
         if before is not None and _nesting() < before.nesting:
             self.thread.before = None

@@ -1,1 +1,1 @@
-"""What the public packages share: operators, gradients, masters, the step and what became of it."""
+"""What the public packages share: operators, gradients, masters, and the step with its outcome."""

@@ -1,8 +1,9 @@
-"""Optimizers as torch.distributed.checkpoint.state_dict can save and load them.
+"""Views of optimizers that torch.distributed.checkpoint.state_dict can save and load.
 
 `get_state_dict(model, optimizer)` finds the name of each parameter of a group in the model, and
 keeps two parts of the optimizer's state_dict: the state of each parameter and the options of each
-group. Masters are no parameters of the model, and loss scales are in neither part.
+group. Masters are not parameters of the model, and loss scales are in neither part; a view adds
+both.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def with_checkpoint_view(member: _F) -> _F:
 
 
 def is_called_for_state() -> bool:
-    """Whether torch.distributed.checkpoint takes a step to have the state of a new optimizer.
+    """Return whether torch.distributed.checkpoint is stepping, to make a new optimizer's state.
 
-    Its gradients and learning rates are 0, but steps are counted.
+    Gradients and learning rates of such a step are 0, but the step is counted.
     """
     frame, calls = sys._getframe(1), 0
     while frame.f_back is not None and calls < _CALLS_BETWEEN:
@@ -60,7 +61,7 @@ def is_called_for_state() -> bool:
 
 
 def attribute_with_checkpoint_view(name: str, own_class: type) -> property:
-    """Return such a member for an attribute of an optimizer, for a subclass of its class."""
+    """Return a member of a subclass that gives `own_class`'s attribute, or that of the view."""
 
     def get(self: Any) -> Any:
         return own.__get__(self) if own is not None else vars(self)[name]
@@ -112,7 +113,7 @@ class CheckpointView:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's, with masters and `extra` in it; zeros before the first step."""
+        """Return the state_dict with masters and `extra`; before the first step it has zeros."""
         with _with_state(self.optimizer):
             saved = self.optimizer.state_dict()
         state: dict[int, Any] = {}

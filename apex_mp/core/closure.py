@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class StepAbandonedError(Exception):
-    """Raised through an inner optimizer whose closure overflows at every scale there is."""
+    """Raised by a closure that overflows at every loss scale, to end the inner optimizer's step."""
 
 
 class Snapshot:
-    """Parameters and optimizer state as they were, to return to if a line search is abandoned.
+    """A copy of parameters and optimizer state, restored when a line search is abandoned.
 
     Args:
         params: Parameters of all groups.

@@ -1,4 +1,4 @@
-"""Optimizers around another optimizer: which of its attributes they have as their own."""
+"""Base classes of optimizers that wrap another optimizer and show its attributes as their own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DelegatingOptimizer(torch.optim.Optimizer):
 
 
 class ForwardingOptimizer(DelegatingOptimizer):
-    """Also forwards attributes that it does not have: hooks too, which the inner step runs."""
+    """Forwards all other attributes to the inner optimizer, whose step runs the hooks."""
 
     def __getattr__(self, name: str) -> Any:
         if name == self._inner_name:  # Not set yet: a copy is being made.

@@ -22,12 +22,12 @@ class DeviceScale:
     """A loss scale and its state on a device.
 
     Args:
-        value: The scale that it starts as.
-        device: Where it lives.
+        value: The initial scale.
+        device: The device.
 
     Attributes:
         scale: 0-dim float32; `update`, or the step, writes it.
-        device: Where it lives.
+        device: The device.
     """
 
     def __init__(self, value: DynamicLossScale | StaticLossScale, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class DeviceScale:
         )
 
     def assign(self, value: DynamicLossScale | StaticLossScale) -> None:
-        """Take another value; a captured graph that has the tensors goes on from it."""
+        """Set the scale; a captured graph that uses the tensors sees the new value."""
         other = DeviceScale(value, self.device)
         self._value = value
         self.scale.copy_(other.scale)
@@ -50,7 +50,7 @@ class DeviceScale:
         self._overflows.copy_(other._overflows)
 
     def for_step(self) -> _C.DeviceLossScale | None:
-        """Return it for a fused step, which updates it; None if it never changes."""
+        """Return the tensors that a fused step updates; None if the scale never changes."""
         value = self._value
         if not isinstance(value, DynamicLossScale):
             return None

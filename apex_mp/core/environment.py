@@ -1,4 +1,4 @@
-"""What apex_mp runs on, as a table of facts, each with the command that mends it if need be."""
+"""The report of `python -m apex_mp`: facts about this machine, and commands that fix problems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Report:
 
 
 def survey() -> Report:
-    """Look at everything that decides whether and how apex_mp runs; a missing part is a fact."""
+    """Return facts about all that decides whether and how apex_mp runs; a missing part is one."""
     facts = list(_host_facts())
     try:
         torch = extension.import_torch()

@@ -1,4 +1,4 @@
-"""Load the compiled extension apex_mp._C, or say in an ImportError which command mends it."""
+"""Load the compiled extension apex_mp._C; an ImportError holds the command that fixes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load() -> ModuleType:
             or APEX_MP_CPU_LEVEL names no level. The message holds the command that mends it.
     """
     torch = import_torch()
-    # In this folder alone: an editable install elsewhere would offer its own.
+    # Only in this folder: the import would also find the extension of an editable install.
     if not _is_built(_PACKAGE):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         hidden = [path for path in sys.path if _is_built(Path(path, "apex_mp"))]
@@ -83,7 +83,7 @@ def torch_built_for() -> str | None:
 
 
 def no_kernels(device: torch.device) -> str:
-    """Say of a tensor on a device that this build has no kernels for it, and what helps."""
+    """Return the end of a message: this build has no kernels for the device, and what helps."""
     wish = "it must be on the CPU or on a CUDA device"
     if device.type == "cuda":
         wish = build_hint("FORCE_CUDA=1 ")
@@ -91,7 +91,7 @@ def no_kernels(device: torch.device) -> str:
 
 
 def build_hint(environment: str = "") -> str:
-    """Return "build it with:" and the command, of which `environment` sets variables."""
+    """Return "build it with:" and the command; `environment` is put before it, as in a shell."""
     root = _PACKAGE.parent
     in_source_tree = (root / "setup.py").exists() and (root / "csrc").is_dir()
     what = f'-e "{root}"' if in_source_tree else "--force-reinstall --no-deps ."
@@ -114,8 +114,8 @@ def _release(version: str) -> str:
 def is_environment_report() -> bool:
     """Return whether `python -m apex_mp` is what imports the package.
 
-    The report must be printed most of all when the extension cannot be loaded, but Python imports
-    the package before its `__main__`. While it looks for the module of `-m`, `sys.argv[0]` is "-m".
+    The report is needed most when the extension cannot be loaded, but Python imports the package
+    before its `__main__`. While it looks for the module of `-m`, `sys.argv[0]` is "-m".
     """
     wanted = sys.orig_argv[-len(sys.argv)]  # "apex_mp", or "-mapex_mp" in one word
     return sys.argv[0] == "-m" and re.fullmatch(r"(-\w*m)?apex_mp", wanted) is not None

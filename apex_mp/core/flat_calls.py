@@ -36,7 +36,7 @@ def apply_flat_dist_call(
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Call, extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Do `apply_flat_dist_call` for the tensors of each type.
+    """Call `apply_flat_dist_call` with the tensors of each type.
 
     Args:
         tensors: Of any dtypes and shapes; written.
@@ -69,9 +69,9 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
     """Append the tensors of a nested structure to a list.
 
     Args:
-        maybe_tensor: A tensor, an iterable of such structures, a dict, of which the values count,
-            or anything else, which is passed over.
-        tensor_list: Where to.
+        maybe_tensor: A tensor; an iterable of such structures; a dict, whose values are searched;
+            or anything else, which is ignored.
+        tensor_list: Appended to.
     """
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)

@@ -1,4 +1,4 @@
-"""keep_fp32: parts of a half-precision model that stay in float32, with casts at their borders."""
+"""keep_fp32: parts of a half-precision model stay in float32; their inputs and outputs are cast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from apex_mp.core.tensors import map_tensors
 
 
 class Float32Part(nn.Module):
-    """What `keep_fp32` puts before the class of a part; the part remains an instance of its class.
+    """A base class that `keep_fp32` adds in front of the class of a part.
 
-    A class, not hooks or a wrapper: keys of the state_dict and names of parameters stay, replicas
-    have it, and copies and pickles too.
+    Hooks and wrappers would not do: so keys of the state_dict and names of parameters stay the
+    same, and replicas, copies and pickles are parts too.
     """
 
     # The dtype of float32 outputs; None: that of the first low-precision input.
@@ -44,7 +44,7 @@ class Float32Part(nn.Module):
         return map_tensors(lambda t: t.to(dtype) if t.dtype is torch.float32 else t, result)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move, but do not make low-precision: behind half(), to(), cuda() and their kin."""
+        """Move the part, but keep its dtype; half(), to(), cuda() and the like call this."""
 
         def kept(tensor: Tensor) -> Tensor:
             result = fn(tensor)
@@ -54,7 +54,7 @@ class Float32Part(nn.Module):
         return super()._apply(kept, recurse)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class that can be imported; the one here is made again."""
+        """Pickle the original class, which can be imported; loading derives this one again."""
         reduced: Any = super().__reduce_ex__(protocol)
         return _blank, (type(self).__mro__[2],), *reduced[2:]
 
@@ -91,11 +91,11 @@ def keep_fp32(
     the end of a model, ask for float32 by `outputs`. Keys of the state_dict and names of parameters
     are the same as before.
 
-    It concerns parameters and borders, not autocast: inside `torch.autocast` and after `amp.init()`
-    functions are cast within a part too.
+    Only parameters, inputs and outputs are cast. Inside `torch.autocast` and after `amp.init()`
+    functions cast their own arguments, within a part too.
 
     Args:
-        module: A model in any precision. If it was halved before, values are widened as they are.
+        module: A model in any precision. Parameters that are halved already become float32.
         names_or_types: Names as in `named_modules()`, or classes of modules; one, or several.
         outputs: The dtype of the float32 outputs of these parts [None: as said above].
 

@@ -1,4 +1,4 @@
-"""Check and unscale gradients, whatever devices they are on; owns found_inf, knows no policy."""
+"""Check and unscale gradients on any devices; keep found_inf, but decide nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FoundInf:
             ops.check_(here, rows_here, self._flag(device), sum_sq)
 
     def check_each(self, device: torch.device, grads: _C.DeviceGrads) -> None:
-        """As `check`, for gradients of one device, of which each has its own sum of squares."""
+        """Check the gradients of one device, each with a sum of squares of its own."""
         sum_sq = torch.zeros(len(grads), dtype=torch.float64, device=device)
         self.sum_sq[device] = sum_sq
         grads.check(self._flag(device), sum_sq)
@@ -86,7 +86,7 @@ class FoundInf:
             device: The device.
             grads: Scaled gradients there, each once.
             inv_scale: As in `unscale`.
-            sums: `sum_sq` is to have that of each gradient as it is left.
+            sums: Set `sum_sq` to the sum of squares of each unscaled gradient.
         """
         sum_sq = None
         if sums:
@@ -125,12 +125,12 @@ class FoundInf:
             self.add({grad.device: found})
 
     def replace_sums(self, device: torch.device, sum_sq: Tensor) -> None:
-        """Put sums of squares on one device in the place of all."""
+        """Replace the sums of squares of all devices by those on one device."""
         self._read, self._count = None, len(sum_sq)
         self.sum_sq = {device: sum_sq}
 
     def add(self, flags: Mapping[torch.device, Tensor]) -> None:
-        """Add what was found elsewhere: `flags` as here."""
+        """Add the flags of another FoundInf."""
         for device, found in flags.items():
             flag = self._flag(device)
             flag.copy_(torch.maximum(flag, found))
@@ -155,7 +155,7 @@ class FoundInf:
         return torch.stack([*flags, torch.zeros((), device=device)]).amax()
 
     def join(self) -> dict[torch.device, Tensor]:
-        """Leave one flag that is 1 if any is not 0, and return all.
+        """Replace all flags by one, 1 if any of them was not 0; return the flags.
 
         torch's fused steps skip at a sum of 1, not of 2.
         """

@@ -28,7 +28,7 @@ class GradSlots:
         models: As `groups`: the parameter of the model, or None if there is no master of it.
         params: The parameters that are stepped, group by group.
         sources: For each the one that backward writes to: itself, or that of the model.
-        with_master: Numbers of those that are masters of another.
+        with_master: Numbers of the slots whose stepped parameter is a master.
     """
 
     def __init__(self, param_groups: Groups, model_of: Mapping[Any, Tensor] | None = None) -> None:
@@ -56,7 +56,7 @@ class GradSlots:
         return zip(self.sources, self.params, strict=True)
 
     def read(self) -> Grads:
-        """Return the gradients that there are."""
+        """Return the gradients that exist now."""
         plain, unusual, has_parts = _C.read_grads(self.sources)
         others: list[int] = []
         for row in unusual:
@@ -78,9 +78,9 @@ class Grads:
     Attributes:
         slots: The parameters.
         plain: By device, gradients that the operators of this package read, and the numbers of
-            their parameters, sorted. Of a DTensor what this process holds.
-        others: Numbers of parameters whose gradient is sparse, divided otherwise than they are, or
-            on a device without kernels: torch's operators read them.
+            their parameters, sorted. A DTensor's is the part that this process holds.
+        others: Numbers of parameters whose gradient is sparse, or sharded another way than the
+            parameter, or on a device without kernels. torch's operators read these.
         has_parts: Whether a parameter is a DTensor, with or without a gradient.
     """
 
@@ -98,7 +98,7 @@ class Grads:
         return [self.slots.sources[row] for here in self.plain.values() for row in here.rows]
 
     def other_params(self) -> list[Tensor]:
-        """Return the parameters whose gradients Python reads: C++ does not."""
+        """Return the parameters whose gradients are in `others`."""
         return [self.slots.sources[row] for row in self.others]
 
 

@@ -1,4 +1,4 @@
-"""Gradients: who edited them, where their elements lie, which hold inf or NaN."""
+"""Gradients: whether they were edited, their layout in memory, which hold inf or NaN."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from apex_mp.core.tensors import is_dense, is_wrapper
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """A gradient that holds inf or NaN: whose, of what shape, and how many of each.
+    """A gradient that holds inf or NaN: its parameter's name, its shape, and how many of each.
 
-    The counts are None if the gradient was cleared before the host learnt of the step.
+    The counts are None if the gradient was cleared before the host knew the step's outcome.
     """
 
     name: str
@@ -33,7 +33,7 @@ class NonFinite:
 
 
 class Edits(enum.Enum):
-    """Which gradients were edited since masters' were made of the model's."""
+    """Which gradients were edited after the masters' gradients were made from the model's."""
 
     NONE = "none, or masters' alone"
     OF_MODEL = "the model's"
@@ -71,7 +71,7 @@ class EditWatch:
     def find(
         self, models: list[Parameter], norms: Mapping[int, float], masters: list[Parameter]
     ) -> Edits:
-        """Return what was edited since; a gradient that was cleared is none. Args as in `begin`."""
+        """Return what was edited since `begin`, with its Args; clearing a gradient is no edit."""
         has_new_norms = not norms.items() <= self._norms.items() and any(
             not _same(self._norms.get(param), norm) for param, norm in norms.items()
         )
@@ -114,10 +114,10 @@ def locate_nonfinite(grads: Iterable[tuple[str, Tensor]]) -> list[NonFinite]:
 
 
 def _count_nonfinite(grad: Tensor) -> Tensor:
-    """How many inf and how many NaN there are, still on the device."""
+    """Return the number of inf and of NaN as a tensor on the device."""
     numbers = grad.detach()
-    # torch's masks and sums take up to nine bytes for each element that is looked at. A GPU is
-    # slow with small pieces.
+    # torch's masks and sums take up to nine bytes for each element, so the gradient is counted in
+    # pieces. Small pieces are slow on a GPU.
     at_once = 1 << 16 if numbers.is_cpu else 1 << 24
     if numbers.numel() > at_once:
         dense = is_dense(numbers)

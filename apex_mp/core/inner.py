@@ -1,4 +1,4 @@
-"""Checks of the optimizer inside an FP16_Optimizer, of its steps, and of the loss."""
+"""Checks of an FP16_Optimizer's inner optimizer, of its steps, and of the loss."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
 
 
 def check_lists(caller: str, optimizer: Any, dtypes: Collection[torch.dtype]) -> None:
-    """Refuse an optimizer that steps parameters through another one, with lists of its own.
+    """Refuse an optimizer that steps through a nested optimizer with parameter lists of its own.
 
-    Masters are put into the lists of `param_groups`, where such an optimizer does not look.
+    Masters are put into the lists of `param_groups`, which the nested optimizer does not read.
 
     Args:
         caller: The class or function, for the message.
@@ -49,7 +49,7 @@ def check_lists(caller: str, optimizer: Any, dtypes: Collection[torch.dtype]) ->
         dtypes: The dtypes of parameters that get one.
 
     Raises:
-        TypeError: `optimizer` is one that does so.
+        TypeError: `optimizer` has such a nested optimizer.
     """
     lists = {id(group["params"]) for group in optimizer.param_groups}
     replaced = {
@@ -93,7 +93,7 @@ class StepWatch:
         self._before: _Norms | None = None
 
     def before_step(self) -> None:
-        """Remember all weights, until a step has written masters."""
+        """Remember all weights; once a step has written masters this does nothing."""
         self._before = None if self._steps_masters else self._norms()
 
     def after_step(self, optimizer: Any) -> None:
@@ -121,7 +121,7 @@ class StepWatch:
 
 
 def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
-    """Return the arguments of the legacy call that an optimizer's step takes, or none of them."""
+    """Return which arguments of apex's legacy call the optimizer's step takes; may be none."""
     parameters = inspect.signature(optimizer.step).parameters
     if not {"grads", "output_params", "scale"} <= set(parameters):
         return ()
@@ -131,10 +131,10 @@ def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
 
 
 def checked_result(result: Any, optimizer: Any) -> StepResult:
-    """Return what a step has returned that was given a `StepRequest`.
+    """Return the result of a step with a `StepRequest`, if it is a `StepResult`.
 
     Raises:
-        RuntimeError: It is something else, because a function around `step` does not return it.
+        RuntimeError: It is not: a function around `step` does not return what `step` does.
     """
     if not isinstance(result, StepResult):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Which parameters have gradients of this process alone now, because a model is in `no_sync`."""
+"""Which parameters have gradients that are not averaged over processes, because of `no_sync`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 # For each model whether its last forward was in `no_sync`; where backward runs does not count.
 _was_local: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
-# torch's models in each module that was called, which may be one of them itself.
+# For each module that was called: the DistributedDataParallel models in it, itself included.
 _inside: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[DistributedDataParallel]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -28,7 +28,7 @@ def note_forward(model: DistributedDataParallel, *, is_local: bool) -> None:
 
 
 def note_call(module: torch.nn.Module) -> None:
-    """Note a call of a module that is, or contains, a model of torch's own class."""
+    """Note a call of a module that is, or contains, a DistributedDataParallel of torch."""
     inside = _inside.get(module)
     if inside is None:
         inside = _inside[module] = [
@@ -43,7 +43,7 @@ def note_call(module: torch.nn.Module) -> None:
 
 
 def note_active() -> DistributedDataParallel | None:
-    """Note the forward under way; return the model if it is of torch's class and this its first."""
+    """Note the current forward; return the model if it is torch's and this is its first forward."""
     active = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if active is None or _is_ours(active):
         return None
@@ -53,9 +53,9 @@ def note_active() -> DistributedDataParallel | None:
 
 
 def has_unsynced_grads(params: Iterable[Tensor]) -> bool:
-    """Return whether backward leaves a gradient to one of these that other processes do not add to.
+    """Return whether backward gives one of these a gradient that is not averaged over processes.
 
-    It is so after a forward within `no_sync`, and after `disable_allreduce`.
+    That is so after a forward within `no_sync`, and after `disable_allreduce`.
     """
     local = [model for model, was_local in [*_was_local.items()] if was_local or _is_off(model)]
     if not local:

@@ -1,4 +1,4 @@
-"""Messages to the user: warnings, and records of `apex_mp`, which a default handler prints."""
+"""Messages to the user: warnings, and log records of `apex_mp`, which a default handler prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import warnings
 import torch
 
 _PACKAGE = logging.getLogger("apex_mp")
-# torch's wrappers stand between the user's line and ours.
+# Frames of torch's wrappers lie between the user's line and ours.
 _NOT_THE_USERS = (
     *(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__)),
     contextlib.__file__,
@@ -20,10 +20,10 @@ _NOT_THE_USERS = (
 
 
 def see(part: str) -> str:
-    """Return the end of a message that has a part in docs/troubleshooting.md.
+    """Return "see" and the address of a section of docs/troubleshooting.md, to end a message.
 
     Args:
-        part: The part's anchor.
+        part: The section's anchor.
     """
     return f" [docs/troubleshooting.md#{part}]"
 
@@ -72,7 +72,7 @@ class PrintHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print to what is sys.stdout now, which tests and notebooks replace."""
+        """Print to the present sys.stdout; tests and notebooks replace it."""
         root = logging.getLogger().handlers if _PACKAGE.propagate else []
         if any(_shows(handler, record) for handler in root):
             return
@@ -83,7 +83,7 @@ class PrintHandler(logging.Handler):
 
 
 def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Return whether the user sees what a handler emits: not in a file, nor in pytest's caplog."""
+    """Return whether the user sees what a handler emits; files and pytest's caplog do not count."""
     if isinstance(handler, (logging.FileHandler, logging.NullHandler)):
         return False
     captures = isinstance(getattr(handler, "stream", None), io.StringIO)

@@ -3,7 +3,7 @@
 Gradients of low-precision parameters stay in the model, scaled, where several backward calls add
 up. A master's own `.grad` is made from them on demand. A parameter that is its own master (fp32)
 has only one `.grad`: it is unscaled after backward, and scaled again before the next one adds to
-it. The scale may be a tensor on a device, that the host knows nothing of.
+it. The scale may be a tensor on a device, whose value the host does not know.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Scale: TypeAlias = float | Tensor
 class Stage(enum.Enum):
     """What the `.grad` of parameters that are their own masters holds.
 
-    After a step an edit of such a gradient cannot be distinguished from a scaled gradient that was
-    added to it, and counts as one.
+    After a step an edit of such a gradient counts as a scaled gradient that was added to it: the
+    two cannot be distinguished.
     """
 
     READY = "no tracked gradients: existing ones are scaled"
@@ -54,14 +54,13 @@ class MasterGrads:
     Args:
         lazy: Masters' gradients are materialized when they are read, else by `unscale`.
         dense: Parameters must be dense, because the optimizer itself writes the model's.
-        current_scale: Returns the loss scale that gradients have which came in without
-            `begin_backward`: a number or a 0-dim tensor.
+        current_scale: Returns the loss scale, a number or a 0-dim tensor, of gradients that were
+            added without `begin_backward`.
 
     Attributes:
         masters: The masters.
         stage: See Stage.
-        holding: Whether masters hold gradients of their own, unscaled; the model's are then not
-            used.
+        holding: Whether masters hold unscaled gradients of their own, which a step then uses.
     """
 
     def __init__(self, *, lazy: bool, dense: bool, current_scale: Callable[[], Scale]) -> None:
@@ -82,11 +81,11 @@ class MasterGrads:
     # Backward.
 
     def begin_backward(self, scale: Scale, last: Tensor | None = None) -> None:
-        """Prepare for a backward of a loss times `scale`, whose gradients add to those there.
+        """Prepare for a backward of a loss times `scale`, which adds to existing gradients.
 
         Args:
             scale: A tensor that is the same object as at the last backward is the same scale.
-            last: Unless this is what it held then.
+            last: What that tensor held at the last backward, if it was written since [None].
         """
         own, scaled = self.masters.fp32_params(), self.masters.model_params()
         self._rescaled = not self._own_are_scaled()
@@ -105,12 +104,12 @@ class MasterGrads:
         self._scale = scale
 
     def end_backward(self) -> None:
-        """After a backward: the gradients are scaled."""
+        """Note the end of a backward: the gradients are scaled."""
         self._release()
         self.stage = Stage.SCALED
 
     def abandon_backward(self) -> None:
-        """After a backward that raised: gradients are as before, or with what it has added."""
+        """Note a backward that raised; it may have added to some gradients."""
         if self._rescaled:
             self._unscale_own()
             self.accept_edits()
@@ -118,7 +117,7 @@ class MasterGrads:
             self._edits.begin(self.masters.model_params(), self._norms())
 
     def scale_of_grads(self) -> Scale:
-        """The scale of the gradients in the model."""
+        """Return the scale of the gradients in the model."""
         if self._scale is None or (self.stage is Stage.STEPPED and self.has_new_grads()):
             return self._current_scale()
         return self._scale
@@ -126,7 +125,7 @@ class MasterGrads:
     # Unscaling.
 
     def unscale(self) -> bool | None:
-        """Unscale what has accumulated; edits of masters' gradients made before are lost.
+        """Unscale the accumulated gradients; earlier edits of masters' gradients are lost.
 
         Returns:
             Whether there is inf or NaN in it; None if that is not known yet (lazy masters).
@@ -145,13 +144,13 @@ class MasterGrads:
             self._make_master_grads()
 
     def accept_edits(self) -> None:
-        """After a step: take the gradients as they are now for those that it used."""
+        """Count the gradients as they are now as those that the last step used."""
         if self.stage is Stage.STEPPED:
             self._model_versions.record(self.masters.model_params())
             self._fp32_versions.record(self.masters.fp32_params())
 
     def has_new_grads(self) -> bool:
-        """Whether there are gradients that neither `unscale` nor a step has read."""
+        """Return whether there are gradients that neither `unscale` nor a step has read."""
         if self.stage is Stage.STEPPED:
             return self._model_versions.changed(
                 self.masters.model_params()
@@ -162,14 +161,14 @@ class MasterGrads:
         )
 
     def any_nonzero(self) -> bool:
-        """Whether gradients that came in since are more than the zeros of a `zero_grad`."""
+        """Return whether new gradients are more than the zeros that `zero_grad` may leave."""
         return self.has_new_grads() and any(
             param.grad is not None and bool(param.grad.any())
             for param in self.masters.visible_params()
         )
 
     def model_edits(self) -> Edits:
-        """Which gradients were edited after masters' were made of the model's."""
+        """Return which gradients were edited after masters' were made from the model's."""
         if self.stage is not Stage.UNSCALED or not self.holding:
             return Edits.NONE  # Else a step reads the gradients of the model themselves.
         return self._edits.find(
@@ -177,7 +176,7 @@ class MasterGrads:
         )
 
     def _norms(self) -> dict[int, float]:
-        """Norms of the model's gradients by id(); none on a GPU where the host does not wait."""
+        """Return norms of the model's gradients by id(); empty where the host does not wait."""
         given = [param for param in self.masters.model_params() if param.grad is not None]
         return self._norms_of(
             given, (self.masters.plain(existing_grad(param), param) for param in given)
@@ -189,7 +188,7 @@ class MasterGrads:
         return dict(zip(map(id, params), norms(grads), strict=True))
 
     def model_norm(self) -> float:
-        """Return the l2 norm of the model's gradients, as they lie; the host waits for it."""
+        """Return the l2 norm of the model's gradients, scaled as they are; the host waits."""
         grads = [
             self.masters.plain(existing_grad(p), p)
             for p in self.masters.model_params()
@@ -253,30 +252,27 @@ class MasterGrads:
     # Stepping.
 
     def end_step(self) -> None:
-        """After a step, taken or skipped: what is there has been used."""
+        """Note the end of a step, taken or skipped: present gradients count as used."""
         if self._lazy:
             self._release()  # Else gradients of a later backward would not be used.
         self.stage = Stage.STEPPED
         self.accept_edits()
 
     def grad_of(self, param: Parameter) -> Tensor | None:
-        """The gradient to step `param` with: its own, or while masters hold none the model's."""
+        """Return the gradient to step `param` with: its own, or the model's unless `holding`."""
         model = self.masters.model_of.get(param)
         grad = stored_grad(param) if model is None or self.holding else model.grad
         return None if grad is None else self.masters.plain(grad, param)
 
     def sources(self, param_groups: list[dict[str, Any]]) -> tuple[Lists, Lists, Scale]:
-        """Return for each parameter whose gradient to step with, and its model parameter.
-
-        Both are lists as in StepRequest, and the third is the scale of the former.
-        """
+        """Return `grads_of` and `copies` of a StepRequest, and the scale of the gradients."""
         models = self.slots(param_groups).models
         if self.holding:
             return [[None] * len(one) for one in models], models, 1.0
         return models, models, self.scale_of_grads()
 
     def slots(self, param_groups: list[dict[str, Any]]) -> GradSlots:
-        """Return where gradients come from, which is found anew if lists have changed."""
+        """Return where gradients come from; found again if the lists of parameters have changed."""
         if not self._slots.fits(param_groups):
             self._slots = GradSlots(param_groups, self.masters.model_of)
         return self._slots
@@ -284,7 +280,7 @@ class MasterGrads:
     def collect(
         self, param_groups: list[dict[str, Any]]
     ) -> tuple[list[list[Tensor | None]], Scale]:
-        """Return the gradients of each group as they lie, and the one scale that they all have."""
+        """Return the gradients of each group, and the one scale that all of them have."""
         lists = [[self.grad_of(param) for param in group["params"]] for group in param_groups]
         pending = not self.holding and any(
             model.grad is not None for model in self.masters.model_of.values()

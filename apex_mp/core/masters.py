@@ -26,7 +26,7 @@ _TENSOR_GRAD: Any = torch.Tensor.grad
 
 
 class Masters:
-    """The masters of an optimizer, each in the parameter lists of its groups.
+    """The masters of an optimizer, which stand in the parameter lists of its groups.
 
     Attributes:
         model_of: The model parameter of each master.
@@ -40,12 +40,11 @@ class Masters:
     ) -> None:
         """Put masters into a list in place of low-precision parameters that require grad.
 
-        Can be called again when others have come to require grad.
+        Call it again when more parameters require grad than before.
 
         Args:
-            params: Of a group; the list itself is changed, because optimizers such as LBFGS keep
-                it.
-            state: The optimizer's, which is moved to the masters, moments as float32.
+            params: A group's list, changed in place because optimizers such as LBFGS keep it.
+            state: The optimizer's state, which is moved to the masters, moments as float32.
             new_master: Returns the master of a parameter.
         """
         new: dict[Parameter, Parameter] = {}
@@ -70,7 +69,7 @@ class Masters:
         return [*self.model_of]
 
     def flats(self) -> list[Tensor]:
-        """The elements of all masters, in as few tensors as there are."""
+        """The tensors that hold the elements of all masters; a flat tensor holds those of many."""
         return [*self.model_of]
 
     def copy_to_model(self, except_for: Collection[int] = ()) -> None:
@@ -134,7 +133,7 @@ class MasterGroup:
     """The masters of one parameter group.
 
     Attributes:
-        params: The optimizer's list, which holds masters and own parameters.
+        params: The optimizer's list, which holds masters and fp32 parameters.
         model_params: Low-precision parameters of the model that require grad.
         master_params: Their fp32 masters, in the same order.
         fp32_params: Parameters of float32 or float64, which are their own masters.
@@ -157,7 +156,7 @@ class MasterGroup:
         self.fp32_params = [param for param in rest if param.dtype not in LOW_PRECISION]
         self.frozen_params = [param for param in rest if param.dtype in LOW_PRECISION]
         known = len(self.master_params)
-        # In the order of the group, whenever a parameter came to require grad.
+        # In the order of the group, not that in which parameters began to require grad.
         self.master_params = [param for param in params if param in model_of]
         self.model_params = [model_of[master] for master in self.master_params]
         if len(self.master_params) > known:
@@ -184,7 +183,7 @@ class MasterGroup:
 
     @property
     def flat(self) -> Tensor:
-        """All masters of this group as one vector; the next step sees writes, and writes the model.
+        """All masters of this group as one vector; what is written to it counts in the next step.
 
         Raises:
             RuntimeError: The group's parameters lie on several devices.
@@ -248,7 +247,7 @@ class GroupedMasters(Masters):
         self.groups.append(group)
 
     def adopt_unfrozen(self, param_groups: list[dict[str, Any]], state: Any) -> None:
-        """Make masters for parameters that have come to require grad."""
+        """Make masters for parameters that require grad now and have none."""
         if len(param_groups) < len(self.groups):
             raise RuntimeError(
                 f"FP16_Optimizer: the inner optimizer has {len(param_groups)} parameter groups "
@@ -287,11 +286,11 @@ class GroupedMasters(Masters):
         return [flat for group in self.groups for flat in group.flats.values()]
 
     def visible_params(self) -> list[Parameter]:
-        """The parameters that a backward gives gradients to."""
+        """The parameters that get gradients from backward."""
         return self.model_params() + self.fp32_params()
 
     def plain_grads(self, params: list[Parameter]) -> list[Tensor]:
-        """Return the gradients of parameters, which get plain ones first, to write to."""
+        """Return the gradients of parameters for writing; those that are not plain are replaced."""
         given = [param for param in params if param.grad is not None]
         plain = [self.plain(existing_grad(param), param) for param in given]
         for param, grad in zip(given, plain, strict=True):
@@ -314,7 +313,7 @@ class GroupedMasters(Masters):
         return plain
 
     def _place_of(self, param: Parameter) -> str:
-        """Group and index of a parameter of the model, or of its master, for messages."""
+        """Return "[group][index]" of a parameter of the model, or of its master, for messages."""
         for number, group in enumerate(self.groups):
             for index, own in enumerate(group.params):
                 if own is param or self.model_of.get(own) is param:
@@ -337,7 +336,10 @@ def existing_grad(param: Parameter) -> Tensor:
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """The bound method, without keeping its object alive: masters outlive a dropped optimizer."""
+    """Return a function that calls the bound method but does not keep its object alive.
+
+    Masters may outlive the optimizer.
+    """
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

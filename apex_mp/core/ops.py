@@ -1,4 +1,4 @@
-"""Typed front door of the C++ operators: the only file that says `torch.ops.apex_mp`.
+"""Typed functions for the C++ operators: the only file that says `torch.ops.apex_mp`.
 
 Every operator takes whole lists, checks all arguments before it writes anything, and raises a
 RuntimeError whose sentence names the operator, the list, the index, the value and the wish. Lists
@@ -134,7 +134,7 @@ def update_scale_(
     max_scale: float,
     hysteresis: int,
 ) -> None:
-    """Take one step of the dynamic loss scale where it lives, on the device.
+    """Update a dynamic loss scale on its device, after one step.
 
     The rule is that of `apex_mp.loss_scale.DynamicLossScale`, equal to the bit.
 

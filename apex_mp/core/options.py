@@ -1,4 +1,4 @@
-"""Checks of hyperparameters: an error with one sentence for each that is not a valid number."""
+"""Checks of hyperparameters, each with an error of one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def check_type(who: str, name: str, value: Any) -> None:
-    """Raise a TypeError unless a hyperparameter is a number, or a tensor, of any value."""
+    """Raise a TypeError unless a hyperparameter is a number or a tensor; any value passes."""
     if not hasattr(value, "__float__"):
         is_text = isinstance(value, str) and any(character.isdigit() for character in value)
         hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if is_text else ""
@@ -60,7 +60,7 @@ def check_betas(who: str, betas: Any) -> None:
 
 
 def check_group(who: str, group: Mapping[str, Any]) -> None:
-    """Check what the options of optimizers have in common.
+    """Check the options that optimizers have in common.
 
     Args:
         who: The optimizer's name.

@@ -1,4 +1,4 @@
-"""float32 masters follow their model when the parameters of one process become those of all."""
+"""Broadcast masters and loss scales when a model's parameters are broadcast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apex_mp.core.flat_calls import flat_dist_call
 
 
 class Holder(Protocol):
-    """Who has masters."""
+    """An object that has masters."""
 
     def masters_of(self, params: Collection[int]) -> list[Tensor]:
         """Return masters of the parameters with these id()s, in an order that all ranks have."""
@@ -35,7 +35,7 @@ def add(holder: Holder) -> None:
     _holders.append(weakref.ref(holder))
 
 
-# Owners of a loss scale: how to get the scaler, and the optimizers whose gradients it scales.
+# For each owner of a loss scale: how to get the scaler, and the optimizers that it scales for.
 _scales: weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], Any], weakref.WeakSet[Any]]]
 _scales = weakref.WeakKeyDictionary()
 
@@ -44,7 +44,7 @@ def add_scale(owner: Any, scaler_of: Callable[[Any], Any], optimizers: Iterable[
     """Register the owner of a loss scale (weakly); more optimizers may come later.
 
     Args:
-        owner: Its owner. Owners are registered in the same order in all processes.
+        owner: The owner. Owners are registered in the same order in all processes.
         scaler_of: Returns the owner's scaler, which has `state_dict` and `load_state_dict`.
         optimizers: The optimizers whose gradients have this scale.
     """
@@ -57,8 +57,8 @@ def add_scale(owner: Any, scaler_of: Callable[[Any], Any], optimizers: Iterable[
 def broadcast(module: torch.nn.Module, group: Any = None, source: int | None = None) -> None:
     """Broadcast the masters of a model from one process to all others of a group.
 
-    Else each process would keep the masters that it had initialised, and write them to the model
-    in the first step.
+    Otherwise each process would keep its own initial masters, and write them to the model in the
+    first step.
 
     Args:
         module: The model.
@@ -81,7 +81,7 @@ def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:
         source: The rank in the default group.
 
     Raises:
-        RuntimeError: This process has another number of scales. It keeps its own.
+        RuntimeError: This process has another number of scales than `source`; its scales are kept.
     """
     stepped = {id(param) for param in (*module.parameters(), *_masters(module))}
     scalers = [
@@ -108,13 +108,13 @@ def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:
 class FollowingJoinHook(JoinHook):
     """Runs torch's hook, then broadcasts masters and loss scales from the process torch chose.
 
-    Processes with fewer batches took fewer steps. torch makes their weights equal at the end. Their
-    masters would undo that in the next step, and another loss scale would weigh their gradients
-    wrongly in each average.
+    Processes with fewer batches took fewer steps. torch makes their weights equal at the end, but
+    old masters would undo that in the next step, and a loss scale of its own would give a
+    process's gradients a wrong weight in each average.
 
     Args:
         model: The parallel model.
-        hook: torch's.
+        hook: torch's hook.
     """
 
     def __init__(self, model: DistributedDataParallel, hook: JoinHook) -> None:
@@ -122,7 +122,7 @@ class FollowingJoinHook(JoinHook):
         self._hook = hook
 
     def main_hook(self) -> None:
-        """Take part in the collectives of the other processes."""
+        """Run torch's hook: take part in the collectives of the other processes."""
         self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -146,10 +146,11 @@ def _join_hook(self: DistributedDataParallel, **kwargs: Any) -> JoinHook:
 
 
 def follow_join() -> None:
-    """Have each `join()` of a DistributedDataParallel make masters and loss scales equal, too.
+    """Change DistributedDataParallel so that `join()` makes masters and loss scales equal, too.
 
-    To be called where a script sets up mixed precision, which all processes do. torch has no list
-    of hooks for `join()`, and a process without batches calls no forward, so the class is changed.
+    All processes of a script set up mixed precision, and each of these calls comes here. torch has
+    no list of hooks for `join()`, and a process without batches calls no forward, so the class is
+    changed.
     """
     if DistributedDataParallel.join_hook is _torchs_join_hook:
         DistributedDataParallel.join_hook = _join_hook  # type: ignore[method-assign]
@@ -169,7 +170,7 @@ def _source(group: Any, source: int | None) -> int:
 
 
 def _check_all_have_as_many(masters: list[Tensor], module: torch.nn.Module, group: Any) -> None:
-    """Raise in all processes if their masters differ in number: a broadcast would hang."""
+    """Raise in all processes if numbers of masters differ: a broadcast would hang."""
     param = next(module.parameters(), None)
     if param is None:
         return

@@ -1,9 +1,9 @@
 """Readbacks: numbers that are copied from a device to the host without waiting for the device.
 
-`submit` starts a copy behind the work under way; `poll` calls back for the copies that have
-arrived, in the order in which they were submitted, and `wait` for all of them. Steps and blocks of
-`scale_loss` poll; reading a scale, or whether a step was skipped, waits. What is pending when the
-process ends is polled then.
+`submit` queues a copy behind the device's current work. `poll` calls back for the copies that have
+arrived, in the order in which they were submitted; `wait` waits for all. Steps and blocks of
+`scale_loss` poll; reading a scale, or whether a step was skipped, waits. Readbacks that are pending
+when the process ends are polled then.
 """
 
 from __future__ import annotations

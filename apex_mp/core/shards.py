@@ -1,4 +1,4 @@
-"""What processes find in their parts of DTensors, added up by one collective."""
+"""Combine what processes find in their parts of DTensors, in one collective."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ def agree(
     *,
     scale: float | Tensor,
 ) -> torch.device:
-    """Have all processes that hold parts of DTensors know what each has found.
+    """Combine what the processes that hold parts of DTensors have found, in all of them.
 
-    Their flags of inf and NaN become that of all, and sums of squares those of whole tensors. There
-    is one collective for each process group that a DTensor is divided over, of a number for each
-    parameter and flag; none where no parameter is divided. The host does not wait. All processes
-    must call it with the same parameters. Which of these have gradients may differ; norms do not.
-    The first time that parameters are given, the host waits, and compares them and the loss scale.
+    A flag of inf and NaN is set if it is set in any process, and sums of squares become those of
+    whole tensors. There is one collective, of a number for each parameter and flag, for each
+    process group that a DTensor is sharded over; none if no parameter is sharded. The host does not
+    wait. All processes must call it with the same parameters; which of these have gradients may
+    differ. At the first call with some parameters the host waits, and compares them and the loss
+    scale.
 
     Args:
         params: All parameters, in the same order in all processes.
-        founds: What was found; flags are agreed on one by one.
+        founds: What was found; the flags of each are combined.
         rows: By device, the number of the parameter of each element of `founds[0].sum_sq` [None:
-            sums are of no interest].
+            sums are not combined].
         scale: The loss scale, one element; 1 without one.
 
     Returns:
         The device where `founds[0].sum_sq` has an element for each of `params` afterwards.
 
     Raises:
-        RuntimeError: Processes have other parameters or loss scales than each other.
+        RuntimeError: Parameters or loss scales differ between processes.
     """
     divided_over = _groups(params)
     groups = dict.fromkeys(group for groups in divided_over for group in groups)
@@ -77,12 +78,12 @@ def agree(
     return scalar_device
 
 
-# The first of parameters that are known to be the same in all processes.
+# The first parameter of each list that is known to be the same in all processes.
 _COMPARED = WeakIdKeyDictionary()
 
 
 def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
-    """Raise a RuntimeError if a process has another loss scale or other parameters than this."""
+    """Raise a RuntimeError if loss scales or parameters differ between processes."""
     mine = [f"{[*param.shape]} in {param.dtype}" for param in params]
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, (scale, mine), group)
@@ -107,8 +108,8 @@ def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
 
 
 def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """Return for each parameter the process groups that it is divided over."""
-    # Not for longer: a mesh is equal to one of a process group that was destroyed.
+    """Return for each parameter the process groups that it is sharded over."""
+    # For this call only: a mesh compares equal to one whose process group was destroyed.
     known: dict[tuple[int, Any], tuple[Any, ...]] = {}
     found: list[tuple[Any, ...]] = []
     for param in params:
@@ -135,11 +136,11 @@ def _spread(values: Tensor, numbers: tuple[int, ...], count: int) -> Tensor:
 
 
 def gathered(values: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Return the elements with some numbers, which are sorted; the host does not wait."""
+    """Return the elements with these numbers, which are sorted; the host does not wait."""
     return values if len(numbers) == len(values) else values[_index((*numbers,), values.device)]
 
 
-# The host would wait for each new tensor that it copies to a GPU.
+# Cached: to copy a new tensor to a GPU the host would wait.
 @functools.lru_cache(maxsize=64)
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -147,6 +148,6 @@ def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _shares(is_divided: tuple[bool, ...], flags: int, size: int, device: torch.device) -> Tensor:
-    """What each process adds of a number that all `size` have, where a tensor is not divided."""
+    """Return weights for a sum over processes: 1 for sharded tensors, 1 / `size` for the others."""
     shares = [1.0] * flags + [1.0 if divided else 1.0 / size for divided in is_divided]
     return torch.tensor(shares, dtype=torch.float64, device=device)

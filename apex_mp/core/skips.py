@@ -1,4 +1,4 @@
-"""What a skipped step says: which parameters held inf or NaN."""
+"""Messages of skipped steps: which parameters' gradients held inf or NaN."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ParamNames:
 
     Args:
         grads: The gradients and masters; None: parameters have no masters.
-        model: The module whose names come first; then come `param_names` of the groups, and last
-            group and index [None].
+        model: The module whose names are used first, then `param_names` of the groups, then group
+            and index [None].
     """
 
     def __init__(self, grads: MasterGrads | None, model: torch.nn.Module | None) -> None:
@@ -60,10 +60,10 @@ class ParamNames:
         without_grad: Collection[tuple[int, int]],
         param_groups: list[dict[str, Any]],
     ) -> list[NonFinite]:
-        """Return which gradients held inf or NaN in a step of which only their rows are known.
+        """Return which gradients held inf or NaN in a step, given their rows.
 
         Args:
-            rows: Numbers of theirs among the parameters that had a gradient in that step.
+            rows: Their numbers among the parameters that had a gradient in that step.
             without_grad: Group and index of the parameters that had none.
             param_groups: The optimizer's groups.
         """
@@ -93,8 +93,8 @@ class Overflow:
 
     Attributes:
         report: Which gradients hold how many, the worst first.
-        scale_before: The loss scale that they had.
-        scale_after: The next one.
+        scale_before: The loss scale of these gradients.
+        scale_after: The next loss scale.
     """
 
     report: Sequence[NonFinite]

@@ -1,4 +1,4 @@
-"""Checks of what load_state_dict is given: an error with one sentence for what is no state_dict."""
+"""Checks of load_state_dict's argument, each with an error of one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fused optimizer's step is asked for, and what it returns then."""
+"""The request that a fused optimizer's step may be given, and the result that it then returns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ Groups: TypeAlias = Sequence[dict[str, Any]]
 
 
 class Outcome(Protocol):
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
-        is_known: Whether the host has waited for it; else the rest says nothing.
-        found_inf: Whether it was skipped, as far as the host knows without having asked for a
-            check.
+        is_known: Whether the host knows it; if not, the other attributes mean nothing.
+        found_inf: Whether the step was skipped, as far as the host knows without a check.
         norms: l2 norm of each group's unscaled gradients; empty if none was measured.
-        nonfinite_rows: Which of the parameters that had a gradient held inf or NaN: the first ones,
-            if it has been read back.
+        nonfinite_rows: The first parameters, by number among those that had a gradient, whose
+            gradients held inf or NaN; empty unless they were read back.
     """
 
     @property
@@ -42,22 +41,23 @@ class Outcome(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepRequest:
-    """Where a step finds its gradients, and what it does with them.
+    """What a step works on: where its gradients are, and what to do with them.
 
     `step(grads=request)` is for a step whose function has the attribute `takes_request`; it returns
     a `StepResult`. Lists hold one list for each parameter group with one item for each parameter.
 
     Attributes:
         grads: The gradients; None: those of `grads_of`.
-        grads_of: The parameters whose `.grad` is the scaled gradient. An item that is None: the
-            stepped parameter's own, which is not scaled. None: the stepped parameters.
+        grads_of: The parameters whose `.grad` is the scaled gradient. Where an item is None, the
+            stepped parameter's own gradient is used, which is not scaled. None: the stepped
+            parameters.
         copies: Where each new parameter is also written; None: nowhere.
-        norms: l2 norm of each group's gradients as they lie; None: measured if need be.
-        check: Look for inf and NaN, and do nothing if there is any.
+        norms: l2 norm of each group's gradients before unscaling; None: measured if needed.
+        check: Look for inf and NaN, and change nothing if there is any.
         clip_by_global_norm: Clip each group by the norm of all.
-        loss_scale: To be updated by what `check` finds, on its device; None: there is none.
-        unscale: A step that is taken leaves scaled gradients of these dtypes unscaled.
-        wait: The host is to know the outcome when the step returns.
+        loss_scale: Updated on its device by what `check` finds; None: there is none.
+        unscale: If the step is not skipped, scaled gradients of these dtypes are unscaled in place.
+        wait: Whether the host knows the outcome when the step returns.
     """
 
     grads: Lists | None = None
@@ -73,16 +73,16 @@ class StepRequest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step returns that was given a `StepRequest`.
+    """What a step that was given a `StepRequest` returns.
 
     Attributes:
-        outcome: What became of the step.
+        outcome: The step's outcome.
         without_grad: Group and index of the parameters that had no gradient.
-        sent: If the outcome is not known yet: the tensor on the device that will hold it, until the
+        sent: If the outcome is not known yet, the tensor on the device that will hold it until the
             next step; else None.
-        read: Then: makes the outcome of a copy of `sent` on the CPU.
-        undo_state: Then, if the step has made state: removes it again; to be called if the step
-            turns out to be skipped. None: there is nothing to remove.
+        read: If the outcome is not known yet, makes it from a copy of `sent` on the CPU.
+        undo_state: If the outcome is not known yet and the step has made state, removes that state;
+            the caller calls it if the step was skipped. None: there is nothing to remove.
     """
 
     outcome: Outcome

@@ -1,4 +1,4 @@
-"""One step over plain lists of tensors, for the functions of old that are given such lists."""
+"""One step over plain lists of tensors, for functions of apex that take such lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apex_mp import _C
 from apex_mp.core import extension
 
 
-# As FusedOptimizer.step: traced, it would break the graph anyway.
+# As for FusedOptimizer.step: a traced step would break the graph anyway.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def step_lists(
     rule: str,
@@ -32,27 +32,26 @@ def step_lists(
 ) -> None:
     """Take one step with every parameter; the host waits for nothing.
 
-    Lists hold one tensor for each parameter, on its device and laid out as it is. A CUDA graph may
-    capture the step; numbers that are no tensors are then the same at each replay.
+    Lists hold one tensor for each parameter, on the same device and with the same layout. A CUDA
+    graph may capture the step; numbers that are not tensors are then the same at each replay.
 
     Args:
         rule: `kName` of one of csrc/math/rules.h.
         caller: The function's name, for messages.
         params: Parameters of any floating dtypes; written.
         grads: Gradients of any floating dtypes; only read.
-        tensors: The tensors of the rule's state by the names of their lists, in the rule's order;
-            written. Those of another dtype than the math (float64 for float64 parameters, else
-            float32) are stepped in that and rounded.
-        numbers: Likewise its numbers, each one float32 element; written.
-        options: Of the rule, with `lr`; `max_grad_norm` may be left out.
+        tensors: The tensors of the rule's state, a list for each name, in the rule's order;
+            written. Math is in float64 for float64 parameters, else in float32; state of another
+            dtype is rounded to it.
+        numbers: The numbers of the rule's state, likewise, each of one float32 element; written.
+        options: The rule's options and `lr`; `max_grad_norm` may be left out.
         copies: Where each new parameter is also written, rounded to the copy's dtype [None].
         scale: Gradients are divided by it [1].
         found_inf: One element; if it is not 0 nothing changes [None].
-        norm: The l2 norm by which `max_grad_norm` clips, of the gradients as they lie [None: it is
-            measured].
+        norm: The l2 norm, before unscaling, by which `max_grad_norm` clips [None: it is measured].
 
     Raises:
-        RuntimeError: Tensors do not fit each other, or lie where this build has no kernels.
+        RuntimeError: Tensors do not fit each other, or are on a device without kernels.
         TypeError: An option is no number, or a tensor is a wrapper without memory of its own.
         ValueError: An option is out of range, or a parameter stands twice.
     """
@@ -113,7 +112,7 @@ def _as_wide_as_the_math(
 
 @contextlib.contextmanager
 def _without_group() -> Iterator[None]:
-    """Let messages name `params[3]`, not `params[0][3]`: there is one group, which is ours."""
+    """Make messages say `params[3]`, not `params[0][3]`: the one group here is not the caller's."""
     try:
         yield
     except (RuntimeError, TypeError) as error:

@@ -1,9 +1,9 @@
-"""What became of an optimizer's steps; listeners, such as apex_mp.monitor, are notified of it.
+"""Outcomes of an optimizer's steps, of which listeners such as apex_mp.monitor are notified.
 
-A holder of a loss scale takes a step within `announced`, and calls `StepLog.end` when it knows what
-became of the step, in the order of the steps. On a device that the host does not wait for that is
-later. Listeners are kept beside their owner, not on it: a copy of an optimizer has none. Without
-any listener each call is one test.
+The owner of a loss scale takes a step within `announced`, and calls `StepLog.end` once it knows the
+outcome, in the order of the steps: later, if the host does not wait for the device. Listeners are
+kept in a dict beside their owner, so that a copy of an optimizer has none. Without listeners each
+call costs one test.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SKIPS_BEFORE_WARNING = 50
 
 @dataclasses.dataclass(frozen=True)
 class StepNote:
-    """What became of one step.
+    """The outcome of one step, for listeners.
 
     Attributes:
         skipped: Whether gradients held inf or NaN, so that nothing was stepped.
-        scale: The loss scale of its gradients; None: what `announced` has said.
-        lowest: The scale below which it does not back off; None if it never does.
+        scale: The loss scale of the gradients; None: that given to `announced`.
+        lowest: The smallest scale that the loss scale backs off to; None if it never backs off.
         grad_norm: l2 norm of all unscaled gradients before clipping; None if none was measured.
-        scaled_norm: That of scaled ones, if only that is known.
-        clip: What the gradients were multiplied by to clip them, the smallest factor if groups have
-            their own; None if nothing was measured.
+        scaled_norm: The same of scaled gradients, if only that is known.
+        clip: The factor by which clipping multiplied the gradients, the smallest if each group has
+            its own; None if nothing was measured.
         overflow: Which gradients held inf or NaN.
-        optimizer: The one that takes the step, if others share its loss scale; else None.
+        optimizer: The optimizer that takes the step, if others share its loss scale; else None.
     """
 
     skipped: bool
@@ -52,7 +52,7 @@ class StepNote:
 
 
 class Listener(Protocol):
-    """Hears of the steps of one owner."""
+    """Is notified of the steps of one owner."""
 
     def before_step(
         self,
@@ -60,29 +60,29 @@ class Listener(Protocol):
         unscaled: Collection[torch.dtype],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """The gradients of a step are complete; see `announced`."""
+        """Called when the gradients of a step are complete; see `announced`."""
 
     def note(self, *, grad_norm: float | Tensor | None, clip: float | Tensor | None) -> None:
-        """Something was measured for the next step."""
+        """Called with what was measured for the next step."""
 
     def after_step(self, note: StepNote) -> None:
-        """A step has ended, or was skipped."""
+        """Called when the outcome of a step is known."""
 
     def withdraw_step(self) -> None:
-        """The step that was announced last has raised an error; there may be no `after_step`."""
+        """Called when the last announced step raises an error; there may be no `after_step`."""
 
 
-# By the optimizer or scaler that they listen to, which they do not keep alive.
+# By the optimizer or scaler that they listen to; that is not kept alive.
 listeners: weakref.WeakKeyDictionary[Any, list[Listener]] = weakref.WeakKeyDictionary()
 
 
 def listen(owner: Any, listener: Listener) -> None:
-    """Notify a listener of an owner's steps; the owner is not kept alive."""
+    """Notify a listener of an owner's steps from now on; the owner is not kept alive."""
     listeners.setdefault(owner, []).append(listener)
 
 
 def unlisten(listener: Listener) -> None:
-    """Take a listener away from all owners."""
+    """Stop notifying a listener, whatever its owners."""
     for owner, each in [*listeners.items()]:
         rest = [other for other in each if other is not listener]
         if rest:
@@ -92,7 +92,7 @@ def unlisten(listener: Listener) -> None:
 
 
 def heard(*owners: Any) -> list[Listener]:
-    """Return the listeners of the owners, each once; None stands for no owner."""
+    """Return the listeners of the owners, each once; an owner that is None has none."""
     if not listeners:
         return []
     found = [each for owner in owners if owner is not None for each in listeners.get(owner, ())]
@@ -106,13 +106,13 @@ def announced(
     unscaled: Collection[torch.dtype] = (),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[None]:
-    """Notify listeners that gradients are complete and the step is taken within, or raises.
+    """Notify listeners that gradients are complete; the `with` block takes the step, or raises.
 
     Args:
-        owners: Whose step it is.
-        scale: Their loss scale: a number, or one on a device.
-        unscaled: Dtypes of gradients that it was taken out of already.
-        optimizer: The one whose gradients `scale` and `unscaled` describe [None: all].
+        owners: The owners whose step it is.
+        scale: Their loss scale: a number, or a tensor on a device.
+        unscaled: Dtypes of the gradients that are unscaled already.
+        optimizer: The optimizer whose gradients `scale` and `unscaled` describe [None: all].
     """
     for listener in heard(*owners):
         listener.before_step(scale, unscaled, optimizer)
@@ -135,17 +135,17 @@ def measured(
 
 
 class StepLog:
-    """What became of the steps of one optimizer: for its user, schedulers and listeners.
+    """The outcomes of one optimizer's steps, for its user, schedulers and listeners.
 
     Args:
-        optimizer: The optimizer that schedulers watch; known weakly.
-        who: What the warning of endless skips begins with.
+        optimizer: The optimizer that schedulers watch; a weak reference is kept.
+        who: The beginning of the warning of endless skips.
 
     Attributes:
         report: Which gradients held inf or NaN in the last skipped step, as far as the host knows.
         skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
-        captured: Not 0 if the last step was skipped that a CUDA graph took, which the host does not
-            hear of; None: the last step was no such step.
+        captured: If a CUDA graph took the last step, a tensor on the device: not 0 if the step was
+            skipped, which the host does not know. Else None.
     """
 
     def __init__(self, optimizer: Any, who: str) -> None:
@@ -157,7 +157,7 @@ class StepLog:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last step was skipped; the host waits until it knows."""
+        """Return whether the last step was skipped; the host waits until it knows."""
         readback.wait()
         return self.skips_in_a_row > 0 if self.captured is None else bool(self.captured)
 
@@ -176,9 +176,9 @@ class StepLog:
             skipped: Whether it was skipped.
             report: Which gradients held inf or NaN.
             scale: Returns the loss scale of the next step, for the warning.
-            owners: Whose listeners are notified. They may raise: finish the step before. All are
-                notified; then the first error is raised.
-            note: Returns what they are notified of; called if there are any.
+            owners: The owners whose listeners are notified. Listeners may raise, so call this when
+                all else is done. All are notified; then the first error is raised.
+            note: Returns what listeners are given; called if there are any.
         """
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
         if skipped:
@@ -197,9 +197,9 @@ class StepLog:
 
 
 def _mark_step_called(optimizer: Any) -> None:
-    """Keep schedulers from warning that `step` was never called on an optimizer that skipped one.
+    """Keep schedulers from warning that `step` was never called, after a step that was skipped.
 
-    Or on one inside it, which is an attribute of it: a scheduler may watch either.
+    A scheduler may watch the optimizer, or one inside it, which is an attribute of it.
     """
     for each in (optimizer, *getattr(optimizer, "__dict__", {}).values()):
         if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
@@ -225,7 +225,7 @@ def norm_and_clip(
     Args:
         norms: l2 norm of each group's unscaled gradients; empty if none was measured.
         groups: The groups; those with a `max_grad_norm` above 0 are clipped.
-        by_global_norm: Each is clipped by the norm of all.
+        by_global_norm: Whether each group is clipped by the norm of all.
     """
     if not norms:
         return None, None
@@ -241,5 +241,5 @@ def norm_and_clip(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return what gradients are multiplied by: 1 / `clip_divisor` of csrc/math/clip.h."""
+    """Return the factor that clips gradients: 1 / `clip_divisor` of csrc/math/clip.h."""
     return min(1.0, max_norm / (norm + 1e-6))

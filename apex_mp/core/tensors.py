@@ -1,7 +1,8 @@
-"""Whether a tensor is plain, one sentence for each reason why it is not; tensors in containers.
+"""Whether a tensor is plain, and a sentence for each reason why not; tensors in containers.
 
-Constructors and `add_param_group` ask it of parameters, steps and `scale_loss` of gradients, before
-they change anything. A reason is the second half of a sentence, whose first half names the tensor.
+Constructors and `add_param_group` check parameters so, steps and `scale_loss` check gradients,
+before they change anything. A reason is the second half of a sentence, whose first half names the
+tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STRIDED = torch.strided
 
 
 def is_usual(tensor: Tensor) -> bool:
-    """Whether a tensor is plain, floating and contiguous: a fast path; others may be fit too."""
+    """Return whether a tensor is plain, floating and contiguous: a fast path, not a requirement."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is _STRIDED
@@ -36,7 +37,7 @@ def is_usual(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, a FakeTensor or another subclass with `__torch_dispatch__`."""
+    """Return whether it is a DTensor, FakeTensor or other subclass with `__torch_dispatch__`."""
     if type(tensor) in PLAIN_TYPES:
         return False
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
@@ -51,18 +52,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def copy_async(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`; asynchronous unless that is the CPU, which would read too early."""
+    """Copy to `device`, asynchronously unless that is the CPU, which would read it too early."""
     return values.to(device, non_blocking=device.type != "cpu")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a DTensor as a plain tensor, for which processes communicate; another as it is."""
+    """Return a DTensor as one plain tensor, by a collective; another tensor as it is."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory without gaps or overlap, in any order."""
+    """Return whether the elements lie in memory without gaps or overlap, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -84,7 +85,7 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def no_numbers(tensor: Tensor) -> str | None:
-    """Say why a tensor's memory does not hold its numbers, one for each element."""
+    """Return why a tensor's memory does not hold its numbers, one for each element, or None."""
     if is_lazy(tensor):
         return "is not initialized; run the model once before"
     if local_part(tensor) is not tensor:
@@ -109,7 +110,7 @@ def no_numbers(tensor: Tensor) -> str | None:
 
 
 def not_strided(tensor: Tensor) -> str | None:
-    """Say that a tensor is sparse."""
+    """Return that a tensor is sparse, if it is."""
     if tensor.layout is torch.strided:
         return None
     return (
@@ -119,14 +120,14 @@ def not_strided(tensor: Tensor) -> str | None:
 
 
 def not_floating(tensor: Tensor) -> str | None:
-    """Say that a tensor is of a dtype for which there is no arithmetic here."""
+    """Return that a tensor's dtype is not one that the operators compute in, if so."""
     if tensor.dtype in FLOATING:
         return None
     return f"is of dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64"
 
 
 def not_dense(tensor: Tensor) -> str | None:
-    """Say that the operators cannot walk the memory of a tensor."""
+    """Return why the operators cannot walk the memory of a tensor, or None."""
     if is_dense(tensor):
         return None
     return (
@@ -136,12 +137,12 @@ def not_dense(tensor: Tensor) -> str | None:
 
 
 def not_readable(tensor: Tensor) -> str | None:
-    """Say why the operators cannot read a tensor."""
+    """Return why the operators cannot read a tensor, or None."""
     return None if is_usual(tensor) else no_numbers(tensor) or not_floating(tensor)
 
 
 def not_castable(tensor: Tensor) -> str | None:
-    """Say why a parameter cannot become one of low precision; only floating ones do."""
+    """Return why a parameter cannot be cast to low precision, or None; integers are not cast."""
     if not tensor.dtype.is_floating_point:
         return None
     reason = no_numbers(tensor)
@@ -151,14 +152,14 @@ def not_castable(tensor: Tensor) -> str | None:
 
 
 def not_steppable(tensor: Tensor) -> str | None:
-    """Say why an operator cannot step a parameter; one that is not initialized may become fit."""
+    """Return why an operator cannot step a parameter, or None; lazy ones are not judged yet."""
     if is_usual(tensor) or is_lazy(tensor):
         return None
     return not_readable(tensor) or not_dense(tensor)
 
 
 def part_not_steppable(tensor: Tensor) -> str | None:
-    """Say why an operator cannot step what this process holds of a parameter."""
+    """Return why an operator cannot step what this process holds of a parameter, or None."""
     return not_steppable(local_part(tensor))
 
 
@@ -171,7 +172,7 @@ def check_params(
         caller: The class or function, for the message.
         number: Number of the parameter group.
         params: Its parameters. Those that are no tensors are left for torch to refuse.
-        test: Says why one does not fit.
+        test: Returns why one does not fit, or None.
         names: Of the parameters, empty where there is none [None: none].
 
     Raises:
@@ -225,5 +226,5 @@ def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with every floating tensor in it in a dtype; others stay as they are."""
+    """Return `value` with every floating tensor in it cast to a dtype; others stay as they are."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)

@@ -1,11 +1,11 @@
-"""Trace the operators: write to no tensor whose offset torch.compile may count twice.
+"""Make traced operators write to copies: torch.compile may count a tensor's offset twice.
 
 torch replaces an operator that writes into its arguments by one that returns new tensors, and makes
 the arguments anew from the tensors of which they are views. Where such a tensor does not start
 at the start of its memory, the offset is counted twice: for slices, and in copies that inductor
 makes of inputs that share a memory (torch 2.11; 2.13 with dynamic shapes). Other memory is then
-read and written, without an error. A clone may be such a tensor: inductor removes it and takes what
-was cloned. So a traced operator works on copies, whose content is then copied back.
+read and written, without an error. A clone may be such a tensor: inductor replaces it by what was
+cloned. So a traced operator works on copies, whose content is then copied back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 
 def copy_written_arguments(operator: OpOverload) -> None:
-    """Let `operator`, where it is traced, write to copies."""
+    """Make `operator` write to copies when it is traced."""
     arguments = operator._schema.arguments
 
     @operator.py_impl(FunctionalTensorMode)
@@ -41,7 +41,7 @@ def copy_written_arguments(operator: OpOverload) -> None:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy with equal strides, in a memory that is larger than needed.
 
-    Of a plain clone inductor assumes that it is the tensor itself, offset included.
+    Inductor would replace a plain clone by the tensor itself, offset included.
     """
     length = compute_required_storage_length(tensor.size(), tensor.stride(), 0)
     return tensor.new_empty(length + 1).as_strided(tensor.size(), tensor.stride()).copy_(tensor)

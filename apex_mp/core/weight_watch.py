@@ -1,4 +1,4 @@
-"""Weights of the model that differ from their masters: written by others, or out of range."""
+"""Detect weights that differ from their masters: written by others, or out of range."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLOAT16_OVERFLOW = 65520.0  # Less rounds to 65504, the largest float16.
 
 
 class WeightWatch:
-    """Warns, once each, of weights that a step overwrites, and of masters beyond float16.
+    """Warns once of writes to weights that a step overwrites, once of masters beyond float16.
 
     Each step compares the tensor versions of up to 256 parameters. On the CPU it also compares the
     norms of all, which a write through `.data` changes too, but only after 0, 1, 2, 4, 8, ...
@@ -50,7 +50,7 @@ class WeightWatch:
         self._all.add(self)
 
     def mute(self) -> None:
-        """Do not warn of writes from now on."""
+        """Stop warning of writes."""
         self._warned_of_writes = True
 
     def begin(self) -> None:
@@ -150,7 +150,7 @@ class WeightWatch:
 
 
 def _peak(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude, 0 if there are inf or NaN, or no elements."""
+    """Return the largest magnitude; 0 if there are inf or NaN, or no elements."""
     if tensor.numel() == 0:
         return 0.0
     ends = torch.stack(tensor.detach().aminmax()).abs()

@@ -1,4 +1,4 @@
-"""An FP16_Optimizer checkpoint of any era, read and checked before anything is written."""
+"""Read an FP16_Optimizer checkpoint of any era, and check it before anything is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHO = "FP16_Optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint has for an FP16_Optimizer, checked.
+    """The checked content of a checkpoint for an FP16_Optimizer.
 
     Attributes:
         loss_scaler: The new loss scaler.
@@ -31,7 +31,8 @@ class Loaded:
         overflow: Whether the last step was skipped.
         first_closure_call_this_step: The old flag of that name.
         inner: The inner optimizer's state_dict.
-        masters: Pairs of a master, or a group's flat vector of them, and what to write to it.
+        masters: Pairs of a tensor to write to, a master or a group's flat vector of them, and its
+            new values.
     """
 
     loss_scaler: LossScaler | DynamicLossScaler
@@ -58,7 +59,7 @@ def joined(
 
     Args:
         inner: The inner optimizer's state_dict.
-        masters: For each group as many as parameters, None for those that have no master.
+        masters: For each group a list over its parameters, None for those that have no master.
         scale: The rest of the state_dict; empty if another optimizer was saved.
         param_groups: The groups with masters.
         model_of: Its keys are the masters.
@@ -82,15 +83,16 @@ def read(
     iteration: int,
     dynamic_args: Mapping[str, Any],
 ) -> Loaded:
-    """Return what a checkpoint has; nothing is changed.
+    """Return the checked content of a checkpoint; nothing is changed.
 
     Args:
-        state_dict: Of an FP16_Optimizer of any era, or of an optimizer of the model's parameters.
+        state_dict: That of an FP16_Optimizer of any era, or of an optimizer of the model's
+            parameters.
         optimizer: The inner optimizer.
         groups: The masters of its parameter groups.
         loss_scaler: The scaler in use.
-        iteration: Steps until now, for checkpoints that do not say.
-        dynamic_args: Arguments of a DynamicLossScaler, should there have to be a new one.
+        iteration: Steps until now, for checkpoints that do not store it.
+        dynamic_args: Arguments of a DynamicLossScaler, in case a new one is needed.
 
     Raises:
         TypeError, ValueError: A key is missing, or something does not fit.
@@ -111,9 +113,10 @@ def read(
 
 
 def _followed(groups: Sequence[MasterGroup]) -> list[tuple[Tensor, Tensor]]:
-    """Masters that agree with the model, for a checkpoint that has none.
+    """Return masters that agree with the model, for a checkpoint that has none.
 
-    A master that rounds to what the model holds stays; another one is older than the model.
+    A master that rounds to its model parameter is kept; any other is older than the model, whose
+    value replaces it.
     """
     return [
         (master, torch.where(master.to(model.dtype) == model, master, model.float()).detach())
@@ -165,7 +168,7 @@ def _read_masters(
 
 
 def _check_master(name: str, saved: Any, master: Tensor) -> None:
-    """Raise an error if copying to a master would fail, or lose what it says."""
+    """Raise an error if copying to a master would fail, or change the saved values."""
     if not torch.is_tensor(saved):
         kind = type(saved).__name__
     elif no_numbers(saved) is not None or not saved.is_floating_point():
@@ -185,10 +188,10 @@ def _check_master(name: str, saved: Any, master: Tensor) -> None:
 def _read_inner_state(
     state_dict: Mapping[str, Any], optimizer: Any, groups: Sequence[MasterGroup]
 ) -> Mapping[str, Any]:
-    """Return the inner optimizer's state, for each parameter in its place.
+    """Return the inner optimizer's state, an entry for each parameter.
 
-    The fused FP16_Optimizer of 2019 had one flat master a group, the only parameter that the inner
-    optimizer knew; its state is cut into the masters' here.
+    The fused FP16_Optimizer of 2019 had one flat master a group, which was the inner optimizer's
+    only parameter; its state is cut into that of the masters.
     """
     inner: Mapping[str, Any] = required(state_dict, "optimizer_state_dict")
     if _inner_state.has_load_hooks(optimizer):
@@ -239,7 +242,7 @@ def _in_order(
 
 
 def _cut(whole: Mapping[str, Any], masters: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """State of a flat vector as that of the masters which lie in it one after the other."""
+    """Return the state of each master, cut out of that of the flat vector that held them."""
     sizes = [master.numel() for master in masters]
     parts: list[dict[str, Any]] = [{} for _ in masters]
     for key, value in whole.items():

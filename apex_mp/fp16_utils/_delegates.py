@@ -22,7 +22,7 @@ class Delegates(DelegatingOptimizer):
         )
 
     def refresh_hyperparameters(self) -> None:
-        """Have the step in a captured CUDA graph use the groups' options as they are now.
+        """Make the step in a captured CUDA graph use the present options of the groups.
 
         Call it between replays; see `FusedAdam.refresh_hyperparameters`.
         """

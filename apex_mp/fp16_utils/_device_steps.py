@@ -1,7 +1,7 @@
-"""Steps of an FP16_Optimizer on a device that the host does not wait for.
+"""Steps of an FP16_Optimizer on a device for which the host does not wait.
 
 The loss scale is on the device, and each step updates it there. The `DynamicLossScaler` on the host
-follows when the outcomes of steps arrive, by the same rule and so with the same numbers.
+is updated when outcomes are read back, by the same rule and so with the same numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _LOG = logger("apex_mp.fp16_utils")
 
 
 class DeviceSteps:
-    """The loss scale on the device, and steps of which the host has yet to hear.
+    """The loss scale on the device, and steps whose outcome the host does not know yet.
 
     Args:
-        callback: A method, which is called with each step's outcome and result, in the order of the
-            steps.
+        callback: A method, called with each step's outcome and result, in the order of the steps.
     """
 
     def __init__(self, callback: Callable[[Outcome, StepResult], None]) -> None:
@@ -36,7 +35,7 @@ class DeviceSteps:
         self._scale: DeviceScale | None = None
         self._scaler: DynamicLossScaler | None = None  # whose scale that is
         self._synced: dict[str, Any] = {}  # its attributes as they agree with the device
-        # Two, because gradients that have one may be copied to the other.
+        # Two tensors: gradients scaled by one may have to be rescaled to the other.
         self._copies: list[Tensor] = []
         self._is_stale = True
         self._captured: StepResult | None = None  # A graph takes this step whenever it likes.
@@ -46,9 +45,9 @@ class DeviceSteps:
     def scale(self, scaler: LossScaler | DynamicLossScaler, device: torch.device) -> float | Tensor:
         """Return the factor on the next loss: a number if it never changes, else 0-dim float32.
 
-        The tensor keeps its value while gradients have it, and is the same object until the scale
-        may have changed. But a graph that was captured knows only one tensor: from then on it is
-        that one, and `last_scale` holds what it was before.
+        The tensor keeps its value as long as gradients are scaled by it, and is the same object
+        until the scale may have changed. A captured graph reads one tensor only: after a capture
+        it is always that one, and `last_scale` holds its value before.
         """
         if not isinstance(scaler, DynamicLossScaler):
             return scaler.cur_scale
@@ -64,7 +63,7 @@ class DeviceSteps:
 
     @property
     def last_scale(self) -> Tensor | None:
-        """What the tensor of `scale` held before it was written again; None if it never is."""
+        """The value of the tensor of `scale` before it was written; None without a capture."""
         return self._copies[1] if self._copies and self._captured is not None else None
 
     def for_step(
@@ -77,7 +76,7 @@ class DeviceSteps:
         return self._live(scaler, device)
 
     def _live(self, scaler: DynamicLossScaler, device: torch.device) -> DeviceScale:
-        """The scale on the device, written again if the user has written to the scaler."""
+        """Return the scale on the device, updated if the user has written to the scaler."""
         scale = self._scale
         if scale is not None and scale.device == device and self._agrees(scaler):
             return scale
@@ -99,9 +98,9 @@ class DeviceSteps:
         return scaler is self._scaler and vars(scaler) == self._synced
 
     def update(self, scaler: LossScaler | DynamicLossScaler, *, skipped: bool) -> None:
-        """Have the scaler take note of a step that has updated the scale on the device.
+        """Update the scaler for a step that has updated the scale on the device.
 
-        What the user has written to the scaler since counts for the steps after it.
+        Values that the user wrote to the scaler after that step hold for the steps that follow.
         """
         if scaler is not self._scaler:
             scaler.update_scale(skipped)
@@ -115,7 +114,7 @@ class DeviceSteps:
         vars(scaler).update(written)
 
     def write_through(self, scaler: LossScaler | DynamicLossScaler) -> None:
-        """Have replays of a captured graph use what was written to the scaler."""
+        """Make replays of a captured graph use the values that were written to the scaler."""
         if self._captured is not None and self._scale is not None and scaler is self._scaler:
             self._live(self._scaler, self._scale.device)
 
@@ -130,12 +129,12 @@ class DeviceSteps:
             scaler.last_overflow_iter = scaler.cur_iter - 1 - value.good_steps
             self._synced = dict(vars(scaler))
 
-    # What became of steps.
+    # Outcomes of steps.
 
     def submit(self, result: StepResult, *, verbose: bool) -> None:
-        """Have the outcome of a step read back by a later poll.
+        """Submit the readback of a step's outcome.
 
-        If the optimizer is gone by then, an overflow is logged if `verbose`.
+        If the optimizer no longer exists when it arrives, an overflow is logged if `verbose`.
         """
         sent, read = result.sent, result.read
         assert sent is not None  # Else its outcome is known.
@@ -159,7 +158,7 @@ class DeviceSteps:
         readback.submit_tensor(sent, finish)
 
     def captured_overflow(self) -> bool | None:
-        """Whether the last step that a graph took was skipped; None if no step was captured."""
+        """Not 0 if the last step of a captured graph was skipped; None if none was captured."""
         result = self._captured
         if result is None or result.sent is None or result.read is None:
             return None

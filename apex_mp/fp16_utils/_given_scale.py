@@ -1,4 +1,4 @@
-"""The loss scale that FP16_Optimizer is given: legacy arguments, a value, or a loss scaler."""
+"""The loss scale arguments of FP16_Optimizer: legacy arguments, a value, or a loss scaler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new_scaler(
         defaults: Arguments of a DynamicLossScaler that `dynamic_args` may override.
 
     Returns:
-        The scaler, and the arguments of a dynamic one that may come later.
+        The scaler, and the arguments for a dynamic one that may be needed later.
 
     Raises:
         TypeError, ValueError: An argument is no loss scale, or two of them ask for different ones.
@@ -99,10 +99,10 @@ def _following(value: DynamicLossScale) -> DynamicLossScaler:
 
 
 def is_true(name: str, value: Any) -> bool:
-    """Return a flag as a bool: True and False, also as 1, 0 or None, of numpy too.
+    """Return a flag as a bool: it may be a bool of Python or numpy, 1, 0 or None.
 
     Raises:
-        TypeError: It is anything else, which Python would count as True.
+        TypeError: It is anything else; Python would count a string as True.
     """
     if getattr(value, "shape", ()) == () and value in (None, False, True):
         return bool(value)

@@ -1,4 +1,4 @@
-"""The inner optimizer's part of a checkpoint: checked by group and parameter, loaded or not."""
+"""Check and load the inner optimizer's part of a checkpoint, group by group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from apex_mp.core.state_checks import check_optimizer_state
 
-# State of torch's optimizers that has the parameter's shape. torch does not check it when it loads;
-# the next step fails, or broadcasts.
+# State of torch's optimizers that has the parameter's shape. torch does not check shapes when it
+# loads; the next step would fail, or broadcast.
 _LIKE_PARAM = (
     "exp_avg",
     "exp_avg_sq",
@@ -27,7 +27,7 @@ _LIKE_PARAM = (
 def check(who: str, saved: Any, optimizer: Any) -> None:
     """Raise an error if a state_dict is not one for an optimizer of these groups.
 
-    An optimizer with hooks that may make another state of it is left to check for itself.
+    An optimizer with hooks that may change the state checks it itself.
 
     Args:
         who: The class that loads, for the message.
@@ -64,12 +64,12 @@ def check(who: str, saved: Any, optimizer: Any) -> None:
 
 
 def has_load_hooks(optimizer: Any) -> bool:
-    """Return whether hooks of an optimizer may make another state of what it loads."""
+    """Return whether hooks of an optimizer may change the state that it loads."""
     return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 def has_known_state(optimizer: Any) -> bool:
-    """Return whether it is known which state of an optimizer has the parameter's shape."""
+    """Return whether we know which state of an optimizer has the parameter's shape."""
     return type(optimizer).__module__.startswith(("torch.optim.", "apex_mp.optimizers."))
 
 
@@ -81,7 +81,7 @@ def fits(
 
 
 def _like_param(optimizer: Any) -> tuple[str, ...]:
-    """Names of the state that has the parameter's shape; a fused optimizer states them itself."""
+    """Return names of the state that has the parameter's shape; fused optimizers define them."""
     layout = getattr(optimizer, "_state_layout", None)
     return _LIKE_PARAM if layout is None else (*layout.tensors, "master_param")
 
@@ -92,7 +92,7 @@ def _misfit(
     saved_group: Mapping[str, Any],
     group: Mapping[str, Any],
 ) -> tuple[int, str, list[int], list[int]] | None:
-    """The first state of another shape: the parameter's index, key, shape and wanted shape."""
+    """Return the first state of a wrong shape: parameter index, key, shape and wanted shape."""
     names = _like_param(optimizer)
     pairs = zip(saved_group["params"], group["params"], strict=True)
     for index, (saved, param) in enumerate(pairs):
@@ -105,11 +105,11 @@ def _misfit(
 
 
 def load(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Let an optimizer load a state_dict, and put back what it had if it raises."""
+    """Load a state_dict into an optimizer; if that raises, restore its own state."""
     before = optimizer.state, optimizer.param_groups
     try:
         optimizer.load_state_dict(saved)
     except BaseException:
-        # torch sets both, and then looks at the steps.
+        # torch sets both before it checks the steps.
         optimizer.state, optimizer.param_groups = before
         raise

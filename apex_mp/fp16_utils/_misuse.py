@@ -1,4 +1,4 @@
-"""Wrong uses of FP16_Optimizer that would train with wrong gradients: one warning for each."""
+"""Warnings of misuse of FP16_Optimizer that would train with wrong gradients, once each."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Misuse:
         self._edits_were_lost = False
 
     def note_scale_is_known(self) -> None:
-        """Take gradients of another backward for scaled ones: the user has read the loss scale."""
+        """Assume that any backward scales its loss, because the user has read the loss scale."""
         self._unsure.discard(self)
 
     def note_backward(self) -> None:
-        """Note a backward of a scaled loss; it may produce gradients for other optimizers too."""
+        """Note a backward of a scaled loss; it may give gradients to other optimizers too."""
         self.note_scale_is_known()
         if self._may_be_clipped and not readback.is_capturing():
             self._after_backward.record(self._grads.masters.model_params())
@@ -50,7 +50,7 @@ class Misuse:
                 other.note_scale_is_known()
 
     def check_source(self, scale: float) -> None:
-        """Warn, before gradients are unscaled, if their loss cannot have been scaled.
+        """Warn, before gradients are unscaled, if their loss was not scaled.
 
         Args:
             scale: The loss scale.
@@ -82,8 +82,8 @@ class Misuse:
     def check_clip(self) -> None:
         """Warn, before the first finite step, if the model's scaled gradients were clipped.
 
-        They were if an edit after backward has made them as much smaller as a loss scale is large.
-        Scales below 64 are ignored: they do little harm.
+        They were if an edit after backward divided them by as much as a loss scale. Scales below 64
+        are ignored, because they do little harm.
         """
         if not self._may_be_clipped or readback.is_capturing():
             return

@@ -1,4 +1,4 @@
-"""The old names of an FP16_Optimizer's parts: subclasses of 2019 read and write them."""
+"""Old names of an FP16_Optimizer's parts, which subclasses of 2019 read and write."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class OldScale(Parts):
 
     @property
     def loss_scaler(self) -> LossScaler | DynamicLossScaler:
-        """What holds the loss scale; may be set. On a GPU the host waits for it to be up to date.
+        """The loss scaler; may be set. On a GPU the host waits until it is up to date.
 
-        A reference that was kept has old numbers: ask for it again.
+        A kept reference goes out of date: read this property again.
         """
         self._misuse.note_scale_is_known()
         return self._scaler_now()
@@ -32,7 +32,7 @@ class OldScale(Parts):
         self._set_scaler(scaler_of(value) or value)
 
     def _scaler_now(self) -> LossScaler | DynamicLossScaler:
-        """The loss scaler, up to date: a read that does not count as one by the user."""
+        """Return the up-to-date loss scaler; does not count as a read by the user."""
         self._steps.catch_up(self._loss_scaler)
         return self._loss_scaler
 
@@ -55,7 +55,7 @@ class OldScale(Parts):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adjusts itself; may be set."""
+        """Whether the loss scale is dynamic; may be set."""
         return isinstance(self._loss_scaler, DynamicLossScaler)
 
     @dynamic_loss_scale.setter
@@ -153,12 +153,12 @@ class OldNames(OldScale):
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
-        """Each group's masters as one vector; the next step sees writes, and writes the model."""
+        """Each group's masters as one vector; what is written to it counts in the next step."""
         return [group.flat for group in self._masters.groups]
 
     @property
     def fp16_groups_flat(self) -> list[Tensor]:
-        """Each group's low-precision parameters as one vector, copied: writes have no effect."""
+        """A copy of each group's low-precision parameters as one vector."""
         return [
             torch.cat([param.detach().reshape(-1) for param in group.model_params])
             if group.model_params

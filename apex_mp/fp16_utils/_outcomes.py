@@ -1,4 +1,4 @@
-"""What became of an FP16_Optimizer's steps: overflow, loss scale, messages, listeners."""
+"""The outcomes of an FP16_Optimizer's steps: overflow, loss scale, messages, listeners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apex_mp.loss_scale import DynamicLossScale
 
 
 class Outcomes(OldNames):
-    """The layer that knows whether gradients overflowed, and says so."""
+    """The layer that records whether gradients overflowed, and reports it."""
 
     @property
     @eager
@@ -68,7 +68,7 @@ class Outcomes(OldNames):
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
-            # From here on _on_readback may be called.
+            # _on_readback may be called from now on.
             self._steps.submit(self._awaited, verbose=self.verbose)
             return
         self._awaited = None

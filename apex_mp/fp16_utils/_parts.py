@@ -1,4 +1,4 @@
-"""What the layers of FP16_Optimizer share: its attributes, and what a layer calls of one above."""
+"""The lowest layer of FP16_Optimizer: its attributes, and methods that higher layers override."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
 LOG = logger("apex_mp.fp16_utils")
-# Dynamo cannot trace what these methods do; torch keeps it out of its own optimizers this way.
+# Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 eager = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
@@ -60,5 +60,5 @@ class Parts(Delegates):
     _optimizer_step_post_hooks: OrderedDict[int, Any]
 
     def update_master_grads(self) -> None:
-        """Unscale what backward has accumulated; FP16_Optimizer does."""
+        """Unscale the accumulated gradients; FP16_Optimizer implements it."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The loss scale in an FP16_Optimizer checkpoint, in whichever form an era wrote it."""
+"""Read the loss scale of an FP16_Optimizer checkpoint, in the form of any era."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 def required(state_dict: Mapping[str, Any], key: str) -> Any:
-    """Return `state_dict[key]`, or raise a ValueError that says which keys there are."""
+    """Return `state_dict[key]`, or raise a ValueError that lists the keys."""
     if key not in state_dict:
         raise ValueError(
             f"FP16_Optimizer.load_state_dict: key {key!r} is missing; the dict has {[*state_dict]}"
@@ -32,9 +32,9 @@ def read_loss_scaler(
     """Return the loss scaler that a checkpoint describes.
 
     Args:
-        state_dict: With `loss_scaler` (fp16_utils), or `cur_scale` and its kin (optimizers).
-        present: The scaler in use; what the checkpoint does not say is taken from it.
-        defaults: Arguments of a DynamicLossScaler, should there have to be a new one.
+        state_dict: Has `loss_scaler` (fp16_utils), or `cur_scale` and similar keys (optimizers).
+        present: The scaler in use; gives the values that the checkpoint lacks.
+        defaults: Arguments of a DynamicLossScaler, in case a new one is needed.
     """
     dynamic = bool(required(state_dict, "dynamic_loss_scale"))
     if isinstance(present, DynamicLossScaler) == dynamic:
@@ -58,9 +58,9 @@ def read_loss_scaler(
 
 
 def whole_scaler(saved: Any) -> LossScaler | DynamicLossScaler | None:
-    """Return a scaler for what says all that one needs, or None.
+    """Return a scaler for an entry that describes one in full, or None.
 
-    That is a scaler object, of this module or of amp, which checkpoints of 2019 hold, and the
-    state of a GradScaler.
+    Such entries are a scaler object of fp16_utils or amp, as in checkpoints of 2019, and the state
+    of a GradScaler.
     """
     return copy.copy(scaler_of(from_grad_scaler(saved) if is_of_grad_scaler(saved) else saved))

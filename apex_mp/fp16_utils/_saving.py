@@ -1,4 +1,4 @@
-"""The checkpoints of FP16_Optimizer; `_checkpoint` has their layouts."""
+"""Save and load an FP16_Optimizer; `_checkpoint` reads the layouts of all eras."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Checkpoints(Stepping):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a checkpoint of any era, and write its masters to the model.
 
-        Read are: what `state_dict` returned, here or in `apex_mp.optimizers`, and in apex of 2018
-        to 2020, whose loss scaler is an object; the state of an optimizer of the same parameters
-        that was not wrapped, such as torch.optim.Adam (the loss scale stays, and masters follow
-        the model where it was changed); and the state of a GradScaler, of which the loss scale is
-        taken and nothing else. `docs/checkpoints.md` lists the keys.
+        It reads the state_dict of either FP16_Optimizer of this package; that of apex of 2018 to
+        2020, whose loss scaler is an object; that of an optimizer of the same parameters that was
+        not wrapped, such as torch.optim.Adam (the loss scale stays, and masters follow the model
+        where it was changed); and that of a GradScaler, which sets only the loss scale.
+        `docs/checkpoints.md` lists the keys.
 
         Raises:
             TypeError, ValueError: A key is missing, or masters, state or numbers do not fit; the

@@ -26,17 +26,17 @@ from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
 
 class Stepping(Outcomes):
-    """The layer that has the inner optimizer step."""
+    """The layer that steps the inner optimizer."""
 
     def _scale_now(self) -> float | Tensor:
-        """The factor on the loss: a tensor if it is on a device that the host does not wait for."""
+        """Return the factor on the loss: a tensor if the host does not wait for its device."""
         device = self._device_to_leave_alone()
         if device is None:
             return self._scaler_now().cur_scale
         return self._steps.scale(self._loss_scaler, device)
 
     def _device_to_leave_alone(self) -> torch.device | None:
-        """The device that steps need not be waited for on, if there is one."""
+        """Return the device on which the host need not wait for steps, or None."""
         scaler = self._loss_scaler
         if type(scaler) not in (LossScaler, DynamicLossScaler) or "update_scale" in vars(scaler):
             return None  # Its update_scale is to be called after each step.
@@ -47,7 +47,7 @@ class Stepping(Outcomes):
         return first.device if self._can_step_fused() else None
 
     def _unscale_what_came_in(self) -> None:
-        """Unscale gradients of our backward or another, unless they are unscaled already."""
+        """Unscale new gradients, whichever backward made them, unless they are unscaled already."""
         if self._grads.has_new_grads() or self._misuse.edits_count():
             self.update_master_grads()
         elif self._grads.stage is Stage.READY:
@@ -60,13 +60,13 @@ class Stepping(Outcomes):
         return step_log.announced(self, scale=scale, unscaled=(torch.float32, torch.float64))
 
     def _step_without_closure(self) -> tuple[bool | None, Any]:
-        """Step; return whether it was skipped, if that is known, and the inner one's value."""
+        """Step; return whether it was skipped, if that is known, and the inner step's result."""
         if not self._legacy_arguments:
             return self._step_plain()
         return (self._step_fused(), None) if self._can_step_fused() else self._step_legacy()
 
     def _can_step_fused(self) -> bool:
-        # A hook runs once for each step that is taken: an overflow must be known before it.
+        # Hooks run only for steps that are not skipped, so overflows must be known before them.
         return getattr(self.optimizer.step, "takes_request", False) and not (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -77,7 +77,7 @@ class Stepping(Outcomes):
         )
 
     def _step_fused(self) -> bool | None:
-        """Step a fused optimizer, which looks for inf and NaN; return whether it was skipped."""
+        """Step a fused optimizer, which checks gradients itself; return whether it was skipped."""
         grads_of, copies, scale = self._grads.sources(self.param_groups)
         device = self._device_to_leave_alone()
         request = StepRequest(
@@ -102,7 +102,7 @@ class Stepping(Outcomes):
         return None
 
     def _step_plain(self) -> tuple[bool, Any]:
-        """Step an inner optimizer that reads `.grad`; return whether it was skipped, its value."""
+        """Step an inner optimizer that reads `.grad`; return as _step_without_closure."""
         if self._overflow_now():
             return True, None
         self._call_hooks(self._optimizer_step_pre_hooks)
@@ -121,7 +121,7 @@ class Stepping(Outcomes):
         return self.overflow
 
     def _step_legacy(self) -> tuple[bool, Any]:
-        """Step an inner optimizer that takes scaled gradients; return as _step_plain."""
+        """Step an inner optimizer that takes scaled gradients; return as _step_without_closure."""
         lists, scale = self._grads.collect(self.param_groups)
         found = check_groups(lists)
         if found:
@@ -149,7 +149,7 @@ class Stepping(Outcomes):
         return False, value
 
     def _written(self, lists: list[list[Tensor | None]]) -> set[int]:
-        """Ids of the model parameters that the inner optimizer's step has written itself."""
+        """Return ids of the model parameters that the inner optimizer's step has written itself."""
         if not getattr(self.optimizer, "_writes_output_params", False):
             return set()
         return {
@@ -164,7 +164,7 @@ class Stepping(Outcomes):
             hook(self, (), {})
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> tuple[bool, Any]:
-        """Step an inner optimizer that calls a closure as often as it likes; as _step_plain."""
+        """Step an inner optimizer that may call a closure many times; as _step_without_closure."""
         params = [param for group in self.param_groups for param in group["params"]]
         before = Snapshot(params, self.state)
         self.first_closure_call_this_step = True

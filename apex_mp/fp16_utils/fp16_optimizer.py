@@ -204,7 +204,7 @@ class FP16_Optimizer(Checkpoints):
         self._adopt_new()
 
     def _adopt_new(self) -> None:
-        """Make masters for what came to require grad, and for groups that came to the inner one."""
+        """Make masters for parameters that require grad now, and for the inner one's new groups."""
         self._masters.adopt_unfrozen(self.param_groups, self.state)
         for group in self.param_groups[len(self._masters.groups) :]:
             self._adopt(group)
@@ -250,9 +250,9 @@ class FP16_Optimizer(Checkpoints):
 
     @eager
     def update_master_grads(self) -> None:
-        """Unscale what backward has accumulated, so that `.grad` in param_groups can be read.
+        """Unscale the accumulated gradients, so that `.grad` in param_groups can be read.
 
-        Edits of masters' gradients made before are lost.
+        Earlier edits of masters' gradients are lost.
         """
         self._adopt_new()
         self._misuse.check_source(self._loss_scaler.cur_scale)
@@ -300,7 +300,7 @@ class FP16_Optimizer(Checkpoints):
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the unscaled gradients, a list for each group, None where there is none.
 
-        After an overflow they are worth nothing: None is returned, and a warning is logged.
+        After an overflow they mean nothing: None is returned, and a warning is logged.
         """
         self._unscale_what_came_in()
         if self.overflow:

@@ -66,7 +66,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast all of a network but affine batch norms, in place, and return it.
+    """Cast a network except its affine batch norms, in place, and return it.
 
     Parts named by `apex_mp.keep_fp32` stay as they are too.
 
@@ -129,8 +129,8 @@ def prep_param_lists(
         flat_master: Make one master, a vector, for all parameters [False].
 
     Raises:
-        TypeError: `flat_master` is asked for and the parameters are of several dtypes; or there can
-            be no float32 master of one.
+        TypeError: `flat_master` is set and the parameters are of several dtypes; or a parameter
+            cannot have a float32 master.
     """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     model_params = [*named.values()]
@@ -153,7 +153,7 @@ def model_grads_to_master_grads(
     master_params: Sequence[Parameter],
     flat_master: bool = False,
 ) -> None:
-    """Copy gradients from the model to the masters; what masters held before is overwritten.
+    """Copy gradients from the model to the masters, overwriting theirs.
 
     Args:
         model_params: From `prep_param_lists`.
@@ -224,14 +224,14 @@ def _check_lists(
 
 
 def _places(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Views into a vector, one for each parameter, in its shape."""
+    """Return views into a vector, one for each parameter, in its shape."""
     parts = torch.split(flat.detach(), [param.numel() for param in params])
     return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
 
 
 def hide_prefix(wrapper: nn.Module, hidden: str) -> None:
-    """Let a wrapper's state_dict have the keys of the module in it, and load both kinds."""
-    # Not functions made here: those could not be pickled with the wrapper.
+    """Give a wrapper's state_dict the keys of the module in it; it loads both kinds of keys."""
+    # Not closures: those could not be pickled with the wrapper.
     save, load = functools.partial(_hide, hidden), functools.partial(_unhide, hidden)
     wrapper.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
     wrapper.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]

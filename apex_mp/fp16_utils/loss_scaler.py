@@ -21,7 +21,7 @@ _Grads: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
 class _ScalesLoss:
-    """What both scalers do with the number they hold."""
+    """Methods of both scalers."""
 
     cur_scale: float
     _required: tuple[str, ...] = ("cur_scale",)
@@ -34,7 +34,7 @@ class _ScalesLoss:
 
     @property
     def loss_scale_value(self) -> StaticLossScale | DynamicLossScale:
-        """The loss scale as a frozen value, made of the attributes as they are now."""
+        """The loss scale as a frozen value, made from the present attributes."""
         raise NotImplementedError
 
     def scale_gradient(
@@ -55,7 +55,7 @@ class _ScalesLoss:
         return {name: getattr(self, name) for name in self._required + self._optional}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take attributes from `state_dict`; what newer versions added may be missing from it.
+        """Set attributes from `state_dict`, which may lack those that newer versions added.
 
         Raises:
             TypeError, ValueError: A key is missing or unknown, or a value is out of range; the
@@ -89,11 +89,11 @@ class LossScaler(_ScalesLoss):
 
     @property
     def loss_scale_value(self) -> StaticLossScale:
-        """The loss scale as a frozen value, made of the attribute as it is now."""
+        """The loss scale as a frozen value, made from the present attribute."""
         return StaticLossScale(self.cur_scale)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return False: the scale does not depend on it. FP16_Optimizer looks by itself.
+        """Return False: the scale does not depend on overflows; FP16_Optimizer checks itself.
 
         Args:
             params: Ignored.
@@ -109,7 +109,7 @@ class LossScaler(_ScalesLoss):
 
 
 class DynamicLossScaler(_ScalesLoss):
-    """Scale by as much as the gradients bear; the rule is that of `DynamicLossScale`.
+    """Scale by the largest factor without overflows, by the rule of `DynamicLossScale`.
 
     `cur_scale`, `cur_iter` (calls of update_scale) and `last_overflow_iter` are the state, as in
     2019, and may be written: the next `update_scale` starts from them. So may the arguments below.
@@ -161,7 +161,7 @@ class DynamicLossScaler(_ScalesLoss):
 
     @property
     def loss_scale_value(self) -> DynamicLossScale:
-        """The loss scale as a frozen value, made of the attributes as they are now."""
+        """The loss scale as a frozen value, made from the present attributes."""
         for name, fits, wish in (
             ("scale_factor", self.scale_factor > 1, "above 1"),
             ("scale_window", self.scale_window >= 1, "at least 1"),
@@ -178,13 +178,13 @@ class DynamicLossScaler(_ScalesLoss):
             min_scale=self.min_loss_scale or FLOAT32_SMALLEST_NORMAL,
             max_scale=math.inf if self.max_loss_scale is None else self.max_loss_scale,
             hysteresis=self.hysteresis,
-            # The remainder: growths restart the count and are written down nowhere else.
+            # The remainder, because each growth restarts the count and is recorded nowhere else.
             good_steps=since_overflow % self.scale_window,
             overflows=self.overflows,
         )
 
     def update_scale(self, overflow: bool) -> None:
-        """Take note of a step: whether it overflowed, and so was skipped.
+        """Update the scale after a step, which was skipped if it overflowed.
 
         Args:
             overflow: Whether a gradient of the step held inf or NaN.
@@ -200,7 +200,7 @@ class DynamicLossScaler(_ScalesLoss):
         """Return whether a gradient of `params` holds inf or NaN.
 
         Args:
-            params: Tensors on any device and of any dtype; one without a gradient is passed over.
+            params: Tensors on any device and of any dtype; those without a gradient are ignored.
         """
         finite: dict[torch.device, list[torch.Tensor]] = {}
         for param in params:

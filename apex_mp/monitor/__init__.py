@@ -1,4 +1,4 @@
-"""See what mixed precision does: loss scale, skips, norms and exponents, where inf begins.
+"""Watch mixed precision: loss scale, skipped steps, norms, exponents, and where inf begins.
 
 `docs/monitor.md` is the guide.
 """

@@ -1,4 +1,4 @@
-"""Monitor: listens to an optimizer or a scaler, and keeps what became of its steps."""
+"""Monitor: listens to an optimizer or a scaler, and records the outcomes of its steps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LOG = logger("apex_mp.monitor")
 
 
 class Writer(Protocol):
-    """What a `SummaryWriter` of TensorBoard can do."""
+    """The method of TensorBoard's `SummaryWriter` that a Monitor calls."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Record a number of a step."""
 
 
 class LossScaleExhaustedError(RuntimeError):
-    """A step was skipped at the smallest loss scale, so that lowering it does not help.
+    """A step was skipped at the smallest loss scale, which cannot be lowered.
 
     Attributes:
         step: The step.
@@ -57,7 +57,7 @@ class LossScaleExhaustedError(RuntimeError):
 
 @dataclasses.dataclass
 class _Streak:
-    """Steps of one optimizer that were skipped in a row, and what was done about them."""
+    """Consecutive skipped steps of one optimizer, and which warnings were given."""
 
     skips: int = 0
     origin: Origin | None = None
@@ -66,42 +66,42 @@ class _Streak:
 
 
 class Monitor:
-    """Keep what became of the steps of a training with a loss scale.
+    """Record the steps of a training with a loss scale.
 
         monitor = Monitor(optimizer)
         ...
         print(monitor.report())
 
-    It listens to what it is given until `close` is called. It measures nothing: it keeps what steps
-    find out anyway. On a GPU the host does not wait for a step; what became of it is heard at a
-    later step, and by `report`, `plot`, `save` and `history`, which wait.
+    It listens to `source` until `close` is called. It measures nothing itself: it records what
+    steps measure anyway. On a GPU the host does not wait for a step; its outcome is recorded at a
+    later step, or by `report`, `plot`, `save` and `history`, which wait.
 
     Args:
         source: An FP16_Optimizer, an `apex_mp.amp.GradScaler`, an optimizer whose loss goes through
             `scale_loss`, what `wrap_optimizer` returned, or the handle that `amp.init` returned,
             for all optimizers with its scale. None: `record` is called by hand [None].
         length: How many steps are kept [10000].
-        callback: Is called with each `Step` [None].
+        callback: Called with each `Step` [None].
         writer: A TensorBoard `SummaryWriter`, or anything else with its `add_scalar` [None].
-        tag: What the names of its curves begin with ["amp"].
+        tag: The prefix of the names of its curves ["amp"].
         model: The module for `find_nonfinite` [None].
         every: Count the exponents of the gradients at each step whose number is divisible by
             it; needs `model` [None].
-        after: Run the batch once more after that many skipped steps in a row, by `find_nonfinite`,
+        after: After that many skipped steps in a row, run the batch once more by `find_nonfinite`,
             and log where inf or NaN begins; needs `model`, and `run` in each iteration [None].
         at_minimum: What to do when a step is skipped at the smallest loss scale: "warn", once until
-            a step is taken again; "raise" a LossScaleExhaustedError; or a function, which is called
-            with that error each time ["warn"].
+            a step is not skipped; "raise" a LossScaleExhaustedError; or a function, called with
+            that error each time ["warn"].
 
     Attributes:
         run: Computes the loss of the present batch, for `find_nonfinite`. Set it in each iteration
             before the step, for example to `lambda x=x, y=y: criterion(model(x), y)`.
 
     Raises:
-        TypeError: `source` is nothing that steps can be heard from, or `model` is no module.
+        TypeError: `source` does not report steps, or `model` is no module.
         ValueError: `length`, `every` or `after` is no int of at least 1, `every` or `after` is
-            given without `model`, `at_minimum` is another one, or the handle has given its scale
-            to wrappers.
+            given without `model`, `at_minimum` is not one of these, or the handle has wrapped
+            optimizers, which have scales of their own.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class Monitor:
         self._at_minimum = at_minimum
         self.run: Callable[[], Tensor] | None = None
         self._samplers: dict[int, Sampler] = {}  # of the same steps
-        # Of steps of which the host has yet to hear.
+        # `run` by number of the step, for steps whose outcome the host does not know yet.
         self._runs: dict[int, Callable[[], Tensor]] = {}
-        # Of optimizers whose steps are being skipped, by id.
+        # By id, of optimizers whose steps are being skipped.
         self._streaks: dict[int, _Streak] = {}
         self._begun = 0  # The number of the last step whose gradients were complete.
-        # What was measured for steps of which the host has yet to hear.
+        # Measurements by number of the step, for steps whose outcome the host does not know yet.
         self._measured: dict[int, dict[str, float]] = {}
         if owner is not None:
             step_log.listen(owner, self)
@@ -162,7 +162,7 @@ class Monitor:
         readback.wait()
         step_log.unlisten(self)
 
-    # What the source reports.
+    # Calls of the source.
 
     def before_step(
         self,
@@ -175,10 +175,10 @@ class Monitor:
         A plain loop calls it before its step if gradients are to be sampled, and `record` after it.
 
         Args:
-            scale: Their loss scale: a number, or one on a device [1].
-            unscaled: Dtypes of gradients that it was taken out of already [none].
-            optimizer: The one whose gradients these are: they alone are sampled. If it steps
-                masters, those of the model are, as they lie [None: it owns all].
+            scale: Their loss scale: a number, or a tensor on a device [1].
+            unscaled: Dtypes of the gradients that are unscaled already [none].
+            optimizer: The optimizer of these gradients; only they are sampled. If it steps
+                masters, the model's gradients are sampled, scaled as they are [None: all].
         """
         self._begun += 1
         self._keep(self._begun, scale=scale)
@@ -197,18 +197,18 @@ class Monitor:
     def note(
         self, *, grad_norm: float | Tensor | None = None, clip: float | Tensor | None = None
     ) -> None:
-        """Add to the next step what its loop has measured; call it before the step.
+        """Record measurements of a loop with the next step; call it before the step.
 
         Args:
             grad_norm: l2 norm of the unscaled gradients before clipping, for example what
-                `torch.nn.utils.clip_grad_norm_` returns. Of a tensor on a GPU the host hears later.
-            clip: What the gradients were multiplied by to clip them.
+                `torch.nn.utils.clip_grad_norm_` returns. A tensor on a GPU is read back later.
+            clip: The factor by which clipping multiplied the gradients.
         """
         number = max(self._begun, self._history.total) + 1
         self._keep(number, grad_norm=grad_norm, clip=clip)
 
     def _keep(self, number: int, **values: float | Tensor | None) -> None:
-        """Keep what is known of a step, until `after_step`."""
+        """Keep measurements of a step until `after_step`."""
         for name, value in values.items():
             if isinstance(value, Tensor) and value.device.type in device_scale.DEVICE_TYPES:
                 record = functools.partial(self._record, number, name)
@@ -223,7 +223,7 @@ class Monitor:
         """Record the outcome of a step.
 
         Args:
-            note: What the optimizer or scaler says of the step.
+            note: The outcome, from the optimizer or scaler.
         """
         readback.wait()  # The outcome of this step is known, so this waits for nothing more.
         number = self._history.total + 1
@@ -248,7 +248,7 @@ class Monitor:
         self._judge(step, note.lowest, id(note.optimizer))
 
     def withdraw_step(self) -> None:
-        """Forget the step that `before_step` began, because it raised an error."""
+        """Drop the step that `before_step` began, because it raised an error."""
         if self._begun > self._history.total:
             kept: Any
             for kept in (self._measured, self._runs, self._samplers):
@@ -263,18 +263,18 @@ class Monitor:
         grad_norm: float | None = None,
         clip: float | None = None,
     ) -> None:
-        """Keep a step of a loop that has no source to listen to.
+        """Record a step of a loop without a source.
 
         Args:
             scale: The loss scale of its gradients [1].
             skipped: Whether it was skipped [False].
             grad_norm: l2 norm of the unscaled gradients before clipping [None].
-            clip: What the gradients were multiplied by to clip them [None].
+            clip: The factor by which clipping multiplied the gradients [None].
         """
         self.after_step(StepNote(skipped, scale, grad_norm=grad_norm, clip=clip))
 
     def _judge(self, step: Step, lowest: float | None, of: int) -> None:
-        """Look for the origin of skips that go on, and say so if the scale cannot help."""
+        """After a skipped step, look for the origin of inf, and act at the smallest loss scale."""
         run = self._runs.pop(step.number, self.run)
         if not step.skipped:
             self._streaks.pop(of, None)
@@ -317,16 +317,16 @@ class Monitor:
         if self._callback is not None:
             self._callback(step)
 
-    # What was recorded.
+    # The record.
 
     @property
     def history(self) -> History:
-        """The steps that are kept; on a GPU the host waits for the last ones."""
+        """The recorded steps; on a GPU the host waits for the last ones."""
         readback.wait()
         return self._history
 
     def report(self) -> str:
-        """Return the run so far as a few lines of text; before a step, what steps are heard of."""
+        """Return the run so far as a few lines of text; without steps, how to get some recorded."""
         text = _report.text(self.history)
         return text if self._history.total else f"{text}: {self._awaited}"
 
@@ -341,7 +341,7 @@ class Monitor:
         _picture.draw(self.history, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is kept as JSON, for `History.load` and `python -m apex_mp report`.
+        """Write the record as JSON, for `History.load` and `python -m apex_mp report`.
 
         Args:
             path: The file's name; an existing file is replaced.
@@ -362,7 +362,7 @@ class Monitor:
 
 
 def _awaited(source: Any) -> str:
-    """Return what has to happen so that a step is heard of."""
+    """Return what the user must do so that steps of the source are recorded."""
     if source is None or isinstance(source, NoOpHandle):
         return "call monitor.record() after each step"
     name = type(source).__name__

@@ -1,4 +1,4 @@
-"""A run as a picture: loss scale with skips, gradient norm, and a table of the parameters."""
+"""Draw a run: loss scale with skipped steps, gradient norm, and a table of the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex_mp.monitor._report import power
 from apex_mp.monitor.exponents import LARGEST, SMALLEST, SMALLEST_NORMAL
 from apex_mp.monitor.history import History
 
-# Of Okabe and Ito, which people with any colour vision can distinguish.
+# From the palette of Okabe and Ito, which people with any colour vision can distinguish.
 _SCALE, _NORM, _SKIPPED, _CLIPPED = "#0072b2", "#009e73", "#d55e00", "#e69f00"
 _INK, _FAINT = "#222222", "#777777"
 _LOOK: Any = {
@@ -37,7 +37,7 @@ _ROWS_SHOWN = 12
 
 
 def draw(history: History, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a run; the suffix of the path says the format.
+    """Write the picture of a run; the suffix of the path gives the format.
 
     Raises:
         ValueError: There are no steps.

@@ -1,4 +1,4 @@
-"""What tensors hold: ranges of magnitudes, inf and NaN."""
+"""The values in tensors: range of magnitudes, inf and NaN."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What a tensor holds.
+    """The range of the values in a tensor.
 
     Attributes:
-        name: Where it stands among the arguments or results, for example "[0]['mask']".
+        name: Its place among the arguments or results, for example "[0]['mask']".
         shape: Its shape.
         dtype: Its dtype, for example "float16".
         smallest: The smallest magnitude that is not zero; None if there is none.
@@ -44,7 +44,7 @@ class Range:
 
 
 def tensors_in(values: Any) -> list[tuple[str, Tensor]]:
-    """Return all floating tensors in tuples, lists and dicts, and where they stand."""
+    """Return all floating tensors in tuples, lists and dicts, with their places."""
     if isinstance(values, Tensor):
         values = [values]
     leaves, _ = tree_flatten_with_path(_opened(values))
@@ -68,34 +68,34 @@ def present_in(values: Any) -> list[Tensor]:
 
 
 def ranges_of(values: Any) -> list[Range]:
-    """Return what each floating tensor in tuples, lists and dicts holds."""
+    """Return the range of each floating tensor in tuples, lists and dicts."""
     return [range_of(path, each) for path, each in tensors_in(values)]
 
 
 def _numbers_in(values: Tensor) -> Tensor:
-    """Return the values of a tensor; torch.isfinite and abs take no sparse one."""
+    """Return the values of a tensor as a dense one, which torch.isfinite and abs require."""
     numbers = values.detach()
     return numbers.coalesce().values() if numbers.is_sparse else numbers
 
 
 def holds_nonfinite(values: Tensor) -> bool:
-    """Whether a floating tensor holds inf or NaN."""
+    """Return whether a floating tensor holds inf or NaN."""
     return values.is_floating_point() and not bool(torch.isfinite(_numbers_in(values)).all())
 
 
 def is_more_than_minus_inf(values: Tensor) -> bool:
-    """Whether a floating tensor holds NaN or +inf."""
+    """Return whether a floating tensor holds NaN or +inf."""
     numbers = _numbers_in(values)
     return values.is_floating_point() and bool((numbers.isnan() | numbers.isposinf()).any())
 
 
 def is_wrong(values: Tensor) -> bool:
-    """Whether a tensor holds inf or NaN and is no mask: one of -inf that depends on no weight."""
+    """Return whether a tensor holds inf or NaN and is not a mask: -inf without a gradient graph."""
     return holds_nonfinite(values) and (values.requires_grad or is_more_than_minus_inf(values))
 
 
 def range_of(name: str, values: Tensor) -> Range:
-    """Return what a tensor holds; the host waits."""
+    """Return the range of a tensor; the host waits."""
     numbers = _numbers_in(values)
     sizes = numbers.abs()[numbers.isfinite()].double()
     present = sizes[sizes > 0]

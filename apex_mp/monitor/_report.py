@@ -12,7 +12,7 @@ _PARAMETERS_NAMED = 10
 
 
 def text(history: History) -> str:
-    """Return what is known of a run, a fact a line."""
+    """Return the report of a run, one fact a line."""
     steps = [*history.steps]
     if not steps:
         return "no steps yet"
@@ -21,7 +21,7 @@ def text(history: History) -> str:
 
 
 def power(scale: float) -> str:
-    """Return a loss scale as a power of two, if it is one."""
+    """Return a loss scale as text, "2^16" if it is a power of two."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 

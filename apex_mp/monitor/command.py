@@ -1,4 +1,4 @@
-"""`python -m apex_mp report run.json`: print what Monitor.save has written, or draw it."""
+"""`python -m apex_mp report run.json`: print or draw a run that Monitor.save has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which powers of two gradients lie, against the range of float16."""
+"""Exponents of gradients, compared with the range of float16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex_mp.core import device_scale, ops, readback, tensors
 SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15
 _BIAS = 127  # of the bins of exponents_
 _ZEROS, _NOT_FINITE = 0, 255
-# Of all gradients of a step together: reading them takes less time than listing the gradients.
+# For all gradients of a step together: reading so many takes less time than listing gradients.
 ELEMENTS_LOOKED_AT = 1 << 18
 _RUN = 32  # elements that are looked at side by side: a line of memory of 16-bit ones
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -23,18 +23,18 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Exponents:
-    """How many elements of a gradient lie in each power of two, as backward has left it.
+    """How many elements of a gradient lie in each power of two, after backward.
 
-    Of a large gradient only a part is looked at, which is spread over it; `total` says how many
-    elements that are, and all counts are of them.
+    Of a large gradient only a sample is counted, which is spread over it; `total` is the size of
+    the sample, and all counts are of the sample.
 
     Attributes:
         name: Name of the parameter.
         shape: Its shape.
         dtype: Dtype of the gradient, for example "float16".
-        counts: By exponent e, how many elements are in [2**e, 2**(e + 1)), of either sign; those
-            that are none are left out. It is the scaled gradient, also where the scale was taken
-            out before it was sampled; what float16 has lost by that is lost here, too.
+        counts: By exponent e, how many elements are in [2**e, 2**(e + 1)), of either sign, without
+            exponents that do not occur. Counted as of the scaled gradient, even if it was unscaled
+            before the sample; what unscaling lost in float16 is not restored.
         zeros: How many are zero.
         nonfinite: How many are inf or NaN.
     """
@@ -48,30 +48,30 @@ class Exponents:
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """How many elements the gradient has."""
         return math.prod(self.shape)
 
     @property
     def total(self) -> int:
-        """How many elements were looked at."""
+        """How many elements were counted."""
         return sum(self.counts.values()) + self.zeros + self.nonfinite
 
     def of_all(self, count: int) -> float:
-        """Return how many of all elements a count of those that were looked at stands for.
+        """Return an estimate for the whole gradient from a count in the sample.
 
         Args:
-            count: How many of the elements that were looked at.
+            count: A number of elements of the sample.
         """
         return count * self.size / self.total if self.total else 0.0
 
     @property
     def smallest(self) -> int | None:
-        """The smallest exponent; None if there is none."""
+        """The smallest exponent; None if all elements are zero, inf or NaN."""
         return min(self.counts, default=None)
 
     @property
     def largest(self) -> int | None:
-        """The largest exponent; None if there is none."""
+        """The largest exponent; None if all elements are zero, inf or NaN."""
         return max(self.counts, default=None)
 
     @property
@@ -92,8 +92,8 @@ class Exponents:
 class Sample:
     """The exponents of all gradients of one step.
 
-    Its counts are exact if all elements were looked at: if there are 2**18 or fewer. Else each
-    gradient counts by its size, and they are rounded.
+    Its counts are exact if there are 2**18 elements or fewer, all of which are counted. Otherwise
+    they are estimates, in which each gradient has the weight of its size.
 
     Attributes:
         step: Number of the step.
@@ -112,7 +112,7 @@ class Sample:
 
     @property
     def looked_at(self) -> int:
-        """How many of them were looked at."""
+        """How many of them were counted."""
         return sum(grad.total for grad in self.grads)
 
     @property
@@ -129,11 +129,11 @@ class Sample:
         return sum(grad.of_all(grad.below(exponent)) for grad in self.grads)
 
     def saved(self, scale: float) -> float:
-        """Return which share of those that underflow now would not with another loss scale.
+        """Return the share of underflowing elements that would not underflow with another scale.
 
-        If all elements were looked at, that is exact but for what rounding to float16 has moved
-        across a power of two.
-        Zeros are not counted: which of them are gradients that underflowed to nothing is not known.
+        If all elements were counted, this is exact, except for elements that rounding to float16
+        moved across a power of two. Zeros do not count, because it is not known which of them are
+        gradients that underflowed to 0.
 
         Args:
             scale: The other loss scale; it should be this one times a power of two.
@@ -145,21 +145,21 @@ class Sample:
 
     @property
     def largest_scale(self) -> float | None:
-        """The largest loss scale, this one times a power of two, at which none would be inf.
+        """The largest loss scale, this one times a power of two, at which no element would be inf.
 
-        None if all are zero. It is about these gradients, and of them those that were looked at:
-        others may be larger.
+        None if all are zero. Only the counted elements of these gradients are considered: others
+        may be larger.
         """
         exponents = [grad.largest for grad in self.grads if grad.largest is not None]
         return self.scale * 2.0 ** (LARGEST - max(exponents)) if exponents else None
 
 
 class Sampler:
-    """Counts the exponents of gradients; on a GPU the host hears of them later.
+    """Counts the exponents of gradients; on a GPU the counts are read back later.
 
     Args:
         named: Names and gradients.
-        unscaled: Dtypes of gradients that the loss scale was taken out of already.
+        unscaled: Dtypes of the gradients that are unscaled already.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Sampler:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Read the gradients once, or the part of them that is looked at."""
+        """Count the exponents, in one pass over the gradients or a sample of them."""
         limit = _limit([grad.numel() for facts in self._facts.values() for _, _, grad in facts])
         for device, facts in self._facts.items():
             counts = torch.zeros(len(facts), ops.EXPONENT_BINS, dtype=torch.int64, device=device)
@@ -204,7 +204,7 @@ class Sampler:
         return record
 
     def sample(self, step: int, scale: float) -> Sample:
-        """Return what was counted, of a step whose loss scale is known by now."""
+        """Return the counts as a Sample."""
         shift = round(math.log2(scale)) if scale else 0  # torch's GradScaler can sink to 0.
         grads = []
         for _, (name, shape, dtype, by_bin) in sorted(self._arrived.items()):
@@ -217,7 +217,7 @@ class Sampler:
 
 
 def _limit(sizes: Sequence[int]) -> int:
-    """Return how many elements of a gradient are looked at, if it has more than that."""
+    """Return the most elements of one gradient that are counted."""
     left, limit = ELEMENTS_LOOKED_AT, 0
     for number, size in enumerate(sorted(sizes)):
         limit = max(left // (len(sizes) - number), _RUN)
@@ -228,19 +228,19 @@ def _limit(sizes: Sequence[int]) -> int:
 
 
 def _part_of(grad: Tensor, limit: int, places: dict[int, Tensor]) -> Tensor:
-    """Return so many elements of a dense gradient, in short runs that are spread over it.
+    """Return `limit` elements of a dense gradient, in short runs that are spread over it.
 
     Args:
-        grad: The gradient.
-        limit: How many elements; those of one that has no more are all returned.
-        places: Which runs those are by how many there are; what is missing is added.
+        grad: The gradient; returned whole if it has no more elements than `limit`.
+        limit: How many elements.
+        places: A cache: the numbers of the runs, by how many runs the gradient has.
     """
     if grad.numel() <= limit:
         return grad
     count = grad.numel() // _RUN
     runs = grad.as_strided((count, _RUN), (_RUN, 1))
     if count not in places:
-        # One in each of equal intervals, at a place that no width of a matrix repeats.
+        # One run in each of equal intervals, at offsets that do not repeat with a matrix's width.
         numbers = torch.arange(limit // _RUN, dtype=torch.float64, device=grad.device)
         spread = (numbers + (numbers * _GOLDEN).frac()) * (count / len(numbers))
         places[count] = spread.long().clamp_(max=count - 1)

@@ -1,4 +1,4 @@
-"""What a monitor has recorded: the last steps and samples of gradients, in memory and as JSON."""
+"""The record of a monitor: the last steps and samples of gradients, in memory and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Step:
         skipped: Whether gradients held inf or NaN, so that nothing was stepped.
         grad_norm: l2 norm of all unscaled gradients before clipping; None if none was measured, or
             the step was skipped.
-        clip: What the gradients were multiplied by to clip them; None if nothing was measured.
+        clip: The factor by which clipping multiplied the gradients; None if nothing was measured.
         overflow: Which gradients held inf or NaN, the worst first.
     """
 
@@ -52,7 +52,7 @@ class History:
         skipped: How many of these were skipped.
         skips_in_a_row: How many of the last steps were skipped, one after the other.
         samples: The last samples of gradient exponents, the oldest first.
-        origins: What `find_nonfinite` has found, as text, by the number of the step.
+        origins: By number of the step, what `find_nonfinite` found, as text.
     """
 
     def __init__(self, length: int = 10_000) -> None:
@@ -62,7 +62,7 @@ class History:
         self.origins: dict[int, str] = {}
 
     def add(self, step: Step) -> None:
-        """Append a step; the oldest goes when there are too many.
+        """Append a step; the oldest one is dropped when there are more than `length`.
 
         Args:
             step: The newest step.
@@ -75,7 +75,7 @@ class History:
     def overflows_by_name(self) -> dict[str, int]:
         """Return in how many of the kept steps each parameter overflowed, the most first.
 
-        Of equal ones those that were reported first come first.
+        Parameters with equal numbers are in the order in which they were first reported.
         """
         counts = collections.Counter(
             name
@@ -100,7 +100,7 @@ class History:
             "samples": [dataclasses.asdict(sample) for sample in self.samples],
             "steps": [dataclasses.asdict(step) for step in self.steps],
         }
-        # Written beside and renamed: a reader never sees half of the file.
+        # Written to another file and renamed, so that a reader never sees half of it.
         target = Path(path)
         new = target.with_name(target.name + ".new")
         new.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
@@ -108,7 +108,7 @@ class History:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Return the history that `save` has written.
+        """Load a history that `save` has written.
 
         Args:
             path: The file's name.

@@ -1,4 +1,4 @@
-"""Where inf or NaN began: run a batch once more, and look at what each module and node computes."""
+"""Find where inf or NaN begins: run a batch again, and check what each module and node computes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Origin:
 
     Attributes:
         phase: "weights", "inputs", "forward", "loss" or "backward".
-        module: Name of the module in the model; "" is the model itself, None code outside of it.
+        module: Name of the module in the model; "" is the model itself, None is code outside it.
         kind: Its class, for example "Linear"; "" if there is no module.
         call: Which call of the module it was, from 1.
         operation: In backward: the node of autograd, for example "DivBackward0"; else "".
-        results: What was computed there, those tensors alone that hold inf or NaN.
-        inputs: What the module was given in forward.
-        grads: In backward: the gradients that the node was given, all finite.
+        results: The tensors computed there that hold inf or NaN.
+        inputs: The inputs of the module in forward.
+        grads: In backward: the gradients given to the node, all finite.
     """
 
     phase: str
@@ -75,20 +75,20 @@ _SENTENCES = {
 def find_nonfinite(
     model: torch.nn.Module, run: Callable[[], Tensor], *, scale: float | Tensor = 1.0
 ) -> Origin | None:
-    """Run a batch once more, forward and backward, and find the first inf or NaN.
+    """Run a batch again, forward and backward, and find the first inf or NaN.
 
         origin = find_nonfinite(model, lambda: criterion(model(x), y), scale=optimizer.loss_scale)
         print(origin)
 
-    Weights and buffers are looked at first, then the results of all modules in the order of
-    forward, then the loss, then each node of autograd in the order of backward. Code that stands in
-    a module's own forward counts as that module's. -inf, which masks consist of, is passed over
-    if it depends on no weight, or if nothing else comes of it.
+    Weights and buffers are checked first, then the results of all modules in the order of forward,
+    then the loss, then each node of autograd in the order of backward. Code in a module's own
+    forward counts as that module's. -inf, as in masks, is ignored if it depends on no weight, or
+    if no other inf or NaN follows from it.
 
-    Afterwards all is as before, to the bit: gradients, which backward does not touch, buffers, and
-    the random numbers of torch, on the CPU and on the GPUs. Attributes that modules change in
-    Python are not put back. Compiled code runs eagerly, so that hooks of its modules run, and what
-    only compiled code computes is not. It is slow, and waits for the device after each module.
+    Gradients, buffers, and torch's random number generators on the CPU and on GPUs are afterwards
+    as before, to the bit. Attributes that modules change in Python are not restored. Compiled code
+    runs eagerly, so that hooks of its modules run; inf that only compiled code computes is not
+    found. It is slow, and waits for the device after each module.
 
     Args:
         model: The model, not a DistributedDataParallel around it.
@@ -96,7 +96,7 @@ def find_nonfinite(
         scale: The loss scale to run backward with [1].
 
     Returns:
-        Where it began; None if all is finite, as may be with other random numbers.
+        Where it began; None if all is finite, which other random numbers may cause.
 
     Raises:
         TypeError: `model` is no module, `run` is no function, or it returns no tensor.
@@ -142,7 +142,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _in_weights(model: torch.nn.Module) -> Origin | None:
-    """Find inf and NaN in what a model holds; -inf in a buffer is a mask."""
+    """Find inf and NaN in a model's parameters and buffers; -inf in a buffer is a mask."""
     for module, name in _names_of(model).items():
         held = [
             *module.named_parameters(recurse=False),
@@ -161,7 +161,7 @@ def _in_weights(model: torch.nn.Module) -> Origin | None:
 def _names_of(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """Return all modules and their names, as if none were compiled.
 
-    `torch.compile` puts a module around another, the only one in it, called _orig_mod.
+    `torch.compile` wraps a module in another one, whose only child is `_orig_mod`.
     """
     return {
         module: ".".join(part for part in name.split(".") if part != "_orig_mod")
@@ -175,10 +175,10 @@ class _Call:
     """A call of a module.
 
     Attributes:
-        inputs: What it was given.
-        was_given_it: Whether that held inf or NaN already; a mask does not count.
-        results: What it returned that holds inf or NaN, once it has.
-        is_minus_inf: Whether that is all -inf, which attention takes.
+        inputs: The inputs of the call.
+        was_given_it: Whether an input held inf or NaN already; a mask does not count.
+        results: The results that hold inf or NaN, once the call has returned.
+        is_minus_inf: Whether these hold -inf only, as attention expects.
     """
 
     module: str
@@ -191,14 +191,14 @@ class _Call:
 
 
 class _Search:
-    """Looks at each module's results, and remembers which module made which node of autograd."""
+    """Checks each module's results, and records which module made which node of autograd."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._names = _names_of(model)
         self._counts: dict[torch.nn.Module, int] = {}
         self._open: list[_Call] = []
-        # Calls and code between them whose results are not finite, in the order of forward.
+        # Calls, and code between calls, with results that are not finite, in order of forward.
         self._events: list[_Call] = []
         self._made_by: dict[Any, _Call | None] = {}
 
@@ -206,7 +206,7 @@ class _Search:
 
     @contextlib.contextmanager
     def watching_forward(self) -> Iterator[None]:
-        """Look at all modules while they are called."""
+        """Check all modules when they are called in the block."""
         handles = []
         try:
             for module in self._names:
@@ -240,13 +240,13 @@ class _Search:
         bad = [(path, each) for path, each in tensors_in(results) if is_wrong(each)]
         if not bad or any(event is call for event in self._events):
             return
-        # A module inside it comes first; so does code inside it that called one.
+        # Appended after modules inside it, and after code inside it that called one.
         self._events.append(call)
         call.results = tuple(range_of(path, each) for path, each in bad)
         call.is_minus_inf = not any(is_more_than_minus_inf(each) for _, each in bad)
 
     def _claim(self, values: Any, call: _Call | None) -> None:
-        """Note who made the nodes that lead to tensors, unless that is known."""
+        """Record the call that made the nodes that lead to tensors, unless they have one."""
         todo = [each.grad_fn for _, each in tensors_in(values)]
         while todo:
             node = todo.pop()
@@ -256,7 +256,7 @@ class _Search:
             todo += [each for each, _ in node.next_functions]
 
     def found_in_forward(self, loss: Tensor) -> Origin | None:
-        """Return where the first inf or NaN of forward was made."""
+        """Return where the first inf or NaN of forward was computed."""
         self._claim(loss, None)
         first = next((call for call in self._events if not call.is_minus_inf), None)
         if first is None and not holds_nonfinite(loss):
@@ -274,10 +274,10 @@ class _Search:
     # Backward.
 
     def found_in_backward(self, loss: Tensor) -> Origin | None:
-        """Run backward; return where the first inf or NaN was made."""
+        """Run backward; return where the first inf or NaN was computed."""
         self._claim(loss, None)
         if any(node.name() == "CheckpointFunctionBackward" for node in self._made_by):
-            # torch.autograd.grad raises an error in it, or passes it by: it has no parameters.
+            # torch.autograd.grad raises an error in such a checkpoint, or skips it.
             raise RuntimeError(
                 "find_nonfinite: the model has reentrant activation checkpoints, whose backward "
                 "cannot be looked into; call torch.utils.checkpoint with use_reentrant=False"
@@ -290,7 +290,7 @@ class _Search:
             found.append(self._origin(node, made, given))
 
         def look_before(node: Any, given: Any) -> None:
-            # Finite gradients of several uses may add up to inf, which no node has computed.
+            # Finite gradients of several uses may add up to inf, which no node computes.
             if not found and any(map(holds_nonfinite, present_in(given))):
                 found.append(self._origin(node, given, (), operation="a sum of gradients"))
 
@@ -325,7 +325,7 @@ class _Search:
         )
 
     def _found_in_sums(self, params: Any, grads: Any) -> Origin | None:
-        """Find a parameter of several uses whose gradients are finite, and their sum is not."""
+        """Find a parameter with several uses whose gradients are finite but their sum is not."""
         wrong = {
             id(param): grad
             for param, grad in zip(params, grads, strict=True)
@@ -346,7 +346,7 @@ class _Search:
 
 @contextlib.contextmanager
 def _all_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Put back gradients, buffers and random numbers: the very tensors, which nothing writes to."""
+    """Restore gradients, buffers and random numbers when the block ends, as the same tensors."""
     grads = [(param, param.grad) for param in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     clones = {

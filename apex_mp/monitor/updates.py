@@ -1,4 +1,4 @@
-"""Updates that are lost in 16-bit weights, because half a unit in the last place is more."""
+"""Updates that 16-bit weights lose, because they are less than half a unit in the last place."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from apex_mp.optimizers._state import MASTER, has_master
 
 @dataclasses.dataclass(frozen=True)
 class LostUpdates:
-    """What a step does to a 16-bit parameter that has no master.
+    """The effect of a step on a 16-bit parameter without a master.
 
     Attributes:
         name: Name of the parameter.
-        lost: How many elements stay as they are although their update is not zero.
+        lost: How many elements do not change although their update is not zero.
         updates: How many updates are not zero.
         total: How many elements there are.
     """
@@ -42,14 +42,14 @@ def lost_updates(
     """Count the updates that the next step would lose in 16-bit weights.
 
     Call it before `optimizer.step()`. A copy of the optimizer takes the step with copies of
-    parameters, gradients and state in float64, and its weights are rounded: that takes the time of
-    a step, and 8 bytes for each element of a parameter, its gradient and its state. Nothing else
-    is changed.
+    parameters, gradients and state in float64, and its weights are rounded. That takes the time of
+    a step, and 8 bytes for each element of a parameter, its gradient and its state. The optimizer
+    and the model are not changed.
 
     Args:
         optimizer: An optimizer with 16-bit parameters; those with masters lose nothing and are
             left out.
-        scale: What gradients are to be divided by: the loss scale, unless they are unscaled [1].
+        scale: The divisor of the gradients: the loss scale, or 1 if they are unscaled [1].
         model: The module whose names are used [None: those of the groups, else group and index].
 
     Returns:

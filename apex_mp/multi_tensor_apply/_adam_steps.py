@@ -1,4 +1,4 @@
-"""The Adam steps of amp_C; `_steps` says what is so for all."""
+"""The Adam steps of amp_C; see `_steps` for what all steps have in common."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: float | Tensor,
 ) -> None:
-    """Take that step with masters: `[grads, params, exp_avgs, exp_avg_sqs, master_params]`.
+    """Take one Adam step with masters: `[grads, params, exp_avgs, exp_avg_sqs, master_params]`.
 
     Args:
         chunk_size: No effect.

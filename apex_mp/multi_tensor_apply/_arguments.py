@@ -1,4 +1,4 @@
-"""What the functions of amp_C are given: lists to check, and an overflow flag to translate."""
+"""Checks of the arguments of amp_C's functions, and their overflow flag."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> Non
 
     Raises:
         TypeError: They are no lists of lists of tensors.
-        RuntimeError: There is another number of lists, they are empty, a tensor is not floating or
-            on no device, or their lengths or the sizes of tensors at one index differ.
+        RuntimeError: The number of lists is wrong, they are empty, a tensor is not floating or has
+            no memory on a device, or lengths of lists or sizes of tensors at one index differ.
     """
     if not isinstance(tensor_lists, (list, tuple)):
         raise TypeError(
@@ -58,11 +58,11 @@ def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> Non
 
 
 def check_tensor(function: str, name: str, tensor: Any) -> None:
-    """Refuse what is no floating tensor with memory.
+    """Refuse everything but a floating tensor with memory.
 
     Raises:
         TypeError: It is no tensor.
-        RuntimeError: It is of another dtype, or its memory does not hold its numbers.
+        RuntimeError: It is not floating, or its memory does not hold its numbers.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it must be a tensor")
@@ -73,15 +73,15 @@ def check_tensor(function: str, name: str, tensor: Any) -> None:
 
 @contextlib.contextmanager
 def raising(function: str, flag: Tensor) -> Iterator[Tensor]:
-    """Yield the operators' `found_inf` for an old overflow flag, and write it back afterwards.
+    """Yield `found_inf` for the operators, and set apex's overflow flag by it afterwards.
 
-    The flag, of any dtype with one element, is read and written where it lies: the host never
-    waits. It is raised to 1 and never cleared. Old callers hand over parameters as they are, so
-    autograd is off meanwhile.
+    The flag, of any dtype with one element, is read and written on its device: the host never
+    waits. It is set to 1 and never cleared. Autograd is off in the block, because old callers pass
+    parameters.
 
     Raises:
         TypeError: The flag is no tensor.
-        RuntimeError: The flag has not one element.
+        RuntimeError: The flag does not have one element.
     """
     wish = "it must be a tensor of one, such as torch.cuda.IntTensor([0])"
     if not isinstance(flag, Tensor):
@@ -98,11 +98,11 @@ def raising(function: str, flag: Tensor) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def speaking_of(function: str, **names: str) -> Iterator[None]:
-    """Let a refusal of what a function calls speak of the function and of its arguments.
+    """Make error messages in the block name this function and its arguments.
 
     Args:
-        function: Its name.
-        **names: For a name that is known there, that of the function.
+        function: The function's name.
+        **names: For a name in the messages, the argument of the function.
     """
     try:
         yield
@@ -117,7 +117,7 @@ def speaking_of(function: str, **names: str) -> Iterator[None]:
 
 
 def number(function: str, name: str, value: Any) -> Tensor:
-    """Return a factor as the operators take it.
+    """Return a factor as a tensor of one float32 or float64 element.
 
     Raises:
         TypeError: It is neither a number nor a tensor.
@@ -128,7 +128,7 @@ def number(function: str, name: str, value: Any) -> Tensor:
             raise RuntimeError(f"{function}: {name} has {value.numel()} elements; it must have 1")
         return value if value.dtype in (torch.float32, torch.float64) else value.double()
     if not isinstance(value, (int, float)):
-        # Numbers of numpy are no float, but become one.
+        # Numbers of numpy are not of type float, but convert to it.
         if isinstance(value, str) or not hasattr(value, "__float__"):
             raise TypeError(
                 f"{function}: {name} is {value!r}; it must be a number, or a tensor of one element"
@@ -149,7 +149,7 @@ def check_choice(function: str, name: str, value: Any, meanings: dict[int, str])
 
 
 def check_step(function: str, step: Any) -> None:
-    """Refuse a number of a step that is none.
+    """Refuse a step number that is not a number of at least 1.
 
     Raises:
         TypeError: It is no number.

@@ -1,10 +1,10 @@
 """The functions of amp_C that take an optimizer's step, by the rules of the fused optimizers.
 
-All take `(chunk_size, overflow_buf, tensor_lists, ...)`; apex_mp.multi_tensor_apply.amp_C says what
-is so for all. If the flag is up, nothing is written. Gradients are only read; apex's LAMB and its
-first capturable Adam wrote over them. State may be of any floating dtype; math is float32 (float64
-for float64 parameters). A CUDA graph may capture each of them; numbers that are no tensors, such as
-`step`, are then the same at each replay.
+All take `(chunk_size, overflow_buf, tensor_lists, ...)`; see apex_mp.multi_tensor_apply.amp_C. If
+the flag is set, nothing is written. Gradients are only read; apex's LAMB and its first capturable
+Adam overwrote them. State may be of any floating dtype; math is float32 (float64 for float64
+parameters). A CUDA graph may capture each of them; numbers that are not tensors, such as `step`,
+are then the same at each replay.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def multi_tensor_sgd(
         overflow_buf: If it is up, nothing is written.
         tensor_lists: As above; each new parameter is also written to its copy.
         weight_decay: L2 factor.
-        momentum: Decay of the momentum buffers; with 0 they are left alone.
+        momentum: Decay of the momentum buffers; 0 does not use them.
         dampening: The gradient enters the buffer times 1 - dampening.
         lr: Learning rate.
         nesterov: Step along gradient plus momentum times buffer.
-        first_run: The buffers hold nothing yet, and become the gradients.
+        first_run: The buffers hold no values yet, and are set to the gradients.
         wd_after_momentum: Add the decay after momentum instead of before.
         scale: Factor on the gradients.
     """
@@ -204,10 +204,10 @@ def multi_tensor_lamb(
         weight_decay: Decay factor.
         grad_averaging: Not 0: multiply gradients by 1 - beta1 on their way into the moment.
         mode: 0 adds weight decay to the gradient, 1 decays the parameter.
-        global_grad_norm: l2 norm of all gradients of the step, of other calls too.
-        max_grad_norm: Gradients are clipped to this norm; 0 does not clip. None: as in 2019, when
-            there was one argument less, `global_grad_norm` is the maximum, and the norm is that of
-            this call's gradients; the host waits for a maximum that is a tensor [None].
+        global_grad_norm: l2 norm of all gradients of the step, those of other calls included.
+        max_grad_norm: Gradients are clipped to this norm; 0 does not clip. None: the signature of
+            2019, which had one argument less: `global_grad_norm` is the maximum, and the norm is
+            that of this call's gradients; the host waits for a maximum that is a tensor [None].
         use_nvlamb: Multiply the update by the ratio of the norms without weight decay too [False].
     """
     function = "multi_tensor_lamb"
@@ -233,7 +233,7 @@ def multi_tensor_lamb(
 
 
 def steps_before(step: float | Tensor, params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the step counts that a rule takes: those before step number `step`."""
+    """Return the step counts before step number `step`, as a rule takes them."""
     return _numbers(step - 1, params)
 
 
@@ -244,7 +244,7 @@ def _numbers(value: float | Tensor, params: Sequence[Tensor]) -> Sequence[Tensor
 
 
 def divisor(function: str, name: str, factor: float | Tensor) -> Tensor:
-    """Return what gradients are divided by to be multiplied by `factor`."""
+    """Return 1 / `factor`, by which gradients are divided."""
     return number(function, name, factor).double().reciprocal()
 
 

@@ -1,12 +1,12 @@
 """The compiled module amp_C of apex, as functions of the operators here.
 
 All take `(chunk_size, overflow_buf, tensor_lists, ...)`. `chunk_size` has no effect. `overflow_buf`
-is a tensor of one element, an int32 in old code; it is raised to 1 and never cleared. Tensors may
-lie on the CPU too. `scale_check_overflow` is from before that convention.
+is a tensor of one element, an int32 in old code; it is set to 1 and never cleared. Tensors may be
+on the CPU too. `scale_check_overflow` is from before that convention.
 
-Every function raises RuntimeError for lists of the wrong number, empty or of unequal lengths, and
-for a tensor that is not floating or lies where the operators cannot take it; TypeError for what is
-no list, no tensor or no number; ValueError for a number out of range.
+Every function raises RuntimeError if the number of lists is wrong, lists are empty or of unequal
+lengths, or a tensor is not floating or on a device without kernels; TypeError for an argument that
+is not a list, tensor or number where one is needed; ValueError for a number out of range.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def multi_tensor_scale(
 ) -> None:
     """Write `input * scale` to the outputs: `[inputs, outputs]`.
 
-    inf and NaN are passed on, and raise the flag. A flag that is up already changes nothing.
+    inf and NaN are passed on, and set the flag. A flag that is set already changes nothing.
 
     Args:
         chunk_size: Ignored: the operators choose their own.
@@ -89,7 +89,7 @@ def multi_tensor_axpby(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: Raised if what is checked holds inf or NaN.
+        overflow_buf: Set if what is checked holds inf or NaN.
         tensor_lists: As above.
         a: Factor of `x`.
         b: Factor of `y`.
@@ -117,8 +117,8 @@ def multi_tensor_l2norm(
         per_tensor: Return the norm of each tensor, too [None: no].
 
     Returns:
-        Two float32 vectors: one element, and as many as there are tensors or none. A norm that is
-        inf or NaN raises the flag.
+        Two float32 vectors: of one element, and of one for each tensor or none. A norm that is inf
+        or NaN sets the flag.
     """
     check_lists("multi_tensor_l2norm", tensor_lists, ("tensors",))
     tensors = tensor_lists[0]
@@ -164,14 +164,14 @@ def multi_tensor_l2norm_scale(
     scale: float | Tensor,
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write `input * scale` to the outputs, `[inputs, outputs]`, and return the norms of these.
+    """Write `input * scale` to the outputs, `[inputs, outputs]`, and return the outputs' norms.
 
     Args:
         chunk_size: As for `multi_tensor_scale`; likewise the next three.
         overflow_buf: As there.
         tensor_lists: As there.
         scale: As there.
-        per_tensor: As for `multi_tensor_l2norm`, which says what is returned.
+        per_tensor: As for `multi_tensor_l2norm`; so is the result.
     """
     multi_tensor_scale(chunk_size, overflow_buf, tensor_lists, scale)
     return multi_tensor_l2norm(chunk_size, overflow_buf, [tensor_lists[1]], per_tensor)
@@ -190,19 +190,19 @@ def update_scale_hysteresis(
 ) -> Tensor:
     """Update a loss scale that backs off after `hysteresis` overflows with no good step between.
 
-    The rule is that of apex: the count of tolerated overflows is filled up by a good step, not by a
-    backoff, so that each further overflow of a row backs off. The host does not wait.
+    The rule is that of apex: a good step resets the count of tolerated overflows, a backoff does
+    not, so that each further overflow in a row backs off. The host does not wait.
 
     Args:
         current_scale: The scale, one float32 element; written.
         growth_tracker: Good steps since the scale last changed, one int32 element; written.
         hysteresis_tracker: Overflows until the scale backs off, one int32 element; written.
         found_inf: One element, greater than 0 after an overflow.
-        growth_factor: What the scale is multiplied by after `growth_interval` good steps, unless
-            it would become inf.
-        backoff_factor: What it is multiplied by when it backs off.
+        growth_factor: The scale is multiplied by this after `growth_interval` good steps, unless it
+            would become inf.
+        backoff_factor: The scale is multiplied by this when it backs off.
         growth_interval: See `growth_factor`.
-        hysteresis: What `hysteresis_tracker` is filled up to.
+        hysteresis: The value to which `hysteresis_tracker` is reset.
 
     Returns:
         `current_scale`.
@@ -225,7 +225,7 @@ def update_scale_hysteresis(
 def scale_check_overflow(
     grads: Tensor, scale: float, overflow_buf: Tensor, downscaled_grads: Tensor
 ) -> None:
-    """Write `grads * scale` to `downscaled_grads`, as until 2019-03; inf and NaN raise the flag.
+    """Write `grads * scale` to `downscaled_grads`, as until 2019-03; inf and NaN set the flag.
 
     Args:
         grads: One tensor.

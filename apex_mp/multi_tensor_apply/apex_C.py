@@ -41,11 +41,11 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Args:
         flat: A vector with at least as many elements as `tensors` have together.
-        tensors: Their shapes are those of the views.
+        tensors: Tensors with the shapes of the views.
 
     Raises:
-        RuntimeError: `flat` is no vector, or shorter than all tensors together.
-        TypeError: They are no tensor and no list of tensors.
+        RuntimeError: `flat` is no vector, or has fewer elements than `tensors`.
+        TypeError: `flat` is no tensor, or `tensors` no list of tensors.
     """
     _check_is_list("unflatten", tensors)
     if not isinstance(flat, Tensor):

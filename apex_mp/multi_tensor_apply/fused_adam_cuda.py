@@ -40,8 +40,8 @@ def adam(
 
     Args:
         p: The parameter or its master; written.
-        out_p: Where the new parameter is also written, rounded to its dtype; an empty tensor, or
-            `p` itself, for nowhere.
+        out_p: The new parameter is also written here, rounded to its dtype; not if this is an empty
+            tensor or `p` itself.
         exp_avg: First moment; written.
         exp_avg_sq: Second moment, likewise.
         grad: The gradient times `scale`.
@@ -56,8 +56,8 @@ def adam(
         weight_decay: Decay factor, on the parameter itself.
 
     Raises:
-        RuntimeError: Sizes differ, or a dtype or a device cannot be taken.
-        TypeError: Something is no tensor or no number.
+        RuntimeError: Sizes differ, or a dtype or device is not supported.
+        TypeError: An argument is not a tensor or number where one is needed.
         ValueError: A number is out of range.
     """
     names = ("p", "exp_avg", "exp_avg_sq", "grad")

@@ -12,7 +12,7 @@ class MultiTensorApply:
     """Call `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
 
     Args:
-        chunk_size: Handed on; the operators here cut their work as they see fit.
+        chunk_size: Passed on to `op`; the operators here ignore it.
 
     Attributes:
         available: Always True: the operators come with the package.
@@ -26,7 +26,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Do nothing: where the operators are missing, the package cannot be imported."""
+        """Do nothing: without the operators the package cannot be imported."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm by their names in apex; torch's, which are fused today, compute them."""
+"""Layer norm and RMS norm under apex's names, computed by torch's, which are fused today."""
 
 from apex_mp.normalization import fused_layer_norm_cuda
 from apex_mp.normalization.fused_layer_norm import (

@@ -1,7 +1,8 @@
-"""The autograd functions of apex.normalization.fused_layer_norm: what scripts call of them.
+"""The autograd functions of apex.normalization.fused_layer_norm, as far as scripts call them.
 
-They are no `torch.autograd.Function`: torch's norms are differentiable, twice too. `forward` is
-`apply`, without the context: Megatron-core looks whether its arguments include `memory_efficient`.
+They are not `torch.autograd.Function`s, because torch's norms are differentiable, even twice.
+`forward` is `apply`, without the context: Megatron-core checks whether its arguments include
+`memory_efficient`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from apex_mp.normalization._norms import Shape, as_shape, layer_norm, rms_norm
 
 
 class FusedLayerNormFunction:
-    """What normalises, by both of its old calls: an object that is called, and `apply`.
+    """Layer norm without weight and bias, by both calls of apex: an object, and `apply`.
 
     Args:
         normalized_shape: The last dimensions of the input.
@@ -41,7 +42,7 @@ class FusedLayerNormFunction:
 
 
 class FusedLayerNormAffineFunction:
-    """See `FusedLayerNormFunction`; this one has a weight and a bias."""
+    """As `FusedLayerNormFunction`, with a weight and a bias."""
 
     def __init__(self, normalized_shape: Shape, eps: float = 1e-6) -> None:
         self.normalized_shape = normalized_shape
@@ -67,7 +68,7 @@ class FusedLayerNormAffineFunction:
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
-    """`FusedLayerNormAffineFunction` to the weight's dtype; there was `apply` alone."""
+    """`FusedLayerNormAffineFunction` with an output in the weight's dtype; has only `apply`."""
 
     @staticmethod
     def apply(
@@ -85,7 +86,7 @@ class FusedLayerNormAffineMixedDtypesFunction:
 
 
 class FusedRMSNormFunction:
-    """The norm by the root of the mean square."""
+    """RMS norm without a weight."""
 
     @staticmethod
     def apply(
@@ -101,7 +102,7 @@ class FusedRMSNormFunction:
 
 
 class FusedRMSNormAffineFunction:
-    """See `FusedRMSNormFunction`; this one has a weight."""
+    """As `FusedRMSNormFunction`, with a weight."""
 
     @staticmethod
     def apply(
@@ -111,14 +112,14 @@ class FusedRMSNormAffineFunction:
         eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Normalise, to the input's dtype."""
+        """Normalise; the output has the input's dtype."""
         return rms_norm(input, as_shape(normalized_shape), weight, eps)
 
     forward = apply
 
 
 class FusedRMSNormAffineMixedDtypesFunction:
-    """`FusedRMSNormAffineFunction` to the weight's dtype."""
+    """`FusedRMSNormAffineFunction` with an output in the weight's dtype."""
 
     @staticmethod
     def apply(

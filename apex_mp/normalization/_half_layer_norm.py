@@ -1,8 +1,8 @@
 """Half-precision input with float32 weights on a CPU: sums of gradients in float32.
 
-torch's CPU kernel adds the gradients of weight and bias up in the input's precision: over 4096 rows
-they come out up to 1 % off in float16, 9 % in bfloat16, and inf where a part of a sum passes 65504.
-Who keeps weights in float32 wants more. The forward is torch's. On CUDA torch takes no such pair.
+torch's CPU kernel sums the gradients of weight and bias in the input's precision: over 4096 rows
+they are up to 1 % off in float16, 9 % in bfloat16, and inf if a partial sum exceeds 65504. float32
+weights deserve better. The forward is torch's. On CUDA torch does not take this pair of dtypes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _backward = torch.ops.aten.native_layer_norm_backward
-# float32 elements that one thread takes at a time: so many stay in its cache.
+# float32 elements that one thread processes at a time, few enough to stay in its cache.
 _ELEMENTS = 1 << 18
 
 
@@ -46,7 +46,7 @@ def half_layer_norm(
 
 
 class _HalfLayerNorm(torch.autograd.Function):
-    """Keeps the input and two numbers a row for backward, as torch does."""
+    """The norm as an autograd function; keeps the input and two numbers a row, as torch does."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _HalfLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # In grad mode the gradient itself is to be differentiated.
+        # Grad mode is on if the gradient itself will be differentiated.
         found = _differentiable(ctx, grad) if torch.is_grad_enabled() else _in_blocks(ctx, grad)
         return (*found, None, None)
 
@@ -82,7 +82,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 
 
 def _in_blocks(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """Take a block of rows at a time to float32, and add the blocks' sums up."""
+    """Return the gradients, computed in float32 for one block of rows after the other."""
     input, weight, bias, mean, rstd = ctx.saved_tensors  # noqa: A001
     mask = [*ctx.needs_input_grad[:3]]
     size, count = weight.numel(), mean.numel()

@@ -1,4 +1,4 @@
-"""What every name of this package computes: torch's norms, for tensors of two dtypes too."""
+"""The norms behind all names of this package: torch's, also for tensors of two dtypes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def layer_norm(
 
     Args:
         input: The last dimensions are `shape`.
-        shape: What is normalised.
-        weight: Of that shape, or none.
-        bias: The same.
+        shape: The dimensions to normalise over.
+        weight: Of shape `shape`, or None.
+        bias: Of shape `shape`, or None.
         eps: Added to the variance.
-        like: Whose dtype the output has, where casts are off ["input"].
+        like: The tensor whose dtype the output has, if casts are off ["input"].
     """
     if _is_plain(input, weight, bias):
         return functional.layer_norm(input, shape, weight, bias, eps)
@@ -54,7 +54,7 @@ def rms_norm(
     *,
     like: Like = "input",
 ) -> Tensor:
-    """Return torch's norm by the root of the mean square; arguments as of `layer_norm`."""
+    """Return torch's RMS norm; arguments as of `layer_norm`."""
     if _is_plain(input, weight):
         return functional.rms_norm(input, shape, weight, eps)
     dtype, output = _computed(input, weight, like=like)
@@ -63,14 +63,14 @@ def rms_norm(
 
 
 def is_shape(value: object) -> bool:
-    """Return whether this can be a `normalized_shape`."""
+    """Return whether a value can be a `normalized_shape`."""
     if isinstance(value, Sequence):
         return all(isinstance(size, numbers.Integral) for size in value)
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def as_shape(normalized_shape: Shape) -> tuple[int, ...]:
-    """Return the sizes as a tuple, of a number too."""
+    """Return the sizes as a tuple; a number is one size."""
     if isinstance(normalized_shape, numbers.Integral):
         return (int(normalized_shape),)
     return tuple(normalized_shape)  # type: ignore[arg-type]
@@ -85,10 +85,10 @@ def _is_plain(input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002
 
 
 def _sums_in_half(input: Tensor) -> bool:  # noqa: A002
-    """Return whether torch's layer norm would add up float32 gradients in half precision."""
+    """Return whether torch's layer norm would sum gradients of float32 weights in 16 bits."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
-    # What is compiled or traced takes torch's operators alone.
+    # Compiled and traced code uses torch's operators only.
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     recorded = torch.compiler.is_compiling() or traced
     return input.device.type == "cpu" and not recorded
@@ -101,10 +101,10 @@ def _computed(
 ) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype to compute in, and that of the output.
 
-    What computes holds all tensors without a rounding: float32 for half precision with float32,
-    a pair that torch takes on the CPU alone. Tensors of one dtype go to torch's kernel as they are,
-    which computes in float32 inside. Where casts are on, a norm is a function that runs in float32,
-    as `layer_norm` is in amp's lists, and as torch.autocast has both norms on CUDA.
+    The dtype to compute in holds all tensors exactly: float32 for half precision with float32, a
+    pair that torch takes only on the CPU. Tensors of one dtype are given to torch's kernel as they
+    are, which computes in float32 inside. If casts are on, norms run in float32, as `layer_norm`
+    does by amp's lists, and both norms in torch.autocast on CUDA.
     """
     tensors = [input, *(each for each in weights if each is not None)]
     if not input.is_floating_point():  # The result would be rounded to whole numbers.

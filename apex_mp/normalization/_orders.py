@@ -1,4 +1,4 @@
-"""The two orders of arguments that functions with weights had: the shape second, or last."""
+"""The two orders of arguments of functions with weights: the shape second, or last."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from apex_mp.normalization._norms import is_shape
 
 
 def either_order(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a function `(input, weight, [bias,] normalized_shape, ...)` take the shape second too.
+    """Make a function `(input, weight, [bias,] normalized_shape, ...)` take the shape second too.
 
     The type of the second argument decides: a shape is a number or a sequence of numbers, a
     weight is a tensor.
 
-    What it returns raises a TypeError, in a sentence, if a weight is no tensor, or the shape no
-    shape, or one is given twice.
+    The result raises a TypeError if a weight is not a tensor, the shape is not a shape, or one is
+    given twice.
     """
     names = [*inspect.signature(function).parameters]
     weights = names[1 : names.index("normalized_shape")]

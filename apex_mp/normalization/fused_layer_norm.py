@@ -36,21 +36,21 @@ __all__ = [
     "mixed_dtype_fused_rms_norm_affine",
 ]
 
-# Of the functions, as in apex; its modules have 1e-5.
+# The default of the functions, as in apex; that of its modules is 1e-5.
 _EPS = 1e-6
 
 
 class FusedLayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` with the arguments of apex, for half input and float32 weights too.
 
-    The output has the dtype of the input; where amp or torch.autocast casts, it is float32.
+    The output has the dtype of the input, or float32 if amp or torch.autocast casts.
 
     Args:
         normalized_shape: The last dimensions of the input: a number or a sequence.
         eps: Added to the variance [1e-5].
         elementwise_affine: Have a weight and a bias [True].
-        memory_efficient: Taken, and of no effect: what torch keeps for backward is the input, and
-            two numbers a row [False].
+        memory_efficient: Accepted, and has no effect: torch keeps only the input and two numbers a
+            row for backward [False].
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class FusedRMSNorm(torch.nn.RMSNorm):
 
     Args:
         normalized_shape: The last dimensions of the input: a number or a sequence.
-        eps: Added to the mean square [1e-5]; None as in torch, an ulp of the computation at 1.
+        eps: Added to the mean square; None is `torch.finfo(dtype).eps`, as in torch [1e-5].
         elementwise_affine: Have a weight [True].
-        memory_efficient: Taken, and of no effect [False].
+        memory_efficient: Accepted, and has no effect [False].
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     Args:
         normalized_shape: The last dimensions of the input: a number or a sequence.
         eps: Added to the variance [1e-5].
-        memory_efficient: Taken, and of no effect [False].
-        elementwise_affine: There must be weights [True].
+        memory_efficient: Accepted, and has no effect [False].
+        elementwise_affine: Must be True [True].
 
     Raises:
         RuntimeError: `elementwise_affine` is False.
@@ -217,7 +217,7 @@ def fused_rms_norm(
     eps: float = _EPS,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Divide by the root of the mean square over the last dimensions, and of `eps`.
+    """Divide by `sqrt(mean(input**2) + eps)`, the mean over the last dimensions.
 
     Args:
         input: `[..., *normalized_shape]`, of any floating dtype.
@@ -269,9 +269,9 @@ def manual_rms_norm(
     weight: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Return the norm that apex took on a CPU: in half precision if the weight is, else float32.
+    """Return the RMS norm in the dtype that apex gave it on a CPU.
 
-    With float64, in float64.
+    That is half precision if the weight is, else float32, or float64 with float64 tensors.
 
     Args:
         input: `[..., *normalized_shape]`, of any floating dtype.

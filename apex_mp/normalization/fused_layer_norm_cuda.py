@@ -1,8 +1,8 @@
-"""The compiled module fused_layer_norm_cuda of apex, by torch's norms, on the CPU too.
+"""The functions of apex's compiled module fused_layer_norm_cuda, on CUDA and on the CPU.
 
 `mean` and `invvar` (1 / standard deviation, or 1 / root of the mean square) are vectors with an
-element for each row, in float32 if the input is in half precision, as there. `memory_efficient`,
-with which backward is given the output instead of the input, must be False.
+element for each row, in float32 if the input is in half precision, as in apex. `memory_efficient`,
+by which backward takes the output instead of the input, must be False.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forward_affine_mixed_dtypes(
     beta: Tensor,
     eps: float,
 ) -> list[Tensor]:
-    """Return what `forward_affine` does, the output in the dtype of `gamma`."""
+    """As `forward_affine`, with the output in the dtype of `gamma`."""
     return _layer_norm(input, normalized_shape, gamma, beta, eps, gamma.dtype)
 
 
@@ -110,7 +110,7 @@ def rms_forward_affine_mixed_dtypes(
     gamma: Tensor,
     eps: float,
 ) -> list[Tensor]:
-    """Return what `rms_forward_affine` does, the output in the dtype of `gamma`."""
+    """As `rms_forward_affine`, with the output in the dtype of `gamma`."""
     return _rms_norm(input, normalized_shape, gamma, eps, gamma.dtype)
 
 
@@ -189,7 +189,7 @@ def _rms_backward(
 
 
 def _wide(tensor: Tensor, input: Tensor) -> Tensor:  # noqa: A002
-    """Return the tensor in what is computed in: float32, or float64 if the input is."""
+    """Return the tensor in the dtype of the computation: float32, or float64 if the input is."""
     return tensor.to(torch.promote_types(input.dtype, torch.float32)).contiguous()
 
 
@@ -202,7 +202,7 @@ def _by_row(
     shape: Sequence[int],
     *vectors: Tensor,
 ) -> list[Tensor]:
-    """Give vectors with an element for each row the dimensions of the input."""
+    """Reshape vectors with an element for each row, so that they broadcast with the input."""
     rows = [*input.shape[: input.dim() - len(shape)]]
     return [each.reshape(rows + [1] * len(shape)) for each in vectors]
 

@@ -1,4 +1,4 @@
-"""Fused optimizers, and FP16_Optimizer with the defaults it had beside them."""
+"""Fused optimizers, and FP16_Optimizer with the defaults of apex.optimizers."""
 
 from apex_mp.optimizers.fp16_optimizer import FP16_Optimizer
 from apex_mp.optimizers.fused_adagrad import FusedAdagrad

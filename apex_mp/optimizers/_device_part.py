@@ -1,4 +1,4 @@
-"""What of an optimizer lies on one device, and the plan that steps it."""
+"""The part of an optimizer on one device, and the plan that steps it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Norms: TypeAlias = list[float | Tensor | None]
 
 
 def device_of(param: Tensor) -> torch.device:
-    """The device whose plan steps a parameter."""
+    """Return the device whose plan steps a parameter."""
     return param.device
 
 
 class Part:
-    """The parameter groups, and lists given for them, without what belongs to other devices.
+    """The parameter groups and the lists of a request, with the parameters of one device only.
 
     Args:
         who: The optimizer's name, for messages.
-        device: Where the parameters are.
-        plan: Steps them.
-        indices: For each group which of its parameters are there.
+        device: The device.
+        plan: Steps the parameters.
+        indices: For each group the indices of its parameters on the device.
         param_groups: All groups with all parameters.
         lists: `grads`, `grads_of` and `copies` of a StepRequest.
     """
@@ -66,7 +66,7 @@ class Part:
         scale: float | Tensor,
         unscale: Sequence[torch.dtype] = (),
     ) -> None:
-        """Have the plan read its part; errors name places in the whole groups."""
+        """Make the plan read this part; errors name places in the whole groups."""
 
         def make(number: int, index: int) -> dict[str, Any]:
             return make_state(number, self._indices[number][index])
@@ -85,18 +85,18 @@ class Part:
         return [(number, self._indices[number][index]) for number, index in places]
 
     def without_grad(self) -> Places:
-        """Places in the whole groups of parameters that were read and have no gradient."""
+        """Return places in the whole groups of parameters that were read and have no gradient."""
         return self._whole(self.plan.without_grad)
 
     def written(self) -> Places:
-        """Places in the whole groups of parameters that were written since the last step."""
+        """Return places in the whole groups of parameters that were written since the last step."""
         return self._whole(self.plan.written)
 
     def has_kernels(self) -> bool:
-        """Whether the plan can run; parameters without a gradient may be anywhere.
+        """Return whether the plan can run; parameters without a gradient may be on any device.
 
         Raises:
-            RuntimeError: It cannot, and there is a gradient.
+            RuntimeError: It cannot, although there is a gradient.
         """
         if self.plan.can_run:
             return True
@@ -107,11 +107,11 @@ class Part:
         return False
 
     def places_with_grad(self) -> Places:
-        """Places in the whole groups of parameters that were read and have a gradient."""
+        """Return places in the whole groups of parameters that were read and have a gradient."""
         return self._whole([place for _, place in self._with_grad()])
 
     def rows_with_grad(self) -> list[int]:
-        """Numbers of the same parameters among those of all groups here."""
+        """Return numbers of the same parameters, counted over the groups of this part."""
         return [row for row, _ in self._with_grad()]
 
     def _with_grad(self) -> list[tuple[int, tuple[int, int]]]:
@@ -154,7 +154,7 @@ def split(
         Part(who, device, plan_for(device), here, param_groups, lists)
         for device, here in indices.items()
     ]
-    # The CPU keeps the host busy: others begin before it.
+    # The CPU comes last: its step keeps the host busy.
     return sorted(parts, key=lambda part: part.device.type == "cpu")
 
 

@@ -1,4 +1,4 @@
-"""What all fused optimizers share: options, the call of a step, and the state that it makes."""
+"""The base class of all fused optimizers: options, the call of a step, and the state it makes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from apex_mp.optimizers._several_devices import SeveralDevices
 from apex_mp.optimizers._state import MASTER
 
 _Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
-# The state that parameters had before a step gave them another one; None: they had none.
+# For each parameter whose state a step has replaced, the state before; None: it had none.
 Before: TypeAlias = dict[Tensor, dict[str, Any] | None]
 
 
 class FusedOptimizer(SavedOptimizer):
     """A fused optimizer: one that steps all tensors on a device in one call.
 
-    A subclass states its signature, the names of its options and of its state, and how they are
-    checked: the attributes and methods under "Stated by each optimizer", here and in `_saved.py`.
+    A subclass defines its signature, the names of its options and of its state, and their checks:
+    the attributes and methods under "Defined by each optimizer", here and in `_saved.py`.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
@@ -47,17 +47,17 @@ class FusedOptimizer(SavedOptimizer):
     unscale_grads: bool | None = None  # for optimizers pickled before the option existed
     _plan: _Plan
 
-    # --- Stated by each optimizer.
+    # --- Defined by each optimizer.
 
     # Its arithmetic: `kName` of one of csrc/math/rules.h.
     _rule: str
-    # Whether groups are clipped by the norm of all, also where the caller does not ask for that.
+    # Whether groups are always clipped by the norm of all.
     _clips_by_global_norm = False
-    # Whether each element is stepped by itself, so that parts of tensors can be.
+    # Whether each element is stepped by itself, so that parts of tensors can be stepped.
     _steps_parts = True
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
-        """Check the options of a group that is added; those of a loaded one may be others."""
+        """Check the options of a group that is added; a loaded group need not pass."""
         self._check_options(group)
 
     # --- Options.
@@ -69,7 +69,7 @@ class FusedOptimizer(SavedOptimizer):
         unscale_grads: bool | None,
         master_weights: bool | str,
     ) -> None:
-        # Else groups are as apex and torch have them.
+        # Only then: without it groups have the keys of apex and torch.
         if master_weights:
             defaults = {**defaults, "master_weights": master_weights}
         self._check_new_options(defaults)
@@ -95,10 +95,10 @@ class FusedOptimizer(SavedOptimizer):
         super().add_param_group(param_group)
 
     def refresh_hyperparameters(self) -> None:
-        """Have the step in a captured CUDA graph use the groups' options as they are now.
+        """Make the step in a captured CUDA graph use the present options of the groups.
 
-        Call it between replays, outside of a capture, after a scheduler or a hand has changed
-        `param_groups`. Steps that are not replayed need no call, nor does a tensor as `lr`.
+        Call it between replays, outside of a capture, after `param_groups` was changed, by a
+        scheduler or by hand. Steps that are not replayed do not need it, nor does a tensor as `lr`.
         """
         plan: _Plan | None = self.__dict__.get("_plan")
         if plan is not None:
@@ -142,7 +142,7 @@ class FusedOptimizer(SavedOptimizer):
             RuntimeError: A gradient is sparse, does not fit its parameter, or is on a device that
                 this build has no kernels for; or a step on several devices is captured in a graph.
             ValueError: `grads`, `output_params` or `grad_norms` do not fit the groups, or a
-                hyperparameter has come out of range.
+                hyperparameter is out of range now.
         """
         loss = None
         if closure is not None:
@@ -171,7 +171,7 @@ class FusedOptimizer(SavedOptimizer):
         before: Before = {}
         try:
             self._read(plan, request, scale, before)
-            # Parameters have come to several devices, or back to one.
+            # Parameters were moved to several devices, or back to one.
             if not plan.can_run or self._must_agree(plan, request):
                 plan = self._plan = self._other_plan(plan)
                 self._read(plan, request, scale, before)
@@ -191,7 +191,7 @@ class FusedOptimizer(SavedOptimizer):
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
 
     def _drop_remainders(self, written: list[tuple[int, int]]) -> None:
-        """Let split masters begin anew from weights that were written since the last step."""
+        """Restart split masters from the weights that were written since the last step."""
         if not written or readback.is_capturing():  # A graph would drop them in each replay.
             return
         for number, index in written:
@@ -209,7 +209,7 @@ class FusedOptimizer(SavedOptimizer):
             )
 
     def _must_agree(self, plan: _Plan, request: StepRequest) -> bool:
-        """Whether a plan needs numbers of other processes, for which it does not ask."""
+        """Return whether the step needs numbers of other processes, which a plan cannot collect."""
         if isinstance(plan, SeveralDevices) or not plan.has_parts:
             return False
         norms = self._norms(request) or [None] * len(self.param_groups)
@@ -233,7 +233,7 @@ class FusedOptimizer(SavedOptimizer):
 
     def _norms(self, request: StepRequest) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""
-        # Those of groups are of no use to clip by the norm of all.
+        # Norms of groups do not help to clip by the norm of all.
         norms = None if self._clips_by_global_norm else request.norms
         # apex_mp.amp.GradScaler sets it around the call.
         measured_norms = self.__dict__.get("measured_norms")
@@ -262,7 +262,7 @@ class FusedOptimizer(SavedOptimizer):
     def _read(
         self, plan: _Plan, request: StepRequest, scale: float | Tensor, before: Before
     ) -> None:
-        """Have a plan read the next step; state that is missing is made."""
+        """Make a plan read the next step; missing state is created."""
         plan.read(
             self.param_groups,
             self.state,
@@ -274,18 +274,18 @@ class FusedOptimizer(SavedOptimizer):
             unscale=request.unscale,
         )
 
-    # --- State. That made by a step which is skipped or refused is taken back.
+    # --- State. What a step creates is removed again if the step is skipped or refused.
 
     def _make_state(self, before: Before, number: int, index: int) -> dict[str, Any]:
-        """Give a parameter what its state lacks, and lay out anew what lies in another order.
+        """Complete a parameter's state, with tensors in the parameter's memory order.
 
         Args:
-            before: Of the running step; the state is noted there as it was.
-            number: Of the parameter's group.
-            index: Of the parameter in it.
+            before: States before the running step; the parameter's is added.
+            number: The number of the parameter's group.
+            index: The index of the parameter in it.
 
         Returns:
-            The state, which is that of the parameter now.
+            The parameter's new state.
         """
         group = self.param_groups[number]
         param = group["params"][index]
@@ -294,14 +294,14 @@ class FusedOptimizer(SavedOptimizer):
         return state
 
     def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
-        """Called after a step of which the host knows that it was taken.
+        """Called after a step if the host knows that it was not skipped.
 
         Args:
             without_grad: Group and index of the parameters that were not stepped.
         """
 
     def _undo(self, before: Before) -> Callable[[], None]:
-        """Return a function that removes the state a step has made, unless it has been used."""
+        """Return a function that removes the state that a step has created, if it is unused."""
         made = {param: self.state[param] for param in before}
         steps = self._steps_taken
         weak = weakref.ref(self)
@@ -318,7 +318,7 @@ class FusedOptimizer(SavedOptimizer):
         return undo
 
     def _take_back(self, before: Before) -> None:
-        """Give parameters the state that they had."""
+        """Restore the states of parameters."""
         for param, state in before.items():
             if state is None:
                 self.state.pop(param, None)

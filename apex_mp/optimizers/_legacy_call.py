@@ -14,7 +14,7 @@ from apex_mp.core.step import Groups, Lists, StepRequest
 def scaling(
     who: str, optimizer: Any, scale: float | Tensor, grads: Any
 ) -> tuple[float | Tensor, Any]:
-    """Return what the gradients are divided by, and `found_inf` as GradScaler has set it or None.
+    """Return the divisor of the gradients, and GradScaler's `found_inf` or None.
 
     Raises:
         ValueError: The scale is not positive, or gradients were given inside GradScaler.
@@ -41,7 +41,7 @@ def request(
     output_params: Iterable[Any] | None,
     grad_norms: Iterable[float | Tensor] | None,
 ) -> StepRequest:
-    """Return the arguments of the legacy call as a request; one that is a request is returned."""
+    """Return the arguments of the legacy call as a request; a request is returned as it is."""
     if isinstance(grads, StepRequest):
         return grads
     groups: Groups = optimizer.param_groups
@@ -81,7 +81,7 @@ def _norm_per_group(
 
 
 def _per_group(who: str, name: str, given: Iterable[Any], groups: Groups) -> Lists:
-    """A list for each group, of the three forms that the legacy call has."""
+    """Return a list for each group, from any of the three forms of the legacy call."""
     items = list(given)
     sizes = [len(group["params"]) for group in groups]
     nested = bool(items) and all(isinstance(item, (list, tuple)) for item in items)

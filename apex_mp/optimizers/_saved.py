@@ -1,4 +1,4 @@
-"""What checkpoints and pickles of a fused optimizer hold, and how those of others are read."""
+"""Checkpoints and pickles of a fused optimizer, and how those of other optimizers are read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from apex_mp.optimizers import _state
 class SavedOptimizer(torch.optim.Optimizer):
     """The part of `FusedOptimizer` that saves and loads."""
 
-    # --- Stated by each optimizer.
+    # --- Defined by each optimizer.
 
     # The class's name in messages; a user's subclass has another one.
     _public_name: str
     _state_layout: _state.StateLayout
-    # Attributes that pickles have beside state and options.
+    # Attributes that are pickled beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads",)
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
@@ -35,14 +35,15 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
     ) -> None:
-        """Give what another optimizer has saved the names that it has here, in place.
+        """Rename in place what another optimizer has saved, to the names used here.
 
-        That of every optimizer: apex had one step count for a group, and none in states.
+        This method does it for the step count, which apex had in the group and not in the states.
 
         Args:
-            number: Of the group.
-            group: A saved group, a copy.
-            states: The saved states by the items of `group["params"]`; to be replaced, not written.
+            number: The number of the group.
+            group: A copy of the saved group.
+            states: The saved states by the items of `group["params"]`; replace them, do not write
+                to them.
         """
         if "step" in self._state_layout.numbers and group.get("step") is not None:
             step = group.pop("step")
@@ -51,15 +52,15 @@ class SavedOptimizer(torch.optim.Optimizer):
                     states[index] = {"step": step, **states[index]}
 
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        """Return a parameter's saved state as it is here; see `StateLayout.loaded`."""
+        """Return a parameter's saved state in the layout used here; see `StateLayout.loaded`."""
         return self._state_layout.loaded(where, state, param)
 
     # --- What users call.
 
     def master(self, param: Tensor) -> Tensor:
-        """Return a copy of the number that steps work on: float32, or float64 as the parameter.
+        """Return a copy of the values that steps work on: float32, or float64 for float64.
 
-        That is the parameter's master, if it has one, whichever way it is kept.
+        They are those of the parameter's master, kept whole or split, or of the parameter.
 
         Args:
             param: A parameter of a group.
@@ -78,9 +79,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Return state and options.
 
         Args:
-            compact: Save split masters as they are kept, 2 bytes for each element, which are
-                worth something with these very weights only; not as float32 ones, which other
-                optimizers load, too [False].
+            compact: Save split masters as they are kept, in 2 bytes for each element, which are
+                valid only with the same weights; else as float32, which other optimizers load
+                too [False].
         """
         saved = super().state_dict()
         states = saved["state"]
@@ -94,10 +95,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of this optimizer, or of torch's that does the same.
 
-        Options that the saved groups lack stay as they are here; so does the way in which masters
+        Options that the saved groups lack stay as they are here; so do the dtypes in which masters
         and moments are kept. State tensors become float32 (float64 for float64 parameters),
-        whatever the parameter's dtype; the next step makes of them what is kept. Tensors are
-        copied.
+        whatever the parameter's dtype; the next step converts them. Tensors are copied.
 
         Raises:
             RuntimeError: The state was saved with an option that this optimizer does not have.
@@ -111,7 +111,7 @@ class SavedOptimizer(torch.optim.Optimizer):
                 self._check_options({**self.defaults, **group})
             return adapted
 
-        # As a hook it sees what the user's hooks have made of the state.
+        # A hook, so that it runs after the user's hooks have changed the state.
         handle = self.register_load_state_dict_pre_hook(adapt)
         try:
             super().load_state_dict(as_dict(self._public_name, state_dict))
@@ -119,7 +119,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def _adapted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved state_dict as it is here, for Optimizer.load_state_dict and `unpack`."""
+        """Return a saved state_dict in the layout used here, for load_state_dict and `unpack`."""
         check_optimizer_state(self._public_name, saved)
         states: dict[Any, Any] = dict(saved["state"])
         saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
@@ -133,7 +133,7 @@ class SavedOptimizer(torch.optim.Optimizer):
                 if states.get(index):
                     where = f"{self._public_name}.load_state_dict: state[{index}]"
                     states[index] = self._adapt_state(where, states[index], param)
-            # Which masters there are is saved; how state is kept is this optimizer's choice.
+            # The saved groups say which masters exist; this optimizer says how state is kept.
             for option in ("moment_dtype", "stochastic_rounding"):
                 saved_group.pop(option, None)
                 if option in group:

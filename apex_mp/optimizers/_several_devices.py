@@ -1,4 +1,4 @@
-"""Steps parameters on several devices, or in several processes, that share numbers."""
+"""Step parameters on several devices, or in several processes, with norms and checks of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a step, as `_C.StepOutcome` says it for one device."""
+    """The outcome of a step, as `_C.StepOutcome` is for one device."""
 
     found_inf: bool
     norms: list[float]
@@ -32,19 +32,19 @@ class Outcome:
 class SeveralDevices:
     """Has the methods of `_C.StepPlan`, for parameters on any devices.
 
-    Each device has a plan of its own. What they share - whether a gradient is inf or NaN, norms to
-    clip by - is added up on one of them, and copied to the others without the host waiting. It
-    waits only for what a step on the CPU needs from elsewhere, and for the outcome of a check. The
-    processes that hold parts of DTensors add up the same numbers.
+    Each device has a plan of its own. The numbers that they share (whether a gradient is inf or
+    NaN, and norms to clip by) are summed on one device and copied to the others without the host
+    waiting. The host waits only for numbers that a step on the CPU needs from a GPU, and for the
+    outcome of a check. Processes that hold parts of DTensors sum the same numbers.
 
-    Between steps it keeps no tensor but `outcome`, as a plan.
+    Like a plan, it keeps no tensor between steps except `outcome`.
 
     Args:
         who: The optimizer's name, for messages.
         new_plan: Makes a plan for one device.
     """
 
-    # Of the last step, if it was to check and the host was not to wait.
+    # The outcome of the last step, if that checked and the host did not wait.
     outcome: Tensor
     read_outcome: Callable[[Tensor], Outcome]
 
@@ -56,7 +56,7 @@ class SeveralDevices:
         self.can_run = True
         self.has_parts = False
         self._plans: dict[torch.device, _C.StepPlan] = {}
-        # From `read` to `run`.
+        # Set by `read`, used by `run`.
         self._parts: list[Part] = []
         self._scale: float | Tensor = 1.0
 
@@ -72,10 +72,10 @@ class SeveralDevices:
         scale: float | Tensor,
         unscale: Sequence[torch.dtype] = (),
     ) -> None:
-        """As `_C.StepPlan.read`. `can_run` is False afterwards where one such plan can step all.
+        """As `_C.StepPlan.read`; afterwards `can_run` is False if one plan can step everything.
 
         Raises:
-            RuntimeError: As there; a gradient is where this build has no kernels; one of several
+            RuntimeError: As there; or a gradient is on a device without kernels, or one of several
                 devices is capturing a CUDA graph.
         """
         lists = {"grads": grads, "grads_of": grads_of, "copies": copies}
@@ -105,7 +105,7 @@ class SeveralDevices:
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
 
     def _plan_for(self, device: torch.device) -> _C.StepPlan:
-        """That of earlier steps, which knows its part already, or a new one."""
+        """Return the plan of earlier steps, which knows its part already, or a new one."""
         return self._plans.get(device) or self._new_plan()
 
     def run(
@@ -143,7 +143,7 @@ class SeveralDevices:
         clip_by_global_norm: bool,
         loss_scale: DeviceScale | None,
     ) -> Outcome | None:
-        """Step; return what became of it, or None if only the first device knows."""
+        """Step; return the outcome, or None if the host does not know it."""
         skip = None if found_inf is None else as_flag(found_inf, self._who)
         if not self._parts:
             if loss_scale is not None:
@@ -174,7 +174,7 @@ class SeveralDevices:
         return None
 
     def _step(self, norms: Norms, skip: Tensor | None) -> Outcome:
-        """Step everything, unless `skip` is set; return what the host knows of that."""
+        """Step everything, unless `skip` is set; return what the host knows of the outcome."""
         outcomes = [
             part.plan.run(
                 norms=[_number_on(part.device, norm) for norm in norms],
@@ -191,7 +191,7 @@ class SeveralDevices:
         return Outcome(found_inf, [], is_known or found_inf)
 
     def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
-        """Whether a group is clipped by a norm that no plan can measure alone."""
+        """Return whether a group is clipped by a norm that no plan can measure alone."""
         return any(
             clip_by_global_norm
             or self.has_parts
@@ -200,7 +200,7 @@ class SeveralDevices:
         )
 
     def _order(self) -> list[int]:
-        """Of each gradient, in the order of `_measure`, its number among all of them."""
+        """Return for each gradient, in the order of `_measure`, its number among all gradients."""
         places = [place for part in self._parts for place in part.places_with_grad()]
         number_of = {place: number for number, place in enumerate(sorted(places))}
         return [number_of[place] for place in places]
@@ -211,7 +211,7 @@ class SeveralDevices:
         self._parts, self._scale = [], 1.0
 
     def _forget(self) -> None:
-        """After a refusal: a plan that has read something would keep it alive."""
+        """Drop the plans after a refusal: what they have read would be kept alive."""
         self._let_go()
         self._plans = {}
 
@@ -220,7 +220,7 @@ def refuse_capture(who: str, devices: Sequence[torch.device]) -> None:
     """Raise a RuntimeError if there are several devices, and one is capturing a CUDA graph."""
     if len(devices) == 1:
         return
-    # A replay would step one device; the others are stepped now, and never again.
+    # A replay would step one device only; the others would be stepped now and never again.
     for device in devices:
         if is_capturing(device):
             raise RuntimeError(
@@ -231,7 +231,7 @@ def refuse_capture(who: str, devices: Sequence[torch.device]) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on a device now goes into a CUDA graph."""
+    """Return whether a CUDA graph is being captured on a device."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -239,7 +239,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def as_flag(found_inf: float | Tensor, who: str) -> Tensor:
-    """As every plan takes it: what one refuses must not be found when others have stepped."""
+    """Return found_inf as a 0-dim tensor, which no plan refuses after others have stepped."""
     if not isinstance(found_inf, Tensor):  # GradScaler's sum over no gradients is the number 0.
         return torch.tensor(float(found_inf != 0), dtype=torch.float32, device="cpu")
     if found_inf.numel() != 1:
@@ -259,10 +259,10 @@ def _read_outcome(groups: int, order: list[int], values: Tensor) -> Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Measured:
-    """What a look at all gradients has found: float64 on the first part's device.
+    """What one pass over all gradients has found: float64 on the first part's device.
 
-    Norms are what they were if unscaled gradients were scaled too, because that is how a plan
-    takes a norm that it is given (csrc/math/step_scalars.h).
+    Norms are those of scaled gradients; unscaled ones count times the scale, because a plan expects
+    that of a given norm (csrc/math/step_scalars.h).
 
     Attributes:
         found_inf: One number, not 0 if there is inf or NaN.
@@ -289,7 +289,7 @@ def _measure(parts: list[Part], scale: float | Tensor, groups: int) -> _Measured
 
 
 def _look_at(part: Part, scale: float | Tensor, groups: int) -> Tensor:
-    """Whether there is inf or NaN; norms by group of unscaled and of scaled gradients; flags."""
+    """Return whether there is inf or NaN; groups' norms of unscaled and scaled gradients; flags."""
     gradients = part.plan.gradients
     found, here = FoundInf(), _C.DeviceGrads(part.device)
     for row, (grad, _, _) in enumerate(gradients):
@@ -301,7 +301,7 @@ def _look_at(part: Part, scale: float | Tensor, groups: int) -> Tensor:
         rows = part.rows_with_grad()
         params = [param for group in part.groups for param in group["params"]]
         shards.agree(params, [found], {part.device: rows}, scale=scale)
-        # Of those without a gradient another process may have one, which is scaled.
+        # Another process may have a gradient for a row without one here; that is scaled.
         known = dict(zip(rows, kinds, strict=True))
         groups_of = [number for number, group in enumerate(part.groups) for _ in group["params"]]
         kinds = [known.get(row, 2 * number + 1) for row, number in enumerate(groups_of)]

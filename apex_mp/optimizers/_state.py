@@ -1,4 +1,4 @@
-"""What a fused optimizer keeps of each parameter: how it is made, and how it is loaded."""
+"""The state that a fused optimizer keeps for each parameter: how it is made and loaded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A tensor that Optimizer.load_state_dict passes on as it is.
+    """A tensor that Optimizer.load_state_dict does not cast.
 
-    A bare one it casts to the parameter's dtype, which loses the moments of a float16 parameter.
+    It would cast a plain tensor to the parameter's dtype, and so spoil moments in float16.
     """
 
     tensor: Tensor
@@ -42,16 +42,16 @@ def unpack(
 
 
 def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether a parameter has a float32 master in its state, by the options of its group."""
+    """Return whether the options of a group give a parameter a float32 master in its state."""
     return master_dtype(param, group) is not None
 
 
 def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
-    """Return what a parameter's master is kept as, by the options of its group.
+    """Return the dtype in which the options of a group keep a parameter's master.
 
     Returns:
-        float32, or int16: the remainder of the master, whose other part is the parameter; None:
-        there is no master.
+        float32; int16 for a remainder, which is the part of the master that the parameter does not
+        hold; None for no master.
     """
     masters = group.get("master_weights")
     if not masters or param.dtype not in _LOW_PRECISION:
@@ -60,7 +60,7 @@ def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return what a parameter's tensors of state are kept in, by the options of its group."""
+    """Return the dtype in which the options of a group keep a parameter's state tensors."""
     if param.dtype == torch.float64:
         return torch.float64
     dtype: torch.dtype = group.get("moment_dtype", torch.float32)
@@ -68,12 +68,12 @@ def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
 
 
 def is_split(state: Mapping[str, Any]) -> bool:
-    """Whether a state has the remainder of a master."""
+    """Return whether a state has the remainder of a master."""
     return getattr(state.get(MASTER), "dtype", None) == torch.int16
 
 
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return a copy of what is stepped: the master in a state, or the parameter, but as float32."""
+    """Return a copy of the values that are stepped, in float32: a master's or the parameter's."""
     if is_split(state):
         return joined(param, state[MASTER])
     master: Tensor = state.get(MASTER, param).detach().clone()
@@ -81,14 +81,14 @@ def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master of which a parameter and a remainder are the parts."""
+    """Return the float32 master that a parameter and a remainder are the parts of."""
     master = _like(param, torch.float32)
     _C.join_master(*map(tensors.local_part, (param.detach(), remainder, master)))
     return master
 
 
 def split(master: Tensor, param: Tensor) -> Tensor:
-    """Write a part of a float32 master to its parameter, and return the other, int16."""
+    """Write one part of a float32 master to its parameter; return the other, an int16 remainder."""
     remainder = _like(param, torch.int16)
     _C.split_master(*map(tensors.local_part, (master, param.detach(), remainder)))
     return remainder
@@ -96,10 +96,10 @@ def split(master: Tensor, param: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The names of what an optimizer keeps in `state[param]`, beside `master_param`.
+    """The names of an optimizer's entries in `state[param]`, beside `master_param`.
 
     Attributes:
-        kind: Whose state it is, with an article: "an Adam".
+        kind: The optimizer with an article, for messages: "an Adam".
         tensors: Tensors like the parameter: float32, for float64 parameters float64.
         numbers: 0-dim float32 tensors on the parameter's device.
         unsaved_numbers: Likewise, but the optimizer makes and removes them; no checkpoint has them.
@@ -113,10 +113,10 @@ class StateLayout:
     def completed(
         self, state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a state as a group's options want it: complete, in the parameter's memory order.
+        """Return a complete state by a group's options, in the parameter's memory order.
 
-        Whatever is no tensor counts as lacking, but a plain number among `numbers` is kept. Where
-        a float32 master becomes a remainder, the parameter takes the other part of it.
+        An entry that is not a tensor counts as missing, except a plain number among `numbers`. If a
+        float32 master is split, the parameter is written too.
         """
         whole = dict(state)
         for name in self.numbers:
@@ -134,9 +134,9 @@ class StateLayout:
         return whole
 
     def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        """Return a parameter's saved state as it is here.
+        """Return a parameter's saved state in the layout used here.
 
-        Tensors are `Kept` until `unpack`, and copies: two optimizers never share one.
+        Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`.
 
         Args:
             where: The state's name, for messages.
@@ -172,7 +172,7 @@ class StateLayout:
 
 
 def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a master of a state, a new one if there is none, as `dtype`: float32, or int16."""
+    """Return the master of a state, or a new one, in `dtype`: float32, or int16 for a remainder."""
     if not torch.is_tensor(value):
         return _like(param, dtype) if dtype == torch.int16 else param.detach().float()
     laid: Tensor = _grads.match_strides(value, param)

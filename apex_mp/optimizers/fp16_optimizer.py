@@ -1,4 +1,4 @@
-"""FP16_Optimizer as apex.optimizers had it: the same object with other old defaults."""
+"""FP16_Optimizer with the defaults of apex.optimizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     _ZERO_GRAD_SETS_NONE = True
 
     def _announce(self, index: int, group: MasterGroup) -> None:
-        """Print nothing: this one never did."""
+        """Print nothing, as in apex."""
 
     def _skip_message(self, iteration: int, scale: float) -> str:
         kind = "dynamic" if self.dynamic_loss_scale else "static"

@@ -65,7 +65,7 @@ class FusedAdagrad(FusedOptimizer):
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
     ) -> None:
-        """Read what torch.optim.Adagrad has saved: its states count steps, for `lr_decay` alone."""
+        """Read torch.optim.Adagrad's states, whose step count is needed for `lr_decay` only."""
         for name in ("lr_decay", "maximize"):
             if group.get(name):
                 raise ValueError(

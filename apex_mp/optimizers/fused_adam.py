@@ -39,18 +39,19 @@ class FusedAdam(FusedOptimizer):
             the capture, if all parameters are on one device; see `refresh_hyperparameters` [False].
         master_weights: Keep a float32 master of each float16 and bfloat16 parameter in
             `state[p]["master_param"]`, step it, and write the parameter in the same pass. After
-            loading other weights into the model, drop the masters too. "split": keep what the
-            parameter lacks of it, in 2 bytes instead of 4; `master(p)` returns it. A bfloat16 has
-            the same master to the bit; a float16 has it from 2**-16 to 65504, within 2**-41 below,
-            and a master beyond is inf. Of two bfloat16 that are equally near to a master the larger
-            one is the parameter. Weights that are written between steps count [False].
+            loading other weights into the model, drop the masters too. "split": keep only the
+            remainder, the part that the parameter does not hold, in 2 bytes instead of 4;
+            `master(p)` returns the master. With bfloat16 it is equal to a float32 master to the
+            bit; with float16 it is so from 2**-16 to 65504 and within 2**-41 below, and larger
+            masters become inf. If two bfloat16 are equally near to a master, the parameter is the
+            larger one. Weights that are written between steps count [False].
         moment_dtype: `torch.bfloat16`: keep both moments in 2 bytes instead of 4, rounded to
-            nearest in each step. The second moment then stays where one step changes it by less
-            than 2**-9 of itself, as betas[1] of 0.999 does when it is to fall; so set
-            `stochastic_rounding` too [torch.float32].
+            nearest in each step. The second moment is then stuck where a step would change it by
+            less than 2**-9 of itself, for example where it should fall with betas[1] = 0.999; so
+            set `stochastic_rounding` too [torch.float32].
         stochastic_rounding: Round moments up or down at random, so that they are right on average.
-            The random numbers depend on the parameter's place in the optimizer, its count of steps
-            and the element alone: a run can be repeated, and CPU and CUDA round alike. Needs
+            The random numbers depend only on the parameter's place in the optimizer, its count of
+            steps and the element: runs can be repeated, and CPU and CUDA round alike. Needs
             `moment_dtype=torch.bfloat16` [False].
         maximize: Maximise the objective instead of minimising it [False].
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
@@ -102,7 +103,7 @@ class FusedAdam(FusedOptimizer):
             "eps_inside_sqrt": eps_inside_sqrt,
             "master_weights": master_weights,
         }
-        # Else groups are as apex and torch have them.
+        # Only then: without it groups have the keys of apex and torch.
         if moment_dtype != torch.float32:
             defaults["moment_dtype"] = moment_dtype
         if stochastic_rounding:
@@ -111,11 +112,11 @@ class FusedAdam(FusedOptimizer):
 
     @property
     def eps_mode(self) -> int:
-        """0 if eps is added inside the square root, else 1: the old name."""
+        """0 if eps is added inside the square root, else 1; apex's name."""
         return 0 if self.defaults["eps_inside_sqrt"] else 1
 
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
-        """Return state and options, also under the names by which torch.optim.Adam has them."""
+        """Return state and options, also under torch.optim.Adam's names."""
         saved = super().state_dict(compact=compact)
         for group in saved["param_groups"]:
             group["decoupled_weight_decay"] = group["adam_w_mode"]
@@ -124,7 +125,7 @@ class FusedAdam(FusedOptimizer):
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
     ) -> None:
-        """Read names of torch.optim.Adam too."""
+        """Read torch.optim.Adam's names too."""
         super()._adapt_group(number, group, states)
         if "decoupled_weight_decay" in group:
             group["adam_w_mode"] = group.pop("decoupled_weight_decay")

@@ -11,7 +11,7 @@ from apex_mp.optimizers._state import StateLayout
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB (You et al. 2020): Adam whose update of a tensor has a norm by that of the parameter.
+    """LAMB (You et al. 2020): Adam, with each tensor's update scaled by its parameter's norm.
 
     Does what apex's FusedLAMB does, and loads its `state_dict`. Parameters may be float16,
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these

@@ -13,7 +13,7 @@ from apex_mp.optimizers._state import StateLayout
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor, of its norm.
+    """NovoGrad (Ginsburg et al. 2019): Adam whose second moment is one number a tensor, a norm.
 
     Does what apex's FusedNovoGrad does, and loads its `state_dict`. Parameters may be float16,
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these
@@ -93,7 +93,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
     ) -> None:
-        """Read apex's groups, which hold the norms too, by dtype and in order."""
+        """Read apex's groups, which hold the norms too, sorted by dtype."""
         super()._adapt_group(number, group, states)
         norms = group.pop("exp_avg_sq", None)
         params = self.param_groups[number]["params"] if number < len(self.param_groups) else []

@@ -26,8 +26,8 @@ class FusedSGD(FusedOptimizer):
     float64 parameters float64. Inside `torch.amp.GradScaler` the unscaling is part of the same
     pass, and float16 gradients are allowed unless `scaler.unscale_` is called;
     `apex_mp.amp.GradScaler` allows them there too.
-    A step can be captured in a CUDA graph, after one outside of the capture (with dampening two,
-    for the first one is not dampened), if all parameters are on one device; see
+    A step can be captured in a CUDA graph if all parameters are on one device, after one step
+    outside of the capture (two with dampening, because the first is not dampened); see
     `refresh_hyperparameters`.
 
     Args:
@@ -91,7 +91,7 @@ class FusedSGD(FusedOptimizer):
 
     @property
     def wd_after_momentum(self) -> bool:
-        """Whether weight decay is added after the momentum."""
+        """Whether weight decay is added after the momentum; apex's name."""
         return bool(self.defaults["wd_after_momentum"])
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class FusedSGD(FusedOptimizer):
         options.check_number("FusedSGD", "dampening", group["dampening"])
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
-        """Check nesterov too; later a scheduler may take the momentum away for a while."""
+        """Check nesterov too; in existing groups a scheduler may set the momentum to 0 at times."""
         self._check_options(group)
         if group["nesterov"] and not (group["momentum"] > 0.0 and group["dampening"] == 0.0):
             raise ValueError(
@@ -121,13 +121,13 @@ class FusedSGD(FusedOptimizer):
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         if state.get(BUFFER) is not None or not {BUFFER, MASTER} & state.keys():
             return super()._adapt_state(where, state, param)
-        # Of a parameter that has had no gradient, as torch has it, or no momentum.
+        # No buffer: torch saves this for a parameter without a gradient or without momentum.
         rest = {key: value for key, value in state.items() if key != BUFFER}
         return StateLayout("an SGD", tensors=()).loaded(where, rest, param)
 
-    # A step of which the host has yet to hear may not have been taken. A buffer of zeros then does
-    # as well as none, but for dampening, which spares a parameter's first gradient: so that a
-    # device knows which is the first, the state has a flag beside such a buffer.
+    # A step whose outcome the host does not know yet may be skipped. A buffer of zeros is then as
+    # good as none, except with dampening, which does not apply to a parameter's first gradient. So
+    # such a buffer has a flag beside it, by which the device knows the first gradient.
 
     def _make_state(self, before: Before, number: int, index: int) -> dict[str, Any]:
         state = super()._make_state(before, number, index)
@@ -146,7 +146,7 @@ class FusedSGD(FusedOptimizer):
                     self.state.get(param, {}).pop(IS_FRESH, None)
 
     def _drop_fresh_buffers(self) -> None:
-        """Take away buffers that hold nothing yet, before others see them; the host waits."""
+        """Remove buffers that hold nothing yet, before the user sees them; the host waits."""
         for param, state in [*self.state.items()]:
             flag = state.pop(IS_FRESH, None)
             if flag is not None and flag.item():
@@ -155,7 +155,7 @@ class FusedSGD(FusedOptimizer):
                     del self.state[param]
 
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
-        """Return state and options, under the names by which torch.optim.SGD has them."""
+        """Return state and options, under torch.optim.SGD's names."""
         self._drop_fresh_buffers()
         return super().state_dict(compact=compact)
 

@@ -20,9 +20,9 @@ class LARC(ForwardingOptimizer):
     """Scale each gradient so that the step has a fixed ratio to its parameter's norm.
 
     The local rate is `trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`. Weight decay is
-    added here, and kept from the optimizer inside for the time of the step. To everyone else it is
-    the optimizer inside: schedulers take either, FP16_Optimizer may be outside or inside, and
-    `amp.initialize` takes it in place of the optimizer.
+    added here, and set to 0 in the inner optimizer during the step. Everything else is as of the
+    inner optimizer: schedulers take either, FP16_Optimizer may be outside or inside, and
+    `amp.initialize` takes this one.
 
     Args:
         optimizer: The optimizer whose groups and step are used.
@@ -57,10 +57,10 @@ class LARC(ForwardingOptimizer):
         self.eps = eps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Scale the gradients in place and step; return what the optimizer inside returned.
+        """Scale the gradients in place, and step the inner optimizer.
 
         Args:
-            closure: Called once, before that; what it returns is returned [None].
+            closure: Called once, before that; its result is returned [None].
 
         Raises:
             RuntimeError: A gradient is sparse.
@@ -106,7 +106,7 @@ class LARC(ForwardingOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # One that scales by itself says so here.
+        # An optimizer that scales the loss by itself raises an error here.
         getattr(self.optim, "_step_supports_amp_scaling", None)
         return False  # found_inf is for who steps; the gradients would be scaled before.
 
@@ -122,7 +122,7 @@ class LARC(ForwardingOptimizer):
         self.optim.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler puts a step there that is this optimizer's own.
+        # A scheduler sets an attribute `step`, which belongs to this object only.
         return {name: value for name, value in vars(self).items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class LARC(ForwardingOptimizer):
 
 
 class _Module(ModuleType):
-    """Old scripts say `parallel.LARC.LARC(...)`; who says `parallel.LARC(...)` means that."""
+    """A module that can be called: old scripts use `parallel.LARC.LARC` and `parallel.LARC`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> LARC:
         return LARC(*args, **kwargs)
@@ -147,7 +147,7 @@ def _refuse_sparse_grads(number: int, params: list[Tensor]) -> None:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """The l2 norm, in float32 at least: that of many halves is too large for one."""
+    """Return the l2 norm, in float32 at least: that of many float16 numbers may exceed float16."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32

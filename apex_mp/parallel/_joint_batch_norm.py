@@ -24,10 +24,10 @@ def joint_batch_norm(
 
     Returns:
         The result in the dtype of `x`, mean and biased variance of each channel in float32 (float64
-        for float64), and the number of values that they are of.
+        for float64), and the number of values for each channel.
 
     Raises:
-        ValueError: There is one value for each channel, which has no variance.
+        ValueError: There is only one value for each channel.
     """
     return _JointBatchNorm.apply(x, weight, bias, eps, group)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -60,7 +60,8 @@ class _JointBatchNorm(torch.autograd.Function):
         grad_bias, grad_weight = _channel_sums(wide), _channel_sums(wide * normal)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            # Every loss depends on every batch. Weight and bias are for DistributedDataParallel.
+            # Each loss depends on all batches, so these sums are over all processes. Gradients of
+            # weight and bias stay local, because DistributedDataParallel averages them.
             sums = torch.stack([grad_bias, grad_weight])
             dist.all_reduce(sums, group=ctx.group)
             of_mean, of_var = (_for_channels(one / ctx.count, normal) for one in sums)
@@ -68,12 +69,15 @@ class _JointBatchNorm(torch.autograd.Function):
             grad_x = (wide - of_mean - normal * of_var) * _for_channels(factor, normal)
             grad_x = grad_x.to(ctx.dtype)
         of_weight = grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        # torch casts it to the dtype of the bias.
+        # torch casts grad_bias to the dtype of the bias.
         return grad_x, of_weight, grad_bias if ctx.needs_input_grad[2] else None, None, None
 
 
 def _moments(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
-    """Mean, biased variance and count of each channel over all processes, without cancellation."""
+    """Return mean, biased variance and count of each channel over all processes.
+
+    The variance is not computed as a difference, which would cancel.
+    """
     count = x.numel() // x.size(1)
     mean = _channel_sums(x) / max(count, 1)
     squares = _channel_sums((x - _for_channels(mean, x)).square())

@@ -1,6 +1,6 @@
-"""What multiproc has torchrun start: becomes the script, which then has its rank as an argument.
+"""The program that multiproc starts by torchrun: adds the rank to the arguments, runs the script.
 
-A program of its own, that imports nothing big: the script takes its place in the same process.
+It imports only small modules, because the script replaces it in the same process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def with_option(arguments: Sequence[str], name: str, value: str) -> list[str]:
-    """Return arguments in which an option has a value, where it stands or at the end."""
+    """Return arguments with an option set to a value, in its present place or at the end."""
     changed = [*arguments]
     for index, word in enumerate(changed):
         if word.startswith(f"{name}="):

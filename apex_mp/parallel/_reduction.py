@@ -1,4 +1,4 @@
-"""How a bucket of gradients becomes their sum or average: DistributedDataParallel's hook."""
+"""The communication hook of DistributedDataParallel: sum or average a bucket of gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from torch import distributed as dist
 
 @dataclasses.dataclass
 class Reduction:
-    """What is done to the gradients of all processes.
+    """How the gradients of all processes are combined.
 
     Attributes:
         average: Divide their sum by the number of processes.
-        predivide_factor: Divide by it before the sum, and by the rest after; 1 leaves no rest, as
-            torch does.
-        in_float32: Send low precision as float32.
-        is_on: Whether anything is sent; if not, each process keeps its own gradients.
-        is_held: Whether nothing is sent after this one forward.
-        others: A hook that does it instead, after its state.
-        buffers: Where buckets are put after they were reduced, by their index.
+        predivide_factor: Divide by it before the sum, and by the rest after. With 1, an average
+            divides by the number of processes before the sum, as torch does.
+        in_float32: Send low-precision gradients as float32.
+        is_on: Whether gradients are sent; if not, each process keeps its own.
+        is_held: Whether gradients are not sent after the present forward.
+        others: The state and function of a hook that is used instead.
+        buffers: The reduced buckets by index.
     """
 
     average: bool = True
@@ -34,23 +34,23 @@ class Reduction:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether torch does the same without a hook."""
+        """Return whether torch does the same without a hook."""
         return self == Reduction()
 
     def factors(self, world_size: int) -> tuple[float, float]:
-        """What gradients are multiplied by before and after the sum."""
+        """Return the factors of gradients before and after the sum."""
         if self.average and self.predivide_factor == 1.0:
             return 1.0 / world_size, 1.0
         rest = self.predivide_factor / world_size if self.average else 1.0
         return 1.0 / self.predivide_factor, rest
 
 
-# torch compares the annotations with types: they may not be strings.
+# torch compares the annotations with types, so they cannot be strings.
 def reduce_bucket(
     state: Reduction,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Begin to reduce a bucket; what is returned is its buffer, some time."""
+    """Start to reduce a bucket; return a future of its buffer."""
     buffer = bucket.buffer()
     if state.buffers is not None:
         state.buffers[bucket.index()] = buffer

@@ -29,7 +29,7 @@ from apex_mp.parallel._reduction import Reduction, reduce_bucket
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
-# What stood in this module, too.
+# Names that apex had in this module, too.
 __all__ = [
     "DistributedDataParallel",
     "Reducer",
@@ -57,9 +57,9 @@ _WITHOUT_EFFECT = {
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with the arguments of apex.
 
-    The module lies on one device, which the process chose before. Parameters are broadcast from
-    rank 0 now, with the masters that there are of them; gradients are averaged in each backward;
-    buffers are left alone, as in apex. The first backward shows which parameters get gradients.
+    The module lies on one device, which the process chose before. Parameters and their masters are
+    broadcast from rank 0 by the constructor; gradients are averaged in each backward; buffers are
+    not synchronized, as in apex. The first backward shows which parameters get gradients.
 
     Args:
         module: The model.
@@ -74,16 +74,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         num_allreduce_streams: No effect [1].
         allreduce_communicators: No effect [None].
         gradient_average: Divide the sum by the number of processes [True].
-        gradient_predivide_factor: Divide by this before the sum, and by the rest after it: a half
+        gradient_predivide_factor: Divide by this before the sum, and by the rest after it: float16
             overflows in a sum over many processes, and underflows if divided by their number
-            before. 1: divide by their number before, as torch does, if it is an average [1].
-        gradient_average_split_factor: The old name of the one before [None].
+            before. With 1, an average divides by their number before, as torch does [1].
+        gradient_average_split_factor: The old name of `gradient_predivide_factor` [None].
         prof: No effect [False].
 
     Raises:
         ValueError: `shared_param` is given, `allreduce_trigger_params` with `delay_allreduce`, a
-            factor that is not above 0, or two different ones, or a bool where
-            `num_allreduce_streams` stands.
+            factor is not above 0, two different factors are given, or `num_allreduce_streams` is a
+            bool.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             prof=bool(prof),
         )
         with warnings.catch_warnings():
-            # Its successor, forward_sync_buffers, is not the same, nor in every torch we run on.
+            # Its successor, forward_sync_buffers, is not the same, and older torch lacks it.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(
                 module,
@@ -131,7 +131,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 bucket_cap_mb=max(1, message_size * 4 // 2**20),
                 find_unused_parameters=delay_allreduce,
                 gradient_as_bucket_view=retain_allreduce_buffers,
-                # apex learnt from the first backward which parameters get gradients, too.
+                # In apex, too, the first backward shows which parameters get gradients.
                 static_graph=not delay_allreduce,
             )
         self._has_others = dist.get_world_size() > 1
@@ -159,19 +159,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return {name: it for name, it in state.items() if name not in ("_nodes", "_learning")}
 
     def _begin(self) -> None:
-        """Begin with a new reducer of torch's, which knows nothing of the graph."""
+        """Make a new reducer of torch's, which does not know the graph yet."""
         self._all_params = [*self.module.parameters()]
         self._trained = [param.requires_grad for param in self._all_params]
-        # torch's reducer keeps these nodes: they stay the same.
+        # Kept here: torch's reducer needs these nodes to stay the same.
         reduced = [param for param in self._all_params if param.requires_grad]
         self._nodes = [get_gradient_edge(param).node for param in reduced]
         self._has_run_backward = self._runs_backward = False
         self._is_prepared = self._has_accumulated = False
         self._learning: list[Any] = []
         if self.static_graph:
-            # Where torch would begin to learn: at tensors that it finds in the output. It finds
-            # none in a dataclass, and learns that all parameters are unused from a backward that
-            # is not for this model, or from torch.autograd.grad.
+            # Keeps torch from recording the graph at tensors that it finds in the output. It finds
+            # none in a dataclass; and after a backward that is not for this model, or
+            # torch.autograd.grad, it would count all parameters as unused.
             self._static_graph_delay_allreduce_enqueued = True
             note = functools.partial(_note_gradient, weakref.ref(self))
             self._learning = [param.register_post_accumulate_grad_hook(note) for param in reduced]
@@ -182,7 +182,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._reduces_itself = True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have a hook of torch's kind reduce buckets, where no argument needs one of its own."""
+        """Set a communication hook, unless an argument of the constructor needs its own hook."""
         if not self._reduces_itself:
             self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
             self._reduction.others = (state, hook)  # Ours still leaves gradients where they are.
@@ -191,11 +191,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             super().register_comm_hook(state, hook)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what `join()` calls.
+        """Return the hook that `join()` calls.
 
         Raises:
-            ValueError: `divide_by_initial_world_size` is False, and an argument has buckets
-                reduced by a hook, which divides by the number of all processes.
+            ValueError: `divide_by_initial_world_size` is False, and an argument of the constructor
+                needs a hook, which divides by the number of all processes.
         """
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         if self._reduces_itself:
@@ -214,10 +214,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     # Accumulation.
 
     def disable_allreduce(self) -> None:
-        """Leave gradients to each process in the backward passes to come.
+        """Stop averaging gradients in the backward passes that follow.
 
-        They add up, and the first backward after `enable_allreduce` averages their sum. What
-        counts is the moment of backward; with torch's `no_sync` it is that of the forward.
+        They add up, and the first backward after `enable_allreduce` averages their sum. The state
+        at the time of backward counts; with torch's `no_sync` it is that at the time of forward.
         """
         if not self._reduces_itself:
             self._reduce_here()
@@ -229,7 +229,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @property
     def allreduce_is_enabled(self) -> bool:
-        """Whether the next backward averages gradients, as far as `disable_allreduce` goes."""
+        """Whether the next backward averages gradients; `no_sync` does not count."""
         return self._reduction.is_on
 
     @property
@@ -241,8 +241,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module.
 
-        A second backward through one forward, of which torch averages no gradients, is refused
-        with a RuntimeError where there are several processes.
+        With several processes a second backward through one forward raises a RuntimeError, because
+        torch does not average its gradients.
         """
         if self._reduction.buffers and torch.is_grad_enabled():
             self._reduction.buffers.clear()  # torch may cut others after the first backward.
@@ -254,7 +254,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._has_run_backward = self._runs_backward = False
         self._is_prepared |= torch.is_grad_enabled()
         is_parallel = self.require_backward_grad_sync and self._has_others
-        # What a generator yields is not there yet, and would be gone.
+        # Not a generator: reading the tensors that it yields would use it up.
         if torch.is_grad_enabled() and is_parallel and not isinstance(output, Iterator):
             found: list[Tensor] = []
             extract_tensors(output, found)
@@ -265,10 +265,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @contextlib.contextmanager
     def _teaching_the_graph(self) -> Iterator[None]:
-        """Have torch record the graph in the first backward, even in `no_sync`.
+        """Make torch record the graph in the first backward, even in `no_sync`.
 
-        torch takes the first backward of all for the one that shows which parameters get
-        gradients, and does not look at it in `no_sync`: it would average no gradients later.
+        torch expects the first backward to show which parameters get gradients, but records nothing
+        in `no_sync`; then it would never average gradients.
         """
         self._reduction.is_held = bool(self._learning) and not self.require_backward_grad_sync
         if not self._reduction.is_held:
@@ -306,7 +306,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
     def _leaves_gradients(self) -> bool:
-        """Return whether the backward under way adds to gradients of parameters."""
+        """Return whether the current backward adds to gradients of parameters."""
         try:
             return any(map(torch._C._will_engine_execute_node, self._nodes))
         except RuntimeError:  # torch.autograd.grad of parameters.
@@ -318,9 +318,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._learning = []
 
     def _follow_requires_grad(self) -> None:
-        """Begin anew if others are to be trained than before; torch knows those of the beginning.
+        """Make a new reducer, which has a fixed list, if other parameters require grad than before.
 
-        While none is, as the half of a GAN that is not trained now, nothing changes.
+        Nothing changes while none requires grad, as in the half of a GAN that is not trained now.
         """
         trained = [param.requires_grad for param in self._all_params]
         if trained == self._trained or not any(trained):
@@ -331,16 +331,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.__setstate__({})
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        """Keep torch from refusing every SyncBatchNorm on the CPU, where ours runs."""
+        """Keep torch from refusing SyncBatchNorm on the CPU, where ours runs."""
         if needs_torchs_check(module):
             super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
 
 
 def _note_gradient(model: weakref.ref[DistributedDataParallel], _: Tensor) -> None:
-    """See a gradient come in before the graph is known.
+    """Note that a parameter got a gradient before the graph is known.
 
-    What counts is the end of the outermost backward, which the output shows. Where no tensor was
-    found in that, this is taken for the outermost.
+    The graph is complete at the end of the outermost backward, which a tensor in the output shows.
+    If the output has no tensor, the current backward counts as the outermost.
     """
     self = model()
     if self is None or not self._is_prepared:

@@ -1,4 +1,4 @@
-"""Flattening calls for one collective, under the path that apex's names lead to."""
+"""Collectives over many tensors as one vector, under the names of apex."""
 
 from apex_mp.core.flat_calls import (
     apply_flat_dist_call,

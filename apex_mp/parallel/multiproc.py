@@ -1,10 +1,10 @@
 """`python -m apex_mp.parallel.multiproc main.py ...`: a process for each GPU, by torchrun.
 
-Each process runs the script with `--world-size N --rank I` after its own arguments, in place of
-those if it has them, and with the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT), so that `init_process_group("nccl")` needs nothing more; an address that
-the script gives, such as `init_method="tcp://127.0.0.1:23456"`, works too. Standard output of ranks
-above 0 goes to `GPU_I.log` in the current folder. If one process fails, all are stopped.
+Each process runs the script with `--world-size N --rank I` added to its arguments, or set if it has
+them, and with the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
+so that `init_process_group("nccl")` needs no more arguments. An address in the script, such as
+`init_method="tcp://127.0.0.1:23456"`, works too. Standard output of ranks above 0 goes to
+`GPU_I.log` in the current folder. If one process fails, all are stopped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script in several processes of this machine; exit as torchrun does.
 
     Args:
-        arguments: The command line: maybe `--nproc_per_node N`, then the script and what it is
-            given [None: that of this process].
+        arguments: The command line: `--nproc_per_node N` or nothing, then the script and its
+            arguments [None: that of this process].
     """
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp.parallel.multiproc",
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--nproc_per_node is {count}; it must be at least 1")
     from torch.distributed import run
 
-    # Else no process of the script opens the store at an address that it gives.
+    # Without it no process would open a store at the address that the script gives.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     own = ["--standalone", f"--nproc_per_node={count}", str(_WORKER)]
     run.main([*own, options.script, *options.arguments])

@@ -1,4 +1,4 @@
-"""Reducer: gradients averaged when a script says so, with the arguments of apex."""
+"""Reducer: average gradients when a script calls it, with the arguments of apex."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Reducer:
     """Average gradients over all processes when `reduce()` is called.
 
     Within `amp.scale_loss` call it before the block ends; with FP16_Optimizer, between
-    `backward(loss, update_master_grads=False)` and `update_master_grads()`: gradients are looked at
-    for an overflow after all processes have added theirs.
+    `backward(loss, update_master_grads=False)` and `update_master_grads()`. So gradients are
+    checked for inf and NaN after all processes have added theirs.
 
     Args:
-        module_or_grads_list: A module, whose parameters are broadcast from rank 0 now, with masters
-            that there are of them; or gradients, which may be nested in lists.
+        module_or_grads_list: A module, whose parameters and masters the constructor broadcasts from
+            rank 0; or gradients, which may be nested in lists.
     """
 
     def __init__(self, module_or_grads_list: torch.nn.Module | Iterable[Any]) -> None:

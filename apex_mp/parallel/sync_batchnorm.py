@@ -17,7 +17,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` with the arguments of apex.
 
     Without other processes it is an ordinary batch norm. On the CPU it is computed here, over any
-    backend that takes CPU tensors, such as gloo; a second derivative is there on neither.
+    backend that takes CPU tensors, such as gloo. It has no second derivative on either device.
 
     Args:
         num_features: Channels.
@@ -79,7 +79,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return out
 
     def _share_of_this_batch(self) -> float:
-        """Count the batch; return its share in the running statistics, of torch's two kinds."""
+        """Count the batch; return the momentum for it, as torch's batch norm does."""
         if self.num_batches_tracked is None:
             return self.momentum or 0.0
         self.num_batches_tracked.add_(1)
@@ -117,7 +117,7 @@ def convert_syncbn_model(
 
 
 def needs_torchs_check(module: torch.nn.Module) -> bool:
-    """Return whether a model has a batch norm that torch alone can synchronise, on GPUs only."""
+    """Return whether a model has a batch norm that only torch can synchronize, and only on GPUs."""
     return any(
         isinstance(layer, torch.nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm)
         for layer in module.modules()
@@ -143,7 +143,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
         )
     mine = None
     for start in range(0, world, group_size):
-        # Every process takes part in making every group.
+        # Every process must take part in making every group.
         group = dist.new_group([*range(start, start + group_size)])
         if start <= rank < start + group_size:
             mine = group

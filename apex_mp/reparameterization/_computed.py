@@ -1,4 +1,4 @@
-"""Parameters that a module computes whenever they are read: a class of the module's own does it."""
+"""Weights that a module computes whenever they are read, by properties of a class of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEY = "_reparameterizations"
 
 
 class Computes(Protocol):
-    """What `Reparameterization` is to this module and to the plans."""
+    """The methods of `Reparameterization` that this module and the plans call."""
 
     dim: int | None
     reparameterization_names: list[str]
@@ -33,18 +33,18 @@ class Computes(Protocol):
 
 
 def computed(module: nn.Module) -> dict[str, Computes]:
-    """Return what computes which attributes of a module, without those of its children."""
+    """Return the reparameterizations of a module's own attributes, by name."""
     present: dict[str, Computes] = module.__dict__.get(_KEY, {})
     return present
 
 
 def start(module: nn.Module, name: str, reparameterization: Computes) -> None:
-    """Compute the attribute `name` from now on; the parameter of that name is gone by now."""
+    """Compute the attribute `name` from now on; the module no longer has the parameter."""
     _become(module, {**computed(module), name: reparameterization})
 
 
 def stop(module: nn.Module, name: str) -> None:
-    """Compute the attribute `name` no longer."""
+    """Stop computing the attribute `name`."""
     _become(module, {key: value for key, value in computed(module).items() if key != name})
 
 
@@ -62,9 +62,9 @@ def _become(module: nn.Module, reparameterizations: dict[str, Computes]) -> None
 
 @functools.cache
 def _class_of(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass with the name of its base, so that `repr` and code that asks for it see no change.
+    """Return a subclass with the name of its base, so that `repr` and checks of it do not change.
 
-    Cached, so that two modules of one kind are of one class still.
+    Cached, so that two modules of one class still have one class.
     """
     mixin = _ComputingRNN if issubclass(base, nn.RNNBase) else _Computing
     members: dict[str, Any] = {name: _attribute(name) for name in names}
@@ -105,7 +105,7 @@ def _attribute(name: str) -> property:
 
 
 class _Computing(nn.Module):
-    """What the classes of `_class_of` have in common: they can be pickled."""
+    """The base of the classes of `_class_of`, which makes them picklable."""
 
     _base: ClassVar[Any]
     _names: ClassVar[tuple[str, ...]]
@@ -118,23 +118,23 @@ class _Computing(nn.Module):
 
 
 def _blank(base: Any, names: tuple[str, ...]) -> nn.Module:
-    """An object whose state is to come, from a pickle or a copy."""
+    """Return an object without state, which a pickle or a copy sets afterwards."""
     own = _class_of(base, names)
     return own.__new__(own)
 
 
 class _ComputingRNN(_Computing, nn.RNNBase):
-    """torch's recurrent layers keep a list of the weights that they pass to the kernels."""
+    """For torch's recurrent layers, which keep a list of the weights for the kernels."""
 
     def _update_flat_weights(self) -> None:
-        # Called by each forward. torch's own finds the weights changed, by computing them, and
-        # then computes them again; all in all four times.
+        # Called by each forward. torch's own method would compute the weights four times: to see
+        # that they have changed, and again.
         self._flat_weights = [getattr(self, name, None) for name in self._flat_weights_names]
         self.flatten_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # Results of autograd, which can be neither copied nor pickled; the next forward makes new.
+        # Results of autograd cannot be copied or pickled; the next forward computes them.
         state["_flat_weights"] = [
             None if name in computed(self) else weight
             for name, weight in zip(self._flat_weights_names, self._flat_weights, strict=True)

@@ -1,4 +1,4 @@
-"""Which weights are to be computed, and from what: all of it is checked before anything changes."""
+"""Plans: which weights will be computed, and from what. All is checked before anything changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[R]):
-    """One weight that is to be computed."""
+    """The plan for one weight."""
 
     owner: nn.Module
     name: str
@@ -29,7 +29,7 @@ class Plan(Generic[R]):
     params: list[Parameter]
 
     def carry_out(self) -> None:
-        """Put the parameters in the place of the weight."""
+        """Replace the weight by the new parameters."""
         del self.owner._parameters[self.name]
         names = self.reparameterization.reparameterization_names
         for name, param in zip(names, self.params, strict=True):
@@ -38,12 +38,12 @@ class Plan(Generic[R]):
 
 
 def plan_one(kind: type[R], module: nn.Module, name: str, dim: int | None) -> Plan[R] | None:
-    """Return the plan for one weight; None, and a line in the log, if it is none to compute.
+    """Return the plan for one weight; None, with a log message, if it cannot be computed.
 
     Args:
-        kind: The class that is to compute the weight.
-        module: The module that owns it, or one above.
-        name: The weight's name from there, with dots.
+        kind: The class that computes the weight.
+        module: The module that owns it, or an ancestor.
+        name: The weight's name in `module`, with dots.
         dim: For the constructor of `kind`.
     """
     path, _, local = name.rpartition(".")
@@ -64,13 +64,14 @@ def plan_one(kind: type[R], module: nn.Module, name: str, dim: int | None) -> Pl
 
 
 def plan_all(kind: type[R], module: nn.Module, dim: int | None, whole: nn.Module) -> list[Plan[R]]:
-    """Return the plans for all weights of more than one dimension, but those of embeddings.
+    """Return the plans for all weights of more than one dimension, except those of embeddings.
 
     Args:
-        kind: The class that is to compute the weights.
-        module: The module whose weights they are.
+        kind: The class that computes the weights.
+        module: The module with the weights.
         dim: For the constructor of `kind`.
-        whole: The model that it is in, which may have the same parameters elsewhere; or itself.
+        whole: The model that contains `module`, where the parameters may have other names; or
+            `module`.
     """
     own = list(_named(module))
     parts = {*module.modules()}
@@ -96,7 +97,7 @@ def plan_all(kind: type[R], module: nn.Module, dim: int | None, whole: nn.Module
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Parameter]]:
-    """Full name, owner, own name and parameter; each name of those that have several."""
+    """Yield full name, owner, own name and parameter, once for each name of a parameter."""
     for path, owner in module.named_modules():
         for name, param in owner._parameters.items():
             if param is not None:
@@ -138,7 +139,7 @@ def _plan(
     dim: int | None,
     same: Plan[R] | None,
 ) -> Plan[R]:
-    """Plan one weight; with the parameters of `same`, if that is a plan for the same weight."""
+    """Plan one weight; use the parameters of `same` if that is a plan for the same weight."""
     weight = owner._parameters[local]
     assert weight is not None
     if is_lazy(weight):

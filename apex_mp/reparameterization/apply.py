@@ -1,4 +1,4 @@
-"""Weights of a whole model, or one of them, computed from other parameters; and back."""
+"""Make weights of a model computed from other parameters, and make them parameters again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from apex_mp.reparameterization.weight_norm import WeightNorm
 def apply_weight_norm(
     module: nn.Module, name: str = "", dim: int | None = 0, hook_child: bool = True
 ) -> nn.Module:
-    """Let weights be computed as `g * v / |v|`; see `WeightNorm`.
+    """Compute weights as `g * v / |v|`; see `WeightNorm`.
 
-    The values of the weights stay as they are. Make the optimizer afterwards: the parameters are
-    `weight_g` and `weight_v` now, in the place of `weight`.
+    The values of the weights do not change. Make the optimizer afterwards: the parameters are then
+    `weight_g` and `weight_v`, in place of `weight`.
 
     Args:
         module: Changed in place.
         name: One weight of it, or of a module in it: "rnn.weight_hh_l0". "": all weights of more
-            than one dimension, but those of embeddings; "rnn": all such weights of that module
+            than one dimension, except those of embeddings; "rnn": all such weights of that module
             [""].
         dim: The dimension over which no norm is taken; None: one norm for the whole weight [0].
         hook_child: Unused: there is no hook [True].
@@ -56,10 +56,10 @@ def apply_reparameterization(
     dim: int | None = 0,
     hook_child: bool = True,
 ) -> nn.Module:
-    """Let weights be computed by `reparameterization` whenever they are read.
+    """Compute weights by `reparameterization` whenever they are read.
 
-    One parameter with several names stays one, if all of them are in `module` and no name is given;
-    if one of the names is an embedding's, it is left as it is.
+    A parameter with several names stays one parameter if all of them are in `module` and no name is
+    given; it is not changed if one of the names is an embedding's.
 
     Args:
         module: Changed in place.
@@ -73,8 +73,8 @@ def apply_reparameterization(
 
     Raises:
         TypeError: `reparameterization` is no subclass of `Reparameterization`.
-        AttributeError: A module on the way to the weight is not there.
-        ValueError: A weight is not there, is computed already, has no shape yet, or has another
+        AttributeError: A module on the path to the weight does not exist.
+        ValueError: A weight does not exist, is computed already, has no shape yet, or has another
             name in `module` besides the one given. Nothing is changed then.
     """
     if not isinstance(reparameterization, type) or not issubclass(
@@ -101,7 +101,7 @@ def remove_reparameterization(
 ) -> nn.Module:
     """Make weights parameters again, with the values they have.
 
-    Make the optimizer anew afterwards, if training goes on.
+    To train on, make a new optimizer afterwards.
 
     Args:
         module: Changed in place.
@@ -127,7 +127,7 @@ def remove_reparameterization(
         found = [(owner, p) for owner, p in found if owner in owners and p.name == local]
         if not found:
             raise ValueError(f"reparameterization of '{name}' not found in {module}")
-    # What was one parameter becomes one again.
+    # Names that shared one parameter share one again.
     restored: dict[tuple[Parameter, ...], Parameter] = {}
     for owner, present in found:
         params = tuple(present.get_params(owner))

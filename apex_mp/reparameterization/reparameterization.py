@@ -1,4 +1,4 @@
-"""The base class of what computes a weight from other parameters."""
+"""The base class of objects that compute a weight from other parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from apex_mp.reparameterization import _computed, _plan
 class Reparameterization:
     """Computes a module's weight from other parameters, whenever the weight is read.
 
-    A subclass says by `reparameterize` which parameters take the weight's place, and by
-    `compute_weight` what the weight is; `apply_reparameterization` puts it to work.
+    In a subclass `reparameterize` returns the parameters that replace the weight, and
+    `compute_weight` computes the weight from them; `apply_reparameterization` uses the subclass.
 
     Args:
         name: The weight's name in its module.
-        dim: What the subclass makes of it; None too.
+        dim: Its meaning is up to the subclass; may be None.
         module: The module that has the weight.
         retain_forward: Unused: no weight is kept [True].
 
     Attributes:
-        reparameterization_names: The names of the parameters that took the weight's place.
+        reparameterization_names: The names of the parameters that replaced the weight.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Reparameterization:
         """Return the weight; gradients flow through it to the parameters.
 
         Args:
-            module: Where the parameters are: read them from here, it may be a copy [the module of
-                the constructor].
+            module: The module that has the parameters, which may be a copy [the module of the
+                constructor].
             name: The weight's name there [the name of the constructor].
         """
         raise NotImplementedError(f"{type(self).__name__} must define compute_weight")
@@ -67,22 +67,22 @@ class Reparameterization:
         reparameterization: type[Reparameterization] | None = None,
         hook_child: bool = True,
     ) -> Reparameterization | None:
-        """Let one weight be computed, and return what computes it.
+        """Make one weight computed, and return the object that computes it.
 
         Args:
-            module: The module that has the weight, or one above.
-            name: The weight's name from there, such as "rnns.0.w_hh".
+            module: The module that has the weight, or an ancestor.
+            name: The weight's name in `module`, such as "rnns.0.w_hh".
             dim: For the constructor of `reparameterization`.
             reparameterization: The class; its instance is made here [this class, which computes
                 nothing].
             hook_child: Unused: there is no hook [True].
 
         Returns:
-            The instance; None if the weight is left as it is, because it has fewer than two
+            The instance; None if the weight is not changed, because it has fewer than two
             dimensions or belongs to an embedding.
 
         Raises:
-            ValueError: The weight is not there, is computed already, or is one with another.
+            ValueError: The weight does not exist, is computed already, or has another name too.
         """
         kind = Reparameterization if reparameterization is None else reparameterization
         plan = _plan.plan_one(kind, module, name, dim)
@@ -93,7 +93,7 @@ class Reparameterization:
 
     @staticmethod
     def get_module_and_name(module: nn.Module, name: str) -> tuple[Any, Any]:
-        """Return the module that "path.to.weight" belongs to, and "weight"; for "" twice None.
+        """Return the module at "path.to" and "weight" for "path.to.weight"; None twice for "".
 
         Args:
             module: The root.
@@ -107,7 +107,7 @@ class Reparameterization:
         return module, local
 
     def get_params(self, module: nn.Module) -> list[Parameter]:
-        """Return the parameters, of the module that has the weight.
+        """Return the parameters from which the weight is computed.
 
         Args:
             module: The module that has the weight.
@@ -119,11 +119,11 @@ class Reparameterization:
 
         Args:
             module: The module that has the weight.
-            weight: The parameter to be [a new one with the value that the weight has, which
-                requires grad if one of those that it is computed from does].
+            weight: The parameter to set [a new one with the weight's value, which requires grad if
+                a parameter that it is computed from does].
 
         Raises:
-            ValueError: The weight is computed from something that is no parameter any more.
+            ValueError: The weight is computed from something that is no longer a parameter.
         """
         gone = [n for n in self.reparameterization_names if n not in module._parameters]
         if gone:

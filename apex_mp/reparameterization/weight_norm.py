@@ -1,4 +1,4 @@
-"""Weight norm: a weight as a length and a direction, computed by torch."""
+"""Weight norm: a weight is computed from its norm and its direction."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class WeightNorm(Reparameterization):
 
     Args:
         name: As for `Reparameterization`.
-        dim: The dimension over which no norm is taken; negative ones count from the last. None:
-            one norm of the whole weight.
+        dim: The dimension over which no norm is taken; may be negative. None: one norm of the whole
+            weight.
         module: As for `Reparameterization`.
         retain_forward: As for `Reparameterization`.
     """
@@ -63,7 +63,7 @@ class WeightNorm(Reparameterization):
         return [f"{name}_g", f"{name}_v"], [Parameter(g), Parameter(v.clone())]
 
     def _warn_of_norms(self, name: str, g: Tensor) -> None:
-        """Say that 0 / 0 and inf / inf make NaN, unless values are to come later."""
+        """Warn that 0 / 0 and inf / inf give NaN, unless values are loaded later."""
         if g.is_meta:
             return
         unusable = int(((g == 0) | ~g.isfinite()).sum())
