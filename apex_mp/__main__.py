@@ -1,6 +1,6 @@
-"""`python -m apex_mp`: print what it runs on, exit with 1 if it cannot.
+"""`python -m apex_mp`: print what it runs on; exit with 1 if it cannot run.
 
-`run`: run a script. `check`: say what it needs. `report`: print what a Monitor has saved.
+`run` runs a script, `check` reports what it needs, `report` prints what a Monitor has saved.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate, and transformers.Trainer above it, with a GradScaler of this package."""
+"""GradScaler of this package in Hugging Face accelerate, and so in transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = [
 
 
 def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
-    """Have an Accelerator scale losses by `scaler`, and know which steps it skipped.
+    """Make an Accelerator scale losses by `scaler`, and know which steps were skipped.
 
     Call it before `accelerator.prepare`; with transformers on `trainer.accelerator`, before
-    `trainer.train()`. On a CPU accelerate ignores `mixed_precision="fp16"`; it must be "no" there.
-    float16 is then that of the model (`model.half()`) or of `torch.autocast` around its forward.
+    `trainer.train()`. On a CPU accelerate ignores `mixed_precision="fp16"`, so it must be "no";
+    use `model.half()`, or `torch.autocast` around the forward.
 
     Gradients in float16 stay scaled when `accelerator.clip_grad_norm_` clips them: the step
-    unscales and clips. All others are unscaled in place, as accelerate does it.
+    unscales and clips. All others are unscaled in place, as by accelerate.
 
     Args:
-        accelerator: Written in place: its class becomes a subclass of the same name.
-        scaler: Takes the place of the scaler that accelerate has made, if any.
+        accelerator: Changed in place: its class becomes a subclass of the same name.
+        scaler: Replaces the scaler that accelerate has made, if any.
 
     Raises:
         RuntimeError: An optimizer has been prepared already.
-        TypeError: One of the two is of another class.
+        TypeError: An argument is of a wrong class.
         ValueError: The Accelerator trains in bf16 or fp8, or by DeepSpeed or Megatron-LM; or
-            "fp16" would be ignored.
+            it would ignore "fp16".
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -85,8 +85,8 @@ def attach_scaler(accelerator: Accelerator, scaler: GradScaler) -> None:
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An optimizer that asks the scaler whether its last step was skipped.
 
-    accelerate looks whether `scaler.step` called `optimizer.step`. It calls that of a fused
-    optimizer always, which skips by itself.
+    accelerate's own test is whether `scaler.step` called `optimizer.step`, which it always does for
+    a fused optimizer: that skips steps itself.
     """
 
     _has_stepped = False
@@ -105,7 +105,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class _Scaling(Accelerator):  # type: ignore[misc]
-    """What an Accelerator does otherwise when a scaler is attached."""
+    """The methods of an Accelerator that change when a scaler is attached."""
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -120,7 +120,7 @@ class _Scaling(Accelerator):  # type: ignore[misc]
         prepared.__class__ = _ScaledOptimizer
         return prepared
 
-    # Those whose parameters are being clipped; None: all.
+    # The optimizers whose parameters are being clipped; None: all.
     _clipped: list[AcceleratedOptimizer] | None = None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -130,7 +130,7 @@ class _Scaling(Accelerator):  # type: ignore[misc]
             optimizer: An optimizer or a list of them [None: all that were prepared].
 
         Raises:
-            RuntimeError: Gradients of a second optimizer are to be unscaled before a step.
+            RuntimeError: Gradients of a second optimizer would be unscaled before a step.
         """
         if optimizer is None:
             optimizer = self._optimizers if self._clipped is None else self._clipped
@@ -143,7 +143,7 @@ class _Scaling(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip gradients as torch does; leave those in float16 to the step, see `attach_scaler`."""
+        """Clip gradients as torch does; those in float16 are clipped by the step."""
         with self._clipping(parameters) as params:
             with_grad = {param for param in params if param.grad is not None}
             for prepared in self._optimizers:
@@ -161,7 +161,7 @@ class _Scaling(Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _clipping(self, parameters: Tensor | Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Have `unscale_gradients()` mean the optimizers that own these parameters."""
+        """Make `unscale_gradients()` in the block apply to the optimizers of these parameters."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._clipped = [
             prepared

@@ -1,6 +1,6 @@
 """`import apex_mp.as_apex` makes `apex` importable: `apex_mp.install_as_apex()` as an import.
 
-Where it is installed already, of whatever era, it stays as it is.
+If it is installed already, of any era, this does nothing.
 """
 
 from apex_mp._as_apex.install import install_as_apex, installed_era

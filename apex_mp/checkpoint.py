@@ -1,4 +1,4 @@
-"""Checkpoint files: read apex's of 2018 to 2020 without running their code; write atomically."""
+"""Checkpoint files: load apex's of 2018 to 2020 without running their code; save atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-# How torch.save begins: an archive, or, until PyTorch 1.6, the pickle of a certain number.
+# How files of torch.save begin: an archive or, until PyTorch 1.6, the pickle of a fixed number.
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _TRUSTED = (
@@ -34,7 +34,7 @@ _one_at_a_time = threading.Lock()
 
 
 def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
-    """Call `torch.save`, so that a process that is killed leaves the old file as it was.
+    """Call `torch.save` so that the old file survives if the process is killed meanwhile.
 
     The file is written as `path` with `.new` appended, and then renamed.
 
@@ -51,24 +51,23 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> Any:
-    """Load what `torch.save` wrote, the loss scalers of apex among it, and nothing that could run.
+    """Load a file of `torch.save`, also with loss scalers of apex in it, without running its code.
 
-    It is `torch.load(weights_only=True)`, which knows tensors, containers and plain values, and
-    three classes more: `apex.fp16_utils.loss_scaler.LossScaler` and `DynamicLossScaler`, and
-    `apex.amp.scaler.LossScaler`. They arrive as those of apex_mp, which `load_state_dict` takes.
-    What this process itself has allowed by `torch.serialization.add_safe_globals` is known too.
+    This is `torch.load(weights_only=True)`, which loads tensors, containers and plain values, with
+    three more classes: `apex.fp16_utils.loss_scaler.LossScaler` and `DynamicLossScaler`, and
+    `apex.amp.scaler.LossScaler`. They become those of apex_mp, which `load_state_dict` takes.
+    Classes that were added by `torch.serialization.add_safe_globals` are loaded too.
 
     Args:
         path: A file's name, or a file opened for reading in binary.
-        map_location: As in torch.load; `load_state_dict` moves tensors to where they belong
-            ["cpu"].
+        map_location: As in torch.load; `load_state_dict` moves tensors to their devices ["cpu"].
 
     Returns:
         What was saved.
 
     Raises:
-        pickle.UnpicklingError: The file asks for something else, which the message names; nothing
-            of that has been imported or called then. Or it is no checkpoint, or not all of one.
+        pickle.UnpicklingError: The file asks for other classes or functions, which the message
+            names; they are not imported or called. Or it is no checkpoint, or is cut short.
         TypeError: `path` is neither a name nor such a file.
     """
     if isinstance(path, (str, os.PathLike)):
@@ -120,7 +119,7 @@ def _load(file: IO[bytes], name: str, map_location: Any) -> Any:
 
 
 def _is_tar(file: IO[bytes]) -> bool:
-    """Return whether it is an archive with something in it: zeros are one with nothing."""
+    """Return whether a file is a tar archive with members; a file of zeros is an empty archive."""
     start = file.tell()
     if not tarfile.is_tarfile(file):
         return False
@@ -141,7 +140,7 @@ def _check_is_checkpoint(file: IO[bytes], name: str) -> None:
     """Refuse a file that torch.save has not written, or that is cut short.
 
     Raises:
-        pickle.UnpicklingError: It is such a file.
+        pickle.UnpicklingError: The file is one of these.
     """
     beginning = file.read(max(map(len, (_OLD_MAGIC, _ZIP_MAGIC))))
     if beginning.startswith(_OLD_MAGIC):
@@ -172,7 +171,7 @@ def _damaged(name: str) -> pickle.UnpicklingError:
 
 
 def _unknown_names(file: IO[bytes]) -> str:
-    """The names that torch does not know, joined; to be asked while ours are among the known."""
+    """Return the names that torch does not know, joined; call it while ours are registered."""
     known = {
         **_weights_only_unpickler._get_allowed_globals(),
         **_weights_only_unpickler._get_user_allowed_globals(),  # type: ignore[no-untyped-call]
@@ -181,7 +180,7 @@ def _unknown_names(file: IO[bytes]) -> str:
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
-    """What torch's unpickler said, without the advice to load unsafely."""
+    """Return the message of torch's unpickler, without its advice to load unsafely."""
     said = str(error).split("WeightsUnpickler error: ")[-1]
     said = said.split("Check the documentation")[0].strip()
     return f"what torch.load(weights_only=True) refuses ({said})"

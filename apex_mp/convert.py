@@ -1,4 +1,4 @@
-"""Checkpoints from one precision to another: float32 into fp16 models, and masters back out."""
+"""Convert checkpoints between precisions: float32 into fp16 models, and masters to float32."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def rename(state_dict: Mapping[str, Any], model: nn.Module) -> OrderedDict[str, Any]:
-    """Return a state_dict with the keys that a model has.
+    """Return a state_dict with the keys of a model.
 
-    Prefixes of wrappers are taken away from all keys or put before all: "module." (DataParallel,
+    Prefixes of wrappers are removed from all keys or added to all: "module." (DataParallel,
     DistributedDataParallel), "network." (FP16Model), "1." (network_to_half), "0." (a Sequential),
-    also several of them. Tensors are not copied.
+    or several of them. Tensors are not copied.
 
     Args:
-        state_dict: Of the model, wrapped or not, by names.
-        model: Whose `state_dict()` has the keys wanted.
+        state_dict: The state_dict of the model, wrapped or not.
+        model: The model whose `state_dict()` has the wanted keys.
 
     Raises:
         TypeError: `state_dict` is no mapping by names, or `model` no module.
@@ -55,19 +55,19 @@ def load(
     *,
     report: _Report = None,
 ) -> None:
-    """Load a checkpoint of any precision into a model, and unrounded into its masters.
+    """Load a checkpoint of any precision into a model, and without rounding into its masters.
 
-    The model's tensors keep their dtypes: a float32 value is rounded to a float16 weight, batch
-    norms that were left in float32 stay exact. Keys are renamed as by `rename`.
+    The model's tensors keep their dtypes: a float32 value is rounded for a float16 weight, while
+    batch norms in float32 stay exact. Keys are renamed as by `rename`.
 
     Args:
         model: In mixed precision or not; wrapped, or not.
         state_dict: A model's, for example of a float32 run.
-        optimizer: The one that steps the model, or a list: an FP16_Optimizer that was made before
-            has masters of the old weights, and writes them to the model at the next step, unless it
-            is given here. After `amp.initialize` it is not needed [None].
-        report: Called with one line for each tensor, "name from dtype to dtype"; `print` will do
-            [None].
+        optimizer: The optimizer of the model, or a list. An FP16_Optimizer that exists already must
+            be given: its next step would write masters of the old weights to the model. It is not
+            needed after `amp.initialize` [None].
+        report: Called with one line for each tensor, "name from dtype to dtype", for example
+            `print` [None].
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -93,9 +93,9 @@ def load(
 def to_mixed(
     state_dict: Mapping[str, Any], model: nn.Module, *, report: _Report = None
 ) -> OrderedDict[str, Any]:
-    """Return a state_dict in a model's dtypes, for a file of its size; batch norm statistics stay.
+    """Return a state_dict in a model's dtypes, for a smaller file.
 
-    Masters would be loaded from it rounded: `load` takes the float32 state_dict itself.
+    Masters that are loaded from it are rounded; give `load` the float32 state_dict instead.
 
     Args:
         state_dict: A model's, for example of a float32 run.
@@ -122,9 +122,9 @@ def to_mixed(
 
 
 def to_float32(state_dict: Mapping[str, Any], *, report: _Report = None) -> OrderedDict[str, Any]:
-    """Return a state_dict whose float16 and bfloat16 tensors have become float32.
+    """Return a state_dict with float16 and bfloat16 tensors converted to float32.
 
-    Nothing comes back that was rounded away: `masters` has what an optimizer still knows.
+    Rounding is not undone; `masters` returns the unrounded weights that an optimizer keeps.
 
     Args:
         state_dict: A model's.
@@ -144,14 +144,14 @@ def to_float32(state_dict: Mapping[str, Any], *, report: _Report = None) -> Orde
 
 
 def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> OrderedDict[str, Any]:
-    """Return a model's state_dict in float32, with masters in place of weights that were rounded.
+    """Return a model's state_dict in float32, with masters in place of rounded weights.
 
-    A float32 model loads it: its keys are those of the network without wrappers. Tensors are
+    A float32 model can load it: its keys are those of the network without wrappers. Tensors are
     copies.
 
     Args:
         model: In mixed precision; wrapped, or not.
-        optimizer: The one that steps it, or a list: an FP16_Optimizer, one that went through
+        optimizer: Its optimizer, or a list: an FP16_Optimizer, one that went through
             `amp.initialize`, or a fused optimizer with `master_weights=True`.
         report: As for `load`; the first dtype is that of the model's own tensor [None].
 
@@ -185,7 +185,7 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
 
 
 def _copied(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """A dict of the same tensors, with what torch keeps beside them: versions of modules."""
+    """Return a copy of the dict with the same tensors and torch's `_metadata`."""
     copied = OrderedDict(state_dict)
     vars(copied).update(vars(state_dict) if isinstance(state_dict, OrderedDict) else {})
     return copied
@@ -200,7 +200,7 @@ def _renamed(function: str, state_dict: Any, model: Any) -> OrderedDict[str, Any
 def _masters_of(
     function: str, model: nn.Module, optimizer: Any, *, write: bool = False
 ) -> dict[int, Tensor]:
-    """Masters by the id() of their model's parameters; if they are to be written, in the state."""
+    """Return masters by id() of the model's parameters; with `write`, writing to them counts."""
     if optimizer is None:
         return {}
     found: dict[int, Tensor] = {}
@@ -239,7 +239,7 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 
 def _hidden_child(module: nn.Module) -> str | None:
-    """The child that the module's state_dict leaves out of its keys, if it is one of ours."""
+    """Return the child whose name a wrapper of ours leaves out of its keys, or None."""
     if isinstance(module, fp16_utils.FP16Model):
         return "network"
     of_two = isinstance(module, nn.Sequential) and len(module) == 2
@@ -247,7 +247,7 @@ def _hidden_child(module: nn.Module) -> str | None:
 
 
 def _tensors(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
-    """The model's own tensors by their keys in its state_dict, each with the module it is in."""
+    """Return the model's own tensors by their keys in its state_dict, each with its module."""
     keys = {*model.state_dict()}
     found: dict[str, tuple[nn.Module, Tensor]] = {}
     for prefix, module in _walk(model, ""):

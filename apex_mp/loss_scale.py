@@ -1,7 +1,7 @@
-"""The loss scale as a frozen value: no scale, a static one, or a dynamic one with one update rule.
+"""The loss scale as a frozen object: none, static, or dynamic with one update rule.
 
 A loss is multiplied by `scale` before backward and its gradients by `inv_scale` after it, so that
-small gradients survive float16. After each step `update(found_inf)` returns the next value:
+small gradients survive float16. After each step `update(found_inf)` returns the next loss scale:
 
     loss_scale = DynamicLossScale()
     ...
@@ -11,8 +11,8 @@ small gradients survive float16. After each step `update(found_inf)` returns the
         step()
     loss_scale = loss_scale.update(found_inf)
 
-Callers skip the step if `found_inf`, with every policy: a policy says only how large the scale is
-next. The device twin of the rule is `csrc/math/update_scale.h`; the tests hold the two together.
+Callers skip the step if `found_inf`, with every kind of loss scale: the kind only determines the
+next scale. `csrc/math/update_scale.h` has the same rule for devices; tests compare the two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FLOAT32_MAX = math.ldexp(2.0 - 2.0**-23, 127)
-# The least scale: its inverse is still finite in float32, and no device flushes it to zero.
+# The smallest scale: its inverse is finite in float32, and no device flushes it to zero.
 FLOAT32_SMALLEST_NORMAL = 2.0**-126
 INT32_MAX = 2**31 - 1
 
@@ -53,7 +53,7 @@ class NoOpLossScale:
         return 1.0
 
     def update(self, found_inf: bool) -> NoOpLossScale:
-        """Return this value: nothing changes it.
+        """Return this object: it never changes.
 
         Args:
             found_inf: Ignored.
@@ -84,7 +84,7 @@ class StaticLossScale:
         return 1.0 / self.scale
 
     def update(self, found_inf: bool) -> StaticLossScale:
-        """Return this value: an overflow skips the step, the scale stays.
+        """Return this object: an overflow skips the step, but the scale stays.
 
         Args:
             found_inf: Ignored.
@@ -94,7 +94,7 @@ class StaticLossScale:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """Scale by as much as the gradients bear: back off after overflows, grow after good steps.
+    """Adjust the scale to the gradients: back off after overflows, grow after good steps.
 
     The rule of `update`, once a step:
 
@@ -110,23 +110,23 @@ class DynamicLossScale:
                 scale = min(scale * growth_factor, max_scale)    unless that exceeds float32
                 good_steps = overflows = 0
 
-    A bound stops the scale and never pushes it: a scale that starts below `min_scale` is not raised
-    by an overflow, one that starts above `max_scale` is not lowered by good steps. A growth that
-    `max_scale` or float32 holds back counts as a growth, so it clears both counts too.
+    A bound only stops the scale: one that starts below `min_scale` is not raised by an overflow,
+    and one that starts above `max_scale` is not lowered by good steps. A growth that `max_scale` or
+    float32 prevents counts as a growth, so it clears both counts too.
 
     The product is taken in double precision and rounded to float32, on the host as on the device.
     With hysteresis=1, max_scale=inf and factors of two this is the rule of `torch.amp.GradScaler`
-    to the bit (other factors: also, unless a product lies within half an ulp above the largest
-    float32), as long as the scale stays above `min_scale`: GradScaler's own scale sinks to 0 when
+    to the bit (with other factors too, unless a product lies within half an ulp above the largest
+    float32), as long as the scale stays above `min_scale`: GradScaler's own scale backs off to 0 if
     overflows do not end. TensorFlow's `decr_every_n_nan_or_inf` is `hysteresis`.
 
     Args:
-        scale: Factor on the loss now, a positive normal float32 number [2**16].
+        scale: Factor on the loss, a positive normal float32 number [2**16].
         growth_factor: Growth multiplies the scale by this, at least 1; 1 never grows [2].
         backoff_factor: Backing off multiplies the scale by this, between 0 and 1 [0.5].
         growth_interval: Good steps in a row before the scale grows, at least 1 [2000].
         min_scale: The scale does not back off below this, a positive normal float32 number
-            [2**-126: no floor but that].
+            [2**-126].
         max_scale: The scale does not grow above this, at least `min_scale`; inf leaves only
             float32's own bound [inf].
         hysteresis: Overflows before the scale backs off, at least 1 [1].
@@ -208,10 +208,10 @@ def to_dict(loss_scale: LossScale) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> LossScale:
-    """Return the loss scale that `to_dict` wrote down.
+    """Return the loss scale for the result of `to_dict`.
 
     Args:
-        values: What `to_dict` returned.
+        values: The result of `to_dict`.
 
     Raises:
         TypeError: A field is unknown or missing, or is not a number.
@@ -234,7 +234,7 @@ _GRAD_SCALER_FIELDS = {
 
 
 def is_of_grad_scaler(state: Any) -> bool:
-    """Return whether a dict is, or means to be, the state of a `torch.amp.GradScaler`."""
+    """Return whether a dict has keys of the state of a `torch.amp.GradScaler`."""
     return isinstance(state, Mapping) and {"scale", "growth_factor"} <= state.keys()
 
 
@@ -257,7 +257,7 @@ def from_grad_scaler(state: Mapping[str, Any]) -> DynamicLossScale:
 
 
 def round_to_float32(x: float) -> float:
-    """Return a number, which is a normal float32 in size, rounded to float32."""
+    """Return a number in the range of normal float32 numbers, rounded to float32."""
     # 24 bits of mantissa remain; round() takes ties to even.
     mantissa, exponent = math.frexp(x)
     return math.ldexp(round(math.ldexp(mantissa, 24)), exponent - 24)
@@ -302,7 +302,7 @@ def _is(owner: object, name: str, value: object) -> str:
     return f"{type(owner).__name__}: {name} is {value!r}"
 
 
-# The numbers of the three old rules; dataclasses.replace changes one of them.
+# The defaults of apex's three loss scalers.
 AMP_PRESET = DynamicLossScale(2.0**16, growth_interval=2000, max_scale=2.0**24)
 FP16_UTILS_PRESET = DynamicLossScale(2.0**32, growth_interval=1000, min_scale=1.0)
 FUSED_PRESET = DynamicLossScale(2.0**16, growth_interval=1000, min_scale=1.0)

@@ -1,12 +1,12 @@
-"""The names of tf.contrib.mixed_precision: loss-scale managers, and an optimizer that asks one.
+"""The API of tf.contrib.mixed_precision: loss-scale managers, and an optimizer that uses one.
 
     manager = ExponentialUpdateLossScaleManager(init_loss_scale=2**32, incr_every_n_steps=1000)
     optimizer = LossScaleOptimizer(FusedAdam(model.parameters()), manager)
     ...
     optimizer.minimize(loss)
 
-A manager holds a value of `apex_mp.loss_scale`, which has the rule; `LossScaleOptimizer` is an
-`FP16_Optimizer` whose loss scale the manager has.
+A manager holds a loss scale of `apex_mp.loss_scale`, which has the rule; `LossScaleOptimizer` is an
+`FP16_Optimizer` that uses the manager's loss scale.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = [
     "LossScaleOptimizer",
 ]
 
-# Keys of a manager's state, which are TensorFlow's names, and the fields that they are.
+# Keys of a manager's state, with TensorFlow's names, and the fields of a loss scale.
 _STATE = {"loss_scale": "scale", "num_good_steps": "good_steps", "num_bad_steps": "overflows"}
 
 
 class LossScaleManager:
-    """Base of the managers: a loss scale, and how a step changes it.
+    """Base class of the managers: a loss scale, which each step updates.
 
-    Several optimizers may share one; each step of each counts.
+    Several optimizers may share one; each step of each of them updates it.
 
     Args:
-        loss_scale: The loss scale at first, a value of `apex_mp.loss_scale`.
+        loss_scale: The initial loss scale, an object of `apex_mp.loss_scale`.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -60,7 +60,7 @@ class LossScaleManager:
         return self._value.scale
 
     def update_loss_scale(self, finite_grads: bool | Tensor) -> None:
-        """Take note of a step.
+        """Update the loss scale after a step.
 
         Args:
             finite_grads: Whether no gradient held inf or NaN: a bool, or a bool tensor of one
@@ -87,10 +87,10 @@ class LossScaleManager:
         return {key: values[field] for key, field in _STATE.items() if field in values}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned; the arguments of the constructor stay.
+        """Load the result of `state_dict`; the arguments of the constructor stay.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The result of `state_dict`.
 
         Raises:
             TypeError, ValueError: A key is missing or unknown, or a value is out of range; nothing
@@ -128,10 +128,10 @@ class FixedLossScaleManager(LossScaleManager):
 class ExponentialUpdateLossScaleManager(LossScaleManager):
     """A loss scale that grows after good steps in a row and shrinks after bad ones.
 
-    The rule is that of `apex_mp.loss_scale.DynamicLossScale`, with a floor of 1. A bad step ends
-    the count of good steps, a good one leaves the count of bad steps; both start again when the
-    scale changes, or would change but for the floor or the range of float32. Numbers are float32,
-    so that the scales are those of TensorFlow to the bit.
+    The rule is that of `apex_mp.loss_scale.DynamicLossScale`, with a minimum of 1. A bad step
+    resets the count of good steps; a good step does not reset the count of bad ones. Both are reset
+    when the scale changes, or would change if not for the minimum or the range of float32. Numbers
+    are float32, so the scales equal those of TensorFlow to the bit.
 
     Args:
         init_loss_scale: Factor on the loss at first, at least 1.
@@ -175,7 +175,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
 
 
 class _ManagedScaler(LossScaler):
-    """The manager as FP16_Optimizer wants a loss scaler."""
+    """A loss scaler for FP16_Optimizer that uses a manager."""
 
     def __init__(self, manager: LossScaleManager) -> None:
         self.manager = manager
@@ -201,14 +201,14 @@ class _ManagedScaler(LossScaler):
         self.manager.load_state_dict(state_dict)
 
     def __copy__(self) -> _ManagedScaler:
-        """Return one with a manager of its own, to try a state on."""
+        """Return a scaler with a copy of the manager, on which a state can be tried."""
         manager = object.__new__(type(self.manager))
         vars(manager).update(vars(self.manager))
         return _ManagedScaler(manager)
 
 
 class LossScaleOptimizer(FP16_Optimizer):
-    """An optimizer whose loss a manager scales: tf.contrib.mixed_precision.LossScaleOptimizer.
+    """An optimizer that scales the loss by a manager, as in tf.contrib.mixed_precision.
 
         optimizer.minimize(loss)
 
@@ -217,15 +217,15 @@ class LossScaleOptimizer(FP16_Optimizer):
         grads_and_vars = optimizer.compute_gradients(loss)
         optimizer.apply_gradients([(grad.clamp(-1, 1), var) for grad, var in grads_and_vars])
 
-    It is an `apex_mp.fp16_utils.FP16_Optimizer`, so `backward`, `step`, `overflow_report` and the
-    rest are here too. Variables of float32, whose model computes in float16 by casts, are their own
-    masters; float16 parameters get float32 masters, and these are the variables. Whatever else the
-    optimizer inside has is an attribute here as well. On a GPU the host waits for each step,
-    because the manager is on the host.
+    It is an `apex_mp.fp16_utils.FP16_Optimizer`, so it has `backward`, `step`, `overflow_report`
+    and so on. float32 variables, with a model that computes in float16 by casts, are their own
+    masters; float16 parameters get float32 masters, which are the variables. Other attributes are
+    those of the inner optimizer. On a GPU the host waits for each step, because the manager is on
+    the host.
 
     Args:
         opt: Any torch optimizer.
-        loss_scale_manager: Has the loss scale; each step updates it.
+        loss_scale_manager: The manager; each step updates it.
         verbose: Log (which prints) why steps are skipped [True].
         model: The module whose names overflow messages use [None: group and index].
 
@@ -260,7 +260,7 @@ class LossScaleOptimizer(FP16_Optimizer):
 
     @property
     def _opt(self) -> Any:
-        """The optimizer inside, by TensorFlow's name."""
+        """The inner optimizer, by TensorFlow's name."""
         return self.optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -273,15 +273,15 @@ class LossScaleOptimizer(FP16_Optimizer):
     ) -> list[tuple[Tensor | None, Tensor]]:
         """Run backward on the scaled loss; return pairs of an unscaled gradient and its variable.
 
-        Gradients from before are cleared: they do not add up.
+        Earlier gradients are cleared: they do not add up.
 
         Args:
             loss: A scalar on the graph, or a function without arguments that returns one.
-            var_list: Which variables; parameters of the model, or their masters [None: all].
+            var_list: The variables: parameters of the model, or their masters [None: all].
 
         Returns:
-            For each variable its gradient in its dtype, None if the loss does not depend on it. The
-            variable of a float16 parameter is its float32 master.
+            For each variable the gradient in its dtype, or None if the loss does not depend on it.
+            The variable of a float16 parameter is its float32 master.
 
         Raises:
             TypeError: `loss` is no floating tensor.
@@ -295,13 +295,13 @@ class LossScaleOptimizer(FP16_Optimizer):
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Tensor | None, Tensor]]) -> None:
         """Step with the gradients given, or skip if one holds inf or NaN; update the manager.
 
-        Variables that are not given are not stepped. `overflow` says whether it was skipped.
+        Only these variables are stepped. Afterwards `overflow` says whether the step was skipped.
 
         Args:
-            grads_and_vars: As `compute_gradients` returns them.
+            grads_and_vars: Pairs as `compute_gradients` returns them.
 
         Raises:
-            ValueError: There is none, a variable is given twice, or the optimizer has no such
+            ValueError: There are no pairs, a variable is given twice, or the optimizer has no such
                 variable.
         """
         pairs = [*grads_and_vars]
@@ -334,7 +334,7 @@ class LossScaleOptimizer(FP16_Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _variables_of(self, var_list: Iterable[Tensor]) -> list[Tensor]:
-        """Return the variables for parameters of the model or variables."""
+        """Return the variables for a list of variables and parameters of the model."""
         mine: dict[int, Tensor] = {id(var): var for var in self._variables()}
         mine |= {id(param): master for master, param in self._masters.model_of.items()}
         given = [*var_list]
@@ -347,11 +347,11 @@ class LossScaleOptimizer(FP16_Optimizer):
                 )
         return [mine[id(var)] for var in given]
 
-    # What FP16_Optimizer does with its scaler.
+    # Attributes and methods of FP16_Optimizer that concern its scaler.
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """False: whether and how the loss scale changes is the manager's business."""
+        """False, because the manager decides how the loss scale changes."""
         return False
 
     @dynamic_loss_scale.setter
@@ -367,13 +367,12 @@ class LossScaleOptimizer(FP16_Optimizer):
         self._manager.load_state_dict(value.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or the state of the optimizer inside.
+        """Load the result of `state_dict`, or the state of the inner optimizer.
 
-        The manager takes the scale and the counts; from the state of an optimizer that was not
-        wrapped it takes nothing.
+        The manager's loss scale and counts are loaded too, if the state has them.
 
         Args:
-            state_dict: What one of the two returned.
+            state_dict: The result of `state_dict` of this or of the inner optimizer.
 
         Raises:
             TypeError, ValueError: The state does not fit, or is that of an FP16_Optimizer or a

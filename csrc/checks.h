@@ -1,5 +1,5 @@
-// Argument checks that all backends share. Each raises a sentence that names the operator, the
-// list, the index, the value and the wish, and an operator makes all of them before it writes
+// Argument checks of all backends. Each raises an error of one sentence, which names the operator,
+// the list, the index, the value and what it must be. An operator makes all checks before it writes
 // anything.
 #pragma once
 
@@ -62,8 +62,8 @@ inline void check_dense(const Argument& argument, const at::Tensor& tensor) {
               "; its elements must lie in memory without gaps or overlap, make it contiguous()");
 }
 
-// Element i of one must be element i of the other in memory: as many elements, and either both
-// contiguous or of the same strides (channels_last and the like are taken as they lie).
+// Element i of one must be element i of the other in memory: equal numbers of elements, and either
+// both contiguous or with equal strides (such as channels_last).
 inline void check_same_layout(const Argument& argument, const at::Tensor& tensor,
                               const Argument& other_argument, const at::Tensor& other) {
   TORCH_CHECK(tensor.numel() == other.numel(), argument, " has ", tensor.numel(), " elements, ",
@@ -79,8 +79,8 @@ inline void check_same_layout(const Argument& argument, const at::Tensor& tensor
               " and ", other.strides(), "; they must lie in memory in the same order");
 }
 
-// A fake tensor, a wrapper or a lazy negation has a way of its own through dispatch, which does not
-// look into an optional list. A kernel would take the memory, or nullptr, as it is.
+// Dispatch treats fake tensors, wrappers and lazy negations separately, but not those in an
+// optional list. A kernel would read their memory, or nullptr, as it is.
 inline void check_has_memory(const Argument& argument, const at::Tensor& tensor) {
   const bool empty = tensor.numel() == 0;
   TORCH_CHECK(
@@ -88,8 +88,8 @@ inline void check_has_memory(const Argument& argument, const at::Tensor& tensor)
       argument, " is a tensor whose numbers do not lie in its memory; clone() it");
 }
 
-// What is written may be what is read, element by element. Memory that overlaps otherwise would
-// change before it is read, or not, as threads and vectors happen to go.
+// An operator may write to the memory that it reads, element by element. If memory overlaps in
+// another way, results would depend on the order of threads and vectors.
 inline void check_same_or_apart(const Argument& argument, const at::Tensor& written,
                                 const Argument& other_argument, const at::Tensor& read) {
   const auto begin = reinterpret_cast<uintptr_t>(written.const_data_ptr());
@@ -101,8 +101,7 @@ inline void check_same_or_apart(const Argument& argument, const at::Tensor& writ
               "]; they must be the same memory or lie apart");
 }
 
-// An operator has no derivative, so it must not change a weight, or what was computed from one,
-// behind autograd's back.
+// An operator has no derivative, so it must not write to a tensor that autograd tracks.
 inline void check_writable(const Argument& argument, const at::Tensor& tensor) {
   TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad()), argument,
               " requires grad; call this operator under torch.no_grad()");
@@ -125,7 +124,7 @@ inline void check_one_element(const Argument& argument, const at::Tensor& tensor
   TORCH_CHECK(tensor.numel() == 1, argument, " has ", tensor.numel(), " elements; it must have 1");
 }
 
-// One number that is only read: on the device, or on the CPU from where it is read at once.
+// One number that is only read: on the device, or on the CPU, where the host reads it at once.
 inline void check_number(const Argument& argument, const at::Tensor& tensor,
                          const at::Device& device) {
   check_one_element(argument, tensor, tensor.is_cpu() ? at::Device(at::kCPU) : device,

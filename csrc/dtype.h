@@ -7,7 +7,7 @@
 
 namespace apex_mp {
 
-// kRemainder lies beside a 16-bit number: both are a float, see math/split.h.
+// kRemainder belongs to a 16-bit number; both together are a float, see math/split.h.
 enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble, kRemainder };
 
 APEX_MP_MATH constexpr int64_t size_of(DType dtype) {

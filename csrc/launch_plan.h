@@ -10,7 +10,7 @@
 
 namespace apex_mp {
 
-// A run of elements of one tensor; the unit that one thread (CPU) or one block (CUDA) works on.
+// Consecutive elements of one tensor; the unit of work of one thread (CPU) or one block (CUDA).
 struct Chunk {
   int64_t tensor;
   int64_t begin;
@@ -21,7 +21,7 @@ inline int64_t count_chunks(int64_t size, int64_t chunk_size) {
   return size / chunk_size + (size % chunk_size != 0);
 }
 
-// Chunk number `index` of a tensor. Its begin passes 2**31 long before its index does.
+// Returns chunk number `index` of a tensor. Its begin exceeds 2**31 long before its index does.
 APEX_MP_MATH Chunk chunk_of(int64_t tensor, int64_t index, int64_t size, int64_t chunk_size) {
   const int64_t begin = index * chunk_size;
   const int64_t left = size - begin;
@@ -35,8 +35,8 @@ inline void append_chunks(int64_t tensor, int64_t size, int64_t chunk_size,
   }
 }
 
-// Chunks in the order of the list; an empty tensor has none. The order depends on sizes alone,
-// never on threads, so a sum taken over chunks in order is reproducible.
+// Returns the chunks in the order of the list; an empty tensor has none. The order depends on
+// sizes, not on threads, so a sum over chunks in order is reproducible.
 inline std::vector<Chunk> cut_into_chunks(const std::vector<int64_t>& sizes, int64_t chunk_size) {
   std::vector<Chunk> chunks;
   for (int64_t tensor = 0; tensor < static_cast<int64_t>(sizes.size()); ++tensor) {
@@ -45,14 +45,15 @@ inline std::vector<Chunk> cut_into_chunks(const std::vector<int64_t>& sizes, int
   return chunks;
 }
 
-// What the chunks of a list may be: powers of two.
+// Limits of the size of chunks, powers of two.
 struct ChunkLimits {
   int64_t largest;
   int64_t smallest;
   int64_t enough;  // as many chunks need not be smaller
 };
 
-// The largest size of chunks at which a list makes enough of them; `smallest` where none does.
+// Returns the largest size at which a list has enough chunks, or `smallest` if none is small
+// enough.
 inline int64_t chunk_size_of(const std::vector<int64_t>& sizes, const ChunkLimits& limits) {
   const auto makes_enough = [&](int64_t chunk_size) {
     int64_t chunks = 0;
@@ -66,7 +67,7 @@ inline int64_t chunk_size_of(const std::vector<int64_t>& sizes, const ChunkLimit
   return chunk_size;
 }
 
-// One kernel launch over a run of tensors of the list. Block b takes chunk first_chunk + b of
+// One kernel launch over consecutive tensors of the list. Block b takes chunk first_chunk + b of
 // cut_into_chunks(); find_slot() finds its tensor.
 struct Launch {
   int64_t first_tensor;
@@ -75,8 +76,9 @@ struct Launch {
   int64_t chunks;  // 0 if all its tensors are empty
 };
 
-// Every tensor of the list, empty ones too, belongs to exactly one launch, in order. A tensor is
-// not divided: one of more than max_chunks chunks (2**31 of them are 2**45 numbers) is refused.
+// Returns the launches, in order; every tensor of the list, even if empty, belongs to exactly one.
+// A tensor is not divided: more than max_chunks chunks (2**31 of them are 2**45 numbers) are
+// refused.
 inline std::vector<Launch> cut_into_launches(const std::vector<int64_t>& sizes, int64_t chunk_size,
                                              int64_t max_tensors, int64_t max_chunks) {
   std::vector<Launch> launches;
@@ -95,9 +97,9 @@ inline std::vector<Launch> cut_into_launches(const std::vector<int64_t>& sizes, 
   return launches;
 }
 
-// The tensor of a launch that its chunk `chunk` lies in, where first_chunk[slot] is the number of
-// chunks before tensor `slot`. An empty tensor shares its number with the next one and is never
-// found: the last slot that begins at or before the chunk is.
+// Returns the tensor of a launch that contains its chunk `chunk`; first_chunk[slot] is the number
+// of chunks before tensor `slot`. This is the last slot that begins at or before the chunk: an
+// empty tensor begins where the next one does, and is never returned.
 APEX_MP_MATH int32_t find_slot(const int32_t* first_chunk, int32_t tensors, int32_t chunk) {
   int32_t found = 0;
   int32_t end = tensors;
@@ -112,15 +114,15 @@ APEX_MP_MATH int32_t find_slot(const int32_t* first_chunk, int32_t tensors, int3
   return found;
 }
 
-// Where an array begins in memory, and how many bytes one of its numbers takes.
+// The address of an array, and the bytes of one of its numbers.
 struct ArrayStart {
   uintptr_t address;
   int64_t number_bytes;
 };
 
-// A vector of `width` numbers is loaded and stored in pieces of its own size, but of 16 bytes at
-// most, and each piece must be aligned to its size. Returns how many numbers must be taken one by
-// one before vectors are aligned in all arrays at once, or -1 if they never are.
+// Returns how many numbers must be taken one by one before vectors of `width` numbers are aligned
+// in all arrays at once, or -1 if they never are. A vector is loaded and stored in pieces of its
+// size, at most 16 bytes, and each piece must be aligned to its size.
 inline int32_t common_head(const std::vector<ArrayStart>& arrays, int64_t width) {
   for (int32_t head = 0; head < width; ++head) {
     bool aligned = true;

@@ -1,1 +1,1 @@
-"""The name `apex`: what `import apex` and its like find while apex_mp stands in for it."""
+"""The name `apex`: the modules that `import apex` finds while apex_mp replaces it."""

@@ -1,4 +1,4 @@
-"""Stand-ins for what apex had and apex_mp does not have: importing works, using them raises."""
+"""Stand-ins for names of apex that apex_mp lacks: they can be imported, but raise when used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stand_in(module: str, name: str, instead: str) -> type:
     Args:
         module: Where the name was.
         name: The class or function of apex.
-        instead: What to use, beginning with a verb.
+        instead: What to use instead, beginning with a verb.
     """
     sentence = f"{module}.{name} is not in apex_mp; {instead}"
     return _Absent(name, (), {"__module__": module, "__doc__": sentence, "sentence": sentence})

@@ -1,4 +1,4 @@
-"""Small functions of apex.amp.utils, compat and rnn_compat, which scripts borrowed."""
+"""Small functions of apex.amp.utils, compat and rnn_compat, which scripts call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 
 
 def has_old_rnns() -> bool:
-    """Return whether recurrent layers are those of before PyTorch 1.0: they never are."""
+    """Return False: recurrent layers are not those of before PyTorch 1.0."""
     return False
 
 
@@ -29,7 +29,7 @@ def has_old_rnns() -> bool:
 
 
 def variable_is_tensor() -> bool:
-    """Return whether Variable and Tensor are one: always."""
+    """Return True: Variable and Tensor are one class."""
     return True
 
 
@@ -39,7 +39,7 @@ def tensor_is_variable() -> bool:
 
 
 def tensor_is_float_tensor() -> bool:
-    """Return whether tensors are of type torch.FloatTensor, as before PyTorch 0.4: never."""
+    """Return False: tensors are not of type torch.FloatTensor, as before PyTorch 0.4."""
     return False
 
 
@@ -98,7 +98,7 @@ def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
 
     Args:
         x: A tensor, or a list or tuple of such.
-        name: What to print a cast under.
+        name: The name that is printed with a cast.
         verbose: Print each cast of a tensor [False].
     """
     return _cast(x, torch.float32, torch.float16, f"Float->Half ({name})" if verbose else None)

@@ -1,4 +1,4 @@
-"""FusedAdam as apex.contrib.optimizers kept it after 2019-10."""
+"""FusedAdam of apex.contrib.optimizers, after 2019-10."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FusedAdam(optimizers.FusedAdam):
         max_grad_norm: As there.
         amsgrad: As there.
         use_mt: No effect: all tensors are stepped at once anyway [False].
-        amp_scale_adjustment: Not supported, but for 1 [1].
+        amp_scale_adjustment: Must be 1 [1].
         **options: Further arguments of `apex_mp.optimizers.FusedAdam`, by name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What differed between the eras of apex: which object a name stands for, and which names were."""
+"""The eras of apex, which differ in what a name stands for, and in which names exist."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Era:
     Attributes:
         name: Year and month.
         origins: Names that another module than that of the table holds.
-        absent: Names of the table that there were not.
+        absent: Names of the table that did not exist in this era.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which era of apex a script was written for, by the names and arguments that it uses."""
+"""Find the era of apex that a script was written for, by the names and arguments that it uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex_mp._as_apex.table import TOP_LEVEL
 
 DEFAULT = "2019-03"
 _BEFORE, _SINCE = ("2019-03",), ("2019-08", "2020")
-# Arguments of FusedAdam that there were only before its rewriting in August 2019, or only since.
+# Arguments of FusedAdam that exist only before its rewriting in August 2019, or only since.
 _ADAM = {
     "eps_inside_sqrt": _BEFORE,
     "max_grad_norm": _BEFORE,
@@ -30,12 +30,12 @@ _INITS = ("apex.amp.init", "apex.amp.amp.init")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What speaks for some eras.
+    """A name or argument that only some eras have.
 
     Attributes:
         what: The name or argument.
         where: File and line.
-        eras: Those that have it.
+        eras: The eras that have it.
     """
 
     what: str
@@ -44,7 +44,7 @@ class Evidence:
 
 
 def evidence_in(source: Source) -> Iterator[Evidence]:
-    """Yield what a file uses that not all eras have."""
+    """Yield what a file uses that only some eras have."""
     for name, where in source.uses():
         for place in places_of(name) if is_of_apex(name) else ():
             eras = tuple(eras_with(place))
@@ -68,7 +68,7 @@ def _of_arguments(call: Call) -> Iterator[Evidence]:
 
 
 def era_of(evidence: Iterable[Evidence]) -> str:
-    """Return the era that most of the evidence speaks for; of several the first."""
+    """Return the era with the most evidence; the first one of several."""
     found = [*evidence]
     return max(ERAS, key=lambda era: (sum(era in each.eras for each in found), era == DEFAULT))
 
@@ -85,7 +85,7 @@ def in_program(start: Path, root: Path, package: str = "") -> list[Evidence]:
 
 
 def in_module(name: str) -> list[Evidence]:
-    """Return the evidence in what `python -m name` runs and in what that imports of its package."""
+    """Return the evidence in what `python -m name` runs, and in its imports from its package."""
     package = name.partition(".")[0]
     for folder in map(Path, sys.path):
         whole = folder.joinpath(*name.split("."))

@@ -22,8 +22,8 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and loads every module of the table, as it was in one era.
 
     Args:
-        era: Which.
-        wording: How to name another one to the user.
+        era: The era.
+        wording: How messages say to choose another era.
     """
 
     def __init__(self, era: Era, wording: Wording) -> None:
@@ -39,23 +39,23 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Return a spec for a module of the table, None for any other.
 
         Raises:
-            ImportError: It is no module, but a name that a module of the table lacks in this era.
+            ImportError: It is a name that a module of the table lacks in this era.
         """
         module, _, name = fullname.rpartition(".")
         if (module, name) in self.era.absent:
             raise ImportError(self._absence(module, name), name=fullname)
         if fullname not in MODULES:
             return None
-        # `from module import name` looks for a submodule of that name if and only if `module` is a
-        # package; the lines above answer it.
+        # A package, too, if it lacks a name in this era: then `from module import name` looks for a
+        # submodule of that name, and the lines above raise the error.
         like_package = is_package(fullname) or any(fullname == of for of, _ in self.era.absent)
         return ModuleSpec(fullname, self, origin="apex_mp", is_package=like_package)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return what `python -m` runs for a module of the table.
+        """Return the code that `python -m` runs for a module of the table.
 
         Raises:
-            ImportError: It is no program.
+            ImportError: The module is not a program.
         """
         if fullname not in PROGRAMS:
             raise ImportError(f"{fullname} is no program; it is to be imported", name=fullname)
@@ -69,7 +69,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         children = EAGER if here == "apex" else _children(here)
         for child in children:
             importlib.import_module(child)
-        # Last: apex.amp._amp_state is a module, and then an object in apex.amp.
+        # Names after submodules: apex.amp._amp_state is a module, but an object as attribute.
         names = self.names(here)
         vars(module).update(names)
         shown = names or [child.rpartition(".")[2] for child in children]
@@ -79,7 +79,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module)["__getattr__"] = functools.partial(self._refuse, here)
 
     def _refuse(self, module: str, name: str) -> Any:
-        """What a module answers to a name that it has not."""
+        """Raise the AttributeError of a module for a name that it lacks."""
         if (module, name) in self.era.absent:
             raise AttributeError(self._absence(module, name))
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -92,7 +92,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def names(self, module: str) -> dict[str, Any]:
-        """Return what a module of the table holds in this era, submodules apart."""
+        """Return the names of a module of the table in this era, without submodules."""
         absent, origins = self.era.absent, self.era.origins
         found: dict[str, Any] = {}
         for origin, names in MODULES[module].items():
@@ -115,7 +115,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """Package metadata as apex had it: version 0.1, for ever."""
+    """Package metadata as apex had it: always version 0.1."""
 
     _FILES: ClassVar = {
         "METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n",
@@ -123,7 +123,7 @@ class _Distribution(importlib.metadata.Distribution):
     }
 
     def read_text(self, filename: str) -> str | None:
-        """Return the text of a metadata file, None where there is none."""
+        """Return the text of a metadata file, or None."""
         return self._FILES.get(filename)
 
     def locate_file(self, path: Any) -> Path:

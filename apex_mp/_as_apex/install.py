@@ -1,11 +1,11 @@
-"""Put the name `apex` into this process, and take it out again without a trace."""
+"""Install the name `apex` in this process, and remove it again without a trace."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-# The eras' modules now, so that installing and uninstalling change nothing but the name apex.
+# Import the eras' modules here, so that installing changes nothing but the name apex.
 from apex_mp._as_apex import contrib, since_2019_08, until_2019_08  # noqa: F401
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._as_apex.finder import ApexFinder
@@ -18,7 +18,7 @@ ON_THE_COMMAND_LINE = Wording("apex_mp run", "--force", "--era {}")
 
 
 class _Installation:
-    """The finder in sys.meta_path, and the modules that it has put out of sight."""
+    """The finder in sys.meta_path, and the modules that it hides."""
 
     def __init__(self, finder: ApexFinder) -> None:
         self.finder = finder
@@ -37,9 +37,9 @@ _installation: _Installation | None = None
 def install_as_apex(era: str = "2019-03", force: bool = False) -> None:
     """Make `import apex`, its modules, `amp_C` and the like find apex_mp in this process.
 
-    Nothing is written to disk. What differed between the years is as it was in `era`; a name that
-    apex_mp lacks can be imported, and says what to use instead when it is called.
-    `docs/apex_names.md` has the table. A second call for the same era does nothing.
+    Nothing is written to disk. Names and defaults that changed over the years are those of `era`. A
+    name that apex_mp lacks can be imported; calling it raises an error that says what to use
+    instead. `docs/apex_names.md` has the table. A second call for the same era does nothing.
 
     Args:
         era: "2019-03", the API of `amp.init`, with `amp.initialize` beside it; "2019-08", after
@@ -49,14 +49,14 @@ def install_as_apex(era: str = "2019-03", force: bool = False) -> None:
 
     Raises:
         ValueError: There is no such era.
-        RuntimeError: Another era is installed, or an apex that is not ours can be imported, and
-            `force` is not given.
+        RuntimeError: Another era is installed, or an apex that is not ours can be imported and
+            `force` is False.
     """
     install(era, force, _IN_PYTHON)
 
 
 def install(era: str, force: bool, wording: Wording) -> None:
-    """Do what `install_as_apex` does, with sentences for a user who stands elsewhere."""
+    """As `install_as_apex`, with messages for Python or for a command line."""
     global _installation
     if era not in ERAS:
         raise ValueError(
@@ -76,16 +76,16 @@ def install(era: str, force: bool, wording: Wording) -> None:
 
 
 def uninstall_as_apex() -> None:
-    """Undo `install_as_apex`: an apex that it hid is back, and modules of ours are forgotten.
+    """Undo `install_as_apex`: restore an apex that it hid, and remove our modules.
 
-    Without an installation it does nothing.
+    If nothing is installed it does nothing.
     """
     global _installation
     if _installation is None:
         return
     _installation.undo()
     _installation = None
-    # So that importing it installs again.
+    # So that another import of it installs again.
     if sys.modules.pop(_AS_APEX, None) is not None:
         vars(sys.modules["apex_mp"]).pop("as_apex", None)
 
@@ -111,7 +111,7 @@ def _refuse_to_hide(wording: Wording) -> None:
 
 
 def _place_of(name: str) -> str | None:
-    """Return where a module that is not ours would come from; a mere folder is none."""
+    """Return where a module that is not ours would be imported from, unless it is a mere folder."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None) or "sys.modules"
     for finder in sys.meta_path:

@@ -1,4 +1,4 @@
-"""FusedAdam with the arguments it has had since August 2019, and what O3 has saved since."""
+"""FusedAdam with its arguments since August 2019, and what O3 has saved since then."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FusedAdam(optimizers.FusedAdam):
             True: under GradScaler float16 gradients are left unscaled, too.
     """
 
-    # fairseq looks for it, to distinguish this FusedAdam from the one before.
+    # fairseq distinguishes this FusedAdam from the earlier one by this attribute.
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
 
     def __init__(
@@ -76,6 +76,6 @@ class FusedAdam(optimizers.FusedAdam):
         """Clear the gradients.
 
         Args:
-            set_to_none: To None instead of zero [None: as `set_grad_none` says].
+            set_to_none: Set them to None instead of zero [None: as `set_grad_none`].
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

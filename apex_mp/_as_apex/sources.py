@@ -1,4 +1,4 @@
-"""Python files that are read, not run: what their names stand for, and which of apex they use."""
+"""Python files that are parsed, not run: what their names stand for, and which are of apex."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A file, parsed.
+    """A parsed file.
 
     Attributes:
-        name: Its path from the folder that was asked for.
-        tree: What it says.
-        meanings: For each name that an import binds, what it stands for; `try` may have several.
+        name: Its path from the folder that is examined.
+        tree: The syntax tree.
+        meanings: For each name that an import binds, the full names that it may stand for; with
+            `try` there may be several.
     """
 
     name: str
@@ -45,11 +46,11 @@ class Source:
     meanings: dict[str, tuple[str, ...]]
 
     def where(self, node: ast.expr | ast.stmt) -> str:
-        """Return the file and line of a part."""
+        """Return the file and line of a node."""
         return f"{self.name}:{node.lineno}"
 
     def full_names(self, node: ast.expr) -> tuple[str, ...]:
-        """Return what `a.b.c` stands for if `a` is imported, else nothing."""
+        """Return the full names that `a.b.c` may stand for; empty if `a` is not imported."""
         if isinstance(node, ast.Name):
             return self.meanings.get(node.id, ())
         if isinstance(node, ast.Attribute):
@@ -92,7 +93,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def name_of(path: Path, root: Path) -> str:
-    """Return the path of a file from the folder, or the file, that was asked for."""
+    """Return the path of a file from `root`, a folder or the file itself."""
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
@@ -100,7 +101,7 @@ def read(path: Path, root: Path) -> Source:
     """Parse a file.
 
     Raises:
-        SyntaxError: It is not of Python 3.
+        SyntaxError: It is not Python 3.
         OSError: It cannot be read.
     """
     with warnings.catch_warnings():
@@ -120,7 +121,7 @@ def read(path: Path, root: Path) -> Source:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Return the full names that an import binds; of relative ones nothing is known."""
+    """Return the full names that an import binds; relative imports give none."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if node.level:
@@ -133,7 +134,7 @@ def program(start: Path, root: Path, package: str = "") -> Iterator[Path]:
 
     Args:
         start: The script.
-        root: Where imports begin.
+        root: The folder from which imports are resolved.
         package: Follow only imports from this package, if it is given.
     """
     found, waiting = {start}, [start]
@@ -172,18 +173,18 @@ def _local(tree: ast.Module, path: Path, root: Path, package: str) -> Iterator[P
 
 
 def is_of_apex(name: str) -> bool:
-    """Whether a full name is one of apex or its compiled modules."""
+    """Return whether a full name is one of apex or its compiled modules."""
     return name.partition(".")[0] in TOP_LEVEL
 
 
 def places_of(name: str) -> list[tuple[str, str]]:
-    """Return the places of the table, (module, name), that a full name may be; of a module none."""
+    """Return the places (module, name) in the table for a full name; none if it is a module's."""
     parts = name.split(".")
     splits = ((".".join(parts[:n]), parts[n]) for n in range(len(parts) - 1, 0, -1))
     return [(module, each) for module, each in splits if each in names_of(module)]
 
 
 def names_of(module: str) -> set[str]:
-    """Return the names in a module of apex, those that are not here included."""
+    """Return the names in a module of apex, including those that apex_mp lacks."""
     origins = MODULES.get(module, {}).values()
     return {name for names in origins for name in names.split()} | {*MISSING.get(module, {})}

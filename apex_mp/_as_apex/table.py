@@ -1,6 +1,6 @@
-"""Every module and name of apex that scripts import, and where it lives here: data.
+"""A table of every module and name of apex that scripts import, and where it is here.
 
-`docs/apex_names.md` shows this table to users, and a test holds the two together.
+`docs/apex_names.md` shows this table to users; a test checks that the two agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RNN = "GRU LSTM ReLU Tanh mLSTM"
 _RNN_BACKEND = "RNNCell bidirectionalRNN stackedRNN"
 _MLSTM_CELLS = "mLSTMCell mLSTMRNNCell"
 
-# What apex.normalization got after 2020.
+# Names that apex.normalization got after 2020.
 LATER_NORMS = "FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"
 LATER_NORM_FUNCTIONS = (
     "FusedLayerNormAffineMixedDtypesFunction FusedRMSNormAffineFunction "
@@ -172,10 +172,10 @@ MODULES: dict[str, dict[str, str]] = {
         )
     },
 }
-# What `python -m` runs.
+# Modules that `python -m` runs.
 PROGRAMS = ("apex.parallel.multiproc",)
 TOP_LEVEL = tuple(name for name in MODULES if "." not in name)
-# What `import apex` imported in one of the eras; the rest comes when it is asked for.
+# Modules that `import apex` imported in one of the eras; the others are imported when used.
 EAGER = [
     "apex.RNN",
     "apex.amp",
@@ -221,5 +221,5 @@ MISSING: dict[str, dict[str, str]] = {
 
 
 def is_package(module: str) -> bool:
-    """Return whether other modules lie in this one."""
+    """Return whether a module has submodules."""
     return any(other.startswith(f"{module}.") for other in MODULES)

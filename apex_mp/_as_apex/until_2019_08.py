@@ -1,4 +1,4 @@
-"""What apex had another way until the summer of 2019: the order of amp.init, the first scale."""
+"""What apex changed in the summer of 2019: arguments of amp.init, and the first loss scale."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def init(
         **options: Further arguments of `apex_mp.amp.init`, by name.
 
     Raises:
-        TypeError: `enable_caching` is neither True nor False, but perhaps a loss scale.
+        TypeError: `enable_caching` is neither True nor False, for example a loss scale.
     """
     if enable_caching is not None and not (
         isinstance(enable_caching, int) and enable_caching in (False, True)

@@ -1,4 +1,4 @@
-"""How messages say where to set another era: in Python, or on a command line."""
+"""How messages say to choose another era: in Python, or on a command line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """The words of one place where a user may stand.
+    """The words for Python or for a command line.
 
     Attributes:
-        caller: Who refuses.
+        caller: The function or command, for the message.
         force: How to hide an apex that is installed.
-        era: How to have another era, with a place for its name.
+        era: How to choose another era, with a placeholder for its name.
     """
 
     caller: str

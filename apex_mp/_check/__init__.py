@@ -1,1 +1,1 @@
-"""`python -m apex_mp check`: what a repository needs to run, without running it."""
+"""`python -m apex_mp check`: report what a repository needs to run, without running it."""

@@ -1,4 +1,4 @@
-"""What a file needs of `--modernize` and `--device cpu`, and what will not work."""
+"""Find what in a file needs `--modernize` or `--device cpu`, and what will not work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUPPLIED["torch"] |= {*REPLACED}
 _MASKED = re.compile(r"masked_(fill|scatter|select)_?")
 _BYTES = ("torch.uint8", "torch.ByteTensor", "torch.cuda.ByteTensor")
 _GPU_WORDS = re.compile(r"cuda(:\d+)?|nccl")
-# Modules of apex that are not about mixed precision, and what to take instead.
+# Modules of apex that are not about mixed precision, and what to use instead.
 _ELSEWHERE = {
     "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
     "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
@@ -42,7 +42,7 @@ _GONE = {
 
 
 def modernized(source: Source) -> Iterator[Use]:
-    """Yield what `--modernize` supplies."""
+    """Yield uses of what `--modernize` supplies."""
     for name, where in source.uses():
         module, _, last = name.rpartition(".")
         if name.startswith("torch._six"):
@@ -60,12 +60,12 @@ def modernized(source: Source) -> Iterator[Use]:
 
 
 def _is_there(module: str, name: str) -> bool:
-    """Whether a module has a name still; nothing is imported, as it might be what is examined."""
+    """Return whether a module still has a name; imports nothing, because that would run code."""
     return name not in REPLACED and hasattr(sys.modules.get(module), name)
 
 
 def _in_call(call: Call) -> str | None:
-    """Return what of a call `--modernize` supplies, if anything."""
+    """Return what `--modernize` supplies for a call, or None."""
     keywords = {keyword.arg for keyword in call.node.keywords}
     if None in keywords:  # **options
         return None
@@ -87,7 +87,7 @@ def _in_call(call: Call) -> str | None:
 
 
 def _with_masks(source: Source) -> Iterator[Use]:
-    """Yield masks of uint8 that a file makes, if it uses masks; and `1 - (a == b)`."""
+    """Yield uint8 masks that a file makes, if it uses masks; and `1 - (a == b)`."""
     attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
     takes_masks = any(_MASKED.fullmatch(node.attr) for node in attributes)
     for each in attributes if takes_masks else ():
@@ -107,7 +107,7 @@ def _is_number_of_loss(node: ast.Subscript) -> bool:
 
 
 def on_gpu(source: Source) -> Iterator[str]:
-    """Yield where a file asks for a GPU."""
+    """Yield the places where a file asks for a GPU."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             asks = node.func.attr == "cuda"
@@ -119,7 +119,7 @@ def on_gpu(source: Source) -> Iterator[str]:
 
 
 def unsupported(source: Source) -> Iterator[Use]:
-    """Yield what will not work, with what to do about it."""
+    """Yield what will not work, each with a remedy."""
     for name, where in source.uses():
         sentence = _absence(name) if is_of_apex(name) else None
         if name in _GONE:
@@ -136,7 +136,7 @@ def unsupported(source: Source) -> Iterator[Use]:
 
 
 def _absence(name: str) -> str | None:
-    """Return what to say of a name of apex that is not here."""
+    """Return the remedy for a name of apex that apex_mp lacks."""
     for module, each in places_of(name):
         instead = MISSING.get(module, {}).get(each)
         return None if instead is None else f"{module}.{each} is not in apex_mp; {instead}"

@@ -1,4 +1,4 @@
-"""What a repository needs, as text and as JSON."""
+"""The report of `python -m apex_mp check`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from apex_mp._check import needs
 
 Places = dict[str, list[str]]
 
-# The first eras of releases of torch; of containers the year and month.
+# How files name a version: releases of torch, or year and month of a container.
 _PINS = re.compile(
     r"\b(?:py)?torch(?:/pytorch)?\s*(?:==|=|:)\s*v?(\d+)\.(\d+)|nvidia/pytorch:(\d\d)\.(\d\d)", re.I
 )
@@ -34,17 +34,17 @@ _SHOWN = 3
 
 @dataclasses.dataclass
 class Report:
-    """What was found.
+    """What a repository needs.
 
     Attributes:
         files: How many files were read.
         names: Names of apex, and where they are used.
-        era: That of the names, arguments and packages.
-        evidence: What speaks for it.
+        era: The era of the names, arguments and packages.
+        evidence: Evidence for the era.
         modernize: What `--modernize` supplies, and where it is used.
-        gpu: Where a GPU is asked for.
-        unsupported: What will not work and what to do about it, and where it is used.
-        scripts: What can be run, the likeliest first.
+        gpu: Where a GPU is needed.
+        unsupported: What will not work with its remedy, and where it is used.
+        scripts: Files that can be run, the likeliest first.
     """
 
     files: int
@@ -62,11 +62,11 @@ class Report:
         return [*era, *(["--modernize"] if self.modernize else [])]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as lists, dicts and strings."""
+        """Return the report as lists, dicts and strings."""
         return {**dataclasses.asdict(self), "options": self.options()}
 
     def text(self, *, has_gpu: bool) -> str:
-        """Return what a person reads."""
+        """Return the report as text."""
         return "\n".join(self._lines(has_gpu))
 
     def _lines(self, has_gpu: bool) -> Iterator[str]:
@@ -139,14 +139,14 @@ def _read_all(path: Path) -> tuple[list[Source], list[Use]]:
 
 
 def _of_eras(evidence: Iterable[Evidence], era: str) -> Iterator[Use]:
-    """Yield what another era has than the one that was chosen."""
+    """Yield the evidence for eras other than the chosen one."""
     for each in evidence:
         if era not in each.eras:
             yield Use(f"{each.what} is of era {' and '.join(each.eras)}, not {era}", each.where)
 
 
 def _of_packages(root: Path) -> Iterator[Evidence]:
-    """Yield what versions of torch that are asked for say, where names of apex say nothing."""
+    """Yield evidence from required versions of torch, for code whose names fit all eras."""
     for file in (file for pattern in _TEXTS for file in sorted(root.glob(pattern))):
         for found in _PINS.finditer(file.read_text("utf-8", "replace")):
             major, minor, year, month = (int(each) if each else None for each in found.groups())
@@ -169,7 +169,7 @@ def _cuda_sources(path: Path) -> Iterator[Use]:
 
 
 def _scripts(path: Path, sources: Iterable[Source]) -> list[str]:
-    """Return files that are made to be run; those that use apex or are called so come first."""
+    """Return files that are meant to be run; those that use apex or are named so come first."""
 
     def rank(source: Source) -> tuple[bool, bool, int, str]:
         uses_apex = any(is_of_apex(use.name) for use in source.uses())
@@ -183,7 +183,7 @@ def _scripts(path: Path, sources: Iterable[Source]) -> list[str]:
 
 
 def _as_arguments(script: str) -> list[str]:
-    """Return what python is given to run a script: in a package, `-m` and the module."""
+    """Return the arguments of python that run a script: `-m` and a module in a package."""
     path = Path(script)
     folder, module = path.parent, [path.stem]
     while (folder / "__init__.py").is_file():

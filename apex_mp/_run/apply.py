@@ -1,4 +1,4 @@
-"""Make a process what the settings of a run say."""
+"""Apply the settings of a run to a process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from apex_mp._run.settings import Settings
 
 
 def apply(settings: Settings, *, child: bool) -> Replacements:
-    """Install the name apex, and what else is asked for.
+    """Install the name apex, and apply the other options.
 
     Args:
         settings: The options.
-        child: A parent process has announced them already.
+        child: Whether this is a child process, whose parent has printed the options already.
 
     Returns:
-        What was replaced in torch and elsewhere.
+        The replaced attributes of torch and other modules.
 
     Raises:
         RuntimeError: See `install_as_apex`.
@@ -40,7 +40,7 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
 
 
 def apply_in_child() -> None:
-    """Do in a child process what the parent did: sitecustomize.py calls it."""
+    """Apply the parent's settings in a child process; sitecustomize.py calls it."""
     settings = Settings.from_parent()
     apply(settings, child=True)
     sys.excepthook = hints.after(sys.excepthook, settings)

@@ -1,4 +1,4 @@
-"""`--dtype bfloat16`: what a script casts to float16 becomes bfloat16."""
+"""`--dtype bfloat16`: casts to float16 in a script become casts to bfloat16."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
         extension.load()
     except ImportError as error:
         sys.exit(f"apex_mp run: {error}")
-    # Only now: without the extension these modules cannot be imported, but help must be printed.
+    # Imported here: without the extension this fails, but help must be printed all the same.
     from apex_mp._run import main_module
     from apex_mp._run.apply import apply
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _era(name: str, is_module: bool) -> str:
-    """Return the era that a script was written for, and say by what it is known."""
+    """Return the era that a script was written for, and print the evidence."""
     script = Path(name)
     if is_module:
         found = evidence.in_module(name)
@@ -65,8 +65,8 @@ def _era(name: str, is_module: bool) -> str:
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return our options, and the target with all its arguments, which are not parsed.
 
-    As for python, `-m`, which may be joined with its module, is the last option, and `--` may end
-    them. argparse would take a `--` of the script away.
+    As for python, `-m` is the last option and may be joined with its module, and `--` may end the
+    options. argparse would remove a `--` among the script's arguments.
     """
     index = 0
     while index < len(arguments):

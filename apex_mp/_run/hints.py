@@ -1,4 +1,4 @@
-"""One line after a traceback that an option of the run would have spared."""
+"""A hint, printed after a traceback, that an option of the run would avoid the error."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _DEVICE = "--device cpu puts on the CPU what the script puts on a GPU"
 
 
 def line_for(error: BaseException, settings: Settings) -> str | None:
-    """Return what to say of an error that has ended a script, or None.
+    """Return the hint for an error that has ended a script, or None.
 
     Args:
-        error: Of this process, or one with the message of another process.
-        settings: What was asked for already.
+        error: An error of this process, or one with the message of another process.
+        settings: The options of the run.
     """
     said = "".join(traceback.format_exception_only(type(error), error))
     if settings.device is None and _WANTS_GPU.search(said):
@@ -106,6 +106,6 @@ def _supplied(what: str) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """The line of source where it was raised."""
+    """Return the line of source where an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return linecache.getline(frames[-1].filename, frames[-1].lineno or 0) if frames else ""

@@ -1,4 +1,4 @@
-"""What torch's launchers give a script, spelled as the script knows it."""
+"""Arguments of torch's launchers, spelled as old scripts know them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apex_mp._run.replacements import Replacements
 
 
 def accept_local_rank(replacements: Replacements) -> None:
-    """Have argparse take --local-rank where a script declares only --local_rank."""
+    """Make argparse accept --local-rank if a script declares only --local_rank."""
     parse = argparse.ArgumentParser.parse_known_args
     replacements.set(argparse.ArgumentParser, "parse_known_args", _with_old_spelling(parse))
 

@@ -1,4 +1,4 @@
-"""Run a script or a module as `__main__`, so that it runs as under `python`."""
+"""Run a script or a module as `__main__`, as `python` does."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from apex_mp._run.settings import Settings
 
 
 class Target:
-    """What is to be run.
+    """The script or module to run.
 
     Args:
         name: A path, or the name of a module.
-        is_module: Which.
+        is_module: Whether it is a module.
     """
 
     def __init__(self, name: str, *, is_module: bool) -> None:
@@ -46,7 +46,7 @@ class Target:
             sys.path.insert(0, folder)
 
     def execute(self, settings: Settings) -> None:
-        """Run it; what it raises leaves with the traceback it would have had, and maybe a hint."""
+        """Run it; tracebacks of its errors look as under `python`, perhaps with a hint."""
         global _first_main
         try:
             if self.is_module or self.is_container:
@@ -54,7 +54,7 @@ class Target:
                 sys.modules["__main__"] = ModuleType("__main__")
                 vars(sys.modules["__main__"])["__annotations__"] = {}
                 name = self.name if self.is_module else "__main__"
-                # What python -m calls itself.
+                # The function that python -m calls.
                 runpy._run_module_as_main(name, alter_argv=self.is_module)  # type: ignore[attr-defined]
             else:
                 _run_script(self.name)
@@ -65,7 +65,7 @@ class Target:
             raise
 
 
-# Kept: functions of it are still running.
+# Kept alive: its functions are still running.
 _first_main: ModuleType | None = None
 
 
@@ -96,7 +96,7 @@ def _compiled(path: str) -> CodeType:
 
 
 def _without_our_frames(hook: Any) -> Any:
-    """Return an excepthook that hides from `hook` that the script was not run by python itself."""
+    """Return an excepthook that removes the frames of this package before it calls `hook`."""
 
     def excepthook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -108,7 +108,7 @@ def _without_our_frames(hook: Any) -> Any:
 
 
 def _after_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """Drop all frames up to the last of this file."""
+    """Return the traceback without the frames up to the last one of this file."""
     ours = traceback
     while ours is not None and ours.tb_frame.f_code.co_filename != __file__:
         ours = ours.tb_next

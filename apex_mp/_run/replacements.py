@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a run, and can be put back."""
+"""Attributes that are replaced for a run, and can be restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ABSENT = object()
 
 
 class Replacements:
-    """What has been set, in order."""
+    """The attributes that were set, in order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -30,7 +30,7 @@ class Replacements:
             self.at_undo(lambda: setattr(owner, name, before))
 
     def _compile_as(self, value: Any, before: Any) -> None:
-        """Have torch.jit.script compile what was there instead of a function around it."""
+        """Make torch.jit.script compile the original instead of its replacement."""
         operator = _builtins._find_builtin(before)  # type: ignore[no-untyped-call]
         if operator is not None:
             _builtins._register_builtin(value, operator)
@@ -40,11 +40,11 @@ class Replacements:
             value.__prepare_scriptable__ = ready
 
     def at_undo(self, call: Callable[[], object]) -> None:
-        """Have something else called when all is put back."""
+        """Register a function that `undo` calls."""
         self._undo.append(call)
 
     def undo(self) -> None:
-        """Put everything back, the last first."""
+        """Restore all attributes, the last one first."""
         while self._undo:
             self._undo.pop()()
 
@@ -52,8 +52,8 @@ class Replacements:
 def called_by_torch() -> bool:
     """Return whether the caller of a replacement is code of torch or of ours, not of the script.
 
-    A replacement may stand around another, of `--device cpu` around one of `--modernize`: who
-    called the outermost is what counts.
+    A replacement may wrap another one, that of `--device cpu` one of `--modernize`; the caller of
+    the outermost counts.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_of_a_replacement(frame):
@@ -70,7 +70,7 @@ def _module(frame: FrameType) -> str:
 
 
 def to_scripts(value: Any, truth: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that answers torch itself truly, and scripts with a value."""
+    """Return a function that returns `truth()` to torch and `value` to scripts."""
     return unless_torch(lambda *_, **__: value, truth)
 
 

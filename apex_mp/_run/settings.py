@@ -1,4 +1,4 @@
-"""What a run is asked for, and how its child processes hear of it."""
+"""The options of a run, and how they are passed to its child processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Settings:
     Attributes:
         era: See `install_as_apex`.
         force: See there.
-        device: "cpu" to run on the CPU what asks for a GPU, or None.
-        modernize: Supply what later versions took away.
-        dtype: "bfloat16" to cast to that where a script casts to float16, or None.
+        device: "cpu" to run code for a GPU on the CPU, or None.
+        modernize: Supply what later versions removed.
+        dtype: "bfloat16" to cast to it where a script casts to float16, or None.
     """
 
     era: str = "2019-03"
@@ -30,7 +30,7 @@ class Settings:
     dtype: str | None = None
 
     def hand_to_children(self) -> None:
-        """Write the settings into the environment, and our sitecustomize in front of others."""
+        """Write the settings to the environment, and put our sitecustomize before others."""
         os.environ[_VARIABLE] = json.dumps(dataclasses.asdict(self))
         others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [str(_CHILD), *(path for path in others if path and path != str(_CHILD))]
@@ -38,5 +38,5 @@ class Settings:
 
     @classmethod
     def from_parent(cls) -> Settings:
-        """Read what a parent process has handed down."""
+        """Read the settings of the parent process."""
         return cls(**json.loads(os.environ[_VARIABLE]))

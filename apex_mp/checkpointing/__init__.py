@@ -1,1 +1,1 @@
-"""What reads files of old eras and of other libraries, behind `checkpoint` and `convert`."""
+"""Read files of old eras and of other libraries, for `checkpoint` and `convert`."""

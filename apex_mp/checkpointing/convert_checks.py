@@ -1,4 +1,4 @@
-"""What the functions of apex_mp.convert are given, refused in a sentence if it is wrong."""
+"""Checks of the arguments of apex_mp.convert, each with an error of one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apex_mp.core.state_checks import file_advice
 
 
 def check_state(function: str, state_dict: Any) -> None:
-    """Refuse what is no state_dict of a model, but a file's name, a model or a whole checkpoint.
+    """Check that `state_dict` is one of a model, not a file's name, a model or a whole checkpoint.
 
     Raises:
         TypeError: It is no mapping by names.
@@ -42,10 +42,10 @@ def _advice(state_dict: Any) -> str:
 
 
 def check_model(function: str, model: Any) -> None:
-    """Refuse what is no module.
+    """Check that `model` is a module.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -54,10 +54,10 @@ def check_model(function: str, model: Any) -> None:
 
 
 def check_optimizer(function: str, optimizer: Any) -> None:
-    """Refuse what is no optimizer.
+    """Check that `optimizer` is an optimizer.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not.
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
         raise TypeError(
@@ -67,10 +67,10 @@ def check_optimizer(function: str, optimizer: Any) -> None:
 
 
 def check_keys(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Refuse keys that are not the model's.
+    """Check that the keys are those of the model.
 
     Raises:
-        ValueError: Some are missing or too many.
+        ValueError: Keys are missing or unknown.
     """
     wanted = model.state_dict()
     missing = [
@@ -85,7 +85,7 @@ def check_keys(state: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def check_value(name: str, value: Any, tensor: Tensor) -> None:
-    """Refuse a value that does not go into the model's tensor.
+    """Check that a value fits into the model's tensor.
 
     Raises:
         ValueError: It is no tensor, of another shape, or too large for float16.

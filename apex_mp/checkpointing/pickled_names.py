@@ -1,4 +1,4 @@
-"""Which classes and functions a checkpoint asks for, without making any: for error messages."""
+"""Find the classes and functions that a checkpoint asks for, without loading it; for messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import IO, Any
 
-# In a file that is no archive: a number, a version, facts of the system, the object, its storages.
+# A file that is no archive has five pickles: number, version, system, object and storages.
 _PICKLES_IN_OLD_FILE = 5
 
 

@@ -1,4 +1,4 @@
-"""The loss scalers of 2018 to 2020 as pickle meets them in a file: checked, then made ours."""
+"""Convert pickled loss scalers of 2018 to 2020 to ours, with checks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from apex_mp.loss_scale import AMP_PRESET, FLOAT32_SMALLEST_NORMAL, DynamicLossS
 
 _Make: TypeAlias = Callable[[Mapping[str, Any]], object]
 
-# What apex's amp LossScaler had; `dynamic` came in 2019-03, `_min_loss_scale` in 2019-06. The
-# overflow buffer is scratch memory on a GPU.
+# Attributes of apex's amp LossScaler; it has had `dynamic` since 2019-03, `_min_loss_scale` since
+# 2019-06. The overflow buffer is scratch memory on a GPU.
 _AMP_ATTRIBUTES = {
     "dynamic",
     "_loss_scale",
@@ -59,21 +59,21 @@ _MAKERS: dict[str, _Make] = {
     "apex.fp16_utils.loss_scaler.LossScaler": _make_static,
     "apex.fp16_utils.loss_scaler.DynamicLossScaler": _make_dynamic,
     "apex.amp.scaler.LossScaler": _make_of_amp,
-    # What pickles ours writes.
+    # Names in pickles of our own scalers.
     "apex_mp.fp16_utils.loss_scaler.LossScaler": _make_static,
     "apex_mp.fp16_utils.loss_scaler.DynamicLossScaler": _make_dynamic,
 }
 
 
 class Receivers:
-    """For one load: classes that stand in for the old ones, and what became of their objects.
+    """Classes that replace the old ones during one load.
 
-    pickle can only do one thing to them: make one without arguments, and give it a state once. It
-    then is a scaler of ours, made by the constructors of ours from values that these have checked.
+    pickle can make an object of them without arguments and set its state once; nothing else. The
+    object is then a scaler of ours, whose constructor has checked the values.
 
     Attributes:
         aliases: For `torch.serialization.safe_globals`.
-        refusal: What a file asked of them that they do not do, or "".
+        refusal: What a file asked for that these classes refuse, or "".
     """
 
     def __init__(self) -> None:

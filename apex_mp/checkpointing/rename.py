@@ -1,4 +1,4 @@
-"""Keys of a state_dict with and without the prefixes that wrappers put in front of them."""
+"""Add and remove the prefixes that wrappers put before the keys of a state_dict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 # DataParallel and DistributedDataParallel; FP16Model; network_to_half, and a Sequential around.
 WRAPPER_PREFIXES = ("module.", "network.", "1.", "0.")
 
-# Files from before PyTorch 0.4.1 lack it; torch's batch norms know.
+# Files from before PyTorch 0.4.1 lack it; torch's batch norms load them all the same.
 _MAY_BE_MISSING = "num_batches_tracked"
 
 
@@ -28,7 +28,7 @@ def renamed(state_dict: Mapping[str, Any], wanted: Collection[str]) -> OrderedDi
 
 
 def _prefixes_between(saved: Collection[str], wanted: Collection[str]) -> tuple[str, str]:
-    """Return the prefix to take away and the one to put in its place."""
+    """Return the prefix to remove and the one to add."""
     ways = {
         (old, new): len({new + key[len(old) :] for key in saved} & {*wanted})
         for old in _common_prefixes(saved)
@@ -85,7 +85,7 @@ def _says_position(prefix: str) -> bool:
 
 
 def _shortest(old: str, new: str) -> tuple[str, str]:
-    """The same change without what both prefixes end with."""
+    """Return the two prefixes without their common end."""
     ours, theirs = old.split(".")[:-1], new.split(".")[:-1]
     while ours and theirs and ours[-1] == theirs[-1]:
         ours, theirs = ours[:-1], theirs[:-1]
@@ -93,7 +93,7 @@ def _shortest(old: str, new: str) -> tuple[str, str]:
 
 
 def _renamed_paths(versions: Mapping[str, Any], old: str, new: str) -> OrderedDict[str, Any]:
-    """Versions of modules, by their path, which has no dot at its end."""
+    """Return versions of modules by renamed paths, which have no dot at their end."""
     return OrderedDict(
         ((new + f"{path}."[len(old) :]).rstrip("."), value)
         for path, value in versions.items()

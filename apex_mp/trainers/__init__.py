@@ -1,1 +1,1 @@
-"""What the integrations share: `accelerate`, `lightning` and `pytorch_lightning`."""
+"""The common parts of the integrations `accelerate`, `lightning` and `pytorch_lightning`."""

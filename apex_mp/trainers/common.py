@@ -1,4 +1,4 @@
-"""What the modules for trainers share: their error where a trainer is missing, and one decision."""
+"""Functions for all trainers: the error if one is missing, and how gradients are treated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def missing_package(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error of importing a module of this package whose trainer is not installed.
+    """Return the import error of a module of this package whose trainer is not installed.
 
     Args:
         module: `apex_mp.` and the name under which the trainer is imported.
@@ -22,14 +22,14 @@ def missing_package(module: str, error: ModuleNotFoundError) -> ModuleNotFoundEr
 
 
 def has_half_grads(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether gradients are better left scaled until the step.
+    """Return whether gradients should stay scaled until the step, because they are float16.
 
-    Unscaled in place, float16 gradients below 2**-25 become 0.
+    If they were unscaled in place, gradients below 2**-25 would become 0.
     """
     return any(grad.dtype == torch.float16 for grad in grads_of(optimizer).values())
 
 
 def grads_of(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients of an optimizer's parameters, of those that have one."""
+    """Return the existing gradients of an optimizer's parameters."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return {param: param.grad for param in params if param.grad is not None}

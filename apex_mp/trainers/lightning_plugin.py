@@ -1,4 +1,4 @@
-"""What the precision plugins for `lightning` and `pytorch_lightning` share; imports neither."""
+"""The base class of the plugins for `lightning` and `pytorch_lightning`; imports neither."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from apex_mp.trainers.common import has_half_grads
 class ScaledPrecision:
     """float16 training with a GradScaler of this package, for any optimizer, fused ones included.
 
-    Gradients are unscaled before the hook `on_before_optimizer_step`, where Lightning's own plugin
-    does not unscale those of fused optimizers. Gradients in float16 stay scaled there and while
-    they are clipped by norm: unscaled in place, small ones would become 0.
+    Gradients are unscaled before the hook `on_before_optimizer_step`; Lightning's own plugin does
+    not unscale those of fused optimizers. Gradients in float16 stay scaled in the hook and during
+    clipping by norm, because small ones would become 0 if unscaled in place.
 
     Args:
         precision: "16-mixed", torch.autocast over weights in float32; or "16-true", all weights and
@@ -32,11 +32,11 @@ class ScaledPrecision:
 
     Raises:
         TypeError: `scaler` is not an `apex_mp.amp.GradScaler`.
-        ValueError: `precision` is another one.
+        ValueError: `precision` is not one of these.
     """
 
     scaler: GradScaler
-    # Stated by each plugin: HalfPrecision of its package.
+    # Defined by each plugin: HalfPrecision of its package.
     _half_precision: Callable[[str], Any]
 
     def __init__(
@@ -59,7 +59,7 @@ class ScaledPrecision:
 
     @property
     def _casts(self) -> Any:
-        """Whose methods convert the model and its inputs."""
+        """The plugin whose methods convert the model and its inputs."""
         return super() if self._half is None else self._half
 
     def convert_module(self, module: torch.nn.Module) -> Any:
@@ -80,7 +80,7 @@ class ScaledPrecision:
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run forward and backward, call Lightning's hooks, clip, step and adjust the scale."""
+        """Run forward and backward, call Lightning's hooks, clip, step and update the scale."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "FP16Plugin: LBFGS evaluates the loss several times in a step, and a GradScaler "
@@ -99,10 +99,10 @@ class ScaledPrecision:
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
-        """Clip gradients, scaled or not, as torch clips unscaled ones."""
+        """Clip gradients, scaled or not, with the result of torch's clipping of unscaled ones."""
         if clip_val <= 0:
             return
-        # In manual optimization it is Lightning's wrapper.
+        # In manual optimization the optimizer is Lightning's wrapper.
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         by_norm = gradient_clip_algorithm == "norm"
         if not (by_norm and has_half_grads(optimizer)):
@@ -113,7 +113,7 @@ class ScaledPrecision:
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the scale of a checkpoint that Lightning's own plugin has written."""
+        """Load the loss scale of a checkpoint that Lightning's own plugin has written."""
         theirs = checkpoint.get("MixedPrecision")
         if theirs:
             self.scaler.load_state_dict(theirs)

@@ -6,15 +6,15 @@
 
 namespace apex_mp::cpu {
 
-// "baseline", "avx2" or "avx512": what kernels() uses now. At first the best that the processor
-// has, or the one that the environment variable APEX_MP_CPU_LEVEL names.
+// The level that kernels() uses: "baseline", "avx2" or "avx512". At first it is the best one of the
+// processor, or the one in the environment variable APEX_MP_CPU_LEVEL.
 const char* level_name();
 
 // Choose a level by name; throws std::invalid_argument if this build or this
 // processor does not support it.
 void set_level(const std::string& name);
 
-// The levels that this build and this processor have, best first.
+// The levels that this build and this processor support, best first.
 std::vector<std::string> supported_levels();
 
 }  // namespace apex_mp::cpu

@@ -1,4 +1,4 @@
-// From torch tensors to what the CPU kernels take, and the loop over chunks of a list. For
+// Converts torch tensors to the arguments of CPU kernels, and loops over the chunks of a list. For
 // operators/ and step/.
 #pragma once
 
@@ -19,11 +19,11 @@ namespace apex_mp::cpu {
 // million elements still make work for 64 threads.
 constexpr int64_t kChunkSize = 16384;
 
-// A thread takes about so many elements at a time, and a further one is woken for so many: to wait
-// for it at the end costs more than it saves, above all where cores are busy with other programs.
+// The elements that a thread takes at a time. For fewer no other thread is woken: waiting for it at
+// the end would cost more than it saves, most of all if cores are busy with other programs.
 constexpr int64_t kElementsAtATime = 32768;
 constexpr int64_t kElementsPerThread = 2 * kElementsAtATime;
-// To begin a chunk, whose memory lies somewhere else, takes as long as so many elements.
+// To begin a chunk, with other memory, takes as long as so many elements.
 constexpr int64_t kElementsOfBeginning = 256;
 
 inline In in(const at::Tensor& tensor) { return {tensor.const_data_ptr(), dtype_of(tensor)}; }
@@ -57,9 +57,9 @@ inline std::vector<Chunk> chunks_of(at::TensorList tensors) {
   return cut_into_chunks(sizes, kChunkSize);
 }
 
-// Calls body(index) once for every chunk, in one parallel region for the whole list. Threads take
-// the next few chunks as they come to them: one that has to share its core with another program
-// would otherwise keep the others waiting. Nothing may depend on which thread takes what.
+// Calls body(index) once for every chunk, in one parallel region for the whole list. A thread takes
+// the next few chunks when it has done its last ones, so that one that shares its core with another
+// program does not keep the others waiting. Results must not depend on which thread takes a chunk.
 template <typename Body>
 void for_each_chunk(const std::vector<Chunk>& chunks, const Body& body) {
   const auto count = static_cast<int64_t>(chunks.size());

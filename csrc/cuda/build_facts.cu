@@ -1,4 +1,4 @@
-// What only the CUDA compiler knows of the build.
+// Facts of the build that only the CUDA compiler knows.
 #include "cuda/build_facts.h"
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// What only the CUDA compiler knows of the build; module.cpp shows it to Python.
+// Facts of the build that only the CUDA compiler knows; module.cpp shows them to Python.
 #pragma once
 
 namespace apex_mp::cuda {

@@ -1,5 +1,6 @@
 // The CUDA kernels as functions on raw memory and a stream; operators.cpp calls them with tensors.
-// They wait for nothing and allocate nothing on the device. All pointers are to device memory.
+// The host does not wait, and nothing is allocated on the device. All pointers are to device
+// memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,7 +35,7 @@ struct Number {
   double value;
 };
 
-// For check(), l2_norm() and the sums of unscale(): how many doubles of scratch memory they need.
+// The doubles of scratch memory that check(), l2_norm() and the sums of unscale() need.
 int64_t workspace_size(const std::vector<Row<1>>& tensors);
 
 struct Check {

@@ -12,11 +12,11 @@ namespace apex_mp::cuda {
 
 constexpr int kBlockSize = 256;
 
-// What gridDim.x may be.
+// The largest gridDim.x.
 constexpr int64_t kMaxBlocks = 2147483647;
 
-// Starts `blocks` blocks of kBlockSize threads; no blocks are no work, and CUDA refuses them.
-// Errors of the launch come as std::runtime_error, which torch shows as a RuntimeError.
+// Starts `blocks` blocks of kBlockSize threads, or does nothing for 0, which CUDA refuses. Throws
+// errors of the launch as std::runtime_error, which torch shows as a RuntimeError.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
             const Arguments&... arguments) {

@@ -1,4 +1,4 @@
-// What a block does with the numbers of its chunk: sums of squares, and the steps of optimizers.
+// The loops of a block over the numbers of its chunk: sums of squares, and the steps of optimizers.
 // For the kernels of check_, unscale_, exponents_ and of both passes of the step.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace apex_mp::cuda {
 
-// Of the first kWidth numbers, bit i is set if an aligned vector begins at number i.
+// Bit i is set if an aligned vector begins at number i, of the first kWidth numbers.
 template <uint32_t kWidth>
 __device__ uint32_t aligned_heads(const Array& array) {
   const int64_t bytes = size_of(array.dtype);
@@ -22,8 +22,8 @@ __device__ uint32_t aligned_heads(const Array& array) {
   return each_period << ((0u - number) & (period - 1u));
 }
 
-// What common_head() of launch_plan.h says, for the device: gradients move, so that their alignment
-// is known only here. In double math every number is a vector.
+// common_head() of launch_plan.h for the device: gradients move, so their alignment is known only
+// here. In double math every number is a vector.
 template <int kArrays>
 __device__ int32_t head_of(const Part<kArrays>& part) {
   if (part.double_math) return 0;
@@ -36,8 +36,8 @@ __device__ int32_t head_of(const Part<kArrays>& part) {
   return __ffs(static_cast<int>(heads)) - 1;
 }
 
-// Sums of squares again, in double: finite floats of 2e19 and more have no finite square in float.
-// Rare, so that numbers are loaded anew and not kept; vector by vector.
+// Sums squares again, in double: finite floats of 2e19 and more have no finite square in float.
+// This is rare, so numbers are not kept but loaded again, vector by vector.
 template <typename opmath_t, DType dtype, int kWidth, int kCount>
 __device__ double wide_sum_sq(const char* data, int index, Span<kWidth, kCount> span,
                               int32_t& found_inf) {
@@ -74,8 +74,8 @@ __device__ double sum_vectors(const char* data, int index, Span<kWidth, kCount> 
   return wide_sum_sq<opmath_t, dtype>(data, index, span, found_inf);
 }
 
-// This thread's share of the sum of squares. The dtype is a template argument, which saves a branch
-// for every vector.
+// Returns this thread's share of the sum of squares. The dtype is a template argument, which saves
+// a branch for every vector.
 template <typename opmath_t, DType dtype>
 __device__ double sum_squares_of(const Part<1>& part, int32_t& found_inf) {
   constexpr int kBytes = static_cast<int>(size_of(dtype));
@@ -109,8 +109,7 @@ struct UnscaledGrad {
   opmath_t inv_scale;
 };
 
-// As unscale_ computes it: in double math, too, the factor of a gradient that is no double is
-// float.
+// As unscale_ computes it: a gradient that is not double has a float factor, in double math too.
 template <typename opmath_t>
 __device__ UnscaledGrad<opmath_t> unscaled_grad(const Array& array, double inv_scale) {
   if (array.dtype == DType::kDouble) return {array, static_cast<opmath_t>(inv_scale)};
@@ -191,14 +190,14 @@ __device__ math::Measured measure_numbers(
   return total;
 }
 
-// How the state of a part is rounded if that is in bfloat16, and where the part begins in the row,
-// modulo 2**32.
+// How a part's state is rounded if it is in bfloat16, and where the part begins in its row, modulo
+// 2**32.
 struct StateRounding {
   math::Rounding rounding;
   uint32_t first;
 };
 
-// Rounds state in bfloat16 to numbers that store() stores unchanged.
+// Rounds state in bfloat16, so that store() stores the numbers unchanged.
 template <typename Rule, typename opmath_t, int kWidth, int kCount>
 __device__ void round_state(opmath_t (&tensors)[Rule::kTensors][kWidth * kCount],
                             const StateRounding& how, int index, Span<kWidth, kCount> span) {
@@ -217,8 +216,8 @@ __device__ void round_state(opmath_t (&tensors)[Rule::kTensors][kWidth * kCount]
   }
 }
 
-// `cache` is that of parameter and state: the gradient was read shortly before, and the copy is
-// what the next forward pass reads.
+// `cache` is for parameter and state only: the gradient is in the cache already, and the next
+// forward pass reads the copy.
 template <typename Rule, Cache cache, typename opmath_t>
 __device__ void step_numbers(const PartOf<Rule>& part,
                              const typename Rule::template Factors<opmath_t>& factors,

@@ -1,4 +1,4 @@
-// The sum over the threads of a warp or of a block, in a fixed order. For all kernels that add up.
+// Sums over the threads of a warp or of a block, in a fixed order. For all kernels with sums.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ struct Max {
   __device__ double operator()(double one, double other) const { return fmax(one, other); }
 };
 
-// Returns the result in lane 0, something else in the others. Every lane must come here.
+// Returns the result in lane 0, something else in the others. Every lane must call it.
 template <typename Combine>
 __device__ double warp_reduce(double value, Combine combine) {
 #pragma unroll
@@ -28,9 +28,9 @@ __device__ double warp_reduce(double value, Combine combine) {
 
 __device__ inline double warp_sum(double value) { return warp_reduce(value, Sum()); }
 
-// Returns the result in thread 0, something else in the others. Every thread of the block must come
-// here; a second call in one kernel needs a barrier before it, as it writes `results` again.
-// Static: each file has its own shared memory, also where a host compiler takes it for variables.
+// Returns the result in thread 0, something else in the others. Every thread of the block must call
+// it; a second call in one kernel needs a barrier before it, because it writes `results` again.
+// Static, so that each file has its own shared memory, also for a host compiler.
 template <typename Combine>
 static __device__ double block_reduce(double value, Combine combine) {
   __shared__ double results[kBlockSize / kWarpSize];

@@ -1,5 +1,5 @@
-// Which tensors one launch works on, passed by value as a kernel argument: no copy to the device,
-// no pinned memory, and a CUDA graph keeps it. For all kernels over lists of tensors.
+// The tensors of one launch, passed by value as a kernel argument: so there is no copy to the
+// device and no pinned memory, and a CUDA graph keeps it. For all kernels over lists of tensors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,27 +15,27 @@
 
 namespace apex_mp::cuda {
 
-// Numbers that one block takes. A short list has smaller chunks, so that all multiprocessors work:
+// The numbers of one block. A short list has smaller chunks, so that all multiprocessors have work:
 // 4 blocks for each of the 132 of an H100.
 constexpr int64_t kLargestChunk = APEX_MP_CHUNK_SIZE;
 constexpr int64_t kSmallestChunk = 2048;
 constexpr ChunkLimits kChunkLimits = {kLargestChunk, kSmallestChunk, 4 * 132};
 
-// Where numbers are summed up, all lists have chunks of one size: the sum of a tensor must not
-// depend on the other tensors.
+// For sums all lists have chunks of one size, so that the sum of a tensor does not depend on the
+// other tensors.
 constexpr ChunkLimits kSumLimits = {kLargestChunk, kLargestChunk, 0};
 
-// Halved, it stays a multiple of 16: alignment is judged once for a tensor (common_head), so all
-// its chunks must share it.
+// When it is halved it stays a multiple of 16: all chunks of a tensor must have the same alignment,
+// which is computed once for the tensor (common_head).
 static_assert((kLargestChunk & (kLargestChunk - 1)) == 0);
 static_assert(kLargestChunk >= kSmallestChunk && kSmallestChunk % 16 == 0);
 
-// A few tensors. The time to copy the arguments of a launch to the device grows with their size.
+// For a few tensors: the time to copy the arguments of a launch grows with their size.
 constexpr int kFewTableBytes = 3600;
 
-// A kernel may take 32,764 bytes of arguments since CUDA 12.1, before that 4,096. The numbers and
-// pointers beside the table take less than the rest. setup.py refuses GPUs before sm_70, where
-// 4,096 bytes are the limit.
+// A kernel may have 32,764 bytes of arguments since CUDA 12.1, before that 4,096. What the table
+// leaves is enough for the other arguments. setup.py refuses GPUs before sm_70, for which 4,096
+// bytes are the limit.
 constexpr int kTableBytes = CUDART_VERSION >= 12010 ? 32400 : kFewTableBytes;
 
 template <int kArrays>

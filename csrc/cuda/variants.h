@@ -1,5 +1,5 @@
-// What only measurements on a GPU decide. A build chooses otherwise by macros, so that benchmarks
-// may compare: NVCC_APPEND_FLAGS=-DAPEX_MP_VECTORS=1. All are read by nvcc alone, in .cu files.
+// Parameters whose best values only measurements on a GPU can show. Macros override them, so that
+// benchmarks can compare: NVCC_APPEND_FLAGS=-DAPEX_MP_VECTORS=1. Only .cu files use them.
 #pragma once
 
 // The most numbers that one block takes: a power of two, at least 2048.
@@ -7,19 +7,19 @@
 #define APEX_MP_CHUNK_SIZE 16384
 #endif
 
-// Vectors of each array that a thread loads before it computes, where a kernel writes: with 2 it
-// has twice as much under way, with 1 it needs fewer registers.
+// Vectors of each array that a thread loads before it computes, in kernels that write: with 2 more
+// loads run at the same time, with 1 a thread needs fewer registers.
 #ifndef APEX_MP_VECTORS
 #define APEX_MP_VECTORS 2
 #endif
 
-// The same where a kernel only reads: check_, l2_norm_ and pass 1 of the fused step.
+// The same in kernels that only read: check_, l2_norm_ and pass 1 of the fused step.
 #ifndef APEX_MP_READ_VECTORS
 #define APEX_MP_READ_VECTORS 4
 #endif
 
-// Blocks that the compiler must fit on a multiprocessor, where a kernel writes: 4 leave a thread 64
-// registers, 5 leave it 48, 6 leave it 40.
+// Blocks that must fit on a multiprocessor, in kernels that write: with 4 a thread has 64
+// registers, with 5 it has 48, with 6 it has 40.
 #ifndef APEX_MP_BLOCKS
 #define APEX_MP_BLOCKS 4
 #endif

@@ -1,6 +1,6 @@
-// Numbers of any dtype in and out of memory, in vectors of up to 16 bytes a load, and the walk of a
-// block over its part. dtypes are known at run time only: a branch for every vector costs nothing
-// beside the memory, and one kernel serves all mixtures of dtypes in a list. For all kernels over
+// Loads and stores of numbers of any dtype, in vectors of up to 16 bytes, and the walk of a block
+// over its part. dtypes are known at run time only: a branch for every vector costs nothing beside
+// the memory access, and one kernel serves all mixtures of dtypes in a list. For all kernels over
 // lists of tensors.
 #pragma once
 
@@ -16,16 +16,17 @@
 
 namespace apex_mp::cuda {
 
-// Numbers of a vector, which lie together: 16 bytes of fp32, so that the threads of a warp touch
-// each sector of memory once; of fp16 8 bytes, or 16 where there is no other array. In double math,
-// a rare case, more than one would cost all other cases registers.
+// The numbers of a vector, which are adjacent in memory: 16 bytes of fp32, so that the threads of a
+// warp access each sector of memory once; 8 bytes of fp16, or 16 if there is no other array. In
+// double math, which is rare, it is one number: more would cost all other cases registers.
 template <typename opmath_t, int kArrays>
 constexpr int kVector = sizeof(opmath_t) == sizeof(double) ? 1
                         : kArrays == 1                     ? 8
                                                            : 4;
 
-// The numbers that a thread takes at once: vectors that lie one block's vectors apart. A value of
-// this type is an argument of generic lambdas, and converts to how many numbers there are.
+// The numbers that a thread takes at once: vectors, with the vectors of the other threads between
+// them. A value of this type is an argument of generic lambdas, and converts to the number of
+// numbers.
 template <int kWidth, int kCount>
 struct Span {
   static constexpr int kStride = kWidth * kBlockSize;  // from one vector to the next
@@ -66,18 +67,18 @@ __device__ void walk(const PartOf& part, const Body& body) {
   walk_vectors<kVector<opmath_t, kArrays>, kCount>(part, body);
 }
 
-// `width` numbers as they lie in memory. A kernel loads all arrays that it needs before it
-// converts any, so that the loads are under way together.
+// `width` numbers in their own dtype. A kernel loads all arrays that it needs before it converts
+// any, so that the loads run at the same time.
 template <typename opmath_t, int width>
 struct Raw {
   uint32_t words[width * sizeof(opmath_t) / sizeof(uint32_t)];
 };
 
-// Whether memory is likely to be read again soon: what is streamed leaves the caches first.
+// Whether memory is likely to be read again soon; streamed data leave the caches first.
 enum class Cache { kKept, kStreamed };
 
-// An address that a kernel finds in memory may be of shared or local memory, for all that the
-// compiler knows. This says that it is of global memory.
+// Declares to the compiler that an address is one of global memory; an address that a kernel reads
+// from memory could be one of shared or local memory.
 template <typename T>
 __device__ T* global(T* address) {
   __builtin_assume(__isGlobal(address));
@@ -159,7 +160,7 @@ __device__ void store_vectors(const uint32_t* words, char* dst, Span<kWidth, kCo
   }
 }
 
-// The caller has chosen double math if the array holds doubles.
+// If the array holds doubles, the caller must have chosen double math.
 template <typename opmath_t, Cache cache = Cache::kKept, int kWidth, int kCount>
 __device__ auto load(const Array& array, int index, Span<kWidth, kCount> span) {
   const char* src = static_cast<const char*>(array.data) + index * size_of(array.dtype);
@@ -216,7 +217,7 @@ __device__ void read(const Array& array, int index, SpanOf span, opmath_t (&numb
   widen(load<opmath_t>(array, index, span), array.dtype, numbers);
 }
 
-// The same where the dtype is known when a kernel is compiled.
+// The same for a dtype that is known when the kernel is compiled.
 template <DType dtype, typename opmath_t, int width, typename SpanOf>
 __device__ void read_as(const char* data, int index, SpanOf span, opmath_t (&numbers)[width]) {
   constexpr int kBytes = static_cast<int>(size_of(dtype));
@@ -261,7 +262,7 @@ __device__ void store(const opmath_t (&numbers)[width], const Array& array, int 
   }
 }
 
-// Makes of numbers what a load would find after store().
+// Rounds numbers to what a load would return after store().
 template <typename opmath_t, int width>
 __device__ void round_as_stored(DType dtype, opmath_t (&numbers)[width]) {
 #pragma unroll
@@ -289,14 +290,14 @@ __device__ inline void split(float master, DType dtype, uint32_t& weight, uint32
   }
 }
 
-// Nothing, unless the array holds remainders.
+// Loads nothing unless the array holds remainders.
 template <typename opmath_t, Cache cache = Cache::kKept, int kWidth, int kCount>
 __device__ auto load_remainders(const Array& array, int index, Span<kWidth, kCount> span) {
   if (array.dtype == DType::kRemainder) return load<opmath_t, cache>(array, index, span);
   return Raw<opmath_t, span>{};
 }
 
-// Makes masters of `numbers`, the weights, if the array `remainders` holds such.
+// Turns `numbers`, the weights, into masters if the array `remainders` holds remainders.
 template <typename opmath_t, int width>
 __device__ void join_masters(const Raw<opmath_t, width>& raw, const Array& weights,
                              const Array& remainders, opmath_t (&numbers)[width]) {
@@ -307,7 +308,7 @@ __device__ void join_masters(const Raw<opmath_t, width>& raw, const Array& weigh
   }
 }
 
-// What the next forward pass reads is kept in the cache, the remainder as `cache` says.
+// The weight stays in the cache for the next forward pass; `cache` is for the remainder.
 template <Cache cache, typename opmath_t, int width, typename SpanOf>
 __device__ void store_split(const opmath_t (&masters)[width], const Array& weights,
                             const Array& remainders, int index, SpanOf span) {
@@ -325,7 +326,7 @@ __device__ void store_split(const opmath_t (&masters)[width], const Array& weigh
   store_vectors<2, cache>(remainder_words, static_cast<char*>(remainders.data) + index * 2, span);
 }
 
-// Of a Number of kernels.h or of a step.
+// The value of a Number of kernels.h or of a step.
 template <typename NumberOf>
 __device__ double value_of(const NumberOf& number) {
   if (number.pointer == nullptr) return number.value;

@@ -1,1 +1,1 @@
-"""The folder that stands in PYTHONPATH of child processes: it holds a sitecustomize."""
+"""A folder that is put into PYTHONPATH of child processes, for its sitecustomize."""

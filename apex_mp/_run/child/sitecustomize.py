@@ -1,7 +1,8 @@
-"""Carries a run of `python -m apex_mp run` into child processes, by way of PYTHONPATH.
+"""Applies a run of `python -m apex_mp run` to child processes, which find it by PYTHONPATH.
 
-Python imports this when it starts. It does nothing but wait: when torch or apex is first imported,
-apex_mp is, and makes the process what its parent was. Then it runs the sitecustomize that it hides.
+Python imports this when it starts. It installs a finder: when torch or apex is first imported, the
+finder imports apex_mp, which applies the parent's settings. Then this runs the sitecustomize that
+it hides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Waiting:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for what was waited for, None for all else."""
+        """Return a spec for torch or apex, and None for all other modules."""
         if name == "torch":
             return self._torch(path)
         if name.partition(".")[0] in _APEX and self in sys.meta_path:
@@ -37,7 +38,7 @@ class _Waiting:
         return None
 
     def _torch(self, path: Sequence[str] | None) -> ModuleSpec | None:
-        """Return torch's own spec, of which the loader sets everything up afterwards."""
+        """Return torch's own spec, with a loader that applies the settings afterwards."""
         sys.meta_path.remove(self)
         spec = None
         for finder in sys.meta_path:

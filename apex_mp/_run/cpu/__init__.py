@@ -1,8 +1,7 @@
-"""`--device cpu`: what a script puts on a GPU lies on the CPU.
+"""`--device cpu`: tensors that a script puts on a GPU are on the CPU.
 
-For the script torch.cuda reports one GPU; for torch itself and apex_mp it reports none: the answer
-depends on the calling module. So what torch does for GPUs alone stays off, and conditions in the
-script pass.
+torch.cuda reports one GPU to the script, and none to torch itself and apex_mp: the answer depends
+on the calling module. So conditions in the script hold, and torch's code for GPUs stays off.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SLOW = (
 
 def redirect(replacements: Replacements) -> None:
     """Make "cuda" mean the CPU in this process."""
-    # tensors first: the lists of torch's factories are made of the originals.
+    # tensors first, because its lists of torch's factories must be made from the originals.
     tensors.replace(replacements)
     places.replace(replacements)
     cuda_module.replace(replacements)

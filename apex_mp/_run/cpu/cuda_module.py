@@ -1,4 +1,4 @@
-"""torch.cuda as it answers when there is one GPU, which is the CPU."""
+"""torch.cuda with one GPU, which is the CPU."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _replace_profilers(replacements: Replacements) -> None:
 
 
 def _random_functions() -> dict[str, Callable[..., Any]]:
-    """The generator of the "GPU" is that of the CPU."""
+    """Return functions for the generator of the "GPU", which is that of the CPU."""
 
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(int(seed))

@@ -1,4 +1,4 @@
-"""What scripts hear of the GPU that is the CPU, and of the software for it: that of 2019."""
+"""Facts about the "GPU" and its software, as of 2019, for scripts that ask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPABILITY = (7, 0)
 MEMORY = 2**34
 NCCL_VERSION = (2, 4, 8)
 _CUDA_VERSION, _CUDNN_VERSION = "10.1", 7605
-# The fields that torch gives, with the numbers of compute capability 7.0.
+# The fields of torch's device properties, with the values of compute capability 7.0.
 PROPERTIES = SimpleNamespace(
     name=NAME,
     major=CAPABILITY[0],
@@ -43,7 +43,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def replace(replacements: Replacements) -> None:
-    """Let torch.version.cuda, torch.backends.cudnn and their like speak of a GPU."""
+    """Make torch.version.cuda, torch.backends.cudnn and similar attributes report a GPU."""
     cudnn: Any = torch.backends.cudnn
     for owner, name, value in (
         (cudnn, "version", _CUDNN_VERSION),
@@ -58,7 +58,7 @@ def replace(replacements: Replacements) -> None:
 
 
 def _replace_version(replacements: Replacements, module: ModuleType) -> None:
-    """Take the attribute away, so that the module is asked for it, and sees who asks."""
+    """Replace the attribute by the module's `__getattr__`, which can see the caller."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name == "cuda":

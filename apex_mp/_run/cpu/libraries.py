@@ -1,4 +1,4 @@
-"""Checkpoints, processes, parallel models and autocast: a GPU in their arguments is the CPU."""
+"""Checkpoints, processes, parallel models and autocast: arguments that name a GPU mean the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NCCL = re.compile(r"nccl|(?=.*\bcuda:nccl\b)\w+:\w+(,\w+:\w+)*")
 
 
 def replace(replacements: Replacements) -> None:
-    """Replace what takes a device or a backend beside tensors."""
+    """Replace functions and classes that take a device or backend, except those for tensors."""
     replacements.set(torch, "load", _load(torch.load))
     for name, change in (
         ("set_default_tensor_type", type_on_cpu),
@@ -51,7 +51,7 @@ def replace(replacements: Replacements) -> None:
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # A dictionary names GPUs on both sides.
+        # Keys and values of a dictionary may name GPUs.
         gone = map_location is None or isinstance(map_location, dict)
         return original(f, "cpu" if gone else on_cpu(map_location), *args, **kwargs)
 
@@ -96,7 +96,7 @@ def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gloo_for_nccl(value: Any) -> Any:
-    """Return a backend without nccl, whether in capitals or one of several."""
+    """Return a backend with gloo for nccl, which may be in capitals or one of several."""
     return "gloo" if isinstance(value, str) and _NCCL.fullmatch(value.lower()) else value
 
 
@@ -127,7 +127,7 @@ def _unless_ours(original: Callable[..., None]) -> Callable[..., None]:
 def _without_gpus(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def fork_rng(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The generator of the CPU, which stands for all, is always forked."""
+        """Fork the generator of the CPU, which is that of all devices."""
         if not called_by_torch():
             devices = []
         return original(devices, *args, **kwargs)
@@ -167,6 +167,6 @@ def _data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """torch.nn.parallel.data_parallel over the one device that there is."""
+    """Call the module, as torch.nn.parallel.data_parallel does with one device."""
     given = inputs if isinstance(inputs, tuple) else (inputs,)
     return module(*given, **(module_kwargs or {}))

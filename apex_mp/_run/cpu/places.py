@@ -1,4 +1,4 @@
-"""What names a device: a string, a number or a torch.device; "cuda" becomes the CPU."""
+"""Names of devices: in strings, numbers and torch.devices "cuda" becomes the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apex_mp._run.replacements import Replacements
 
 
 def on_cpu(device: Any) -> Any:
-    """Return a device as the script gave it, or the CPU in the place of a GPU."""
+    """Return the CPU for a GPU, and any other device as it is."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int) or (
@@ -26,13 +26,13 @@ def type_on_cpu(kind: Any) -> Any:
 
 
 def replace(replacements: Replacements) -> None:
-    """Let torch.device and torch.Generator make CPU ones."""
+    """Make torch.device and torch.Generator return ones for the CPU."""
     for name in ("device", "Generator"):
         replacements.set(torch, name, _stand_in(getattr(torch, name)))
 
 
 def _stand_in(real: Any) -> type:
-    """Return a class that makes objects of the class `real`, and that knows its instances."""
+    """Return a class whose calls make objects of class `real`, and which isinstance accepts."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

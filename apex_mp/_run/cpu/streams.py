@@ -1,4 +1,4 @@
-"""Streams, events and contexts of a GPU that is the CPU."""
+"""Streams, events and contexts for a "GPU" that is the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Stream:
-    """A stream on which everything has happened already."""
+    """A stream whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cpu")
@@ -23,17 +23,17 @@ class Stream:
         return 0, -1
 
     def query(self) -> bool:
-        """All is done."""
+        """Return True: the work is complete."""
         return True
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event of now."""
+        """Return an event with the present time."""
         event = event or Event()
         event.record()
         return event
 
     def synchronize(self) -> None:
-        """Wait for nothing; likewise the others."""
+        """Do nothing: the work is complete."""
 
     def wait_event(self, event: Event) -> None:
         """See synchronize."""
@@ -49,13 +49,13 @@ class Stream:
 
 
 class Event:
-    """A moment, by the clock of the host."""
+    """An event with a time by the clock of the host."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Remember now."""
+        """Record the present time."""
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
@@ -63,7 +63,7 @@ class Event:
         return (end_event._seconds - self._seconds) * 1e3
 
     def query(self) -> bool:
-        """It has happened."""
+        """Return True: the event is complete."""
         return True
 
     def synchronize(self) -> None:
@@ -74,7 +74,7 @@ class Event:
 
 
 class Context(contextlib.AbstractContextManager[Any]):
-    """A device, a stream or a range that a script enters for a block."""
+    """A context manager for a device, a stream or a range."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.idx = self.prev_idx = 0

@@ -1,4 +1,4 @@
-"""Tensors and modules: what is made on a GPU, or moved there, is on the CPU."""
+"""Tensors and modules that a script makes on a GPU, or moves there, are on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _device
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
 from apex_mp._run.replacements import Replacements, called_by_torch
 
-# Beside those that torch itself counts among the makers.
+# Functions that take a device, beside those in torch's own list.
 _LIKE = (
     "empty_like",
     "full_like",
@@ -29,7 +29,7 @@ _NEW = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_te
 
 
 def replace(replacements: Replacements) -> None:
-    """Replace what takes a device, in torch, Tensor and Module."""
+    """Replace functions and methods of torch, Tensor and Module that take a device."""
     for module, name in _factories():
         replacements.set(module, name, _keyword(getattr(module, name)))
     for name in _NEW:
@@ -48,7 +48,7 @@ def replace(replacements: Replacements) -> None:
 
 
 def _factories() -> list[tuple[ModuleType, str]]:
-    """The functions that make a tensor on a device, each with the module that has it."""
+    """Return the functions that make a tensor on a device, each with its module."""
     known = _device._device_constructors()
     modules = (torch, torch.fft, torch.signal.windows)
     found = [
@@ -85,14 +85,14 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _itself(self: Any, *_: Any, **__: Any) -> Any:
-    """Return the object: it is where it belongs."""
+    """Return the object: it is on the right device already."""
     return self
 
 
 def _cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """A copy, as from a GPU: scripts keep it while they go on changing the original."""
+        """Return a copy, as from a GPU: scripts keep it while they change the original."""
         moved = original(self, *args, **kwargs)
         return moved.clone() if moved is self and not called_by_torch() else moved
 
@@ -105,7 +105,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
         if dtype is not None:
             return original(self, type_on_cpu(dtype), *args, **kwargs)
         name = original(self)
-        # Scripts sort tensors by such names, and lose all that are not on a GPU.
+        # Scripts group tensors by such names, and ignore those that are not on a GPU.
         return name if called_by_torch() else name.replace("torch.", "torch.cuda.", 1)
 
     return type_

@@ -1,4 +1,4 @@
-"""`--modernize`: what later versions took away; each thing is named on stderr at its first use."""
+"""`--modernize`: supply what later versions removed, with a note on stderr at each first use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from apex_mp._run.replacements import Replacements
 
 
 def supply(replacements: Replacements) -> None:
-    """Restore in this process what scripts of 2018-2019 rely on."""
+    """Restore features in this process that scripts of 2018-2019 rely on."""
     for module in (names, packages, torch_functions, division, masks, training):
         module.supply(replacements)

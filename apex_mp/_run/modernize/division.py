@@ -14,7 +14,7 @@ from apex_mp._run.replacements import Replacements
 
 
 def supply(replacements: Replacements) -> None:
-    """Round towards zero where the result goes into integers, as beam searches rely on."""
+    """Round quotients that go into integers towards zero, as beam searches expect."""
     replacements.set(torch, "div", _div(torch.div))
     for name in ("div_", "__itruediv__"):
         replacements.set(Tensor, name, _div_(getattr(Tensor, name)))

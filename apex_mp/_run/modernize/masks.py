@@ -1,4 +1,4 @@
-"""Masks of uint8, which comparisons gave before torch 1.2, and arithmetic with those of bool."""
+"""Masks of uint8, which comparisons returned before torch 1.2, and arithmetic with bool masks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from apex_mp._run.modernize.notes import note
 from apex_mp._run.replacements import Replacements, called_by_torch
 
-# Of these the mask is the first argument after the tensor.
+# Functions whose first argument after the tensor is a mask.
 _MASKED = ("masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select")
 
 
 def supply(replacements: Replacements) -> None:
-    """Take uint8 masks where torch wants bool, and subtract and invert them as numbers."""
+    """Make torch accept uint8 masks for bool ones, and subtract and invert bool masks."""
     for name in _MASKED:
         for owner in (Tensor, torch):
             if hasattr(owner, name):

@@ -1,4 +1,4 @@
-"""Names that modules have dropped, by module: what a name stood for, made when it is asked for."""
+"""Names that modules have dropped, by module; each is made when a script reads it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _irfft(
 
 
 def lstsq(input: Tensor, A: Tensor) -> tuple[Tensor, None]:  # noqa: A002, N803
-    """Solve least squares, without the rows of residuals and the QR that torch.lstsq returned."""
+    """Solve least squares; without the residuals and the QR that torch.lstsq also returned."""
     note("torch.lstsq", "is torch.linalg.lstsq")
     return torch.linalg.lstsq(A, input).solution, None
 
@@ -84,7 +84,7 @@ def _norm(normalized: bool) -> str:
     return "ortho" if normalized else "backward"
 
 
-# What is there under the same name in the standard library's or numpy's own words.
+# Names of numpy that stood for Python's builtins.
 _BUILTINS: dict[str, Any] = {
     "bool": bool,
     "complex": complex,
@@ -124,7 +124,7 @@ def _backend() -> str:
 
 DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
     "inspect": {"getargspec": lambda: _getargspec},
-    # Abstract classes were in collections itself until Python 3.10.
+    # Abstract classes were in collections itself before Python 3.10.
     "collections": {
         name: functools.partial(getattr, collections.abc, name)
         for name in collections.abc.__all__
@@ -153,12 +153,12 @@ DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
 }
 
 
-# Functions that are there and only say that they have gone.
+# Functions that exist, but only raise an error that they were removed.
 REPLACED: dict[str, Callable[..., Any]] = {"lstsq": lstsq, "symeig": symeig}
 
 
 def supply(replacements: Replacements) -> None:
-    """Add the names where they are missing or only raise that they were removed."""
+    """Add the names that are missing or only raise an error."""
     for module, names in DROPPED.items():
         if module != "numpy" or importlib.util.find_spec("numpy") is not None:
             _add(replacements, importlib.import_module(module), names)
@@ -169,7 +169,7 @@ def supply(replacements: Replacements) -> None:
 def _add(
     replacements: Replacements, module: ModuleType, names: Mapping[str, Callable[[], Any]]
 ) -> None:
-    """Let a module find more names, and say so when one is asked for."""
+    """Give a module more names, with a note when one is first read."""
     before = getattr(module, "__getattr__", None)
 
     def __getattr__(name: str) -> Any:  # noqa: N807

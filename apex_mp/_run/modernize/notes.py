@@ -1,4 +1,4 @@
-"""Says once for each thing that was supplied that it was."""
+"""Notes on stderr, once for each feature that `--modernize` supplies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def note(name: str, what: str) -> None:
     """Print a line to stderr, the first time in this process.
 
     Args:
-        name: What the script says.
-        what: What it is given.
+        name: The name that the script uses.
+        what: What it gets in its place.
     """
     if name not in _said:
         _said.add(name)
@@ -20,5 +20,5 @@ def note(name: str, what: str) -> None:
 
 
 def forget() -> None:
-    """Say everything again."""
+    """Print all notes again at their next use."""
     _said.clear()

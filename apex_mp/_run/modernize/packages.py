@@ -1,4 +1,4 @@
-"""Names that other packages have dropped: supplied when a script imports the package."""
+"""Names that other packages have dropped, added when a script imports the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def supply(replacements: Replacements) -> None:
-    """Have the packages changed when they are imported, or now if they have been."""
+    """Change the packages when they are imported, or now if they are imported already."""
     finder = _Finder({name: functools.partial(change, replacements) for name, change in CHANGED})
     for name, change in CHANGED:
         if name in sys.modules:
@@ -33,10 +33,10 @@ def supply(replacements: Replacements) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what Python finds, and changes some modules when they have run.
+    """Finds the modules that Python finds, and changes some of them after they have run.
 
     Args:
-        changes: By name of the module, what to call with it.
+        changes: By name of the module, the function to call with it.
     """
 
     def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:

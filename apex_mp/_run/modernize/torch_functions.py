@@ -1,4 +1,4 @@
-"""Functions of torch whose defaults or results were others."""
+"""Functions of torch whose defaults or results have changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def supply(replacements: Replacements) -> None:
 
 
 class _Six(ModuleType):
-    """torch._six, which says that it is used."""
+    """torch._six, with a note when it is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _SIX:

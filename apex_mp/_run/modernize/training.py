@@ -1,4 +1,4 @@
-"""Training loops: gradients that are zeroed, schedulers that are verbose, losses of no target."""
+"""Training loops: zero_grad to zeros, schedulers with `verbose`, losses with empty targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apex_mp._run.replacements import Replacements
 
 
 def supply(replacements: Replacements) -> None:
-    """Replace zero_grad, the schedulers' constructors, and the losses of class numbers."""
+    """Replace zero_grad, the schedulers' constructors, and the losses over classes."""
     for owner in (torch.optim.Optimizer, torch.nn.Module):
         replacements.set(owner, "zero_grad", _zero_grad(owner.zero_grad))
     for scheduler in vars(lr_scheduler).values():

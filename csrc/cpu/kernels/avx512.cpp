@@ -11,8 +11,8 @@
 
 #define APEX_MP_LEVEL 2
 
-// Everything included above is compiled for any processor; only what follows is for this level. The
-// formulas too, or they could not be inlined here with registers; they have internal linkage.
+// Everything included above is compiled for any processor; only what follows is for this level. So
+// are the formulas, which otherwise could not be inlined here; they have internal linkage.
 #if defined(__clang__)
 #pragma clang attribute push(                                                    \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \

@@ -1,6 +1,6 @@
-// A block: what a loop over 16-bit numbers takes at a time, that is a register of them. As floats
-// it is one register with AVX-512 and two with AVX2, in the order in which the processor unpacks
-// and packs: numbers 0-3 and 8-11 of the block, and 4-7 and 12-15, whatever their dtype in memory.
+// A block: the numbers that a loop over 16-bit numbers processes at once, one register of them. As
+// floats they take one register with AVX-512 and two with AVX2, in the order in which the processor
+// unpacks and packs: numbers 0-3 and 8-11 of the block, and 4-7 and 12-15, for any dtype in memory.
 // Part of impl.h, at the levels that have registers.h.
 
 #if APEX_MP_LEVEL == 2
@@ -13,7 +13,7 @@ typedef Floats FloatBlock[kRegisters];
 typedef bits_register_t BitsBlock[kRegisters];
 typedef uint16_t half_block_t __attribute__((vector_size(kBlock * 2)));
 
-// Where the numbers of its registers lie in a block.
+// The positions in a block of the numbers in its registers.
 #if APEX_MP_LEVEL == 2
 constexpr bits_register_t kPlaces[] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
 #else
@@ -61,7 +61,7 @@ APEX_MP_MATH void load(const Half* src, FloatBlock& block) {
   block[1] = Floats(_mm256_cvtph_ps(_mm256_extracti128_si256(quarters, 1)));
 }
 
-// Halves of a block as they lie in memory.
+// The 16-bit numbers of a block in the order of memory.
 APEX_MP_MATH half_block_t in_order(const half_register_t (&parts)[kRegisters]) {
   const auto low = reinterpret_cast<__m128i>(parts[0]);
   const auto high = reinterpret_cast<__m128i>(parts[1]);

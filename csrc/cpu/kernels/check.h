@@ -2,8 +2,8 @@
 
 constexpr int64_t kLanes = 32;
 
-// Adds the lanes in pairs, so that none waits for more than five others: the same tree at every
-// level.
+// Adds the lanes in pairs, by the same tree at every level, so that no addition waits for more than
+// five others.
 template <typename opmath_t>
 inline double gather(const opmath_t* sums) {
   double wide[kLanes];
@@ -31,7 +31,7 @@ inline double sum_tile(In grad, int64_t count) {
 }
 
 #if APEX_MP_LEVEL > 0
-// As sum_tile<float> of a whole tile, to the bit; a half is converted where it is needed.
+// As sum_tile<float> of a whole tile, to the bit, but converts each 16-bit number when it is used.
 template <typename grad_t>
 inline double sum_whole_tile(const void* data) {
   const auto* grad = static_cast<const grad_t*>(data);

@@ -3,9 +3,9 @@
 // templates of the standard library (their code would be shared between levels).
 //
 // A kernel walks its chunk in tiles: convert in, run the formula of math/ over the tile (the
-// compiler vectorises that loop), convert out. What is already of the math type is used where it
-// lies. The kernels of the step have a way through registers beside it, which gives the same bits:
-// tiles would hide less of the time that memory takes.
+// compiler vectorises that loop), convert out. Numbers of the math type are used in place. The
+// kernels of the step also have loops over registers, which give the same bits: with tiles the
+// processor would wait longer for memory.
 
 // clang-format off: each part uses those before it.
 #if APEX_MP_LEVEL > 0

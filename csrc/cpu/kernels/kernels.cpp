@@ -1,4 +1,5 @@
-// Which table of CPU kernels this process uses: the best the processor has, or the one asked for.
+// The table of CPU kernels that this process uses: for the best level of the processor, or the one
+// that was set.
 #include "cpu/kernels/kernels.h"
 
 #include <atomic>

@@ -10,7 +10,7 @@
 
 namespace apex_mp::cpu {
 
-// Memory of one chunk: where it starts, and what lies there.
+// Memory of one chunk: its start and its dtype.
 template <typename void_t>
 struct Array {
   void_t* data;
@@ -54,7 +54,7 @@ struct Kernels {
   MeasureKernel measure[math::AllRules::kCount];  // nullptr where Rule::kRatio < 0
 };
 
-// The table for this processor, or the one asked for (level.h).
+// The table for the best level of this processor, or for the one that was set (level.h).
 const Kernels& kernels();
 
 }  // namespace apex_mp::cpu

@@ -1,5 +1,5 @@
-// A register of floats as a number type for the formulas of math/, and the ways between it and
-// memory. Part of impl.h, at the levels that convert float16 in hardware.
+// A register of floats as a number type for the formulas of math/, with loads and stores. Part of
+// impl.h, at the levels that convert float16 in hardware.
 
 #if APEX_MP_LEVEL == 2
 constexpr int64_t kWidth = 16;
@@ -11,7 +11,7 @@ typedef int32_t int_register_t __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t bits_register_t __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t half_register_t __attribute__((vector_size(kWidth * 2)));
 
-// A struct, so that the formulas find the operators and functions that stand beside it.
+// A struct, so that the formulas find its operators and functions in this namespace.
 struct Floats {
   float_register_t value;
 
@@ -90,8 +90,8 @@ APEX_MP_MATH half_register_t pack(Floats x, BFloat16) {
   return __builtin_convertvector(bits, half_register_t);
 }
 
-// Asks for the memory that a walk over several arrays comes to soon: the processor's own guesses
-// keep too little of it on the way.
+// Prefetches memory that a walk over several arrays will reach soon; the processor's own prefetcher
+// fetches too little.
 template <typename type_t>
 APEX_MP_MATH void fetch_ahead(const type_t* src) {
   constexpr uintptr_t kBytesAhead = 2048;
@@ -107,8 +107,8 @@ APEX_MP_MATH void store(Floats x, half_t* dst) {
   memcpy(dst, &packed, sizeof(packed));
 }
 
-// Stores past the caches, which would first read what is overwritten. `dst` must be aligned to
-// what is stored, and _mm_sfence() must come before other threads may read it.
+// Stores past the caches, which would first read the old content. `dst` must be aligned to the size
+// of the store, and _mm_sfence() must come before other threads read it.
 template <typename half_t>
 APEX_MP_MATH void stream(Floats x, half_t* dst) {
 #if APEX_MP_LEVEL == 2

@@ -1,9 +1,10 @@
-// Masters that lie in memory as weights and remainders (math/split.h). Part of impl.h.
+// Loads and stores of masters that are kept as weights and remainders (math/split.h). Part of
+// impl.h.
 
 #if APEX_MP_LEVEL > 0
-// Whether masters with these float16 weights are exact and finite; false also for 2**-16 itself,
-// to which a smaller one may have been rounded. So it is in most blocks, and then a join is an
-// addition and a split a difference.
+// Whether masters with these float16 weights are exact and finite, as in most blocks; then a join
+// is an addition and a split a difference. False also for 2**-16 itself, to which a smaller master
+// may have been rounded.
 APEX_MP_MATH bool are_plain(half_block_t weights) {
   constexpr uint16_t kFirst = 0x0101;
   constexpr uint16_t kInfinite = 0x7c00;

@@ -3,7 +3,7 @@
 
 constexpr int64_t kTile = 512;
 
-// What is left behind the last whole register is converted one by one.
+// Numbers behind the last whole register are converted one by one.
 template <typename half_t>
 inline void widen_all(const half_t* src, float* dst, int64_t count) {
   int64_t i = 0;
@@ -81,7 +81,8 @@ inline void* at(void* data, DType dtype, int64_t index) {
   return static_cast<char*>(data) + index * size_of(dtype);
 }
 
-// A tile to read: the memory itself if it is of the math type, else a converted copy in `buffer`.
+// Returns a tile to read: the memory itself if it has the math type, else a converted copy in
+// `buffer`.
 template <typename opmath_t>
 inline const opmath_t* read(In array, int64_t begin, int64_t count, opmath_t* buffer) {
   const void* src = at(array.data, array.dtype, begin);

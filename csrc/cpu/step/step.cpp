@@ -1,6 +1,6 @@
-// Passes over all groups, each one parallel region: the gradients alone, if the task asks for their
-// norm or whether they are finite; then everything. Between the two, if the rule asks for the norms
-// of parameters and updates, a pass that reads everything and writes nothing.
+// The passes of a step over all groups, each one parallel region. The first one reads gradients, if
+// the task needs their norm or a check; the last one steps. Between them, if the rule needs norms
+// of parameters and updates, a pass reads everything and writes nothing.
 #include "cpu/step/step.h"
 
 #include <ATen/record_function.h>
@@ -59,7 +59,7 @@ bool check_grads(const Task& task, Workspace& work) {
   return found_inf != 0;
 }
 
-// The norm of each row's gradient as it lies, from the results of check_grads().
+// Returns the norm of each row's gradient before unscaling, from the results of check_grads().
 template <typename Rule>
 void find_norms(const Task& task, Workspace& work) {
   const Kernels& level = kernels();
@@ -80,7 +80,7 @@ void find_norms(const Task& task, Workspace& work) {
   }
 }
 
-// What becomes of each group's gradients; sums that were not asked for are 0.
+// Fills the outcome of each group; sums that were not measured are 0.
 void decide(const Task& task, Workspace& work) {
   math::SumSq all = {0.0, 0.0};
   for (const math::SumSq& sum : work.sums) {
@@ -111,13 +111,13 @@ struct Numbers {
   }
 };
 
-// Whether a row has norms of its own, which its factors depend on.
+// Whether the factors of a row depend on norms of its own tensors.
 template <typename Rule>
 constexpr bool kHasNorms = Rule::kNorm >= 0 || Rule::kRatio >= 0;
 
-// Finds the factors of every row: those of the row before if it is in the same group and has the
-// same numbers, because powers are expensive. If it `advances`, it updates the numbers of the
-// state, too.
+// Computes the factors of every row. A row in the same group with the same numbers as the row
+// before shares its factors, because powers are expensive. If it `advances`, it also updates the
+// numbers of the state.
 template <typename Rule, bool advances = true>
 void prepare(const Task& task, Workspace& work) {
   auto& factors = std::get<std::vector<typename Rule::template Factors<double>>>(work.factors);
@@ -209,7 +209,7 @@ void update(const Task& task, const Workspace& work) {
     step(part_of(row, chunk, work.rounding[chunk.tensor]),
          &factors[work.factors_of_row[chunk.tensor]]);
     if (!row.writes_grad) return;
-    // The chunk is still in the cache.
+    // Here, because the chunk is still in the cache.
     level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,
                   1.0 / task.scale.value, false);
   });

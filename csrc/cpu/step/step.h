@@ -10,8 +10,8 @@
 
 namespace apex_mp::cpu {
 
-// Memory that one step leaves to the next: to allocate and to free it costs a small model more than
-// its step.
+// Memory that is kept from step to step: for a small model, to allocate and free it would take
+// longer than the step.
 struct Workspace {
   std::vector<Chunk> chunks;
   std::vector<CheckResult> results;      // of each chunk
@@ -24,7 +24,7 @@ struct Workspace {
   std::vector<math::Rounding> rounding;  // of each row
 };
 
-// Takes the step, or does nothing at all if it looks for inf and NaN and finds any.
+// Takes the step; writes nothing if the task has a check and gradients hold inf or NaN.
 step::Outcome run(const step::Task& task, Workspace& workspace);
 
 }  // namespace apex_mp::cpu

@@ -1,7 +1,7 @@
-// check_ and l2_norm_ on CUDA: one pass that reads every element once and leaves a sum of squares
-// for each chunk; then the sums of chunks are added up for each tensor, and those for each group.
-// The order is fixed by the tensors' sizes and alignment, not by which block ends first: the sums
-// are reproducible.
+// check_ and l2_norm_ on CUDA. One pass reads every element once and writes a sum of squares for
+// each chunk. Then the sums of chunks are added for each tensor, and those of tensors for each
+// group. The order depends on the tensors' sizes and alignment, not on which block ends first, so
+// the sums are reproducible.
 #include "cuda/launch.h"
 #include "cuda/loops.h"
 #include "cuda/reduce.h"
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kBlockSize)
   if (threadIdx.x == 0) store(root, norm, 0, OneNumber{});
 }
 
-// Both passes over the list; returns the sums of tensors, which lie behind those of chunks.
+// Runs both passes over the list; returns the sums of tensors, which lie behind those of chunks.
 double* sum_tensors(const std::vector<Row<1>>& tensors, double* workspace, float* found_inf,
                     cudaStream_t stream) {
   double* tensor_sums = workspace + workspace_size(tensors) - tensors.size();

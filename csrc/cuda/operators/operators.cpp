@@ -1,6 +1,6 @@
 // The operators of csrc/ops.cpp on CUDA tensors: checks, device, stream, scratch memory, versions.
 // No operator waits for the device. Numbers on the CPU are read at once (a CUDA graph keeps their
-// value), numbers on the device by the kernel.
+// values); numbers on the device are read by the kernel.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -13,7 +13,7 @@
 namespace apex_mp::cuda {
 namespace {
 
-// Kernels take one kind of array. const_data_ptr all the same: it leaves a lazy clone shared.
+// Kernels take one kind of array, not const. Still const_data_ptr: it leaves a lazy clone shared.
 Array in(const at::Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), dtype_of(tensor)};
 }
@@ -38,7 +38,7 @@ Number number_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble, 0.0};
 }
 
-// torch's allocator gives the memory again only to work that comes later on this stream.
+// torch's allocator gives the memory only to later work on this stream.
 at::Tensor scratch(int64_t bytes, const at::Device& device) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }

@@ -1,5 +1,6 @@
-// Pass 1 of the fused step: writes down where gradients lie and what the rule prepares for each
-// row, checks gradients and sums their squares, and in its last block decides on pass 2.
+// Pass 1 of the fused step: stores the addresses of gradients and the numbers that the rule
+// prepares for each row, checks gradients and sums their squares, and in its last block decides on
+// pass 2.
 #include <algorithm>
 
 #include "cuda/loops.h"
@@ -9,12 +10,12 @@
 namespace apex_mp::cuda {
 namespace {
 
-// The toolkit decides, see kTableBytes.
+// The limit depends on the toolkit, see kTableBytes.
 static_assert(sizeof(FullCheck) <= (kTableBytes > 4096 ? 32764 : 4096));
 
 constexpr int kThreadsForRow = 2;  // one for each number prepared: powers are expensive in double
 
-// How many numbers are prepared from norms, which are not known yet.
+// How many of the prepared numbers need norms, which are not known yet.
 template <typename Rule>
 constexpr int kPreparedLater = (Rule::kNorm >= 0) + (Rule::kRatio >= 0);
 
@@ -22,7 +23,7 @@ __device__ const void* grad_of(const StepCheck& check, int32_t row) {
   return check.carried_grads()[row - check.first_row];
 }
 
-// From the count of steps before this one.
+// Prepares the numbers that depend on the count of steps before this one.
 template <typename Rule>
 __device__ math::Rounding rounding_of(const step::Group& group, const StepRow& row) {
   if constexpr (math::kCountsSteps<Rule>) {
@@ -33,8 +34,8 @@ __device__ math::Rounding rounding_of(const step::Group& group, const StepRow& r
   return {};
 }
 
-// What needs norms comes later, see prepare_by_norms() and ratio_kernel(); but until then there is
-// a ratio of 1.
+// Numbers that need norms are prepared later, see prepare_by_norms() and ratio_kernel(); until then
+// the ratio is 1.
 __device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
   const void* grad = grad_of(check, row);
   if (which == 0) check.memory.grads[row] = grad;
@@ -57,7 +58,8 @@ __device__ void look_after_row(const StepCheck& check, int32_t row, int which) {
   });
 }
 
-// By all threads of one block. No thread reads groups in memory in this launch, see group_of().
+// Called by all threads of one block. No thread reads groups in memory in this launch, see
+// group_of().
 __device__ void write_groups(const StepCheck& check) {
   for (int32_t i = threadIdx.x; i < check.groups; i += kBlockSize) {
     check.memory.groups[check.first_group + i] = group_of(check, check.first_group + i);
@@ -92,7 +94,7 @@ __device__ Part<1> part_of(const StepChunk& chunk, int32_t chunk_size, const voi
   return part;
 }
 
-// Rare, so number by number.
+// Rarely called, so it reads number by number.
 __device__ double max_of(const Part<1>& part) {
   double most = 0.0;
   for (int i = threadIdx.x; i < part.count; i += kBlockSize) {

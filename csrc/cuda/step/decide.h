@@ -1,4 +1,4 @@
-// What the last block of pass 1 does: it adds up sums of chunks and decides what pass 2 is to do.
+// The work of the last block of pass 1: it adds the sums of chunks and decides what pass 2 does.
 // For check.cu, and for update.cu, which reads the decision.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace apex_mp::cuda {
 
-// A group of more chunks is added up by the whole block, one of fewer by a warp: thousands of small
-// groups take as little time as one of 1e9 numbers. The order depends on sizes alone.
+// A group of more chunks is summed by the whole block, one of fewer by a warp: so thousands of
+// small groups take as little time as one of 1e9 numbers. The order depends on sizes alone.
 constexpr int32_t kChunksForWarp = 1024;
 
 __device__ inline math::SumSq sum_chunks(const math::SumSq* sums, const StepGroupChunks& chunks,
@@ -24,7 +24,7 @@ __device__ inline math::SumSq sum_chunks(const math::SumSq* sums, const StepGrou
   return total;
 }
 
-// By all threads of the block, which has a barrier before and behind it.
+// Called by all threads of the block, with a barrier before and after.
 __device__ inline void sum_groups(const StepMemory& memory) {
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
@@ -47,19 +47,20 @@ __device__ inline void sum_groups(const StepMemory& memory) {
   }
 }
 
-// Where this launch carries the group, its row in memory is being written.
+// If this launch carries the group, it is read from the arguments: its copy in memory is being
+// written.
 __device__ inline const step::Group& group_of(const StepCheck& check, int32_t group) {
   const int32_t carried = group - check.first_group;
   if (carried < 0 || carried >= check.groups) return check.memory.groups[group];
   return check.carried_groups()[carried];
 }
 
-// Behind the row's last chunk.
+// The chunk after the row's last one.
 __device__ inline int32_t end_of_row(const StepMemory& memory, int64_t row) {
   return row + 1 < memory.counts.rows ? memory.rows[row + 1].first_chunk : memory.counts.chunks;
 }
 
-// From the numbers of the row's state as they are before the step.
+// Prepares the numbers of a row from those of its state before the step.
 template <typename Rule>
 __device__ void prepare(const StepMemory& memory, const step::Group& group, int32_t row, int which,
                         const math::Norms& norms) {
@@ -99,7 +100,8 @@ __device__ inline double decide_on_groups(const StepCheck& check, double scale) 
   return math::unscaled_norm(all, scale);
 }
 
-// Of the row's gradient as it lies, in lane 0. By all lanes of a warp.
+// Returns the norm of the row's gradient before unscaling, in lane 0. Called by all lanes of a
+// warp.
 template <typename Rule>
 __device__ double norm_of_chunks(const StepCheck& check, const StepRow& row, int32_t end,
                                  int lane) {
@@ -115,7 +117,7 @@ __device__ double norm_of_chunks(const StepCheck& check, const StepRow& row, int
   return sqrt(warp_sum(sums.scaled + sums.plain));  // One of the two is 0.
 }
 
-// A warp for each row. By all threads, when the groups are decided on.
+// A warp for each row. Called by all threads, after the decision on groups.
 template <typename Rule>
 __device__ void prepare_by_norms(const StepCheck& check) {
   const StepMemory& memory = check.memory;
@@ -133,7 +135,7 @@ __device__ void prepare_by_norms(const StepCheck& check) {
   }
 }
 
-// By one thread, when the scale of this step is not needed any more.
+// Called by one thread, when the scale of this step is no longer needed.
 __device__ inline math::LossScaleState next_loss_scale(const step::LossScale& loss_scale,
                                                        bool found_inf) {
   if (loss_scale.scale == nullptr) return {0.0f, 0, 0};
@@ -146,8 +148,8 @@ __device__ inline math::LossScaleState next_loss_scale(const step::LossScale& lo
   return next;
 }
 
-// The first row from `begin` on whose gradient holds inf or NaN, as its sums say; INT32_MAX if
-// there is none. By all threads.
+// Returns the first row from `begin` on whose sums are inf or NaN; INT32_MAX if there is none.
+// Called by all threads.
 static __device__ inline int32_t find_nonfinite_row(const StepMemory& memory, int32_t begin) {
   __shared__ int32_t first;
   __syncthreads();
@@ -164,7 +166,7 @@ static __device__ inline int32_t find_nonfinite_row(const StepMemory& memory, in
   return first;
 }
 
-// How many of the rows before this one have a gradient. By all threads.
+// Returns how many of the rows before this one have a gradient. Called by all threads.
 static __device__ inline int32_t number_with_grad(const StepMemory& memory, int32_t row) {
   __shared__ int32_t count;
   __syncthreads();
@@ -178,7 +180,7 @@ static __device__ inline int32_t number_with_grad(const StepMemory& memory, int3
   return count;
 }
 
-// Rare, so not optimized. By all threads.
+// Rare, so not optimized. Called by all threads.
 __device__ inline void name_nonfinite_rows(const StepMemory& memory) {
   int32_t begin = 0;
   for (int i = 0; i < kRowsNamed; ++i) {
@@ -190,7 +192,7 @@ __device__ inline void name_nonfinite_rows(const StepMemory& memory) {
   }
 }
 
-// By all threads of the last block, when sums of groups are there.
+// Called by all threads of the last block, after the sums of groups.
 __device__ inline void decide(const StepCheck& check) {
   const StepDecision& decision = check.decision;
   StepControl& control = *check.memory.control;

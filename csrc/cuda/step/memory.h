@@ -1,5 +1,5 @@
-// What lies in the device memory of a StepTable: sections of one block, the first of which the host
-// fills, while kernels write to the others. For step.cu and the passes.
+// The layout of a StepTable's device memory: sections of one block. The host fills the first ones,
+// kernels write to the others. For step.cu and the passes.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct alignas(16) StepRow {
 constexpr uint32_t kDTypeBits = 3;
 constexpr uint32_t kStateDTypeBits = kDTypeBits * math::kMaxTensors;
 
-// Stands in every chunk of a row, so that pass 1 need not look at the row.
+// A part of every chunk of a row, so that pass 1 need not read the row.
 struct StepFacts {
   uint32_t param : kDTypeBits;
   uint32_t grad : kDTypeBits;
@@ -44,8 +44,8 @@ struct StepFacts {
   uint32_t writes_grad : 1;
 };
 
-// The work of one block, found without a search, by one load of 16 bytes. An empty row has a chunk
-// of no numbers, so that its steps are counted.
+// The work of one block, read by one load of 16 bytes, without a search. An empty row has a chunk
+// without numbers, so that its steps are counted.
 struct alignas(16) StepChunk {
   int32_t row;
   int32_t index;  // of the row's chunks; the block of number 0 looks after the row itself
@@ -54,7 +54,7 @@ struct alignas(16) StepChunk {
 };
 static_assert(sizeof(StepChunk) == 16);
 
-// What has been prepared for a row: by the rule, and how its state is rounded.
+// The prepared numbers of a row: those of the rule, and how its state is rounded.
 struct StepPrepared {
   double numbers[math::kMaxPrepared];
   math::Rounding rounding;
@@ -77,7 +77,7 @@ struct StepMemory {
   StepGroupChunks* group_chunks;
   StepRow* rows;
   StepChunk* chunks;
-  // From here on kernels write, and nothing needs to be there at first.
+  // Kernels write to the sections from here on, whose initial content does not matter.
   const void** grads;      // of each row; nullptr: not stepped
   StepPrepared* prepared;  // of each row that is stepped
   math::SumSq* chunk_sums;
@@ -88,7 +88,7 @@ struct StepMemory {
   math::GroupOutcome* group_outcomes;
 };
 
-// Cuts sections off a block of memory, or, from address 0 on, counts its bytes.
+// Cuts sections off a block of memory; from address 0 on it only counts bytes.
 class StepSections {
  public:
   explicit StepSections(uintptr_t begin) : next_(begin) {}

@@ -1,5 +1,5 @@
-// The two passes of the fused step: what their kernels take as arguments, and who launches them.
-// For run.cu, which launches, and update.cu and check.cu, which have the kernels.
+// The two passes of the fused step: the arguments of their kernels, and the functions that launch
+// them. For run.cu, which calls those, and update.cu and check.cu, which have the kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 
 namespace apex_mp::cuda {
 
-// What pass 1 decides on after it has read the gradients; the same for all its launches.
+// How pass 1 decides after it has read the gradients; the same for all its launches.
 struct StepDecision {
   bool check;  // inf and NaN in gradients stop the step
   bool sums;   // sums of squares are wanted
@@ -19,7 +19,7 @@ struct StepDecision {
   step::LossScale loss_scale;
 };
 
-// Arguments of one launch of pass 1, behind which lies what it carries: CarryingCheck.
+// The arguments of one launch of pass 1. In CarryingCheck the data that it carries follow them.
 struct alignas(16) StepCheck {
   StepMemory memory;
   StepDecision decision;
@@ -40,8 +40,8 @@ struct alignas(16) StepCheck {
   int64_t carried_bytes() const { return groups * sizeof(step::Group) + rows * sizeof(void*); }
 };
 
-// What may differ from step to step is carried by value: options of groups, then addresses of
-// gradients, as many as fit.
+// Data that may differ from step to step are carried by value: options of groups, then as many
+// addresses of gradients as fit.
 template <int kBytes>
 struct CarryingCheck : StepCheck {
   alignas(16) char carried[kBytes];  // Not in the padding of StepCheck.
@@ -54,13 +54,13 @@ inline int32_t rows_that_fit(int32_t groups) {
   return static_cast<int32_t>((kTableBytes - groups * sizeof(step::Group)) / sizeof(void*));
 }
 
-// Blocks of pass 1, for StepCheck::all_blocks: one for each chunk, or where no gradient is read,
-// enough to look after the rows. At least one, which decides.
+// The number of blocks of pass 1, for StepCheck::all_blocks: one for each chunk, or if no gradient
+// is read, enough for the rows. At least one, which decides.
 int32_t blocks_of(const StepCheck& check, bool reads_grads);
 
 void launch_step_check(const FullCheck& check, bool reads_grads, cudaStream_t stream);
 
-// Arguments of pass 2: its blocks take the chunks before `end_chunk`, the last one first.
+// The arguments of pass 2, whose blocks take the chunks before `end_chunk`, the last one first.
 struct StepUpdate {
   StepMemory memory;
   int32_t end_chunk;

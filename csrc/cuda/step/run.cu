@@ -1,5 +1,5 @@
-// StepTable, continued: how it comes to the device, which options of groups have changed, and the
-// launches of a step.
+// StepTable, continued: its upload to the device, changed options of groups, and the launches of a
+// step.
 #include <algorithm>
 #include <tuple>
 
@@ -22,7 +22,7 @@ bool same_group(const step::Group& one, const step::Group& other) {
          std::equal(one.options, std::end(one.options), other.options);
 }
 
-// The first group that has changed, and how many there are from it to the last one.
+// The first group that has changed, and the number of groups from it to the last changed one.
 struct ChangedGroups {
   int32_t first;
   int32_t count;
@@ -84,9 +84,8 @@ bool wants_sums(const step::Task& task) {
   });
 }
 
-// Cuts a step into launches of pass 1 and calls body() when `check` says which chunks and rows the
-// next one takes. The first one carries check.groups. A row that is cut in two is looked after
-// twice.
+// Cuts a step into launches of pass 1: sets the chunks and rows of the next launch in `check` and
+// calls body(). The first launch carries check.groups. A row that is cut in two is prepared twice.
 template <typename Body>
 void for_each_check(const std::vector<int32_t>& first_chunk, const StepChunk* chunks,
                     StepCheck& check, const Body& body) {
@@ -117,7 +116,7 @@ void StepTable::upload_groups(void* memory, cudaStream_t stream) const {
   cuda::upload(image_, begin, end, memory, stream);
 }
 
-// What is launched from now on leaves these groups in device memory.
+// Remembers the groups that are in device memory after the work launched next.
 void StepTable::remember(const std::vector<step::Group>& groups) {
   groups_ = groups;
   std::copy(groups.begin(), groups.end(), memory_at(image_.data()).groups);

@@ -1,5 +1,5 @@
-// StepTable: what the host writes into the device memory of the fused step, and whether that still
-// serves. run.cu launches.
+// StepTable: what the host writes to the device memory of the fused step, and whether it is still
+// valid. run.cu has the launches.
 #include "cuda/step/step.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace apex_mp::cuda {
 namespace {
 
-// Math is done in double if one of the arrays holds doubles; a copy in double is no reason.
+// Math is done in double if one of the arrays, other than the copy, holds doubles.
 bool has_double_math(const step::Row& row) {
   const step::Array arrays[] = {row.param, row.grad, row.tensors[0], row.tensors[1]};
   return std::any_of(std::begin(arrays), std::end(arrays),
@@ -37,7 +37,7 @@ int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
   return chunk_size_of(sizes, kChunkLimits);
 }
 
-// What a row is without its gradient. A gradient that is not there has no dtype either.
+// Whether rows are equal except for the gradient's address. A missing gradient has no dtype either.
 bool same_row(const step::Row& one, const step::Row& other) {
   return same_array(one.param, other.param) && same_array(one.copy, other.copy) &&
          std::equal(one.tensors, std::end(one.tensors), other.tensors, &same_array) &&

@@ -1,6 +1,6 @@
 // The fused optimizer step on CUDA, on raw memory and a stream: a pass that checks gradients, then
-// one that steps; between them, if the rule asks for norms of parameters, one that measures. It
-// waits for nothing, allocates nothing on the device, and can be captured in a graph.
+// one that steps; between them, if the rule needs norms of parameters, one that measures them. The
+// host does not wait, nothing is allocated on the device, and a graph can capture the step.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,10 +14,10 @@
 
 namespace apex_mp::cuda {
 
-// Of the rows whose gradients hold inf or NaN, as many are named.
+// The most rows that are reported if gradients hold inf or NaN.
 constexpr int kRowsNamed = 8;
 
-// What a step leaves in device memory; behind it lies one math::GroupOutcome for each group.
+// The result of a step in device memory; a math::GroupOutcome for each group follows it.
 struct StepOutcome {
   float found_inf;                     // 1: nothing was stepped
   math::LossScaleState loss_scale;     // for the next step; 0 if there is none
@@ -35,17 +35,17 @@ struct StepRun {
   bool norms = false;     // take norms even without clipping
   bool captured = false;  // groups stay in memory as they are: a replay must read them there
 };
-// A graph keeps what is not in memory: gradients' addresses, whether to check and to take norms,
-// numbers of the task that are no pointers, and the rule of the loss scale. So who may begin to
-// clip between replays captures with norms.
+// A graph fixes what is not in memory: gradients' addresses, whether to check and to measure norms,
+// numbers of the task that are not pointers, and the rule of the loss scale. To begin to clip
+// between replays, capture with norms.
 
 struct StepMemory;
 
-// What the device must know of a task, but for gradients' addresses, which move from step to step.
-// One table serves one stream at a time: ordering steps on parameters orders them on it.
+// The data of a task in device memory, except gradients' addresses, which change from step to step.
+// Only one stream may use a table at a time, as is so for the parameters.
 class StepTable {
  public:
-  // A row whose grad.data is nullptr has no gradient yet. Throws std::length_error for more than
+  // A row with grad.data == nullptr has no gradient yet. Throws std::length_error for more than
   // 2**31 chunks.
   explicit StepTable(const step::Task& task);
 
@@ -53,14 +53,14 @@ class StepTable {
   // may have moved, come or gone; options of groups may have changed.
   bool fits(const step::Task& task) const;
 
-  // Of device memory, aligned to 16.
+  // The size of the device memory, a multiple of 16.
   int64_t bytes() const { return bytes_; }
 
-  // Writes the table there, groups included: before the first step. By kernels that carry it as an
-  // argument, so that a graph may capture it.
+  // Writes the table to the device, groups included, before the first step. Kernels carry it as an
+  // argument, so that a graph can capture it.
   void upload(void* memory, cudaStream_t stream) const;
 
-  // Whether groups in device memory are those of the task, after what has been launched.
+  // Whether groups in device memory are those of the task, once the launched work is done.
   bool knows_groups(const step::Task& task) const;
 
   // Updates groups in device memory: between replays of a graph. Not under capture.

@@ -1,4 +1,4 @@
-// The table on the device: when it is built, on which streams it is used, what a capture allows.
+// The table on the device: when it is built, the streams that use it, and captures.
 #include "cuda/step/stepper.h"
 
 #include <ATen/ops/empty.h>
@@ -25,7 +25,7 @@ void check(cudaError_t error, const char* what) {
   TORCH_CHECK(error == cudaSuccess, "apex_mp: ", what, " failed: ", cudaGetErrorString(error));
 }
 
-// What comes later on one stream waits for what is on the other now.
+// Later work on `stream` waits for the present work on `other`.
 void wait_for(cudaStream_t other, cudaStream_t stream) {
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
@@ -48,8 +48,8 @@ struct Resident {
 
 struct Stepper::Impl {
   std::optional<Resident> resident;
-  // That steps have left, but graphs perhaps have not. One is taken back when it fits again, so
-  // that there are no more of them than kinds of steps that were captured.
+  // Tables that steps no longer use, but graphs may. One is used again when it fits, so that there
+  // are no more of them than kinds of captured steps.
   std::vector<Resident> replayed;
   std::optional<c10::cuda::CUDAStream> stream;
 
@@ -107,7 +107,7 @@ void Stepper::Impl::refresh(Resident& old, const step::Task& task, cudaStream_t 
 
 Stepper::Stepper() : impl_(std::make_unique<Impl>()) {}
 Stepper::~Stepper() = default;
-// In steady state the table fits, and nothing is built, allocated or copied.
+// Usually the table fits, and nothing is built, allocated or copied.
 step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_scale, bool wait,
                            bool once, const c10::Device& device) {
   const c10::cuda::CUDAGuard guard(device);
@@ -134,7 +134,7 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
   }
   Resident& resident = *impl_->resident;
   run.memory = resident.memory.mutable_data_ptr();
-  // Stays false if a launch fails: then some blocks have been counted, and the last never comes.
+  // Stays false if a launch fails: then some blocks have been counted, but the last one never runs.
   resident.ready = false;
   resident.table.run(task, run, current);
   resident.ready = true;

@@ -15,16 +15,16 @@ class Stepper {
   Stepper();
   ~Stepper();
 
-  // Launches the step on the device's current stream. The host waits only if it is to: else it does
-  // not know the outcome. A stepper that steps `once` may do so in a capture: its table is a part
-  // of the graph then.
+  // Launches the step on the device's current stream. Without `wait` the host does not wait, and
+  // does not know the outcome. A stepper that steps `once` may step in a capture: its table is then
+  // a part of the graph.
   step::Outcome run(const step::Task& task, const step::LossScale& loss_scale, bool wait, bool once,
                     const c10::Device& device);
 
-  // What the last step leaves on the device, until the next one: bytes, for read_outcome().
+  // The result of the last step on the device, valid until the next one: bytes, for read_outcome().
   at::Tensor outcome() const;
 
-  // Has a captured step use the options that the groups have now.
+  // Makes a captured step use the present options of the groups.
   void refresh_groups(const step::Task& task, const c10::Device& device);
 
  private:

@@ -15,7 +15,7 @@ namespace {
 
 constexpr Cache kStateCache = APEX_MP_STREAM_STATE ? Cache::kStreamed : Cache::kKept;
 
-// By one thread. What the rule has prepared comes from rows, the rest from groups.
+// Called by one thread. Reads the rule's prepared numbers from rows, the rest from groups.
 template <typename Rule>
 __device__ auto factors_of(const StepMemory& memory, const StepChunk& chunk) {
   const int32_t group = memory.rows[chunk.row].group;
@@ -25,7 +25,7 @@ __device__ auto factors_of(const StepMemory& memory, const StepChunk& chunk) {
                        chunk.facts.scaled ? outcome.scaled_factor : outcome.plain_factor);
 }
 
-// By one thread of the row's first block. Pass 2 does not read them anywhere else.
+// Called by one thread of the row's first block; pass 2 reads these numbers nowhere else.
 template <typename Rule>
 __device__ void advance_numbers(const StepRow& row, const StepPrepared& prepared) {
   float before[math::kMaxNumbers] = {};
@@ -76,7 +76,7 @@ __device__ bool is_of(const StepFacts& facts) {
   return is_narrow == (state == DType::kBFloat16);
 }
 
-// The same update as in step_kernel(), of which nothing is left but the sums of a chunk.
+// Computes the same update as step_kernel(), but writes only sums of squares for each chunk.
 template <typename Rule, DType state>
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     measure_kernel(const __grid_constant__ StepUpdate update) {
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
   if (threadIdx.x == 0) memory.measured[index] = sums;
 }
 
-// A block for each row adds up what was measured, in an order that depends on sizes alone.
+// A block for each row sums what was measured, in an order that depends on sizes alone.
 template <typename Rule>
 __global__ void __launch_bounds__(kBlockSize)
     ratio_kernel(const __grid_constant__ StepMemory memory) {
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kBlockSize)
                 {0.0, sqrt(sums.param), sqrt(sums.update)});
 }
 
-// Backwards: the gradients that pass 1 has read last are still in the second-level cache.
+// Backwards, because the gradients that pass 1 read last are still in the second-level cache.
 template <typename Rule, DType state>
 __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     step_kernel(const __grid_constant__ StepUpdate update) {
