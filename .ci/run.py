@@ -23,6 +23,7 @@ EACH_TIME: tuple[str, ...] = ()
 NIGHTLY_ONLY = None
 TRAINER_PAGES = ("docs/trainers.md", "examples/trainers")
 OPERATORS = ("csrc", "tests/op_cases.py", "tests/operators/test_operators.py")
+BY_PROCESSOR = ("apex_mp/amp", "apex_mp/normalization", "apex_mp/RNN")
 SHORT = ("PYTEST_ARGS=--short",)
 NOT_SLOW = ("PYTEST_ARGS=-m 'not slow'",)
 
@@ -47,7 +48,7 @@ ON_BOTH_CORES = [
     Target("build", 4, EACH_TIME),
     Target("test", 6, EACH_TIME),
     Target("test-slow", 5, EACH_TIME),
-    Target("processors", 1, EACH_TIME),
+    Target("processors", 1, ("csrc", *BY_PROCESSOR, "tests/amp")),
     Target("cuda-on-cpu", 12, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
     Target("recipes", 5, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
     Target("every-case", 12, NIGHTLY_ONLY),
@@ -57,7 +58,7 @@ ON_BOTH_CORES = [
     Target("mutants", 15, NIGHTLY_ONLY),
 ]
 ON_ONE_CORE = [
-    Target("cuda-link", 8, EACH_TIME),
+    Target("cuda-link", 8, ("csrc", "setup.py")),
     Target("clients", 5, ("csrc", "apex_mp", "tests/clients")),
     Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.

@@ -115,7 +115,7 @@ inline void check_element(const Argument& argument, const at::Tensor& tensor,
   check_dense(argument, tensor);
 }
 
-// One number in memory of the device.
+// Checks for one number in memory of the device.
 inline void check_one_element(const Argument& argument, const at::Tensor& tensor,
                               const at::Device& device,
                               std::initializer_list<at::ScalarType> allowed) {

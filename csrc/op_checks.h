@@ -30,7 +30,7 @@ inline void check_check(at::TensorList grads, at::IntArrayRef groups, const at::
   }
 }
 
-// A number for each tensor of a list.
+// Checks a vector with a number for each tensor of a list.
 inline void check_vector(const Argument& argument, const at::Tensor& vector,
                          const at::Device& device, std::initializer_list<at::ScalarType> dtypes,
                          const char* list, size_t count) {

@@ -28,7 +28,7 @@ TORCH_LIBRARY(apex_mp, m) {
   // bins.
   m.def("exponents_(Tensor[] tensors, Tensor(a!) counts) -> ()");
 
-  // One step of the dynamic loss scale; the rule is apex_mp.loss_scale.DynamicLossScale's.
+  // Updates a dynamic loss scale, by the rule of apex_mp.loss_scale.DynamicLossScale.
   m.def(
       "update_scale_(Tensor(a!) scale, Tensor(b!) good_steps, Tensor(c!) overflows, "
       "Tensor found_inf, *, float growth_factor, float backoff_factor, int growth_interval, "
@@ -55,7 +55,7 @@ std::string sparse_argument(const c10::FunctionSchema& schema, const torch::jit:
   return "an argument";
 }
 
-// Says in a sentence what the dispatcher would otherwise say in a page.
+// Raises an error of one sentence in place of the dispatcher's long message.
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string name = schema.name().substr(schema.name().rfind(':') + 1);

@@ -1,4 +1,4 @@
-// What the backends ask of a torch tensor that passed the checks.
+// Facts of a torch tensor that passed the checks, for all backends.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -193,7 +193,7 @@ def inverse(scale: float | Tensor) -> float | Tensor:
 
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the l2 norm of each tensor; equal bits have equal norms. The host waits."""
+    """Return the l2 norm of each tensor, to the bit the same for equal tensors; the host waits."""
     dense = [t if is_dense(t) else t.contiguous() for t in tensors]
     found = FoundInf()
     found.check(dense, range(len(dense)), len(dense))

@@ -105,7 +105,7 @@ class Grads:
 def _put(
     row: int, grad: Tensor, plain: dict[torch.device, _C.DeviceGrads], others: list[int]
 ) -> None:
-    """Add a gradient that C++ has left to Python, at its place."""
+    """Insert a gradient that C++ does not read, in order of rows."""
     device = grad.device
     has_kernels = device.type == "cpu" or (device.type == "cuda" and _C.with_cuda)
     if not has_kernels or tensors.not_readable(grad) or not tensors.is_dense(grad):

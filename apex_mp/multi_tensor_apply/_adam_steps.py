@@ -34,7 +34,7 @@ def multi_tensor_adam(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above.
         lr: Learning rate.
         beta1: Decay of the first moment.
@@ -70,7 +70,7 @@ def multi_tensor_adam_capturable(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above.
         lr: As of `multi_tensor_adam`, or a tensor of one element, read on the device.
         beta1: As of `multi_tensor_adam`; likewise the others.
@@ -108,7 +108,7 @@ def multi_tensor_adam_capturable_master(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above; masters are stepped, and rounded to params.
         lr: As of `multi_tensor_adam_capturable`; likewise the others.
         beta1: As there.

@@ -48,7 +48,7 @@ def multi_tensor_sgd(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above; each new parameter is also written to its copy.
         weight_decay: L2 factor.
         momentum: Decay of the momentum buffers; 0 does not use them.
@@ -89,7 +89,7 @@ def multi_tensor_adagrad(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above; sums are those of squared gradients.
         lr: Learning rate.
         eps: Added to the denominator.
@@ -129,7 +129,7 @@ def multi_tensor_novograd(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above.
         grad_norms: float32 vector, the second moment of each tensor as a norm; written. Before the
             first step it holds 0, or the norms of the first gradients.
@@ -193,7 +193,7 @@ def multi_tensor_lamb(
 
     Args:
         chunk_size: No effect.
-        overflow_buf: If it is up, nothing is written.
+        overflow_buf: If it is set, nothing is written.
         tensor_lists: As above.
         lr: Learning rate.
         beta1: Decay of the first moment.

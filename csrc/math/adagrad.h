@@ -17,7 +17,7 @@ struct AdagradFactors {
   opmath_t keep;  // 1 - lr * weight_decay, or 1 for L2 regularisation
 };
 
-// What the engine asks of Adagrad, see rule.h.
+// The rule of Adagrad, see rule.h.
 struct Adagrad : RuleBase {
   template <typename opmath_t>
   using Factors = AdagradFactors<opmath_t>;

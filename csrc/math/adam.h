@@ -8,7 +8,8 @@
 
 namespace apex_mp::math {
 
-// What the update needs of options, step count and learning rate; the same for a whole tensor.
+// The factors of an update, from options, step count and learning rate; the same for a whole
+// tensor.
 template <typename opmath_t>
 struct AdamFactors {
   opmath_t one_minus_beta1;
@@ -29,7 +30,7 @@ APEX_MP_MATH double bias_correction(bool wanted, double beta, double step) {
   return wanted ? 1.0 - std::pow(beta, step) : 1.0;
 }
 
-// What the engine asks of Adam, see rule.h.
+// The rule of Adam, see rule.h.
 struct Adam : RuleBase {
   template <typename opmath_t>
   using Factors = AdamFactors<opmath_t>;
@@ -78,7 +79,7 @@ struct Adam : RuleBase {
     const opmath_t grad = scaled_grad * factors.inv_scale + factors.l2 * param;
     exp_avg += factors.one_minus_beta1 * (grad - exp_avg);
     exp_avg_sq = factors.beta2 * exp_avg_sq + factors.one_minus_beta2 * grad * grad;
-    // Corrected behind the root, as in torch: exp_avg_sq / bias_correction2 may overflow.
+    // Corrected after the root, as in torch, because exp_avg_sq / bias_correction2 may overflow.
     const opmath_t denom =
         sqrt(exp_avg_sq + factors.eps_inside) * factors.inv_sqrt_bias_correction2 +
         factors.eps_outside;

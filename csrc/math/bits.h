@@ -14,7 +14,7 @@ APEX_MP_MATH uint32_t bits_of(float x) {
   return bits;
 }
 
-// The second argument says which type is wanted: a register of floats has a function of its own.
+// The second argument chooses the type: there is another function for registers of floats.
 APEX_MP_MATH float from_bits(uint32_t bits, float) {
   float x;
   memcpy(&x, &bits, sizeof(x));

@@ -1,4 +1,4 @@
-// Is a gradient finite, and what does it add to the sum of squares.
+// The test for inf and NaN, and the term in the sum of squares, of one gradient.
 #pragma once
 
 #include <cstdint>

@@ -7,8 +7,8 @@
 
 namespace apex_mp::math {
 
-// Sums of squares of gradients that are scaled by the loss scale, and of others that are not. Both
-// are exact sums in double, so neither they nor their roots overflow.
+// Sums of squares of scaled gradients, and of others that are not scaled. Both are sums in double,
+// so neither they nor their roots overflow.
 struct SumSq {
   double scaled;
   double plain;
@@ -19,8 +19,8 @@ APEX_MP_MATH double unscaled_norm(const SumSq& sum_sq, double scale) {
   return std::hypot(std::sqrt(sum_sq.scaled) / scale, std::sqrt(sum_sq.plain));
 }
 
-// What gradients of this norm are divided by, so that it becomes max_norm at most; the small number
-// is that of apex and of torch.nn.utils.clip_grad_norm_. max_norm 0 does not clip.
+// Returns the divisor that clips gradients of this norm to max_norm; 0 does not clip. The small
+// number is that of apex and of torch.nn.utils.clip_grad_norm_.
 APEX_MP_MATH double clip_divisor(double norm, double max_norm) {
   if (!(max_norm > 0.0)) return 1.0;
   const double excess = (norm + 1e-6) / max_norm;

@@ -1,4 +1,4 @@
-// What every formula needs: where it may run, and how it is kept inside its caller.
+// The attributes of every formula: where it may run, and that it is inlined.
 #pragma once
 
 // A formula is always inlined and has internal linkage. The same header is compiled once per

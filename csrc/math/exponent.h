@@ -1,4 +1,4 @@
-// In which power of two a number lies, for a histogram.
+// The exponent of a number, for a histogram.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace apex_mp::math {
 
-// Bins are the exponents of float32 as its bits hold them: bin 127 is [1, 2). Zeros are in bin 0,
-// inf and NaN in the last one; what is smaller than 2**-126 and not zero is in bin 1 with that.
+// Bins are the exponent bits of float32: bin 127 is [1, 2). Zeros are in bin 0, inf and NaN in the
+// last one. Bin 1 has 2**-126 to 2**-125, and all smaller numbers that are not zero.
 constexpr int kExponentBins = 256;
 
 APEX_MP_MATH int32_t exponent_bin(float x) {

@@ -25,7 +25,7 @@ struct LambFactors {
   opmath_t step_size;  // lr * ratio of the norms
 };
 
-// What the engine asks of LAMB, see rule.h.
+// The rule of LAMB, see rule.h.
 struct Lamb : RuleBase {
   template <typename opmath_t>
   using Factors = LambFactors<opmath_t>;
@@ -73,7 +73,7 @@ struct Lamb : RuleBase {
     const opmath_t grad = scaled_grad * factors.inv_scale + factors.l2 * param;
     tensors[0] = factors.beta1 * tensors[0] + factors.of_grad * grad;
     tensors[1] = factors.beta2 * tensors[1] + factors.one_minus_beta2 * grad * grad;
-    // Corrected behind the root, as in adam().
+    // Corrected after the root, as in adam().
     const opmath_t denom = sqrt(tensors[1]) * factors.inv_sqrt_bias_correction2 + factors.eps;
     return factors.inv_bias_correction1 * tensors[0] / denom + factors.decay * param;
   }

@@ -1,5 +1,6 @@
-// One step of NovoGrad (Ginsburg et al. 2019) for one number: Adam with one second moment for a
-// tensor, of the norm of its gradient. As in apex, that is kept as a norm, not as its square.
+// One step of NovoGrad (Ginsburg et al. 2019) for one number: Adam whose second moment is one
+// number for a tensor, from the norm of its gradient. As in apex it is kept as a norm, not as a
+// square.
 #pragma once
 
 #include <cmath>
@@ -20,7 +21,7 @@ struct NovogradFactors {
   opmath_t keep;       // 1 - lr * weight_decay outside of the moment, or 1
 };
 
-// What the engine asks of NovoGrad, see rule.h.
+// The rule of NovoGrad, see rule.h.
 struct Novograd : RuleBase {
   template <typename opmath_t>
   using Factors = NovogradFactors<opmath_t>;

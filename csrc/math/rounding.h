@@ -1,10 +1,10 @@
-// Rounding of a float32 to the 16 bits of a bfloat16: what is added before its lower half is cut
-// off decides.
+// Rounding of a float32 to the 16 bits of a bfloat16: a number is added, then the lower half is cut
+// off.
 //
-// Stochastic rounding adds random bits: the result is the upper of the two neighbours as often as
-// the number is near to it, so that it is right on average, and a change too small for bfloat16 is
-// not lost. The random bits are a hash, not drawn: they depend on the parameter's position, its
-// count of steps and the element, so a step can be repeated, and is the same on every device.
+// Stochastic rounding adds random bits. The nearer the number is to one of its two neighbours, the
+// more often it is rounded to that one: the result is right on average, and changes too small for
+// bfloat16 are not lost. The random bits are a hash of the parameter's position, its count of steps
+// and the element, so a step can be repeated, and is the same on every device.
 //
 // bits_t is uint32_t, or a register of them.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace apex_mp::math {
 
-// To nearest, of two that are equally near the even one.
+// Rounds to nearest, ties to even.
 template <typename bits_t>
 APEX_MP_MATH bits_t to_nearest(bits_t bits) {
   return ((bits >> 16) & 1u) + 0x7fffu;

@@ -1,30 +1,31 @@
-// What the engine (csrc/step, cpu/step, cuda/step) asks of an optimizer. A rule is a struct of
-// static members, as Adam in math/adam.h; math/rules.h lists them all. What RuleBase has may be
-// left out.
+// The interface of an optimizer for the engine (csrc/step, cpu/step, cuda/step). A rule is a struct
+// of static members, such as Adam in math/adam.h; math/rules.h lists all rules. Members of RuleBase
+// may be left out.
 //
-//   Factors<opmath_t>   what the update of a number needs; the same for a whole tensor
-//   kName               by which Python asks for the rule
-//   kSparseAdvice       how the sentence ends that refuses sparse gradients
-//   kOptions            of a parameter group, in the order of `options` below
-//   kTensors            how many tensors of state a parameter has, which are laid out as it is
+//   Factors<opmath_t>   the factors of an update, the same for all numbers of a tensor
+//   kName               the name of the rule in Python
+//   kSparseAdvice       the end of the message that refuses sparse gradients
+//   kOptions            the options of a parameter group, in the order of `options` below
+//   kTensors            how many state tensors a parameter has; they have its layout
 //   kAllTensors         whether it always has all of them
-//   tensors()           if not kAllTensors: how many with these options, those that come first
-//   kNumbers            how many float32 numbers of state it has
-//   kNeedsNumbers       whether they must be there, and the first one counts steps; if not, a
-//                       missing one reads as 0
-//   kPrepared           how many numbers prepare() makes, once for a tensor and step
+//   tensors()           if not kAllTensors: how many of them, the first ones, with these options
+//   kNumbers            how many float32 numbers the state has
+//   kNeedsNumbers       whether they must exist, and the first one counts steps; if not, a missing
+//                       one reads as 0
+//   kPrepared           how many numbers prepare() computes, once for a tensor and step
 //   kNorm               which of them needs the norm of the tensor's gradient; -1: none
 //   wants_max()         if kNorm >= 0: whether that is the maximum norm, else it is the l2 norm
 //   kRatio              which of them needs the l2 norms of parameter and update; -1: none. Another
-//                       pass then measures them before the step; it writes nothing
-//   prepare()           from options, numbers before the step and norms, what factors() and
-//                       advance() need
-//   factors()           from those; a gradient is to be multiplied by `grad_factor`
-//   direction()         if kRatio >= 0: the update of a number, whose norm is meant, from factors
-//                       for a ratio that is not known yet; changes `tensors` as update() does
-//   update()            steps one number: parameter, tensors of state. opmath_t is float, double
-//                       or a register of numbers with operators and sqrt
-//   advance()           a number of state after the step
+//                       pass, which writes nothing, measures them before the step
+//   prepare()           computes numbers for factors() and advance() from options, numbers of the
+//                       state before the step, and norms
+//   factors()           computes factors from prepared numbers; gradients are multiplied by
+//                       `grad_factor`
+//   direction()         if kRatio >= 0: computes the update whose norm is measured, from factors
+//                       without a ratio; changes `tensors` as update() does
+//   update()            steps one number of the parameter and its state tensors. opmath_t is float,
+//                       double or a register of numbers with operators and sqrt
+//   advance()           returns a number of the state after the step
 #pragma once
 
 #include "math/common.h"
@@ -40,20 +41,20 @@ struct Option {
   int count = 1;
 };
 
-// Sums of squares, of a part of a tensor.
+// Sums of squares of a part of a tensor.
 struct Measured {
   double param;
   double update;
 };
 
-// Of a tensor. 0 where the rule has not asked for one, or it is not known yet.
+// Norms of a tensor; 0 if the rule does not need one, or it is not known yet.
 struct Norms {
   double grad;    // unscaled and clipped
   double param;   // before the step
   double update;  // what direction() returns
 };
 
-// What is so for most rules.
+// The values of most rules.
 struct RuleBase {
   static constexpr const char* kSparseAdvice = "";
   static constexpr bool kAllTensors = true;
@@ -64,7 +65,7 @@ struct RuleBase {
   static constexpr int kRatio = -1;
 };
 
-// The same factors as numbers of another type, if they are numbers of one type and nothing else.
+// Converts factors that are all numbers of one type to another type.
 template <typename to_t, template <typename> class Factors, typename from_t>
 APEX_MP_MATH Factors<to_t> factors_as(const Factors<from_t>& factors) {
   constexpr int kCount = sizeof(factors) / sizeof(from_t);
@@ -79,7 +80,7 @@ APEX_MP_MATH Factors<to_t> factors_as(const Factors<from_t>& factors) {
   return result;
 }
 
-// How many numbers the options are.
+// The number of numbers in the options.
 template <typename Rule>
 constexpr int count_options() {
   int count = 0;

@@ -14,12 +14,12 @@
 
 namespace apex_mp::math {
 
-// Of state, and of what is prepared for a step.
+// The most state tensors, numbers and prepared numbers of any rule.
 constexpr int kMaxTensors = 2;
 constexpr int kMaxNumbers = 2;
 constexpr int kMaxPrepared = 3;
 
-// What is the same for all steps of a rule.
+// The constants of a rule.
 struct RuleFacts {
   const char* name;
   const char* sparse_advice;

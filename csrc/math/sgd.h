@@ -7,7 +7,7 @@
 
 namespace apex_mp::math {
 
-// What the update needs; the same for a whole tensor.
+// The factors of an update; the same for a whole tensor.
 template <typename opmath_t>
 struct SgdFactors {
   opmath_t inv_scale;
@@ -21,7 +21,7 @@ struct SgdFactors {
   bool nesterov;
 };
 
-// Three of them are no numbers.
+// In place of factors_as() of rule.h, because three factors are not numbers.
 template <typename to_t, typename from_t>
 APEX_MP_MATH SgdFactors<to_t> factors_as(const SgdFactors<from_t>& factors) {
   return {static_cast<to_t>(factors.inv_scale),
@@ -35,7 +35,7 @@ APEX_MP_MATH SgdFactors<to_t> factors_as(const SgdFactors<from_t>& factors) {
           factors.nesterov};
 }
 
-// What the engine asks of SGD, see rule.h.
+// The rule of SGD, see rule.h.
 struct Sgd : RuleBase {
   template <typename opmath_t>
   using Factors = SgdFactors<opmath_t>;

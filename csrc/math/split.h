@@ -1,8 +1,8 @@
-// A float32 master as a 16-bit weight and a remainder of 16 bits: what rounding has left.
+// A float32 master as a 16-bit weight and a 16-bit remainder, the part that rounding cut off.
 //
-// Sizes of floats are in the order of their bits. The remainder counts the floats from the weight
-// to the master, negative if the master is the smaller of the two. So a join is an addition, and
-// the sign is the weight's.
+// Magnitudes of floats are in the order of their bits. The remainder counts the floats from the
+// weight to the master, negative if the master is the smaller of the two. So a join is an addition,
+// and the sign is the weight's.
 //
 //   bfloat16  Every master is exact: the remainder is its lower half. The weight is the nearest
 //             bfloat16; of two that are equally near the larger one, since the remainder goes from
@@ -14,8 +14,8 @@
 // A master beyond float16 becomes inf, as the weight does; the payload of a NaN is lost.
 //
 // number_t is float, or a register of floats with bits_of(), from_bits() and operators; bits_t are
-// its bits. To a join a weight comes as a float and a remainder as 32 bits with its sign; a split
-// returns both in the lower 16 of 32 bits, the upper ones are 0.
+// its bits. A join takes a weight as a float and a remainder as 32 bits with its sign; a split
+// returns both in the lower 16 of 32 bits, and the upper ones are 0.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ namespace apex_mp::math {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kExactFrom = 0x37800000u;  // the bits of 2**-16
 
-// A zero that the user has written beside a negative remainder stays a zero.
+// A zero weight that the user has written stays zero, even with a negative remainder.
 template <typename number_t, typename bits_t>
 APEX_MP_MATH number_t join_bfloat16(number_t weight, bits_t remainder) {
   const bits_t bits = bits_of(weight);
@@ -42,7 +42,7 @@ APEX_MP_MATH void split_bfloat16(bits_t master, bits_t& weight, bits_t& remainde
   remainder = is_nan ? bits_t{} : master & 0xffffu;
 }
 
-// 1.5 * 2**23: added to a whole number, it puts that into the lowest bits.
+// 1.5 * 2**23: a float to which it is added has its whole part in the lowest bits.
 constexpr float kUnits = 12582912.0f;
 constexpr uint32_t kUnitsBits = 0x4b400000u;
 
@@ -64,7 +64,7 @@ APEX_MP_MATH void split_float16(number_t master, bits_t half, number_t wide, bit
   const bits_t wide_size = bits_of(wide) & 0x7fffffffu;
   const number_t left = from_bits(size, number_t()) - from_bits(wide_size, number_t());
   const bits_t steps = bits_of(left * number_t(0x1p40f) + number_t(kUnits));
-  // 2**15 steps up are one weight up, and as many steps down.
+  // 2**15 steps up are the next weight with 2**15 steps down.
   const auto is_up = (size < kExactFrom) & (steps == kUnitsBits + 0x8000u);
   const bits_t floats = size < kExactFrom ? steps : size - wide_size;
   weight = is_up ? half + 1u : half;

@@ -1,5 +1,5 @@
-// The numbers between the two passes of a step: from sums of squares to the factors that gradients
-// are multiplied by. One set of formulas for the CPU and for the last block of a CUDA pass.
+// The numbers between the two passes of a step: from sums of squares to the factors of gradients.
+// The same formulas for the CPU and for the last block of a CUDA pass.
 #pragma once
 
 #include "math/clip.h"
@@ -14,15 +14,15 @@ struct ClipRule {
   double norm;
 };
 
-// What a step makes of the gradients of one group.
+// How a step treats the gradients of one group.
 struct GroupOutcome {
   double norm;           // of the group's own gradients, unscaled
   double scaled_factor;  // what gradients that the loss scale has scaled are multiplied by
   double plain_factor;   // what the others are multiplied by
 };
 
-// `clipped` is what max_norm bounds the norm of: the group's own gradients, or those of all groups.
-// A norm that was given comes before either.
+// `clipped` are the sums of the gradients whose norm max_norm bounds: the group's own, or those of
+// all groups. A norm that was given is used instead.
 APEX_MP_MATH GroupOutcome group_outcome(const ClipRule& rule, const SumSq& own,
                                         const SumSq& clipped, double scale) {
   const double norm = rule.has_norm ? rule.norm / scale : unscaled_norm(clipped, scale);

@@ -1,12 +1,13 @@
-// The rule of a dynamic loss scale, the device twin of DynamicLossScale.update in loss_scale.py.
+// The rule of a dynamic loss scale, equal to DynamicLossScale.update in loss_scale.py.
 #pragma once
 
 #include "math/common.h"
 
 namespace apex_mp::math {
 
-// What does not change from step to step. loss_scale.py checks the ranges: factors >= 1 and in
-// (0, 1), counts >= 1, 2**-126 <= min_scale <= max_scale, where max_scale may be inf.
+// The constants of a loss scale. loss_scale.py checks the ranges: factors >= 1 and in (0, 1),
+// counts
+// >= 1, 2**-126 <= min_scale <= max_scale, where max_scale may be inf.
 struct LossScaleRule {
   double growth_factor;
   double backoff_factor;
@@ -16,7 +17,7 @@ struct LossScaleRule {
   int hysteresis;       // overflows before the scale backs off
 };
 
-// What one step hands to the next.
+// The state, which each step updates.
 struct LossScaleState {
   float scale;
   int good_steps;  // since the last overflow or growth
@@ -25,7 +26,7 @@ struct LossScaleState {
 
 // Returns the state of the next step. Callers skip this step if `found_inf`.
 // Products are doubles rounded to float once, as in Python and GradScaler: equal to the bit. A
-// bound stops the scale and never pushes it.
+// bound only stops the scale.
 APEX_MP_MATH LossScaleState update_scale(LossScaleState state, bool found_inf,
                                          const LossScaleRule& rule) {
   constexpr double kFloatMax = 3.4028234663852886e38;  // Above it, the cast would be undefined.

@@ -1,4 +1,4 @@
-// A dynamic loss scale that lives on a device, as Python hands it to a step. For the plan.
+// A dynamic loss scale on a device, as Python gives it to a step. For the plan.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,12 +11,13 @@ namespace apex_mp::step {
 
 class DeviceLossScale {
  public:
-  // One number each: float32, int32 and int32, on one device; they are shared with the caller, who
-  // has checked the rule. Throws a sentence for other tensors.
+  // The tensors have one number each: float32, int32 and int32, on one device. They are shared with
+  // the caller, who has checked the rule. Throws a sentence for other tensors.
   DeviceLossScale(const at::Tensor& scale, const at::Tensor& good_steps,
                   const at::Tensor& overflows, const math::LossScaleRule& rule);
 
-  // Where a step of `caller` on `device` finds it. Throws a sentence if it is on another one.
+  // The memory of the loss scale for a step of `caller`. Throws a sentence if it is not on
+  // `device`.
   LossScale memory(const std::string& caller, const at::Device& device) const;
 
  private:

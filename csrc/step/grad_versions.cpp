@@ -31,7 +31,7 @@ void GradVersions::record(PyObject* params) {
 }
 
 void GradVersions::add(const PyObject* param, const at::Tensor& grad, bool is_part) {
-  // An inference tensor counts no versions: nothing can be said of it later.
+  // An inference tensor has no version, so a write could not be detected.
   if (grad.is_inference()) return;
   const at::TensorImpl* impl = grad.unsafeGetTensorImpl();
   const c10::VariableVersion& counter = impl->version_counter();

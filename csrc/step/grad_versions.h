@@ -1,5 +1,5 @@
-// Which gradients are new, or were written, since they were recorded. For the Python classes that
-// warn of edits.
+// Detects gradients that are new or were written since they were recorded. For the Python classes
+// that warn of edits.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Options of a parameter group, from Python's numbers to ours.
+// Converts options of a parameter group from Python's numbers to ours.
 #include "step/hyperparameters.h"
 
 #include <torch/csrc/Dtype.h>
@@ -15,7 +15,7 @@ using math::Range;
 
 constexpr Option kMaxGradNorm = {"max_grad_norm", Range::kNotNegative};
 
-// Of options that all rules have; a group may lack all but the first two.
+// The names of options that all rules have; a group may lack all but the first two.
 struct Names {
   PyObject* lr = interned("lr");
   PyObject* max_grad_norm = interned("max_grad_norm");
@@ -38,7 +38,7 @@ std::string sentence(const std::string& caller, const char* name, PyObject* valu
   return caller + ": " + name + " is " + std::string(py::repr(value)) + "; it must be " + wish;
 }
 
-// Of an error of Python's, which is set, if the value is of a wrong type.
+// Throws Python's error, which is set; with a sentence if the value is of a wrong type.
 [[noreturn]] void refuse(const std::string& caller, const char* name, PyObject* value,
                          const std::string& wish) {
   if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();

@@ -1,5 +1,5 @@
-// The options of a parameter group, read again for each step, so that changes take effect. For the
-// plan.
+// The options of a parameter group, which are read for each step, so that changes take effect. For
+// the plan.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@
 
 namespace apex_mp::step {
 
-// What the state has beside a low-precision parameter: nothing, its float32 master, or the
-// remainder of that (math/split.h).
+// The form of a low-precision parameter's master in its state: none, float32, or the remainder only
+// (math/split.h).
 enum class Masters { kNone, kFloat, kSplit };
 
 struct GroupOptions {
@@ -23,7 +23,7 @@ struct GroupOptions {
   at::ScalarType moments;  // of the tensors in the state, but for float64 parameters
 };
 
-// Numbers for a step on one device.
+// Reads numbers for a step on one device.
 class NumberReader {
  public:
   // `caller` is the optimizer's name. `kept` keeps numbers alive that had to be copied to the
@@ -31,8 +31,8 @@ class NumberReader {
   NumberReader(const std::string& caller, const at::Device& device, std::deque<at::Tensor>& kept)
       : caller_(caller), device_(device), kept_(kept) {}
 
-  // A Python number, or a tensor of one element on any device. The host looks at one on a GPU only
-  // for a step on the CPU.
+  // Reads a Python number, or a tensor of one element on any device. The host reads one on a GPU
+  // only for a step on the CPU.
   Number read(const char* name, PyObject* value) const;
 
  private:

@@ -1,4 +1,4 @@
-// Masters and their two parts, on the device where they lie.
+// Joins and splits masters on their device.
 #include "step/masters.h"
 
 #include "checks.h"

@@ -1,4 +1,4 @@
-// The classes of csrc/step/ as Python sees them; apex_mp/_C.pyi says the same with types.
+// Python bindings of the classes of csrc/step/; apex_mp/_C.pyi has their types.
 #include "step/module.h"
 
 #include <pybind11/stl.h>
@@ -16,7 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-// As torch does it for its own functions: the sentence alone, without the stack of C++ calls.
+// Translates errors as torch does for its own functions: without the stack of C++ calls.
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);

@@ -1,4 +1,4 @@
-// One walk over parameters, gradients and states for each step.
+// The step plan: one walk over parameters, gradients and states for each step.
 #include "step/plan.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -38,7 +38,7 @@ void check_lengths(const std::string& caller, const py::object& lists, Py_ssize_
                         " parameters");
 }
 
-// The caller's item for a parameter; nullptr for None, and where there is no list.
+// Returns the caller's item for a parameter; nullptr for None, or without a list.
 PyObject* item_of(const py::object& lists, const Place& place) {
   if (lists.is_none()) return nullptr;
   PyObject* item = PyList_GET_ITEM(PyList_GET_ITEM(lists.ptr(), place.group), place.index);
@@ -80,7 +80,7 @@ struct Plan::Source {
   PyObject* param;  // else whose .grad it is; nullptr with grad == nullptr: there is none
   bool scaled;
 
-  // nullptr: there is none, or Python must be asked for it.
+  // nullptr: there is none, or only Python can return it.
   const at::Tensor* usual_grad() const {
     if (grad != nullptr) return &tensor_of(grad);
     if (param == nullptr || !THPVariable_CheckExact(param)) return nullptr;
@@ -146,8 +146,8 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
   is_read_ = true;
 }
 
-// First, by several threads if there are many, the parameters whose tensors are all as usual: that
-// calls nothing of Python, whose lock this thread holds meanwhile. Then the others, one by one.
+// First reads the parameters whose tensors are all usual, by several threads if there are many:
+// that does not call Python, whose lock this thread holds. Then reads the others, one by one.
 void Plan::read_rows(const py::function& make_state, const Given& given) {
   constexpr int64_t kRowsPerThread = 256;
   const auto count = static_cast<int64_t>(items_.size());
@@ -194,7 +194,7 @@ Plan::Item Plan::item_at(int64_t position) const {
           required_state_[facts.group].of(tensor_of(param))};
 }
 
-// Tensors and rows own nothing; the next step writes over them.
+// Tensors and rows own nothing, and the next step overwrites them.
 void Plan::clear() {
   is_read_ = false;
   task_.groups.clear();
@@ -220,7 +220,7 @@ void Plan::list_params(const py::list& param_groups) {
   }
 }
 
-// The one answer to which gradient a parameter is stepped with.
+// Returns the gradient to step a parameter with.
 Plan::Source Plan::source_of(const Item& item, const Given& given) const {
   if (!given.grads.is_none()) return {item_of(given.grads, item.place), nullptr, true};
   PyObject* param = item_of(given.grads_of, item.place);
@@ -228,7 +228,7 @@ Plan::Source Plan::source_of(const Item& item, const Given& given) const {
   return {nullptr, item.param, given.grads_of.is_none()};
 }
 
-// Returns false, with nothing said yet, where something is not as usual: `read_unusual` looks then.
+// Returns false, without an error, if a tensor is not usual: then `read_unusual` reads the row.
 bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) const {
   if (!is_tensor(item.param)) return false;
   if (tensor_of(item.param).device() != device_) return false;
@@ -257,9 +257,9 @@ bool Plan::take_usual(const Item& item, const Given& given, const State& state,
   return QuickTest(param, item.required.dtype).passes(row);
 }
 
-// On CUDA a parameter with a state and no gradient has a row all the same, which is not stepped: so
-// the table on the device stays as it is while gradients come and go. The row says of the gradient
-// what is to be expected of the next one.
+// On CUDA a parameter with a state but no gradient also has a row, which is not stepped, so that
+// the table on the device need not change with the gradients. The row has the dtype that the next
+// gradient will probably have.
 bool Plan::read_without_grad(const Item& item, const Given& given, const Source& source,
                              RowTensors& row) const {
   const at::Tensor& param = tensor_of(item.param);
@@ -302,7 +302,7 @@ bool Plan::read_unusual(Item item, const py::function& make_state, const Given& 
   return true;
 }
 
-// nullptr: there is none. A subclass may make its gradient when it is asked for it, as
+// Returns nullptr if there is none. A subclass may make its gradient when it is read, as
 // MasterParameter does.
 PyObject* Plan::grad_of(const Source& source) {
   if (source.param == nullptr) return source.grad;
@@ -374,7 +374,7 @@ void Plan::read_norms(const py::object& norms, const NumberReader& numbers) {
   }
 }
 
-// Returns whether the host knows already that the step is to be skipped.
+// Returns whether the host knows already that the step is skipped.
 bool Plan::read_found_inf(const py::object& found_inf) {
   task_.found_inf = nullptr;
   if (found_inf.is_none()) return false;
@@ -405,7 +405,7 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
     if (!outcome.found_inf) bump_versions_of_rows();
   }
   if (!outcome.found_inf) weights_.record(tensors_);
-  // Where the host does not know that the step was skipped, the copies are unchanged.
+  // If the host does not know that the step was skipped, the copies are unchanged.
   if (!outcome.found_inf) {
     for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);
   }
@@ -446,8 +446,8 @@ bool Plan::takes_long(bool wait) const {
   return elements >= kManyElements;
 }
 
-// Lets other Python threads run meanwhile. They may set a gradient to None: so its tensors are held
-// while the step lasts, which would be expensive for many tiny ones.
+// Lets other Python threads run during the step. They may set a gradient to None, so the step owns
+// its tensors meanwhile, which would be expensive for many tiny ones.
 Outcome Plan::run_beside_python(const LossScale& loss_scale, bool wait) {
   std::vector<at::Tensor> written;
   std::vector<at::Tensor> read;

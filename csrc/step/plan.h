@@ -1,4 +1,4 @@
-// The step plan of an optimizer: from Python's lists to a task, in nanoseconds a tensor. Python
+// The step plan of an optimizer: converts Python's lists to a task, in nanoseconds a tensor. Python
 // calls it, through module.cpp.
 #pragma once
 
@@ -28,7 +28,7 @@ namespace apex_mp::step {
 // Group and index of a parameter.
 using Indices = std::vector<std::pair<int64_t, int64_t>>;
 
-// What the caller gives beside parameters and state. Each of the first three is None, or a list
+// The caller's arguments beside parameters and state. Each of the first three is None, or a list
 // with one list for each group, which has one item for each parameter.
 struct Given {
   pybind11::object grads;     // the gradients; an item is None where there is none
@@ -45,8 +45,8 @@ struct Given {
 };
 
 // Owns no tensor. Between steps it keeps the order of the state, and empty lists with their
-// capacity. What a step uses it has read in that step from the objects that Python has now; so
-// nothing is to be invalidated when a tensor is replaced, moved, reshaped or reloaded.
+// capacity. Everything else is read from Python's objects in each step, so nothing must be
+// invalidated when a tensor is replaced, moved, reshaped or reloaded.
 class Plan {
  public:
   // `rule` is the kName of one of math/rules.h, `caller` the optimizer's name in messages, and
@@ -55,44 +55,43 @@ class Plan {
   Plan(const std::string& rule, const std::string& caller, const std::vector<std::string>& tensors,
        const std::vector<std::string>& numbers, bool once);
 
-  // Reads and checks everything. `make_state(group, index)` is called for a parameter that has no
-  // state, or one that lies in memory in another order, and returns its new one; the caller takes
-  // that back if the step is refused or skipped. Throws a sentence for what cannot be stepped.
+  // Reads and checks everything. `make_state(group, index)` is called for a parameter without
+  // state, or with state in another memory order, and returns new state; the caller removes it if
+  // the step is refused or skipped. Throws a sentence for a parameter that cannot be stepped.
   void read(const pybind11::list& param_groups, const pybind11::dict& state,
             const pybind11::function& make_state, const Given& given);
 
-  // Takes the step that was read; but does nothing if `found_inf` (None, or one number) is not 0,
-  // or if it is to look for inf and NaN and finds any. `norms` is None, or for each group None or
-  // the norm of its gradients as they lie. `loss_scale`, if there is no `found_inf`, or nullptr, is
-  // updated. The outcome is known if the host is to `wait` for it, and always on the CPU.
+  // Takes the step that was read. Writes nothing if `found_inf` (None, or one number) is not 0, or
+  // with `check` if gradients hold inf or NaN. `norms` is None, or for each group None or the norm
+  // of its gradients before unscaling. `loss_scale` is updated, unless it is nullptr; it excludes
+  // `found_inf`. The outcome is known with `wait`, and always on the CPU.
   Outcome run(const pybind11::object& norms, const pybind11::object& found_inf, bool check,
               bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait);
 
-  // What the last step leaves on a CUDA device until the next one: bytes, for read_outcome() when
-  // they have been copied to the host.
+  // The result of the last step on a CUDA device, valid until the next one: bytes, to be copied to
+  // the host for read_outcome().
   at::Tensor outcome() const;
 
-  // Instead of `run`: has the step of a captured CUDA graph use the options that groups have now.
+  // Instead of `run`: makes the step of a captured CUDA graph use the present options of groups.
   void refresh_groups();
 
-  // Of what was read, until it is run: the gradients as they are stepped with, the group of each,
-  // and whether the loss scale has scaled it.
+  // Between `read` and `run`: the gradients that will be used, the group of each, and whether it is
+  // scaled by the loss scale.
   std::vector<std::tuple<at::Tensor, int64_t, bool>> gradients() const;
 
-  // Forgets what was read.
+  // Drops what was read.
   void clear();
 
-  // Of what was read: the parameters without a gradient, and whether `run` can step all others: if
-  // they are on one device that this build has kernels for.
+  // Of what was read: the parameters without a gradient, and whether `run` can step all others,
+  // because they are on one device with kernels.
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 
-  // Of what was read: the parameters that were written since the last step, of which remainders in
-  // the state are the other part.
+  // Of what was read: the parameters with a remainder in the state that were written since the last
+  // step.
   Indices written() const;
 
-  // Whether parts of DTensors were read, whose inf, NaN and norms `run` does not ask other
-  // processes for.
+  // Whether parts of DTensors were read; `run` does not combine inf, NaN and norms over processes.
   bool has_parts() const { return has_parts_; }
 
  private:
@@ -145,7 +144,7 @@ class Plan {
   std::deque<at::Tensor> kept_;      // what one step has made for itself; rows point to it
   std::vector<pybind11::object>
       made_;  // gradients and states that Python has made while it was asked
-  // Gradients to be written that lie in another order than their parameters, and their copies.
+  // Gradients to be written whose memory order is not their parameter's, and their copies.
   std::vector<std::pair<at::Tensor, at::Tensor>> laid_anew_;
   Indices without_grad_;
   at::Device device_ = at::kCPU;

@@ -1,5 +1,5 @@
-// Tensors behind Python objects: borrowed, without a copy or a reference count. For all that reads
-// Python's lists.
+// The tensors of Python objects: borrowed, without a copy or a reference count. For all files that
+// read Python's lists.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -16,21 +16,21 @@ inline bool is_tensor(PyObject* object) {
 // Lives as long as the object does.
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 
-// What this process holds of a DTensor; another tensor as it is. The DTensor owns it. Calls Python.
+// Returns the part of a DTensor that this process holds, or another tensor as it is. The DTensor
+// owns it. Calls Python.
 PyObject* local_part(PyObject* tensor);
 
-// Likewise, of a tensor that Python has an object of.
+// The same for a tensor that has a Python object.
 const at::Tensor& local_part(const at::Tensor& tensor);
 
-// Whether two DTensors are divided alike.
+// Whether two DTensors are sharded in the same way.
 bool divided_alike(PyObject* one, PyObject* other);
 
-// As local_part, of the gradient of a DTensor. Throws a sentence that names the place unless it is
-// divided as the parameter is.
+// As local_part, for the gradient of a DTensor. Throws a sentence that names the place unless it is
+// sharded as the parameter is.
 PyObject* local_grad(PyObject* grad, PyObject* param, const Place& place);
 
-// A string that is made once. Python's own literals are the same object, so that a comparison of
-// pointers finds them.
+// Returns an interned string. Python's literals are the same object, so pointers can be compared.
 inline PyObject* interned(const char* text) {
   PyObject* string = PyUnicode_InternFromString(text);
   if (string == nullptr) throw pybind11::error_already_set();

@@ -1,4 +1,4 @@
-// Gradients, cut by device.
+// Reads gradients, device by device.
 #include "step/read_grads.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,7 +21,7 @@ DeviceGrads& on_device(std::vector<DeviceGrads>& plain, const at::Device& device
   return plain.back();
 }
 
-// The gradient itself if it is divided otherwise than its parameter.
+// Returns the gradient itself if it is sharded in another way than its parameter.
 const at::Tensor& part_of_grad(const at::Tensor& grad, PyObject* param) {
   const at::Tensor& part = local_part(grad);
   if (&part == &grad) return grad;
@@ -42,7 +42,7 @@ bool DeviceGrads::has_double() const {
                      [](const at::Tensor& grad) { return grad.scalar_type() == at::kDouble; });
 }
 
-// Not by way of Python, which would make a list of the gradients, and the operator one of that.
+// Called from C++, because Python would make a list of the gradients, and the operator another one.
 void DeviceGrads::check(const at::Tensor& found_inf, const at::Tensor& sum_sq) const {
   using Check = void(at::TensorList, at::IntArrayRef, const at::Tensor&, const at::Tensor&);
   static const auto op =
@@ -58,7 +58,7 @@ Grads read_grads(PyObject* params) {
     PyObject* param = PyList_GET_ITEM(params, i);
     const bool is_part = local_part(param) != param;
     found.has_parts |= is_part;
-    // A class of its own may make gradients when asked.
+    // A subclass may make its gradient when it is read.
     if (!is_part && !THPVariable_CheckExact(param)) {
       found.others.push_back(i);
       continue;

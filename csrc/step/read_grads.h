@@ -1,4 +1,4 @@
-// The gradients of parameters as backward has left them, in one walk. Python calls it, through
+// Reads the gradients of parameters after backward, in one walk. Python calls it, through
 // module.cpp.
 #pragma once
 
@@ -14,7 +14,7 @@ struct DeviceGrads {
   std::vector<int64_t> rows;  // numbers of the parameters, sorted
   std::vector<at::Tensor> grads;
 
-  // Puts a gradient at its place.
+  // Inserts a gradient in the order of rows.
   void insert(int64_t row, const at::Tensor& grad);
 
   bool has_double() const;

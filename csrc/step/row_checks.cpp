@@ -1,4 +1,4 @@
-// The sentences for tensors that a step cannot take.
+// The error messages for tensors that a step cannot take.
 #include "step/row_checks.h"
 
 #include <string>

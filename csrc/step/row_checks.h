@@ -1,5 +1,5 @@
-// Whether a step may walk the memory of a tensor: a quick test, and the sentence that says why not.
-// For the plan and for all that reads tensors.
+// Whether a step may walk the memory of a tensor: a quick test, and checks that throw a sentence.
+// For the plan and all files that read tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace apex_mp::step {
 
-// A tensor where the caller has it: item `index` of the list of group `group`.
+// The place of a tensor in the caller's lists: item `index` of the list of group `group`.
 struct Place {
   const char* caller;  // the optimizer's name
   const char* list;
@@ -19,8 +19,7 @@ struct Place {
   Place in(const char* other_list) const { return {caller, other_list, group, index}; }
 };
 
-// Tensors whose numbers are not what lies in their memory: DTensor, FakeTensor, lazy negation and
-// the like.
+// Tensors whose memory does not hold their numbers: DTensor, FakeTensor, lazy negation and others.
 constexpr c10::DispatchKeySet kForeign({c10::DispatchKey::Python, c10::DispatchKey::Negative,
                                         c10::DispatchKey::ZeroTensor,
                                         c10::DispatchKey::Functionalize,
@@ -55,11 +54,11 @@ inline bool lie_alike(const at::Tensor& one, const at::Tensor& other) {
 // Throws a sentence that names the place, unless the tensor is plain.
 void check_param(const at::Tensor& tensor, const Place& place);
 
-// Likewise, unless it is on the parameter's device and may lie in memory as the parameter does.
+// Likewise, unless it is on the parameter's device, with its size and memory order.
 void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
                 const Place& param_place);
 
-// Likewise, but the order in memory may be another one if the sizes are the same.
+// Likewise, but the memory order may differ if the shapes are equal.
 void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
                           const Place& param_place);
 

@@ -1,5 +1,5 @@
-// The memory of the tensors of one row: quickly where they lie as nearly all do, else carefully.
-// For the plan.
+// The memory of the tensors of one row: by quick tests for usual tensors, else by careful ones. For
+// the plan.
 #pragma once
 
 #include "step/row_checks.h"
@@ -22,8 +22,8 @@ struct RowTensors {
   bool scaled = true;
   bool writes_grad = false;
 
-  // What is stepped, from a state that is complete: a low-precision parameter may be its copy, or a
-  // part of it.
+  // Takes the tensors from a complete state. With a master a low-precision parameter is its copy,
+  // or a part of it.
   void take(const State& state, const RequiredState& required, const at::Tensor& own) {
     const Masters masters = required.masters;
     param = masters == Masters::kFloat ? &tensor_of(state.master_param) : &own;
@@ -31,7 +31,7 @@ struct RowTensors {
     if (masters == Masters::kSplit) copy = &tensor_of(state.master_param);
     for (int i = 0; i < required.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
     for (int i = 0; i < math::kMaxNumbers; ++i) {
-      // One that may be missing is about the tensors: without them it stays as it is.
+      // A number that may be missing belongs to the tensors: without them it is not used.
       const bool has_use = i < required.numbers || required.tensors > 0;
       if (has_use && state.numbers[i] != nullptr) numbers[i] = &tensor_of(state.numbers[i]);
     }
@@ -49,8 +49,8 @@ struct RowTensors {
   }
 };
 
-// Storages lie all over memory. To ask for those of some rows before the first is looked at saves a
-// few per cent of the walk.
+// Prefetches the storages of some rows, which are scattered in memory: saves a few per cent of the
+// walk.
 inline void fetch_storages(const RowTensors& row) {
 #if defined(__GNUC__)
   const auto fetch = [](const at::Tensor& tensor) {
@@ -67,8 +67,8 @@ inline Array array_of(const at::Tensor& tensor, const void* storage) {
   return {begin + tensor.storage_offset() * size_of(dtype), dtype};
 }
 
-// Of a tensor that passed the checks, which data_ptr() would make once more. A lazy clone that is
-// only read stays shared.
+// For a tensor that passed the checks, which data_ptr() would repeat. A lazy clone that is only
+// read stays shared.
 inline Array to_read(const at::Tensor& tensor) {
   return array_of(tensor, tensor.unsafeGetTensorImpl()->unsafe_storage().data());
 }
@@ -108,9 +108,9 @@ inline Row memory_of(const RowTensors& row) {
   return memory;
 }
 
-// Whether every tensor is contiguous, as large as the parameter, of a fitting dtype and of the
-// parameter's dispatch keys, that is, as plain and on the same type of device: a few instructions
-// for each. False says nothing yet.
+// Whether every tensor is contiguous and has the parameter's size, a valid dtype and the
+// parameter's dispatch keys (so it is as plain, and on the same type of device). Takes a few
+// instructions for each tensor. If false, careful tests must follow.
 class QuickTest {
  public:
   QuickTest(const at::Tensor& param, at::ScalarType of_state)

@@ -10,9 +10,9 @@
 
 namespace apex_mp::step {
 
-// Of rows that write one gradient the first one keeps doing so; the others read copies, which are
-// added to `kept`. Throws a sentence if gradients overlap otherwise. `rows[i]` is the memory of
-// `tensors[i]`, and `caller` begins the sentence.
+// If several rows write one gradient, only the first one still does; the others read copies, which
+// are added to `kept`. Throws a sentence if gradients overlap in another way. `rows[i]` is the
+// memory of `tensors[i]`, and `caller` begins the sentence.
 void separate_shared_grads(const std::string& caller, std::vector<RowTensors>& tensors,
                            std::vector<Row>& rows, std::deque<at::Tensor>& kept);
 

@@ -1,4 +1,4 @@
-// What an optimizer keeps of a parameter: optimizer.state[param] as it is now. For the plan.
+// The present state of a parameter, optimizer.state[param]. For the plan.
 #pragma once
 
 #include "math/rules.h"
@@ -8,14 +8,14 @@
 
 namespace apex_mp::step {
 
-// By which the state has its tensors and numbers, in the order of the rule (math/rule.h).
+// The names of a state's tensors and numbers, in the order of the rule (math/rule.h).
 struct StateNames {
   PyObject* tensors[math::kMaxTensors] = {};
   PyObject* numbers[math::kMaxNumbers] = {};
   PyObject* master_param = interned("master_param");
 };
 
-// What of it a step required.
+// The entries that a step requires.
 struct RequiredState {
   int tensors;
   int numbers;
@@ -29,20 +29,20 @@ struct RequiredState {
   }
 };
 
-// Borrowed; nullptr: not there, or no tensor.
+// The entries of a state, borrowed; nullptr: missing, or not a tensor.
 struct State {
   PyObject* tensors[math::kMaxTensors] = {};
   PyObject* numbers[math::kMaxNumbers] = {};
   PyObject* master_param = nullptr;
 
-  // Whether there is a master in the form that the group asks for.
+  // Whether there is a master in this form.
   bool has(Masters masters) const {
     if (masters == Masters::kNone) return true;
     const at::ScalarType dtype = masters == Masters::kFloat ? at::kFloat : at::kShort;
     return master_param != nullptr && tensor_of(master_param).scalar_type() == dtype;
   }
 
-  // Whether all is there, in the dtypes that are wanted.
+  // Whether all required entries exist in the required dtypes.
   bool is_complete(const RequiredState& required) const {
     for (int i = 0; i < required.tensors; ++i) {
       if (tensors[i] == nullptr || tensor_of(tensors[i]).scalar_type() != required.dtype)
@@ -55,8 +55,8 @@ struct State {
   }
 };
 
-// Goes through the entries and compares the addresses of their names. Needs nothing of the
-// interpreter but that the dictionary is not written meanwhile.
+// Reads the entries by the addresses of their names. Does not call Python; the dictionary must not
+// be written meanwhile.
 inline State read_usual_state(PyObject* dictionary, const StateNames& names) {
   State state;
   if (dictionary == nullptr || !PyDict_Check(dictionary)) return state;
@@ -75,15 +75,15 @@ inline State read_usual_state(PyObject* dictionary, const StateNames& names) {
   return state;
 }
 
-// Looks up by their names: those of a state that was loaded are other objects.
+// Reads the entries by their names: in a loaded state names are other objects.
 State read_state(PyObject* dictionary, const StateNames& names);
 
-// Whether a part of it lies in memory in another order than the parameter, which has become
-// channels_last, say, since its state was made.
+// Whether a tensor of the state has another memory order than the parameter, for example because
+// the parameter was made channels_last later.
 bool lies_otherwise(const State& state, const RequiredState& required, const at::Tensor& param);
 
-// Throws a sentence unless what there is of what a step needs fits, but for its order in memory:
-// that the caller can mend.
+// Throws a sentence unless the existing required entries fit the parameter. A wrong memory order is
+// not an error, because the caller can change it.
 void check_state(const State& state, const StateNames& names, const RequiredState& required,
                  const at::Tensor& param, const Place& place);
 

@@ -1,4 +1,4 @@
-// The order of optimizer.state, learnt and compared.
+// Remembers the order of optimizer.state.
 #include "step/state_order.h"
 
 #include <pybind11/pybind11.h>

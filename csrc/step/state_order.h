@@ -1,5 +1,4 @@
-// Finds the state of each parameter without hashing: in the order that the last step saw. For the
-// plan.
+// Finds the state of each parameter without hashing, by the order of the last step. For the plan.
 #pragma once
 
 #include <torch/csrc/python_headers.h>
@@ -10,9 +9,9 @@
 
 namespace apex_mp::step {
 
-// A tensor's hash is computed in Python, more expensive than all else a step does for a small
-// tensor. So the order of `optimizer.state` is learnt once. What was learnt are addresses, not
-// owned: they are compared with those of the living objects before they are believed.
+// A tensor's hash is computed in Python, which takes longer than the rest of a step for a small
+// tensor. So the order of `optimizer.state` is stored once, as addresses that are not owned: they
+// are compared with those of living objects before they are used.
 class StateOrder {
  public:
   // Fills states[i] with the value of params[i] in the dictionary, or nullptr. Borrowed.

@@ -1,5 +1,5 @@
-// One optimizer step on raw memory: the plan writes it down, cpu/step/ and cuda/step/ carry it out.
-// Plain C++, no torch.
+// One optimizer step on raw memory: the plan builds it, cpu/step/ and cuda/step/ execute it. Plain
+// C++, no torch.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace apex_mp::step {
 
-// Memory of one tensor, and what lies there.
+// The memory of one tensor and its dtype.
 struct Array {
   void* data;
   DType dtype;
@@ -50,8 +50,8 @@ struct Group {
   Number norm;
 };
 
-// A dynamic loss scale in the device's memory, which the step updates. What gradients are
-// divided by is Task::scale, and is read before.
+// A dynamic loss scale in the device's memory, which the step updates after it has read
+// Task::scale, the divisor of gradients.
 struct LossScale {
   float* scale = nullptr;  // nullptr: there is none
   int* good_steps = nullptr;
@@ -71,12 +71,12 @@ struct Task {
   const float* found_inf = nullptr;  // the same, already known; nullptr: nothing is known
 };
 
-// What became of it.
+// The outcome of a step.
 struct Outcome {
   bool is_known = true;  // else the host has not waited for it, and the rest says nothing
   bool found_inf = false;
   std::vector<double> norms;  // of each group's unscaled gradients; empty if none was measured
-  // The first ones, of those that have a gradient; on CUDA alone.
+  // The first ones, by number among the rows with a gradient; on CUDA only.
   std::vector<int32_t> nonfinite_rows;
 };
 

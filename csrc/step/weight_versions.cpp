@@ -1,4 +1,4 @@
-// Weights of split masters, recorded and compared.
+// Records and compares weights of split masters.
 #include "step/weight_versions.h"
 
 namespace apex_mp::step {
@@ -9,7 +9,7 @@ bool is_split(const RowTensors& row) {
          !row.param->is_inference() && !row.copy->is_inference();
 }
 
-// What is likely to be another number when the weight is written.
+// Returns a number that will probably change when the weight is written.
 uint64_t facts_of(const at::Tensor& weight) {
   if (!weight.is_cpu()) return weight.unsafeGetTensorImpl()->version_counter().current_version();
   constexpr int64_t kSamples = 8;

@@ -1,4 +1,4 @@
-// Which weights of split masters were written since they were stepped. For the step plan.
+// Detects weights of split masters that were written since their last step. For the step plan.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace apex_mp::step {
 
 // On the CPU a few numbers of each weight are compared. On other devices, where the host would
-// wait, its version is: a write through .data does not increment it.
+// wait, its version is compared, which a write through .data does not increment.
 class WeightVersions {
  public:
   // Records the weights of rows that were stepped; entries of other rows stay.

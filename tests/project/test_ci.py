@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 CI = Path(__file__).parents[2] / ".ci"
 MAKEFILE = """
 .PHONY: build test docs
-build test test-slow processors every-case cuda-tests torch-oldest release-check mutants \\
-  cuda-link docs types sdist lint coverage:
+build test test-slow every-case cuda-tests torch-oldest release-check mutants \\
+  docs types sdist lint coverage:
 	@echo $@ >> build/order
-clients trainers recipes cuda-on-cpu:
+clients trainers recipes cuda-on-cpu cuda-link processors:
 	@echo $@ >> build/order; test ! -e src/bug
 	@echo "$(PYTEST_ARGS)" > build/arguments-of-$@
 """
@@ -104,7 +104,7 @@ def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(
 ) -> None:
     assert run(ci, monkeypatch, "--nightly")[0]
     commit()
-    with_paths = {"clients", "trainers", "recipes", "cuda-on-cpu"}
+    with_paths = {"clients", "trainers", "recipes", "cuda-on-cpu", "cuda-link", "processors"}
     assert not run(ci, monkeypatch)[1] & with_paths
     Path("tests/cuda_on_cpu/file").write_text("changed")
     commit()

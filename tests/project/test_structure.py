@@ -142,6 +142,15 @@ def test_every_path_in_the_glossary_exists() -> None:
         assert (home / path).exists(), path
 
 
+def test_every_path_in_the_table_of_what_to_edit_exists() -> None:
+    rows = re.findall(r"^\|.*\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    paths = re.findall(r"`(\w[\w/]*(?:/|\.\w+))`", "".join(rows))
+    names = {"cpu/", "modernize/"}  # beside the path before them
+    names |= {p.name for folder in ("apex_mp", "csrc") for p in (ROOT / folder).rglob("*.*")}
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists() and path not in names] == []
+
+
 def test_no_file_of_tests_is_longer_than_500_lines() -> None:
     paths = (ROOT / "tests").rglob("*.py")
     assert [path for path in paths if len(path.read_text("utf-8").splitlines()) > 500] == []
