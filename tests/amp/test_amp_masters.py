@@ -61,6 +61,25 @@ def test_a_write_to_the_model_that_a_step_overwrites_gets_one_warning(write: Any
         step(optimizer, pull((model.weight, [[0.25]])))
 
 
+def test_a_master_that_another_optimizer_steps_gets_one_warning() -> None:
+    model = linear(1.0)
+    optimizer = sgd(model)
+    initialize(model, optimizer, opt_level="O2")
+    step(optimizer, pull((model.weight, [[0.25]])))
+    for param in amp.master_params(optimizer):
+        param.detach().add_(1.0)
+    with pytest.warns(RuntimeWarning, match="master of the model's parameter of size"):
+        step(optimizer, pull((model.weight, [[0.25]])))
+
+
+def test_an_optimizer_without_masters_is_refused_at_o2_if_it_has_low_precision() -> None:
+    model = linear(1.0)
+    initialize(model, sgd(model), opt_level="O2")
+    backward(sgd(linear(1.0)), pull((model.weight, [[0.25]])))
+    with pytest.raises(RuntimeError, match=r"amp.scale_loss: the optimizer did not go through"):
+        backward(sgd(model), pull((model.weight, [[0.25]])))
+
+
 def test_a_later_group_gets_masters_and_duplicates_are_refused() -> None:
     first, second, third = linear(1.0), linear(1.0), linear(1.0)
     optimizer = sgd(first, lr=1.0)

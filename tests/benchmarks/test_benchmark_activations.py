@@ -125,15 +125,6 @@ def test_the_published_run_was_whole_and_fp16_and_bf16_halve_both_models() -> No
             assert row["largest_batch"] == benchmark.largest_batch(row, PUBLISHED["budget"])
 
 
-# --- The largest batch
-
-
-def row(**changes: Any) -> dict[str, Any]:
-    state = {"weights": 40, "gradients": 40, "masters": 0, "moments": 80}
-    whole = {"mode": "fp32", "state": state, "fixed": 10, "per_sample": 90, "inputs": 10}
-    return whole | {"peak": None, "by_module": [], "off_line": 0} | changes
-
-
 # --- A run, and what is said
 
 

@@ -195,15 +195,6 @@ def test_a_quick_run_measures_every_case_and_writes_it(tmp_path, capsys, monkeyp
 # --- What is said
 
 
-def row(case: str, masters: float, skipped: float | None, resident: float | None) -> dict:
-    return {
-        "case": case,
-        "held": {"weights": 2.0, "gradients": 2.00004, "masters": masters, "moments": 8.00001},
-        "first_step": 8.0, "step": masters / 2, "skipped_step": skipped,
-        "step_resident": resident,
-    }  # fmt: skip
-
-
 def test_the_published_run_was_whole_and_its_two_ways_of_looking_agree():
     results = json.loads(RESULTS.read_text())
     names = [workload.name for workload in benchmark.WORKLOADS]

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import Interval
 
 from benchmarks import step as benchmark
 from benchmarks import (
@@ -178,11 +176,6 @@ def test_what_is_replayed_is_a_graph_of_one_step_with_its_gradients_in_place(mon
 
 
 CASES = {case.name: case for case in (*step_cases.CASES, *step_cases.REPLAYED)}
-
-
-def event(name: str, start: float, end: float, *, on_device: bool = False) -> SimpleNamespace:
-    kind = DeviceType.CUDA if on_device else DeviceType.CPU
-    return SimpleNamespace(name=name, device_type=kind, time_range=Interval(start, end))
 
 
 def row(case: str, ours: str, ms: float, ratio: float | None, part: float = 0.5) -> dict:

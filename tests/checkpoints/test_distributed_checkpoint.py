@@ -94,7 +94,7 @@ RUNS: dict[str, Callable[[], Run]] = {
     ),
     "FusedSGD": lambda: plain(lambda params: FusedSGD(params, lr=0.1, momentum=0.9)),
     "LARC": lambda: plain(lambda params: LARC(sgd(params))),
-    "fp16_utils.FP16_Optimizer": lambda: fp16(fp16_utils.FP16_Optimizer, sgd),
+    "fp16_utils.FP16_Optimizer": lambda: fp16(fp16_utils.FP16_Optimizer, torch.optim.AdamW),
     "optimizers.FP16_Optimizer": lambda: fp16(optimizers.FP16_Optimizer, FusedAdam),
     "LARC around FP16_Optimizer": lambda: larc_around_fp16(optimizers.FP16_Optimizer),
     "OptimWrapper": wrapped,

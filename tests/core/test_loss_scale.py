@@ -48,11 +48,6 @@ def scales(loss_scale: LossScale, overflows: tuple[bool, ...]) -> list[float]:
     return out
 
 
-def flags(text: str) -> tuple[bool, ...]:
-    """x is an overflow, a dot a good step."""
-    return tuple(c == "x" for c in text)
-
-
 # The rules of 2019, each from its description, with no line in common with the package.
 
 
@@ -107,37 +102,6 @@ def test_a_preset_walks_every_sequence_as_its_rule_of_2019(
     loss_scale = dataclasses.replace(preset, scale=start, growth_interval=window)
     for overflows in all_sequences(12):
         assert scales(loss_scale, overflows) == rule_of_2019(start, window, overflows), overflows
-
-
-@pytest.mark.parametrize(
-    ("hysteresis", "growth_interval", "steps", "expected_scales", "expected_overflows"),
-    [
-        # Every overflow backs off when hysteresis is 1.
-        (1, 9, "xx.x", [128, 64, 64, 32], [0, 0, 0, 0]),
-        # The second of two in a row backs off and clears the count.
-        (2, 9, "xxxx", [256, 128, 128, 64], [1, 0, 1, 0]),
-        # A good step between two overflows does not clear the count.
-        (2, 9, "x.x.x.x", [256, 256, 128, 128, 128, 128, 64], [1, 1, 0, 0, 1, 1, 0]),
-        # A growth clears it: the next overflow is the first again.
-        (2, 3, "x...xx", [256, 256, 256, 512, 512, 256], [1, 1, 1, 0, 1, 0]),
-        # An overflow that does not back off still restarts the count of good steps.
-        (3, 3, "..x..x...x", [256] * 8 + [512, 512], [0, 0, 1, 1, 1, 2, 2, 2, 0, 1]),
-        (3, 2, "xxx", [256, 256, 128], [1, 2, 0]),
-    ],
-)
-def test_hysteresis_backs_off_at_the_nth_overflow_since_a_backoff_or_growth(
-    hysteresis: int,
-    growth_interval: int,
-    steps: str,
-    expected_scales: list[float],
-    expected_overflows: list[int],
-) -> None:
-    loss_scale = DynamicLossScale(
-        256.0, growth_interval=growth_interval, hysteresis=hysteresis, min_scale=1.0
-    )
-    walk = list(itertools.accumulate(flags(steps), lambda s, f: s.update(f), initial=loss_scale))
-    assert [value.scale for value in walk[1:]] == expected_scales
-    assert [value.overflows for value in walk[1:]] == expected_overflows
 
 
 @pytest.mark.parametrize("growth_factor", [1.0, 1.1, 2.0, 3.0, 1e30, FLOAT32_MAX])

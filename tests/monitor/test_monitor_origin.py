@@ -186,6 +186,24 @@ def test_a_mask_that_is_given_does_not_hide_the_module_that_makes_nan_of_it() ->
 # Half precision and scales.
 
 
+class Masked(nn.Module):
+    """Its scores are -inf in part, and depend on the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(torch.eye(4, dtype=torch.bool)[[0] * 8], -INF)
+
+
+def test_minus_inf_of_which_softmax_makes_zeros_is_none() -> None:
+    assert find(nn.Sequential(nn.Linear(4, 4), Masked(), nn.Softmax(-1), nn.Linear(4, 1))) is None
+    assert place(find(nn.Sequential(nn.Linear(4, 4), Masked()))) == ("forward", "1", "Masked")
+
+
+def test_an_inf_of_the_loss_itself_is_named() -> None:
+    model = nn.Linear(1, 1)
+    origin = find_nonfinite(model, lambda: model(torch.ones(1)).sum() / 0)
+    assert place(origin) == ("loss", None, "")
+
+
 def test_the_overflow_of_a_scale_is_named_in_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
     x = torch.ones(64, 4).half()

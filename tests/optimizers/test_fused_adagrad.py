@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from fused_adam_cases import (
-    F32,
-    F64,
-    NAMES,
     Unchanged,
     copies_of,
     give_grads,
@@ -35,24 +32,6 @@ def assert_same_trajectory(optimizer: Any, params: Any, expected: Any, theirs: A
 
 
 # --- The same as torch.
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
-def test_the_trajectory_is_that_of_torch(
-    dtype: torch.dtype, decay: float, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    theirs = copies_of(params)
-    options = OPTIONS | {"weight_decay": decay}
-    optimizer = FusedAdagrad(params, **options)
-    expected = torch.optim.Adagrad(theirs, **options)
-    # Some have no gradient in some steps, and the second none at all.
-    how = {"missing": lambda step, index: (step + index) % 5 == 0 or index == 1}
-    for each, its in ((optimizer, params), (expected, theirs)):
-        train(each, its, range(50), **how)
-    assert_same_trajectory(optimizer, params, expected, theirs)
-    assert params[1] not in optimizer.state
 
 
 # --- What apex has beside it.

@@ -188,29 +188,6 @@ NORMS: dict[str, Callable[[float, torch.device], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make_norm", NORMS.values(), ids=NORMS)
-def test_clipping_follows_the_old_formula_with_the_norm_of_each_group(
-    make_norm: Callable[[float, torch.device], Any], device: torch.device
-) -> None:
-    # Above, on and below the limit, whatever the gradients are.
-    values = [9.1 * SCALE, (MAX_NORM - 1e-6) * SCALE, 0.1 * SCALE]
-    norms = [make_norm(norm, device) for norm in values]
-    # eps is large: Adam hardly feels a constant factor on all gradients otherwise.
-    params = make_params(device)
-    expected_params = copies_of(params)
-    optimizer = grouped(params, max_grad_norm=MAX_NORM, eps=1.0)
-    expected = grouped(expected_params, eps=1.0)
-    for step in range(4):
-        give_grads(params, step, factor=SCALE)
-        give_grads(expected_params, step)
-        for group, norm in zip(in_groups(expected_params), norms, strict=True):
-            for param in group:
-                param.grad /= old_clip(float(norm), SCALE, MAX_NORM)
-        optimizer.step(scale=SCALE, grad_norms=norms)
-        expected.step()
-    assert_same_trajectory(optimizer, params, expected, expected_params, TRAJECTORY_TOLERANCES[F32])
-
-
 def group_norms(params: list[Parameter]) -> list[float]:
     return [
         math.sqrt(sum(float(p.grad.double().square().sum()) for p in group if p.grad is not None))

@@ -35,37 +35,6 @@ def weight_and_grad(device: torch.device, weight: Any = (3.0, 4.0)) -> Parameter
 # --- The formula by hand.
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_the_first_step_has_the_norm_of_the_parameter_times_lr(
-    decoupled: bool, device: torch.device
-) -> None:
-    weight = weight_and_grad(device)
-    optimizer = FusedLAMB(
-        [weight],
-        0.5,
-        betas=(0.75, 0.5),
-        eps=1.0,
-        weight_decay=0.25,
-        adam_w_mode=decoupled,
-        max_grad_norm=0.0,
-    )
-    optimizer.step()
-    if decoupled:
-        grads = [2.0, -1.0]
-        updates = [2.0 / 3.0 + 0.25 * 3.0, -1.0 / 2.0 + 0.25 * 4.0]
-    else:
-        grads = [2.0 + 0.25 * 3.0, -1.0 + 0.25 * 4.0]
-        updates = [grad / (abs(grad) + 1.0) for grad in grads]
-    state = optimizer.state[weight]
-    assert state["step"].item() == 1.0
-    assert state["exp_avg"].tolist() == pytest.approx([0.25 * grad for grad in grads], rel=1e-6)
-    assert state["exp_avg_sq"].tolist() == pytest.approx([0.5 * g**2 for g in grads], rel=1e-6)
-    ratio = 5.0 / math.hypot(*updates)
-    expected = [one - 0.5 * ratio * u for one, u in zip((3.0, 4.0), updates, strict=True)]
-    assert weight.tolist() == pytest.approx(expected, rel=1e-6)
-    assert math.dist(weight.tolist(), (3.0, 4.0)) == pytest.approx(0.5 * 5.0, rel=1e-6)
-
-
 def test_nvlamb_takes_the_ratio_without_decay_too(device: torch.device) -> None:
     param = weight_and_grad(device)
     FusedLAMB([param], 0.5, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()

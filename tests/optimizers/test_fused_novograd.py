@@ -35,35 +35,6 @@ def weight_and_grad(device: torch.device) -> Parameter:
 # --- The formula by hand.
 
 
-@pytest.mark.parametrize(("norm_type", "norm"), [(2, 5.0), (0, 4.0)])
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_first_step_divides_by_the_norm_of_the_gradient(
-    inside: bool, norm_type: int, norm: float, device: torch.device
-) -> None:
-    weight = weight_and_grad(device)
-    optimizer = FusedNovoGrad(
-        [weight],
-        0.5,
-        betas=(0.75, 0.5),
-        eps=1.0,
-        weight_decay=0.25,
-        bias_correction=False,
-        norm_type=norm_type,
-        reg_inside_moment=inside,
-    )
-    optimizer.step()
-    state = optimizer.state[weight]
-    assert (state["step"].item(), state["exp_avg_sq"].item()) == (1.0, norm)
-    if inside:
-        moments = [0.25 * (grad / (norm + 1.0) + 0.25 * 2.0) for grad in (3.0, -4.0)]
-        steps = moments
-    else:
-        moments = [0.25 * grad for grad in (3.0, -4.0)]
-        steps = [moment / (norm + 1.0) + 0.25 * 2.0 for moment in moments]
-    assert state["exp_avg"].tolist() == pytest.approx(moments, rel=1e-6)
-    assert weight.tolist() == pytest.approx([2.0 - 0.5 * step for step in steps], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("norm_type", "init_zero", "norms"),
     [

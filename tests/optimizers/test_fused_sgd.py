@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference
 import torch
 from fused_adam_cases import (
-    BF16,
     F16,
     F32,
     F64,
@@ -150,33 +148,6 @@ def test_the_legacy_call_takes_lists_groups_or_a_generator(device: torch.device)
     for result in results:
         for param, wanted in zip(result, expected, strict=True):
             assert torch.equal(param, wanted)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
-def test_low_precision_parameters_keep_float32_momentum(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    params = make_params(device, dtype)
-    optimizer = FusedSGD(params, 0.01, momentum=0.9, weight_decay=0.1)
-    for step in range(3):
-        before = [reference.Sgd(p, optimizer.state[p].get("momentum_buffer")) for p in params]
-        give_grads(params, step)
-        optimizer.step()
-        for param, each in zip(params, before, strict=True):
-            each.update(
-                param.grad,
-                lr=0.01,
-                inv_scale=1.0,
-                momentum=0.9,
-                dampening=0.0,
-                weight_decay=0.1,
-                nesterov=False,
-                wd_after_momentum=False,
-            )
-            buffer = optimizer.state[param]["momentum_buffer"]
-            assert buffer.dtype == F32
-            assert_near(buffer, each.buffer)
-            assert_near(param.detach(), each.param)
 
 
 @pytest.mark.parametrize(

@@ -267,15 +267,6 @@ def test_parameters_on_several_devices_are_stepped_as_on_one(
         torch.testing.assert_close(ours, theirs, rtol=1e-6 if max_grad_norm else 0.0, atol=0.0)
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).relu()).float()
-
-
 @pytest.mark.parametrize("value", [1.0, INF])
 def test_a_loss_scale_on_the_device_is_updated_where_the_host_waits_too(
     value: float, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -388,6 +388,28 @@ def test_what_cannot_be_meant_is_refused_before_anything_changes() -> None:
         apply_weight_norm(lazy)
 
 
+def test_norms_of_zero_and_weights_that_stay_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Embedding(2, 2))
+    with torch.no_grad():
+        model[0].weight[0] = 0.0
+    apply_weight_norm(model, "0.weight")
+    apply_weight_norm(model, "1.weight")
+    assert "weight norm of weight in Linear: 1 of 3 norms are zero or not finite" in caplog.text
+    assert "1.weight is left as it is: it belongs to an embedding" in caplog.text
+    caplog.clear()
+    apply_weight_norm(nn.Linear(2, 3))
+    assert caplog.text == ""
+
+
+def test_a_weight_that_is_written_is_that_of_new_parameters() -> None:
+    model, weight = apply_weight_norm(nn.Linear(2, 2)), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    model.weight = weight
+    assert torch.equal(model.weight, weight)
+    assert model.weight_g.flatten().tolist() == [5.0, 2.0]
+
+
 def test_an_old_script_finds_it_where_it_was() -> None:
     apex_mp.install_as_apex()
     try:
