@@ -108,7 +108,7 @@ class History:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Load a history that `save` has written.
+        """Return a history that `save` has written.
 
         Args:
             path: The file's name.

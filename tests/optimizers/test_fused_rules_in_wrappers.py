@@ -28,7 +28,6 @@ from rule_cases import (
     each_subject,
     make_params,
 )
-from test_fused_sgd_in_wrappers import Net
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
@@ -38,6 +37,15 @@ from apex_mp.optimizers import (
     FusedLAMB,
     FusedNovoGrad,
 )
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu()).float()
 
 
 @each_subject
