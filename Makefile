@@ -60,6 +60,8 @@ TORCH_TESTS = $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registr
   operator_autograd operators packaging parallel \
   parallel plain_tensors reparameterization grad_scaler_in_torch rnn_modules rnn_state \
   run_modernize run_modernize shards sync_batchnorm torch_optimizer_database two_processes)
+# What nvcc makes of csrc/cuda/: for cuda-link, which CI runs when csrc/ has changed.
+NVCC_TESTS = $(call tests_of,sass)
 DOCS_READY := $(VENV)/.done-docs
 RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
@@ -86,7 +88,7 @@ help:
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make release-check  make what could be uploaded, install it afresh, and run the lines of README'
 	@echo 'make format     let ruff and clang-format write their changes'
-	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch'
+	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch or on nvcc'
 	@echo 'make cuda-tests run all CPU tests on that build'
 	@echo 'make nightly    run all targets of .ci/run.py, and write benchmarks/results/nightly.json'
 	@echo 'make torch-oldest  run all CPU tests on the oldest torch that setup.py takes'
@@ -108,7 +110,7 @@ every-case: $(BUILT)
 	$(PYTEST) --every-case $(PYTEST_ARGS)
 
 test-slow: $(BUILT)
-	$(PYTEST) -m slow --durations 10 $(PYTEST_ARGS)
+	$(PYTEST) -m slow --durations 10 $(addprefix --ignore=,$(NVCC_TESTS)) $(PYTEST_ARGS)
 
 # As on a processor with AVX2 and no more, and on one without: torch's kernels and ours differ there.
 processors: $(BUILT)
@@ -263,7 +265,7 @@ cuda-link: $(CUDA_BUILT)
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
 	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
-	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(PYTEST_ARGS)
+	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(NVCC_TESTS) $(PYTEST_ARGS)
 
 cuda-tests: $(CUDA_BUILT)
 	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)

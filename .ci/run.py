@@ -46,20 +46,20 @@ class Target(NamedTuple):
 # One after another. Then those for one core, two at a time, the longest first.
 ON_BOTH_CORES = [
     Target("build", 4, EACH_TIME),
-    Target("test", 6, EACH_TIME),
-    Target("test-slow", 5, EACH_TIME),
+    Target("test", 3, EACH_TIME),
+    Target("test-slow", 6, EACH_TIME),
     Target("processors", 1, ("csrc", *BY_PROCESSOR, "tests/amp")),
     Target("cuda-on-cpu", 12, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
-    Target("recipes", 5, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
+    Target("recipes", 8, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
     Target("every-case", 12, NIGHTLY_ONLY),
     Target("cuda-tests", 12, NIGHTLY_ONLY),
     Target("torch-oldest", 15, NIGHTLY_ONLY),
     Target("release-check", 10, NIGHTLY_ONLY),
-    Target("mutants", 15, NIGHTLY_ONLY),
+    Target("mutants", 11, NIGHTLY_ONLY),
 ]
 ON_ONE_CORE = [
-    Target("cuda-link", 8, ("csrc", "setup.py")),
-    Target("clients", 5, ("csrc", "apex_mp", "tests/clients")),
+    Target("cuda-link", 20, ("csrc", "setup.py")),
+    Target("clients", 6, ("csrc", "apex_mp", "tests/clients")),
     Target("trainers", 1, ("csrc", "apex_mp", "tests/trainers", *TRAINER_PAGES)),
     # Each time csrc/ changes, once it is at 100 % again: not all rules run with all dtypes.
     Target("coverage", 9, NIGHTLY_ONLY),

@@ -62,10 +62,16 @@ def command(*flags: str | Path, before: tuple[str, ...] = ()) -> list[str]:
     return [sys.executable, *before, str(SCRIPT), *SMALL, *map(str, flags)]
 
 
-def run(*flags: str | Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run(
+    *flags: str | Path, before: tuple[str, ...] = (), timeout: float = 280
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command(*flags, before=before), env=environment, capture_output=True, text=True, timeout=280
+        command(*flags, before=before),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
@@ -76,18 +82,20 @@ def losses(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def accuracies() -> dict[str, float]:
     """Mean dev accuracy of three seeds by each API, as --compare prints it."""
-    ended = run(*LEARNS, "--compare", "--seeds", "3")
+    ended = run(*LEARNS, "--compare", "--seeds", "3", timeout=1100)
     assert not ended.returncode, ended.stderr
     rows = re.findall(r"^\| (\w+) +\| +([\d.]+) \(", ended.stdout, re.MULTILINE)
     return {name: float(accuracy) for name, accuracy in rows}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_float32_reaches_three_times_chance(accuracies: dict[str, float]) -> None:
     assert accuracies["none"] >= 3 * 100 / 6
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("api", [name for name in bert.APIS if name != "none"])
 def test_mixed_precision_reaches_the_accuracy_of_float32(
     api: str, accuracies: dict[str, float]
