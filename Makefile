@@ -54,12 +54,12 @@ tests_of = $(foreach name,$(1),$(or $(wildcard tests/*/test_$(name).py),$(error 
 PROCESSOR_TESTS = $(call tests_of,amp_casts amp_fp16_compute amp_policy benchmark_amp \
   language_model normalization point_of_mixed_precision published_snippets rnn_training)
 # Tests of what leans on private names of torch, or on what its documentation does not promise.
-TORCH_TESTS = $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registry amp_threads \
-  amp_threads distributed_checkpoint example_custom_op fp16_optimizer_accumulation fp16_optimizer_in_torch fp16util \
-  fused_adam_in_a_loop grad_versions grad_slots grad_scaler_in_torch grad_scaler_torch_cases multiproc \
-  operator_autograd operators packaging parallel \
-  parallel plain_tensors reparameterization grad_scaler_in_torch rnn_modules rnn_state \
-  run_modernize run_modernize shards sync_batchnorm torch_optimizer_database two_processes)
+TORCH_TESTS = $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registry amp_threads distributed_checkpoint \
+  example_custom_op fp16_optimizer_accumulation fp16_optimizer_in_torch fp16util \
+  fused_adam_in_a_loop grad_scaler_in_torch grad_scaler_torch_cases grad_slots grad_versions \
+  multiproc operator_autograd operators packaging parallel plain_tensors reparameterization \
+  rnn_modules rnn_state run_modernize shards sync_batchnorm torch_optimizer_database \
+  two_processes)
 # What nvcc makes of csrc/cuda/: for cuda-link, which CI runs when csrc/ has changed.
 NVCC_TESTS = $(call tests_of,sass)
 DOCS_READY := $(VENV)/.done-docs

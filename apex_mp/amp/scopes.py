@@ -122,7 +122,7 @@ class Scopes:
         """Call an outermost module; casts of weights are kept until it returns."""
         thread, switch = self._thread, self._switch
         if thread.optimizer_steps and not thread.off:
-            # No optimizer calls this, so an earlier step has raised before it could count down.
+            # No closure is running, so the step that is counted has raised an error.
             thread.optimizer_steps = 0
             torch.set_autocast_enabled(self._device_type, thread.enabled_before_step)
         self._models.add(module)

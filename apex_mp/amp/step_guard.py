@@ -34,7 +34,7 @@ class StepGuard:
         optimizer: An optimizer of any class.
 
     Attributes:
-        last_overflow: The last overflow that was logged.
+        last_overflow: The last overflow that the host knows of.
         scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
         scalers: The scalers of the losses that gave those gradients, by id().
         in_block: Whether a block of `scale_loss` is open.

@@ -20,7 +20,7 @@ _NOT_THE_USERS = (
 
 
 def see(part: str) -> str:
-    """Return "see" and the address of a section of docs/troubleshooting.md, to end a message.
+    """Return a reference to a section of docs/troubleshooting.md, to end a message.
 
     Args:
         part: The section's anchor.

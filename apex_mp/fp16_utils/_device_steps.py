@@ -158,7 +158,7 @@ class DeviceSteps:
         readback.submit_tensor(sent, finish)
 
     def captured_overflow(self) -> bool | None:
-        """Not 0 if the last step of a captured graph was skipped; None if none was captured."""
+        """Whether the last step of a captured graph was skipped; None if none was captured."""
         result = self._captured
         if result is None or result.sent is None or result.read is None:
             return None

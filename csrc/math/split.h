@@ -42,7 +42,7 @@ APEX_MP_MATH void split_bfloat16(bits_t master, bits_t& weight, bits_t& remainde
   remainder = is_nan ? bits_t{} : master & 0xffffu;
 }
 
-// 1.5 * 2**23: a float to which it is added has its whole part in the lowest bits.
+// 1.5 * 2**23: the sum with a whole number has that number in its lowest bits.
 constexpr float kUnits = 12582912.0f;
 constexpr uint32_t kUnitsBits = 0x4b400000u;
 

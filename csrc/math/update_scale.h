@@ -5,9 +5,9 @@
 
 namespace apex_mp::math {
 
-// The constants of a loss scale. loss_scale.py checks the ranges: factors >= 1 and in (0, 1),
-// counts
-// >= 1, 2**-126 <= min_scale <= max_scale, where max_scale may be inf.
+// The constants of a loss scale. loss_scale.py checks the ranges: growth_factor is 1 or more,
+// backoff_factor between 0 and 1, counts are 1 or more, and min_scale is 2**-126 or more and not
+// above max_scale, which may be inf.
 struct LossScaleRule {
   double growth_factor;
   double backoff_factor;

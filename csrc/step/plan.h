@@ -82,8 +82,8 @@ class Plan {
   // Drops what was read.
   void clear();
 
-  // Of what was read: the parameters without a gradient, and whether `run` can step all others,
-  // because they are on one device with kernels.
+  // Of what was read: the parameters without a gradient, and whether `run` can step all others:
+  // they must be on one device with kernels.
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 

@@ -84,7 +84,7 @@ def _norm(normalized: bool) -> str:
     return "ortho" if normalized else "backward"
 
 
-# Names of numpy that stood for Python's builtins.
+# Names that numpy has dropped: those of Python's builtins, and three functions.
 _BUILTINS: dict[str, Any] = {
     "bool": bool,
     "complex": complex,

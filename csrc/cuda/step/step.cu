@@ -37,7 +37,7 @@ int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
   return chunk_size_of(sizes, kChunkLimits);
 }
 
-// Whether rows are equal except for the gradient's address. A missing gradient has no dtype either.
+// Whether rows are equal except for the gradient's address. A missing gradient fits any row.
 bool same_row(const step::Row& one, const step::Row& other) {
   return same_array(one.param, other.param) && same_array(one.copy, other.copy) &&
          std::equal(one.tensors, std::end(one.tensors), other.tensors, &same_array) &&

@@ -53,7 +53,7 @@ class StepTable {
   // may have moved, come or gone; options of groups may have changed.
   bool fits(const step::Task& task) const;
 
-  // The size of the device memory, a multiple of 16.
+  // The bytes of device memory that the table needs, at an address aligned to 16.
   int64_t bytes() const { return bytes_; }
 
   // Writes the table to the device, groups included, before the first step. Kernels carry it as an
