@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import ops, tensors
+from apex_mp.core import forks, ops, tensors
 from apex_mp.core.log import warn
 from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLossScale
 
@@ -174,6 +174,16 @@ class BoundedGradScaler(torch.amp.GradScaler):
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
         }
+
+    def get_scale(self) -> float:
+        """Return the scale; the host waits for a GPU.
+
+        Raises:
+            RuntimeError: This process was forked from the one that uses the GPU.
+        """
+        if self._enabled and self._scale is not None:
+            forks.refuse_read("GradScaler: the scale", self._scale.device)
+        return float(super().get_scale())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: torch's five entries, and bounds if there are any.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -185,11 +184,11 @@ class UnscalingGradScaler(BoundedGradScaler):
             if clip is not None:
                 inv_scale = inv_scale / clip
             found = FoundInf()
-            found.add(self._unscale_others(grads.other_params(), inv_scale, found_inf))
+            _unscale_others(found, grads.other_params(), inv_scale)
             measured = _scaled_grads.unscale(grads, inv_scale, found, scale, sums=fused)
         if fused:
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured
-        return found.join()
+        return found.join(scale.device)
 
     def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
         """Return the l2 norm of each group's scaled gradients, or None if it is not known.
@@ -231,31 +230,34 @@ class UnscalingGradScaler(BoundedGradScaler):
         clip.check(optimizer)
         return clip
 
-    def _unscale_others(
-        self, params: list[Tensor], inv_scale: Tensor, found_inf: Tensor
-    ) -> dict[torch.device, Tensor]:
-        """Have torch unscale gradients that the operators here do not read."""
-        if not params:
-            return {}
-        owner: Any = types.SimpleNamespace(param_groups=[{"params": params}])
-        return super()._unscale_grads_(owner, inv_scale, found_inf, True)
-
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
         if _CLIPPED not in state:
             grads = GradSlots(optimizer.param_groups).read()
             found = self._measure(optimizer, grads).found
-            if grads.others:
-                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-                found.add(self._unscale_others(grads.other_params(), one, zero))
-            found.join()
+            _unscale_others(found, grads.other_params(), 1.0)
+            found.join(scale.device)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
 
 def is_fused(optimizer: Any) -> bool:
     """Return whether an optimizer unscales and skips in its own step: ours, torch's fused ones."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@torch.no_grad()
+def _unscale_others(found: FoundInf, params: list[Tensor], inv_scale: float | Tensor) -> None:
+    """Multiply gradients that `GradSlots` lists as others by `inv_scale`, and check them."""
+    grads = []
+    for param in params:
+        grad = param.grad
+        assert grad is not None  # `params` have gradients.
+        if grad.is_sparse and grad.dtype == torch.float16:
+            # The sum of an index's values may overflow.
+            grad = param.grad = grad.coalesce()
+        grads.append(grad)
+    found.unscale_others(grads, inv_scale)
 
 
 def refuse_no_optimizer(caller: str, optimizer: Any) -> None:

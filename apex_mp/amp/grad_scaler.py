@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scale_bounds import ScaleBounds, eager, with_advice
 from apex_mp.amp._scaled_losses import ScaledLosses
 from apex_mp.amp._scaled_steps import ScaledSteps, outcome
@@ -25,7 +27,9 @@ from apex_mp.amp._unscaling import (
 )
 from apex_mp.core import readback, step_log
 from apex_mp.core.grads import NonFinite
+from apex_mp.core.tensors import copy_async
 from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
+from apex_mp.optimizers._fused import FusedOptimizer
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -104,11 +108,30 @@ class GradScaler(UnscalingGradScaler):
                 which is the scale, is inf in float16.
 
         Returns:
-            The scaled tensors.
+            The scaled tensors, in lists and tuples as they came, or an iterator.
+
+        Raises:
+            ValueError: An output is no tensor.
         """
-        if self._enabled:
-            self._losses.take(self, outputs)
-        return super().scale(outputs)
+        if not self._enabled:
+            return outputs
+        self._losses.take(self, outputs)
+        return self._scaled(outputs)
+
+    def _scaled(self, outputs: Any) -> Any:
+        """Return scaled outputs; torch's method does not wait for the scale of one on the CPU."""
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            scale, _ = self._check_scale_growth_tracker("scale")
+            return outputs * copy_async(scale, outputs.device)
+        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, dict)):
+            raise ValueError(
+                f"GradScaler.scale: an output is a {type(outputs).__name__}; outputs must be a "
+                "Tensor or an iterable of Tensors"
+            )
+        scaled = map(self._scaled, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -163,11 +186,11 @@ class GradScaler(UnscalingGradScaler):
     def _step_fused(
         self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any
     ) -> float | None:
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         optimizer.measured_norms = functools.partial(self._measured_norms, optimizer)
         try:
-            with self._applying_clip(optimizer) as clip:
+            with self._applying_clip(optimizer) as clip, _numbers_in_time(optimizer, scale.device):
                 if clip is not None:
                     optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)
                 value = super().step(optimizer, *args, **kwargs)
@@ -282,3 +305,30 @@ class GradScaler(UnscalingGradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps, self._clips = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _numbers_in_time(optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Have a fused optimizer of torch read its `grad_scale` and `found_inf` after they arrive.
+
+    It copies them from `device` to its parameters without waiting, also to the CPU.
+
+    Args:
+        optimizer: The optimizer; its step is called in the block.
+        device: That of the scale.
+    """
+    on_cpu = not isinstance(optimizer, FusedOptimizer) and device.type != "cpu"
+    if not on_cpu or not any(param.is_cpu for param in params_of(optimizer)):
+        yield
+        return
+
+    def copy(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for name in ("grad_scale", "found_inf"):
+            value = getattr(optimizer, name, None)
+            setattr(optimizer, name, None if value is None else value.cpu())
+
+    hook = optimizer.register_step_pre_hook(copy)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import ops, readback
+from apex_mp.core import forks, ops, readback
 from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
 
 # Where a scale may live. The host never waits for a CPU.
@@ -85,7 +85,12 @@ class DeviceScale:
         )
 
     def read(self) -> DynamicLossScale | StaticLossScale:
-        """Return the scale as a value; the host waits for it."""
+        """Return the scale as a value; the host waits for it.
+
+        Raises:
+            RuntimeError: This process was forked from the one that uses the GPU.
+        """
+        forks.refuse_read("The loss scale", self.device)
         readback.wait()
         if not isinstance(self._value, DynamicLossScale):
             return self._value

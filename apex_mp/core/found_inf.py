@@ -10,7 +10,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import ops
-from apex_mp.core.tensors import copy_async, is_dense, is_wrapper, local_part
+from apex_mp.core.tensors import copy_async, has_kernels, is_dense, is_wrapper, local_part, writable
 
 
 class FoundInf:
@@ -109,6 +109,25 @@ class FoundInf:
             factor, flag = _on(inv_scale, device), self._flag(device)
             ops.axpby_(sources, targets, targets, factor, one, flag, tested=0)
 
+    def unscale_others(self, grads: Sequence[Tensor], inv_scale: float | Tensor) -> None:
+        """Multiply gradients in place by `inv_scale` that the operators do not take as they are.
+
+        Args:
+            grads: Those that are sparse, complex, not dense in memory, wrappers, or on a device
+                without kernels.
+            inv_scale: As in `unscale`.
+        """
+        for grad in grads:
+            values = grad._values() if grad.is_sparse else grad
+            if is_wrapper(values) or not has_kernels(values.device):
+                self.unscale_wrappers([values], inv_scale)
+                continue
+            dense = writable(values)
+            reals = [torch.view_as_real(dense) if dense.is_complex() else dense]
+            self.unscale(reals, reals, inv_scale)
+            if dense is not values:
+                values.copy_(dense)
+
     def unscale_wrappers(self, grads: Sequence[Tensor], inv_scale: float | Tensor) -> None:
         """Multiply gradients in place by `inv_scale`, by the operator of torch.amp.GradScaler.
 
@@ -154,16 +173,18 @@ class FoundInf:
             return flags[0]
         return torch.stack([*flags, torch.zeros((), device=device)]).amax()
 
-    def join(self) -> dict[torch.device, Tensor]:
-        """Replace all flags by one, 1 if any of them was not 0; return the flags.
+    def join(self, device: torch.device) -> dict[torch.device, Tensor]:
+        """Replace all flags by one on `device`, 1 if any of them was not 0; return the flags.
 
-        torch's fused steps skip at a sum of 1, not of 2.
+        torch's fused steps skip at a sum of 1, not of 2, and torch copies flags without waiting,
+        also to the CPU.
         """
-        # GPUs come first: the CPU would have to wait for their numbers.
-        flags = sorted(self.flags.values(), key=lambda flag: flag.is_cpu)
-        for other in flags[1:]:
-            flags[0].copy_(torch.maximum(flags[0], copy_async(other, flags[0].device)))
-            other.zero_()
+        if self.flags.keys() - {device}:
+            joined = self._flag(device)
+            for flag in self.flags.values():
+                if flag is not joined:
+                    joined.copy_(torch.maximum(joined, copy_async(flag, device)))
+                    flag.zero_()
         return self.flags
 
     def _flag(self, device: torch.device) -> Tensor:

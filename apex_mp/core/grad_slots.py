@@ -107,8 +107,8 @@ def _put(
 ) -> None:
     """Insert a gradient that C++ does not read, in order of rows."""
     device = grad.device
-    has_kernels = device.type == "cpu" or (device.type == "cuda" and _C.with_cuda)
-    if not has_kernels or tensors.not_readable(grad) or not tensors.is_dense(grad):
+    readable = tensors.has_kernels(device) and tensors.not_readable(grad) is None
+    if not (readable and tensors.is_dense(grad)):
         others.append(row)
         return
     plain.setdefault(device, _C.DeviceGrads(device)).insert(row, grad)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from apex_mp.core import log
+from apex_mp.core import forks, log
 
 # How long a process that ends waits for pending readbacks.
 SECONDS_AT_EXIT = 5.0
@@ -34,6 +34,7 @@ class Readback:
     """
 
     def __init__(self, values: Tensor, callback: Callable[[Tensor], None]) -> None:
+        forks.leak_in_children(self)
         self._callback = callback
         self._event: torch.cuda.Event | None = None
         if values.device.type == "cpu":
@@ -54,8 +55,8 @@ class Readback:
             self._event.synchronize()
 
     def finish(self) -> None:
-        """Call back with the copy."""
-        self._callback(self._values)
+        """Call back with the copy, in memory that is not pinned: a callback may keep it."""
+        self._callback(self._values.clone())
 
 
 _pending: collections.deque[Readback] = collections.deque()
@@ -128,6 +129,13 @@ def _poll_at_exit() -> None:
         )
 
 
+def _begin_in_child() -> None:
+    """Leave the results to the parent; another thread may hold the lock there."""
+    global _lock, _in_callback
+    _pending.clear()
+    _lock, _in_callback = threading.RLock(), False
+
+
 atexit.register(_poll_at_exit)
 if hasattr(os, "register_at_fork"):  # Not on Windows.
-    os.register_at_fork(after_in_child=_pending.clear)  # The results are for the parent.
+    os.register_at_fork(after_in_child=_begin_in_child)

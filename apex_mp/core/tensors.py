@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from apex_mp import _C
+
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 # Says why a tensor does not fit, or None if it does.
@@ -51,8 +53,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Return whether the operators of this build run on a device."""
+    return device.type == "cpu" or (device.type == "cuda" and _C.with_cuda)
+
+
 def copy_async(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`, asynchronously unless that is the CPU, which would read it too early."""
+    """Copy to `device`; asynchronously, unless it is the CPU, which would read it too early."""
     return values.to(device, non_blocking=device.type != "cpu")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import readback
+from apex_mp.core import forks, readback
 from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.log import logger, see
 from apex_mp.core.step import Outcome, StepResult
@@ -119,7 +119,13 @@ class DeviceSteps:
             self._live(self._scaler, self._scale.device)
 
     def catch_up(self, scaler: LossScaler | DynamicLossScaler) -> None:
-        """Update the scaler; the host waits."""
+        """Update the scaler; the host waits.
+
+        Raises:
+            RuntimeError: This process was forked from the one that uses the GPU.
+        """
+        if self._scale is not None:
+            forks.refuse_read("FP16_Optimizer: the loss scale", self._scale.device)
         readback.wait()
         if self._captured is None or self._scale is None or not self._agrees(scaler):
             return

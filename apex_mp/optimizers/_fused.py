@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import readback, tensors
+from apex_mp.core import forks, readback, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.log import warn
 from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
@@ -247,12 +247,14 @@ class FusedOptimizer(SavedOptimizer):
     def _new_plan(cls) -> _C.StepPlan:
         """Return a plan that steps parameters on one device."""
         layout = cls._state_layout
-        return _C.StepPlan(
+        plan = _C.StepPlan(
             cls._rule,
             cls._public_name,
             tensors=layout.tensors,
             numbers=layout.numbers + layout.unsaved_numbers,
         )
+        forks.leak_in_children(plan)  # After steps on another stream its memory needs events.
+        return plan
 
     def _other_plan(self, plan: _Plan) -> _Plan:
         if isinstance(plan, SeveralDevices):

@@ -118,7 +118,7 @@ def test_overflows_on_several_devices_are_one_overflow(flags: tuple[float, ...])
     found = FoundInf()
     found.flags = {each: torch.tensor(flag) for each, flag in zip(devices, flags, strict=True)}
     assert found.on(CPU).item() == max(flags)
-    joined = found.join()
+    joined = found.join(CPU)
     assert joined is found.flags
     assert sum(flag.item() for flag in joined.values()) == max(flags)
     assert bool(found) == bool(max(flags))

@@ -307,7 +307,7 @@ SCALER = {
         "core/found_inf.py", "torch.maximum(flag, found)", "found", "grad_slots"
     ),
     "overflows on two devices add up to no overflow of torch": Mutant(
-        "core/found_inf.py", "other.zero_()", "pass", "grad_slots"
+        "core/found_inf.py", "flag.zero_()", "pass", "grad_slots"
     ),
     "the outcome is a tensor that update writes": Mutant(
         "amp/_scaled_steps.py",

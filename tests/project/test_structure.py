@@ -105,6 +105,17 @@ def test_what_only_one_file_may_call_is_called_there() -> None:
         assert calling == where, name
 
 
+def test_only_two_functions_copy_without_waiting() -> None:
+    # A copy to the CPU that the host does not wait for is read before its numbers arrive.
+    found = {
+        module_name(path)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "non_blocking"
+    }
+    assert found == {"apex_mp.core.tensors", "apex_mp.core.readback"}
+
+
 def test_files_classes_and_functions_are_short() -> None:
     long = set()
     for path, tree in TREES.items():
