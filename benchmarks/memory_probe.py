@@ -77,11 +77,15 @@ def _events(profiler: profile) -> list[tuple[int, int]]:
 def _allocated_on_gpu(work: Callable[[], object]) -> Extra:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = _requested_on_gpu("current")
     work()
     torch.cuda.synchronize()
-    after = torch.cuda.memory_allocated() - before
-    return Extra(torch.cuda.max_memory_allocated() - before, after)
+    return Extra(_requested_on_gpu("peak") - before, _requested_on_gpu("current") - before)
+
+
+def _requested_on_gpu(which: str) -> int:
+    """Return the bytes of all tensors; their blocks are up to a MiB larger."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
 
 def can_see_resident() -> bool:

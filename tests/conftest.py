@@ -24,6 +24,9 @@ from torch import distributed as dist
 from apex_mp import _C
 from apex_mp.amp import _amp_state, _current, registry
 
+# By default cuDNN multiplies float32 in TF32, with 10 bits of mantissa.
+torch.backends.cudnn.allow_tf32 = False
+
 # For benchmarks/. Last, so that an installed apex_mp comes before the one in this folder.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 

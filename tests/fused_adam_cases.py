@@ -11,6 +11,8 @@ from tolerances import TRAJECTORY_TOLERANCES, Tolerance, assert_near, assert_sam
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.amp import GradScaler
+
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAMES = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}
 
@@ -139,9 +141,13 @@ class Unchanged:
 OVERFLOWS = {0, 5, 6, 17, 30}
 
 
-def make_scaler(device: torch.device, **options: Any) -> torch.amp.GradScaler:
+def make_scaler(
+    device: torch.device, dtype: torch.dtype = torch.float32, **options: Any
+) -> torch.amp.GradScaler:
+    """Return torch's scaler; ours for gradients that torch cannot unscale on the device."""
     options = {"init_scale": 2.0**10, "growth_interval": 4, **options}
-    scaler = torch.amp.GradScaler(device.type, **options)
+    of_torch = device.type == "cpu" or dtype != torch.bfloat16
+    scaler = (torch.amp.GradScaler if of_torch else GradScaler)(device.type, **options)
     scaler.scale(torch.zeros((), device=device))  # makes the scale, as the first loss does
     return scaler
 

@@ -213,7 +213,7 @@ def assert_steps(rule: Rule, call: dict[str, Any]) -> None:
             assert_near(listed[i], kept, bounds)
         for name, listed in call["numbers"].items():
             wanted = 0.0 if rule is SGD else float(getattr(model, name))
-            assert_near(listed[i].double(), torch.tensor(wanted, dtype=F64), TOLERANCES[F32])
+            assert_near(listed[i].double().cpu(), torch.tensor(wanted, dtype=F64), TOLERANCES[F32])
         if call["copies"] is not None:
             _assert_is_copy(call["copies"][i], param, call["grads"][i], model.param)
 

@@ -60,7 +60,7 @@ class EditWatch:
 
         Args:
             models: The model's parameters.
-            norms: Norm of each gradient of theirs, by id(); empty if it is not known.
+            norms: Norm of each gradient of theirs, by id(); empty in a capture.
             masters: Parameters whose gradients have just been made [None: as before].
         """
         self._norms = norms
@@ -72,7 +72,7 @@ class EditWatch:
         self, models: list[Parameter], norms: Mapping[int, float], masters: list[Parameter]
     ) -> Edits:
         """Return what was edited since `begin`, with its Args; clearing a gradient is no edit."""
-        has_new_norms = not norms.items() <= self._norms.items() and any(
+        has_new_norms = bool(self._norms) and any(
             not _same(self._norms.get(param), norm) for param, norm in norms.items()
         )
         if not has_new_norms and not self._model.changed(models):

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from apex_mp import _C
 from apex_mp.core import grads as _grads
-from apex_mp.core import parallel_masters
+from apex_mp.core import parallel_masters, readback
 from apex_mp.core.found_inf import FoundInf, inverse, norms
 from apex_mp.core.grad_slots import GradSlots
 from apex_mp.core.grads import Edits
@@ -176,14 +176,14 @@ class MasterGrads:
         )
 
     def _norms(self) -> dict[int, float]:
-        """Return norms of the model's gradients by id(); empty where the host does not wait."""
+        """Return norms of the model's gradients by id(), which the host waits for."""
         given = [param for param in self.masters.model_params() if param.grad is not None]
         return self._norms_of(
             given, (self.masters.plain(existing_grad(param), param) for param in given)
         )
 
     def _norms_of(self, params: list[Parameter], grads: Iterable[Tensor]) -> dict[int, float]:
-        if self._lazy and not all(param.is_cpu for param in params):
+        if readback.is_capturing():
             return {}
         return dict(zip(map(id, params), norms(grads), strict=True))
 

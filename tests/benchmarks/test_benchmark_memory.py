@@ -118,7 +118,8 @@ def test_a_case_holds_these_bytes_a_parameter_and_no_others(name, device):
 def test_no_step_of_ours_makes_a_temporary_of_the_models_size(name, device):
     _, running = stand(name, device)
     first = extra(running, device)
-    assert first.after >= HOLDS.get(name, HOLDS["ours fp16"])[3]  # moments, of bf16 masters too
+    if device.type == "cpu":  # On a GPU what the step frees is subtracted.
+        assert first.after >= HOLDS.get(name, HOLDS["ours fp16"])[3]  # moments, of bf16 masters too
     assert first.peak - first.after < NOTHING
     for _ in range(2):
         later = extra(running, device)

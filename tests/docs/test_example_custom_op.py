@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
+import apex_mp
+
 RUN = Path(__file__).resolve().parents[2] / "examples" / "custom_op" / "run.py"
 
 
@@ -30,7 +32,11 @@ def transcript(request: pytest.FixtureRequest, extensions: Path) -> dict[str, st
     """What the example printed, by the first words of each line."""
     done = subprocess.run(
         [sys.executable, str(RUN), "--device", request.config.getoption("device")],
-        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions)},
+        env={
+            **os.environ,
+            "TORCH_EXTENSIONS_DIR": str(extensions),
+            "PYTHONPATH": str(Path(apex_mp.__file__).parents[1]),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -237,7 +237,10 @@ def test_in_a_compiled_training_step_only_the_model_is_traced(
     calls = [node.op for graph in graphs for node in graph.graph.nodes if "call" in node.op]
     assert len(calls) == 4  # linear, float, square, sum
     expected = train(lambda step: step)
-    assert_same(everything(optimizer), everything(expected))
+    if device.type == "cpu":
+        assert_same(everything(optimizer), everything(expected))
+    else:  # Two calls of one matrix product may add in another order there.
+        torch.testing.assert_close(everything(optimizer), everything(expected))
 
 
 @faces

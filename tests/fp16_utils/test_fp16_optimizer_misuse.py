@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from apex_mp import convert, fp16_utils
+from apex_mp.core.grads import Edits, EditWatch
 from apex_mp.fp16_utils import LossScaler
 
 NOT_OUR_BACKWARD = r"optimizer\.backward\(loss\) instead of loss\.backward\(\)"
@@ -147,8 +148,8 @@ def _all_reduce(grad: Any) -> None:
 
 
 EDITS: dict[str, Callable[[Any], None]] = {
-    "mask": lambda grad: grad.mul_(torch.tensor([0.0, 1.0])),
-    "mask data": lambda grad: grad.data.mul_(torch.tensor([0.0, 1.0])),
+    "mask": lambda grad: grad.mul_(grad.new_tensor([0.0, 1.0])),
+    "mask data": lambda grad: grad.data.mul_(grad.new_tensor([0.0, 1.0])),
     "all-reduce": _all_reduce,
     "sign": lambda grad: grad.neg_(),
 }
@@ -207,6 +208,15 @@ def test_edits_of_masters_and_model_get_one_warning_and_those_of_masters_win(
     assert_grads(grads_used(optimizer), 12.0)
     edit_both()
     optimizer.step()
+
+
+def test_norms_that_a_capture_has_not_measured_are_no_edit(device: torch.device) -> None:
+    model, master = (ones(2, device=device) for _ in range(2))
+    watch = EditWatch()
+    watch.begin([model], {}, [master])
+    assert watch.find([model], {id(model): 1.0}, [master]) is Edits.NONE
+    watch.begin([model], {id(model): 1.0})
+    assert watch.find([model], {id(model): 2.0}, [master]) is Edits.OF_MODEL
 
 
 @probes

@@ -58,7 +58,7 @@ def test_grad_scaler_skips_overflows_and_no_other_step(
     optimizer = subject.fused(params, **subject.options)
     theirs = copies_of(params)
     expected = subject.fused(theirs, **subject.options)
-    scaler = make_scaler(device)
+    scaler = make_scaler(device, dtype)
     scales = []
     for step in range(20):
         overflow = step in OVERFLOWS

@@ -122,6 +122,7 @@ def make_fp16(params: Any, face: Any = fp16_utils.FP16_Optimizer, **options: Any
     return face(inner, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
 
 
+@pytest.mark.cpu_only  # test_cuda_steps.py counts launches.
 def test_the_step_unscales_clips_and_copies_in_two_passes(device: torch.device) -> None:
     elements = 4099
     params = [Parameter(torch.ones(elements, dtype=F16, device=device))]

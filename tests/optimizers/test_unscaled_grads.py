@@ -51,8 +51,10 @@ def scaled_grad(param: Tensor, value: float = 1.0) -> Tensor:
     return torch.full_like(param, 1024.0 * value, requires_grad=False)
 
 
-def step_in_scaler(optimizer: Any, device: torch.device, scale: float = 1024.0) -> None:
-    make_scaler(device, init_scale=scale).step(optimizer)
+def step_in_scaler(
+    optimizer: Any, device: torch.device, scale: float = 1024.0, dtype: torch.dtype = F32
+) -> None:
+    make_scaler(device, dtype, init_scale=scale).step(optimizer)
 
 
 @pytest.mark.parametrize("scale", [1024.0, 1000.0])
@@ -68,7 +70,7 @@ def test_the_option_and_the_dtype_decide_which_gradients_are_unscaled(
     if option or (option is None and dtype != F16):
         expected = [reference.unscaled(grad, 1 / scale, grad) for grad in expected]
     # Another factor for the step than for the gradients.
-    step_in_scaler(make(params, unscale_grads=option, max_grad_norm=0.1), device, scale)
+    step_in_scaler(make(params, unscale_grads=option, max_grad_norm=0.1), device, scale, dtype)
     for param, wanted in zip(params, expected, strict=True):
         assert_same_bits(param.grad, wanted)
 
