@@ -171,6 +171,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--extensions", nargs="+", type=Path, metavar="FOLDER", help=EXTENSIONS)
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for JSON and chart")
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)  # no profile
     args = parser.parse_args(argv)
     device = DEVICES[args.device]
     if args.modes:
@@ -199,17 +200,28 @@ def measure_workloads(args: argparse.Namespace, results: dict[str, Any], path: P
     device = DEVICES[args.device]()
     cases, workloads = cases_of(device.kind, args.cases), workloads_of(args)
     reference = Reference(device, args.reference_mebibytes)
-    budget = TimeBudget(args.seconds, weight=4 * len(workloads))
+    in_graphs = [case for case in cases if case in step_cases.REPLAYED and not args.apart]
+    cases = [case for case in cases if case not in in_graphs]
+    budget = TimeBudget(args.seconds, weight=5 * len(workloads))
     for workload in workloads:
         results["workloads"].append({})
         for found in Measurement(workload, cases, reference).run(args.rounds, budget.next(3)):
             results["workloads"][-1] = found
             write(results, path)
         say(step_report.table(results["workloads"][-1]))
-    if not isinstance(device, Cuda):
+    if not isinstance(device, Cuda) or args.apart:
         return
-    # Without graphs: their kernels are the same, and the profiler has had bugs with them.
-    cases = [case for case in cases if case not in step_cases.REPLAYED]
+    if in_graphs:
+        from benchmarks.step_variants import add_graphs  # It imports this module.
+
+        torch.cuda.empty_cache()
+        seconds = budget.next(len(workloads)) - time.monotonic()
+        names = [case.name for case in in_graphs]
+        add_graphs(args, names, results["workloads"], seconds)
+        write(results, path)
+        for measured in results["workloads"]:
+            rows = [row for row in measured["rows"] if row["case"] in names]
+            say(step_report.table({**measured, "rows": rows}))
     for workload, measured in zip(workloads, results["workloads"], strict=True):
         step_profile.profile(workload, cases, measured, device, budget.next(1))
         write(results, path)

@@ -5,6 +5,7 @@ All else is shared, so that `--device stub` runs on the CPU what a GPU will run.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -162,7 +163,12 @@ def captured(step: Callable[[], object], at: Tensor) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    return functools.partial(_replay, graph, step)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, step: Callable[[], object]) -> None:
+    """Replay a graph; `step` is kept because the graph writes to its optimizer's memory."""
+    graph.replay()
 
 
 def seconds(work: Callable[[], object], device: str) -> float:

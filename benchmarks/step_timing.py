@@ -136,7 +136,7 @@ def reason(error: Exception) -> str:
 
 
 def take_turns(
-    running: dict[str, Running], rounds: int, deadline: float, take: Callable[[str], T]
+    running: dict[str, Running], rounds: int, deadline: float, take: Callable[[str], T | None]
 ) -> Iterator[dict[str, list[T]]]:
     """Yield all results of `take` after each round; each has another order of cases.
 
@@ -144,7 +144,7 @@ def take_turns(
         running: The cases.
         rounds: How many.
         deadline: Of time.monotonic(); no round starts that would end after it.
-        take: Gets a case's name.
+        take: Gets a case's name; a case for which it returns None is left out from then on.
     """
     found: dict[str, list[T]] = {name: [] for name in running}
     order = list(running)
@@ -155,8 +155,13 @@ def take_turns(
             return
         shuffler.shuffle(order)
         with _no_garbage_collection():
-            for name in order:
-                found[name].append(take(name))
+            for name in [*order]:
+                taken = take(name)
+                if taken is None:
+                    order.remove(name)
+                    del found[name]
+                else:
+                    found[name].append(taken)
         took = time.monotonic() - begin
         yield found
 
@@ -197,7 +202,7 @@ class Measurement:
             yield self.result()
         steps = {name: self._steps(time) for name, (time,) in self.times.items()}
         for times in take_turns(
-            self.running, rounds, deadline, lambda name: self._look(name, steps[name])
+            self.running, rounds, deadline, lambda name: self._try(name, steps[name])
         ):
             self.times, self.rounds = times, self.rounds + 1
             yield self.result()
@@ -209,14 +214,28 @@ class Measurement:
         try:
             running = start(case, self.arena, self.reference.device)
         except Exception as error:
-            self.failed[case.name] = reason(error)
-            self.reference.device.wait()  # Raises if the device is not usable any more.
+            self._fail(case.name, error)
             return
         if isinstance(running, str):
             self.not_run[case.name] = running
+            return
+        self.running[case.name] = running
+        first = self._try(case.name, 1)
+        if first is None:
+            del self.running[case.name]
         else:
-            self.running[case.name] = running
-            self.times[case.name] = [self._look(case.name, 1)]
+            self.times[case.name] = [first]
+
+    def _fail(self, name: str, error: Exception) -> None:
+        self.failed[name] = reason(error)
+        self.reference.device.wait()  # Raises if the device is not usable any more.
+
+    def _try(self, name: str, steps: int) -> Time | None:
+        try:
+            return self._look(name, steps)
+        except Exception as error:
+            self._fail(name, error)
+            return None
 
     def _look(self, name: str, steps: int) -> Time:
         is_small = self.workload.parameters < SMALL
