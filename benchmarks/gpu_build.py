@@ -1,7 +1,7 @@
 """The extension for a GPU that another machine has, with variants and bugs in copies of it.
 
-    python -m benchmarks.gpu_build --prepare    build them into build/gpu; no GPU is needed
-    python -m benchmarks.gpu_build              put the extension of build/gpu into apex_mp/, or,
+    python -m benchmarks.gpu_build --prepare    build them into build/gpu.tar.xz; no GPU is needed
+    python -m benchmarks.gpu_build              unpack it and put its extension into apex_mp/, or,
                                                 if it is not for this machine, build it there
 
 The Python that runs this is the one that is built for, as is its torch.
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,11 +26,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_bugs import BUGS, Change
-from benchmarks.gpu_machine import PREPARED, ROOT, ask
 
-WORK = (
-    ROOT / "build" / "gpu-prepare"
-)  # intermediate files; only PREPARED is copied to the other machine
+ROOT = Path(__file__).resolve().parents[1]
+ARCHIVE = ROOT / "build" / "gpu.tar.xz"  # what is copied to the machine with the GPU
+PREPARED = ROOT / "build" / "gpu"  # what is in it
+WORK = ROOT / "build" / "gpu-prepare"  # intermediate files
 PLACE = Path("apex_mp", f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
 RECIPE = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "apex_mp/_version.py")
 
@@ -43,6 +44,23 @@ VARIANTS = {
     "kept-state": Change(TUNED, "APEX_MP_STREAM_STATE 1\n", "APEX_MP_STREAM_STATE 0\n"),
 }
 FOLDERS: dict[str, Mapping[str, Change]] = {"bugs": BUGS, "variants": VARIANTS}
+
+
+def ask(*argv: str) -> str | None:
+    """Return what a command prints, or None if it is not there or fails."""
+    try:
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """Return the commit, with "-dirty" if files differ; without git, the prebuilt extension's."""
+    if said := ask("git", "describe", "--always", "--dirty", "--abbrev=40"):
+        return said
+    record = PREPARED / "_C.json"
+    return json.loads(record.read_text())["commit"] if record.exists() else None
 
 
 def sources() -> dict[str, bytes]:
@@ -92,7 +110,7 @@ def build(folder: Path, change: Change | None = None) -> None:
 
 
 def prepare() -> None:
-    """Empty PREPARED and build into it."""
+    """Empty PREPARED, build into it, and pack it."""
     shutil.rmtree(PREPARED, ignore_errors=True)
     build(PREPARED)
     for kind, changes in FOLDERS.items():
@@ -101,8 +119,9 @@ def prepare() -> None:
     record: dict[str, Any] = {**facts(), "archs": os.environ["TORCH_CUDA_ARCH_LIST"].split(";")}
     record["commit"] = ask("git", "describe", "--always", "--dirty", "--abbrev=40")
     (PREPARED / "_C.json").write_text(json.dumps(record, indent=1) + "\n")
-    size = sum(path.stat().st_size for path in PREPARED.rglob("*") if path.is_file())
-    print(f"{PREPARED.relative_to(ROOT)}: {size / 2**20:.1f} MiB")
+    with tarfile.open(ARCHIVE, "w:xz") as archive:
+        archive.add(PREPARED, arcname=PREPARED.name)
+    print(f"{ARCHIVE.relative_to(ROOT)}: {ARCHIVE.stat().st_size / 2**20:.1f} MiB")
 
 
 def obstacle(capability: str) -> str:
@@ -123,31 +142,31 @@ def take() -> None:
     """Put the extension into apex_mp/, and the package around each of the others."""
     for path in (PREPARED / PLACE, PREPARED / "_C.json"):
         shutil.copy(path, ROOT / "apex_mp" / path.name)
-    others = [PREPARED / kind / slug for kind, changes in FOLDERS.items() for slug in changes]
-    for folder in others:
-        left_out = shutil.ignore_patterns("_C.*.so", "__pycache__")
-        shutil.copytree(ROOT / "apex_mp", folder / "apex_mp", ignore=left_out, dirs_exist_ok=True)
+    for kind, changes in FOLDERS.items():
+        for folder in [PREPARED / kind / slug for slug in changes]:
+            left_out = shutil.ignore_patterns("_C.*.so", "__pycache__")
+            there = folder / "apex_mp"
+            shutil.copytree(ROOT / "apex_mp", there, ignore=left_out, dirs_exist_ok=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--prepare", action="store_true", help="fill build/gpu, for another machine"
-    )
+    parser.add_argument("--prepare", action="store_true", help="for another machine")
+    if parser.parse_args().prepare:
+        prepare()
+        return
+    if ARCHIVE.exists():
+        with tarfile.open(ARCHIVE) as archive:
+            archive.extractall(PREPARED.parent, filter="data")
     here = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     capability = "{}.{}".format(*here)
-    parser.add_argument("--capability", default=capability, help="of the GPU to use [%(default)s]")
-    args = parser.parse_args()
-    if args.prepare:
-        prepare()
-    elif why_not := obstacle(args.capability):
+    if why_not := obstacle(capability):
         print(f"No prebuilt extension is taken: {why_not}", flush=True)
-        environment = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": args.capability, **os.environ}
+        environment = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability, **os.environ}
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         sys.exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
-    else:
-        take()
-        print(f"Taken: {(PREPARED / PLACE).relative_to(ROOT)}")
+    take()
+    print(f"Taken: {(PREPARED / PLACE).relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""`make gpu`: build, test, measure and sanitize on this machine's GPU, and write what came out.
+"""Build, test and measure on a GPU that is there for a quarter of an hour: `make gpu`.
 
-Each stage (`gpu_stages.stages`) has a time limit. The JSON and the archive of logs are written
-again after each, so a run that is killed leaves the results of those before. Nothing is installed
-or fetched.
+    python -m benchmarks.gpu_check --part 1     what is not timed, side by side
+    python -m benchmarks.gpu_check --part 2     what is timed, one after another
+    python -m benchmarks.gpu_check --stages 'memcheck recipe bert'
+
+Each part takes four minutes at most. The JSON and the archive of logs are written again after each
+stage, so a run that is killed leaves the results of those before. Nothing is installed or fetched.
 """
 
 from __future__ import annotations
@@ -11,172 +14,191 @@ import argparse
 import datetime
 import json
 import os
+import platform
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu_machine import PREPARED, ROOT, Facts, commit, nvidia_smi, probe, version_of
-from benchmarks.gpu_stages import SHOWN, Stage, judge, stages
+import torch
+
+from benchmarks.gpu_build import ROOT, ask, commit
+from benchmarks.gpu_stages import Stage, stages
 
 LOGS = ROOT / "build" / "gpu-check"
-# Outcomes. Only the first is a success.
-PASSED, FAILED, TIMED_OUT, MISSING = "passed", "failed", "timed out", "missing"
-NOT_ASKED, NOT_REACHED, RUNNING = "not asked", "not reached", "running"
+SHOWN = 20  # lines of a stage that failed
 
 
-def run_stage(stage: Stage, limit: float) -> Facts:
-    """Run a stage for `limit` seconds at most, and return what to record."""
-    if stage.argv is None:
-        return {"outcome": MISSING}
-    if stage.prepared and not list(PREPARED.glob(f"{stage.prepared}/*/apex_mp/__init__.py")):
-        missing = f"build/gpu/{stage.prepared} has nothing for this machine: make gpu-prepare"
-        return {"outcome": MISSING, "note": missing}
-    log, start = LOGS / f"{stage.name}.log", time.monotonic()
-    status = run_into(log, stage, limit)
-    seconds = round(time.monotonic() - start, 1)
-    output = log.read_text(errors="replace")
-    passed, facts = judge(stage, status, output, LOGS)
-    outcome = TIMED_OUT if status is None else PASSED if passed else FAILED
-    if outcome != PASSED or stage.tells:
-        facts["tail"] = output.splitlines()[-2 * SHOWN :]
-    return {"outcome": outcome, "seconds": seconds, "status": status, **facts}
-
-
-def run_into(log: Path, stage: Stage, limit: float) -> int | None:
-    """Run a stage with its output in `log`; return its status, None if it met the limit."""
-    assert stage.argv is not None
+def run(stage: Stage, limit: float) -> dict[str, Any]:
+    """Run a stage for `limit` seconds at most, with its output in a log; return what to record."""
+    facts: dict[str, Any] = {"command": shlex.join(stage.argv)}
+    if stage.missing:
+        return {**facts, "outcome": "missing", "found": stage.missing}
+    log, start = LOGS / f"{stage.name.replace(' ', '-')}.log", time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*stage.argv],
-            cwd=ROOT,
+            stage.argv,
+            cwd=stage.folder,
             env={**os.environ, **stage.environment},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            preexec_fn=os.setpgrp,  # one group, to be stopped with its children
+            start_new_session=True,  # to be stopped with its children
         )
         try:
-            return process.wait(timeout=limit)
+            status: int | None = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            return None
+            status = None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+    output = log.read_text(errors="replace")
+    facts.update(seconds=round(time.monotonic() - start, 1), status=status)
+    try:
+        if status is None:
+            raise ValueError(f"stopped after {limit:.0f} seconds")
+        return {**facts, "outcome": "passed", "found": stage.judge(status, output)}
+    except ValueError as error:
+        failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)[:SHOWN]
+        tail = output.splitlines()[-SHOWN:]
+        return {**facts, "outcome": "failed", "found": str(error), "failed": failed, "tail": tail}
 
 
 class Record:
     """The JSON and the archive of logs, which are replaced as a whole at each change."""
 
-    def __init__(self, path: Path, facts: Facts, outcomes: dict[str, str]) -> None:
-        self.path, self.facts = path, facts
-        self.stages: dict[str, Facts] = {name: {"outcome": o} for name, o in outcomes.items()}
+    def __init__(self, path: Path, facts: dict[str, Any], asked: Sequence[Stage]) -> None:
+        self.path, self.facts, self._lock = path, facts, threading.Lock()
+        self.stages: dict[str, dict[str, Any]] = {
+            stage.name: {"outcome": "not reached", "found": ""} for stage in asked
+        }
 
     @property
     def passed(self) -> bool:
-        return all(each["outcome"] in (PASSED, NOT_ASKED) for each in self.stages.values())
+        return all(each["outcome"] == "passed" for each in self.stages.values())
 
-    def set(self, stage: str, facts: Facts) -> None:
-        self.stages[stage].update(facts)
-        cut = [
-            name
-            for name, each in self.stages.items()
-            if each["outcome"] in (TIMED_OUT, NOT_REACHED) or "left out" in each.get("found", "")
-        ]
-        whole = {**self.facts, "passed": self.passed, "cut_short": cut, "stages": self.stages}
-        draft = self.path.with_suffix(".part")
-        text = json.dumps(whole, indent=1).replace(str(ROOT), ".").replace(sys.executable, "python")
-        draft.write_text(text + "\n")
-        draft.replace(self.path)
-        with tarfile.open(draft, "w:gz") as archive:
-            archive.add(LOGS, arcname=self.path.stem)
-        draft.replace(self.path.with_suffix(".tar.gz"))
+    def set(self, name: str, facts: dict[str, Any]) -> None:
+        """Record a stage, and say how it ended."""
+        with self._lock:
+            self.stages[name] = facts
+            print(self.row(name), *facts.get("tail", ()), sep="\n  ", flush=True)
+            whole = {**self.facts, "passed": self.passed, "stages": self.stages}
+            text = (
+                json.dumps(whole, indent=1)
+                .replace(str(ROOT), ".")
+                .replace(sys.executable, "python")
+            )
+            draft = self.path.with_suffix(".part")
+            draft.write_text(text + "\n")
+            draft.replace(self.path)
+            with tarfile.open(draft, "w:gz") as archive:
+                for log in sorted(LOGS.glob("*.log")):
+                    archive.add(log, arcname=f"{self.path.stem}/{log.name}")
+            draft.replace(self.path.with_suffix(".tar.gz"))
 
-    def table(self) -> str:
-        rows = []
-        for name, facts in self.stages.items():
-            said = [f"{facts['seconds']} s"] if "seconds" in facts else []
-            said += [f"{n} {what}" for what, n in facts.get("counts", {}).items() if n]
-            said += [facts[key] for key in ("found", "note") if facts.get(key)]
-            rows.append(f"{name:<10} {facts['outcome']:<12} {', '.join(said)}")
-        return "\n".join(rows)
+    def row(self, name: str) -> str:
+        facts = self.stages[name]
+        seconds = f"{facts['seconds']:.0f} s" if "seconds" in facts else ""
+        return f"{name:<45} {facts['outcome']:<12} {seconds:>6} {facts['found']}".rstrip()
 
 
 def run_stages(asked: Sequence[Stage], record: Record, seconds: float) -> None:
+    """Run part 0, then part 1 side by side, then part 2 alone; begin nothing after `seconds`."""
     end = time.monotonic() + seconds
+
+    def take(stage: Stage) -> bool:
+        left = end - time.monotonic()
+        if left > 0:
+            record.set(stage.name, run(stage, min(stage.limit, left)))
+        return record.stages[stage.name]["outcome"] == "passed"
+
+    if not all(take(stage) for stage in asked if stage.part == 0):
+        return  # The others mean nothing without the extension.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        list(pool.map(take, [stage for stage in asked if stage.part == 1]))
     for stage in asked:
-        limit = min(stage.limit, end - time.monotonic())
-        if limit <= 0:
-            return
-        command = shlex.join(stage.argv or [])
-        begun = {"outcome": RUNNING, "limit_seconds": round(limit), "command": command}
-        record.set(stage.name, {**begun, "environment": stage.environment, "note": stage.note})
-        print(f"make gpu: {stage.name}, {limit:.0f} seconds at most", flush=True)
-        facts = run_stage(stage, limit)
-        record.set(stage.name, facts)
-        print("\n".join(facts.get("tail", [])))
-        if stage.ends_all and facts["outcome"] != PASSED:
-            return
+        if stage.part == 2:
+            take(stage)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--part", type=int, choices=[1, 2], help="of the stages [both]")
-    parser.add_argument("--stages", default="", help="some of them, in place of a part")
-    parser.add_argument("--seconds", type=float, help="for all stages [540 for each part]")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--device", default="cuda", help="cpu: a rehearsal without a GPU")
+    parser.add_argument("--stages", default="", help="those whose names begin so")
+    parser.add_argument("--seconds", type=float, help="for all stages [240 for each part]")
+    parser.add_argument("--results", type=Path, help="a folder [benchmarks/results]")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse")
     args = parser.parse_args(argv)
-    args.seconds = args.seconds or (540 if args.part else 1080)
+    args.seconds = args.seconds or (480.0 if args.part is None else 240.0)
     return args
 
 
 def choose(every: Sequence[Stage], args: argparse.Namespace) -> list[Stage]:
+    """Return the stages that were asked for.
+
+    Raises:
+        SystemExit: No stage begins with one of the names.
+    """
     names = args.stages.split()
-    if unknown := set(names) - {stage.name for stage in every}:
-        known = " ".join(stage.name for stage in every)
-        sys.exit(f"make gpu: {min(unknown)!r} is no stage; it must be one of: {known}")
+    for name in names:
+        if not any(stage.name.startswith(name) for stage in every):
+            known = ", ".join(stage.name for stage in every)
+            sys.exit(f"gpu_check: no stage begins with {name!r}; there are: {known}")
     if names:
-        return [stage for stage in every if stage.name in names]
-    return [stage for stage in every if args.part in (None, stage.part) or stage.part is None]
+        return [stage for stage in every if stage.name.startswith(tuple(names))]
+    return [stage for stage in every if args.part is None or stage.part in (0, args.part)]
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return what the results depend on; apex_mp may not be built yet, and is not imported."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    facts |= {"gpu": "rehearsal", "cores": os.cpu_count()}
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        facts |= {"gpu": gpu.name, "capability": f"{gpu.major}.{gpu.minor}"}
+        facts |= {"memory_bytes": gpu.total_memory, "multiprocessors": gpu.multi_processor_count}
+        query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+        facts["nvidia_smi"] = ask("nvidia-smi", query, "--format=csv")
+    return facts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, machine = parse_arguments(argv), probe()
-    if not machine:
-        sys.exit(f'make gpu: "{sys.executable}" cannot import torch; set PYTHON to one that can')
-    gpu = machine.pop("gpu")
-    if gpu is None and args.device == "cuda":
-        sys.exit(f'make gpu: the torch of "{sys.executable}" sees no GPU')
-    gpu = gpu or {"name": "rehearsal", "capability": "9.0"}
-    date = datetime.datetime.now(datetime.timezone.utc)
-    slug = re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
-    results = args.results.absolute()
+    args = parse_arguments(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            f"gpu_check: torch {torch.__version__} sees no GPU; it must see one (--device cpu "
+            "rehearses all stages without)"
+        )
+    default = ROOT / ("benchmarks/results" if args.device == "cuda" else "build/rehearsal")
+    results = (args.results or default).absolute()
     for folder in (results, LOGS):
         folder.mkdir(parents=True, exist_ok=True)
-    for old in LOGS.iterdir():
-        old.unlink()
-    every = stages(args.device, gpu["capability"], results, LOGS)
-    asked = choose(every, args)
-    tools = {tool: version_of(tool) for tool in ("nvcc", "compute-sanitizer")}
+    for log in LOGS.glob("*.log"):
+        log.unlink()
+    asked = choose(stages(args.device, results, LOGS), args)
+    date = datetime.datetime.now(datetime.timezone.utc)
+    facts = machine(args.device)
+    slug = re.sub(r"[^a-z0-9]+", "-", facts["gpu"].lower()).strip("-")
     record = Record(
         results / f"gpu-check-{slug}-{date:%Y%m%d-%H%M%S}.json",
-        {
-            "what": "make gpu",
-            "date": f"{date:%Y-%m-%dT%H:%M:%SZ}",
-            "hardware": {**gpu, "nvidia_smi": nvidia_smi(), "cores": os.cpu_count()},
-            "versions": {**machine, **tools, "commit": commit()},
-        },
-        {stage.name: NOT_REACHED if stage in asked else NOT_ASKED for stage in every},
+        {"date": f"{date:%Y-%m-%dT%H:%M:%SZ}", "commit": commit(), "machine": facts},
+        asked,
     )
     run_stages(asked, record, args.seconds)
-    print(f"{record.table()}\n{record.path}")
+    print(*map(record.row, record.stages), record.path, sep="\n")
     return 0 if record.passed else 1
 
 

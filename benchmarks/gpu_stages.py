@@ -1,107 +1,25 @@
-"""The stages of gpu_check: what each runs, and how it is judged; the most useful come first."""
+"""The stages of gpu_check: a command, a limit, and how to read what it printed."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu_machine import PREPARED, ROOT, Facts, find_tool
+from benchmarks.gpu_bugs import BUGS, Bug
+from benchmarks.gpu_build import PREPARED, ROOT
 
-ERROR_EXIT_CODE = 99
-SHOWN = 20  # failures and lines that are kept
-
-STEPS = ["tests/optimizers/test_cuda_steps.py"]
+# Returns what was found, if it is a success; raises ValueError with what is wrong.
+Judge = Callable[[int, str], str]
 FUSED = ("fused_*", "fp16_optimizer_*", "step_*", "device_scale", "unscaled_grads", "grad_versions")
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One row of the table."""
-
-    name: str
-    limit: float  # seconds
-    argv: Sequence[str] | None  # None: what it needs is missing, and `note` says what
-    part: int | None = None  # 1 or 2; None: both begin with it
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    note: str = ""
-    kind: str = "command"  # or tests, sanitizer, planted: how it is judged
-    ends_all: bool = False  # without it the later stages mean nothing
-    tells: bool = False  # its last lines belong to the record
-    prepared: str = ""  # a folder of PREPARED, into which gpu_build has put packages
-
-    def lines(self, logs: Path) -> Path:
-        """Return the file into which pytest's reports go."""
-        return logs / f"{self.name}.jsonl"
-
-
-def stages(device: str, capability: str, results: Path, logs: Path) -> list[Stage]:
-    """Return the table. Part 1 and part 2 take nine minutes each at most."""
-    python = [sys.executable]
-    fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
-    rest = [f"--ignore={path}" for path in STEPS + fused]
-    on = f"--device={device}"
-    step = [*python, "-m", "benchmarks.step", f"--results={results}", "--device"]
-    step += ["cuda"] if device == "cuda" else ["stub", "--quick"]
-    variants = sorted(str(path) for path in (PREPARED / "variants").glob("*"))
-    compare = [*step, "--seconds=75", "--extensions", ".", *variants]
-    activations = [*python, "-m", "benchmarks.activations", f"--results={results}"]
-    activations += ["--device=cuda"] if device == "cuda" else ["--device=cpu", "--quick"]
-    build = [*python, "-m", "benchmarks.gpu_build", f"--capability={capability}"]
-    bugs = [*python, "-m", "benchmarks.gpu_bugs", on]
-    programs = [*python, "-m", "benchmarks.gpu_programs", on]
-
-    def tests(name: str, limit: float, part: int, workers: int, files: Sequence[str]) -> Stage:
-        command = [*python, "-m", "pytest", "-p", "benchmarks.gpu_pytest", on, "-q"]
-        command += [f"--lines={logs / name}.jsonl", "--continue-on-collection-errors"]
-        found = find_spec("xdist")
-        if found:
-            command += ["-p", "xdist", f"-n{workers}", "--dist=worksteal"]
-        note = "" if found else "in one process: pytest-xdist is not installed"
-        argv = [*command, *files]
-        return Stage(name, limit, argv, part, PYTEST_ENVIRONMENT, note, kind="tests")
-
-    def sanitized(tool: str, limit: float, name: str = "", kind: str = "sanitizer") -> Stage:
-        sanitizer = find_tool("compute-sanitizer")
-        if sanitizer is None:
-            missing = "compute-sanitizer is neither in CUDA_HOME nor on the PATH"
-            return Stage(name or tool, limit, None, 2, note=missing)
-        kernels = [] if tool == "initcheck" else ["--kernel-name=kns=apex_mp"]
-        argv = [sanitizer, f"--tool={tool}", *SANITIZER_OPTIONS, *kernels, *programs]
-        # No summary is written by a process that is killed: the programs end before.
-        argv += ["beyond"] if kind == "planted" else [f"--seconds={limit / 2:.0f}"]
-        return Stage(name or tool, limit, argv, 2, SANITIZER_ENVIRONMENT, kind=kind)
-
-    workers = min(8, os.cpu_count() or 1)
-    return [
-        Stage("build", 200, build, ends_all=True, tells=True),
-        Stage("report", 30, [*python, "-m", "apex_mp"], tells=True),
-        Stage("bugs", 60, bugs, 1, tells=True, prepared="bugs"),
-        tests("steps", 45, 1, 1, STEPS),
-        Stage("benchmark", 170, [*step, "--seconds=140"], 1, tells=True),
-        tests("fused", 90, 1, workers, fused),
-        Stage("variants", 100, compare, 1, prepared="variants"),
-        Stage("activations", 45, activations, 1, tells=True),
-        tests("tests", 150, 2, workers, [*rest, "tests"]),
-        Stage("programs", 40, [*programs, *["--profile"] * (device != "cpu")], 2),
-        sanitized("memcheck", 40, "planted", "planted"),
-        sanitized("memcheck", 80),
-        sanitized("racecheck", 60),
-        sanitized("synccheck", 60),
-        sanitized("initcheck", 80),
-    ]
-
-
-# Without other installed plugins: their warnings would be errors here.
-PYTEST_ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+ERROR_EXIT_CODE = 99
 # Errors of CUDA calls are not counted: torch tries some that fail, and those of our launches are
-# raised. Tools that check only our kernels find them by a part of their mangled names;
-# initcheck must see all, or memory that a kernel of torch has written counts as unwritten.
+# raised.
 SANITIZER_OPTIONS = [
     f"--error-exitcode={ERROR_EXIT_CODE}",
     "--report-api-errors=no",
@@ -109,54 +27,191 @@ SANITIZER_OPTIONS = [
     "--launch-timeout=0",
     "--print-limit=100",
 ]
-# A cached block is larger than its tensor, and belongs to no tensor or to another one.
-SANITIZER_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+RECIPES = {
+    "digits": "digits/digits.py --fp16 --epochs 2 --device {device}",
+    "bert": "bert/bert.py --epochs 1 --device {device} --ckpt_path {out}",
+    "rl": "rl/rl_fp16.py --steps 10 --device {device}",
+    "char-lstm": "char_lstm/char_lstm.py --amp --steps 60 --sample 9 --device {device}",
+    "speech": "speech_ctc/speech_ctc.py --steps 40 --more_steps 20 --out {out} --device {device}",
+    "dcgan": "dcgan/dcgan.py --niter 1 --outf {out} --device {device}",
+    "pretrain": "pretrain/pretrain.py --steps 20 --device {device}",
+    "imagenet": "imagenet/main_amp.py --opt-level O2 --epochs 2 -j 2 --save {out}"
+    " --device {device}",
+    "imagenet-fp16": "imagenet/main_fp16_optimizer.py --fp16 --dynamic-loss-scale --epochs 2 -j 2"
+    " --save {out} --device {device}",
+    "monitor": "monitor/monitor.py --steps 50 --save {out}.json",
+    "custom-op": "custom_op/run.py --device {device}",
+    "accelerate": "trainers/with_accelerate.py",
+    "lightning": "trainers/with_lightning.py",
+    "transformers": "trainers/with_transformers.py",
+}
+NEEDED = {
+    "bert": "transformers", "rl": "transformers", "accelerate": "accelerate",
+    "lightning": "lightning", "transformers": "transformers",
+}  # fmt: skip
 
 
-def judge(stage: Stage, status: int | None, output: str, logs: Path) -> tuple[bool, Facts]:
-    """Return whether the run is a success, and what to record."""
-    if stage.kind == "tests":
-        facts = read_lines(stage.lines(logs))
-        return status == 0 and facts["counts"]["passed"] > 0 and not facts["unfinished"], facts
-    if stage.kind == "command":
-        return status == 0, {}
-    errors = sanitizer_errors(output)
-    said = ["no summary" if errors is None else f"{errors} errors found"]
-    found = {"found": ", ".join(said + re.findall(r"^\w+: left out$", output, re.MULTILINE))}
-    if stage.kind == "planted":
-        return status == ERROR_EXIT_CODE and "Invalid __global__" in output and bool(errors), found
-    return status == 0 and errors == 0, found
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One row of the table.
+
+    Attributes:
+        name: For the table and the log.
+        argv: The command; empty if `missing`.
+        judge: Reads the exit status and the output.
+        limit: Seconds.
+        part: 1: runs beside others; 2: is timed, and runs alone; 0: comes first in both.
+        environment: Variables of the command.
+        folder: Where it runs.
+        missing: What it needs and is not here.
+    """
+
+    name: str
+    argv: Sequence[str]
+    judge: Judge
+    limit: float = 200.0
+    part: int = 1
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    folder: Path = ROOT
+    missing: str = ""
 
 
-def sanitizer_errors(output: str) -> int | None:
-    """Add up the summaries of a tool, of every process; None if there is none."""
+def succeeds(status: int, output: str) -> str:
+    """The command must end with status 0."""
+    if status != 0:
+        raise ValueError(f"exit status {status}")
+    return ""
+
+
+def tests_pass(status: int, output: str) -> str:
+    """Some tests of pytest must pass, and none fail."""
+    counts = re.findall(r"^=* ?(\d+ \w+.*) in [\d.]+s", output, re.MULTILINE)
+    found = counts[-1] if counts else "pytest printed no result"
+    if status != 0 or "passed" not in found:
+        raise ValueError(found)
+    return found
+
+
+def is_clean(status: int, output: str) -> str:
+    """compute-sanitizer must print a summary of no errors."""
+    found = errors_of(output)
+    if status != 0 or found != "0 errors":
+        raise ValueError(found)
+    skipped = re.findall(r"^(\w+): no time was left$", output, re.MULTILINE)
+    return ", ".join([found, *(f"{name} left out" for name in skipped)])
+
+
+def finds_reads_beyond(status: int, output: str) -> str:
+    """compute-sanitizer must find the read beyond a tensor that is planted."""
+    found = errors_of(output)
+    if status != ERROR_EXIT_CODE or "Invalid __global__" not in output:
+        raise ValueError(f"not found: {found}")
+    return found
+
+
+def errors_of(output: str) -> str:
+    """Return the sum of the summaries of compute-sanitizer, one for each process."""
     counts = re.findall(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
-    return sum(map(int, counts)) if counts else None
+    return f"{sum(map(int, counts))} errors" if counts else "no summary"
 
 
-def read_lines(path: Path) -> Facts:
-    """Return counts, failures, what was skipped and why, and tests that a kill interrupted."""
-    counts = dict.fromkeys(("passed", "failed", "skipped", "xfailed"), 0)
-    texts: dict[str, dict[str, str]] = {"failed": {}, "skipped": {}}
-    seconds: dict[str, float] = {}
-    running: set[str] = set()
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            each = json.loads(line)
-        except json.JSONDecodeError:  # The last line of a run that was killed.
-            break
-        name, outcome = each["name"], each.get("outcome")
-        if outcome is None:
-            running.symmetric_difference_update({name})
-        elif name not in texts["failed"]:  # A test that has ended its process is reported twice.
-            counts[outcome] += 1
-            seconds[name] = each["seconds"]
-            if outcome in texts:
-                texts[outcome][name] = each["text"]
-    return {
-        "counts": counts,
-        "failures": dict(list(texts["failed"].items())[:SHOWN]),
-        "skipped": texts["skipped"],
-        "unfinished": sorted(running - texts["failed"].keys()),
-        "slowest": dict(sorted(seconds.items(), key=lambda pair: -pair[1])[:5]),
-    }
+def catches(bug: Bug) -> Judge:
+    """Tests must fail with the words of a planted bug."""
+
+    def judge(status: int, output: str) -> str:
+        if status == 0 or not re.search(r"^(FAILED|ERROR) ", output, re.MULTILINE):
+            raise ValueError("NOT CAUGHT")
+        errors = "\n".join(re.findall(r"^E .*", output, re.MULTILINE))  # without the tests' source
+        if not re.search(bug.says, errors, re.MULTILINE):
+            raise ValueError(f"the tests failed, but did not say {bug.says!r}")
+        return "caught"
+
+    return judge
+
+
+def stages(device: str, results: Path, logs: Path) -> list[Stage]:
+    """Return the table; each part takes four minutes at most on 16 cores."""
+    real, python = device != "cpu", [sys.executable]
+    benchmark = [*python, "-m", "benchmarks.{}", f"--results={results}"]
+    timed = [
+        ("step", 110.0, ["--seconds=95"] if real else ["--quick"]),
+        ("training", 70.0, []),
+        ("memory", 40.0, [] if real else ["--quick"]),
+        ("activations", 40.0, [] if real else ["--quick"]),
+    ]
+    table = [
+        Stage("build", [*python, "-m", "benchmarks.gpu_build"], succeeds, part=0),
+        Stage("report", [*python, "-m", "apex_mp"], succeeds, 30.0, part=0),
+        *_tests(device),
+        *_sanitizers(device),
+        *(_bug(slug, bug, device) for slug, bug in BUGS.items()),
+        *(_recipe(name, device, logs) for name in RECIPES),
+    ]
+    for name, limit, options in timed:
+        stub = "stub" if name == "step" and not real else device
+        argv = [word.format(name) for word in benchmark] + [f"--device={stub}", *options]
+        table.append(Stage(name, argv, succeeds, limit, part=2))
+    return table
+
+
+def _tests(device: str) -> list[Stage]:
+    fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", f"--device={device}", "--device-only"]
+    if find_spec("xdist"):
+        command += ["-p", "xdist", f"-n{max(1, (os.cpu_count() or 1) // 4)}", "--dist=worksteal"]
+    # Without other installed plugins: their warnings would be errors here.
+    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    rest = [f"--ignore={path}" for path in fused]
+    return [
+        Stage("tests", [*command, *rest, "tests"], tests_pass, environment=plain),
+        Stage("fused", [*command, *fused], tests_pass, environment=plain),
+    ]
+
+
+def _sanitizers(device: str) -> list[Stage]:
+    programs = [sys.executable, "-m", "benchmarks.gpu_programs", f"--device={device}"]
+    stages = [Stage("programs", [*programs, *["--profile"] * (device != "cpu")], succeeds)]
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    tool = shutil.which("compute-sanitizer", path=f"{home}/bin:{os.environ['PATH']}")
+    missing = "" if tool else "compute-sanitizer is neither in CUDA_HOME nor on the PATH"
+    # A cached block is larger than its tensor, and belongs to no tensor or to another one.
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for name in ("memcheck", "initcheck", "racecheck", "synccheck"):
+        # Tools that check only our kernels find them by a part of their mangled names; initcheck
+        # must see all, or memory that a kernel of torch has written counts as unwritten.
+        kernels = [] if name == "initcheck" else ["--kernel-name=kns=apex_mp"]
+        argv = [tool or "", f"--tool={name}", *SANITIZER_OPTIONS, *kernels, *programs]
+
+        runs: list[tuple[str, str, Judge, dict[str, str]]] = [
+            (name, "eager", is_clean, uncached),
+            (f"{name} graphs", "graphs", is_clean, {}),
+        ]
+        if name == "memcheck":
+            runs.append(("planted", "beyond", finds_reads_beyond, uncached))
+        for slug, which, judge, variables in runs:
+            # No summary is written by a process that is killed: the programs end before.
+            command = [*argv, "--seconds=120", which]
+            stages.append(Stage(slug, command, judge, environment=variables, missing=missing))
+    return stages
+
+
+def _bug(slug: str, bug: Bug, device: str) -> Stage:
+    folder = PREPARED / "bugs" / slug
+    where, _, names = bug.tests.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"--device={device}", str(ROOT / where), *(["-k", names] if names else [])]
+    missing = "" if folder.exists() else "not built (make gpu-prepare)"
+    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # In its folder, whose apex_mp Python finds first.
+    return Stage(f"bug {slug}", command, catches(bug), 100.0, 1, plain, folder, missing)
+
+
+def _recipe(name: str, device: str, logs: Path) -> Stage:
+    program, *options = RECIPES[name].format(device=device, out=logs / name).split()
+    needed = NEEDED.get(name, "torch")
+    missing = "" if find_spec(needed) else f"{needed} is not installed"
+    argv = [sys.executable, str(ROOT / "examples" / program), *options]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return Stage(
+        f"recipe {name}", argv, succeeds, environment={"PYTHONPATH": paths}, missing=missing
+    )

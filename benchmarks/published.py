@@ -23,6 +23,8 @@ from benchmarks import (
     sass,
     sass_volta,
     step_report,
+    step_variants,
+    training,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -48,6 +50,9 @@ PAGES: dict[str, Callable[[Any], str]] = {
     "step-cpu.json": step_report.page,
     "step-host-cpu.json": step_report.page,
     "step-modes-cpu.json": step_report.page,
+    "step-nvidia-h100-80gb-hbm3.json": step_report.page,
+    "step-variants-nvidia-h100-80gb-hbm3.json": step_variants.page,
+    "training-nvidia-h100-80gb-hbm3.json": training.page,
 }
 
 

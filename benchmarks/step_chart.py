@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.step_report import count, finding, pairs, shown, surroundings
+from benchmarks.step_report import count, finding, pairs, shown, significant, surroundings, timed
 
 # Okabe and Ito's colours, which people distinguish with any colour vision.
 OURS, TORCH, OTHERS = "#0072b2", "#c9c9c9", "#e69f00"
@@ -60,7 +60,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def draw_modes(results: dict[str, Any], path: Path) -> None:
     """Write the chart of a run with --modes: a bar for each way to keep masters and moments."""
-    workloads = [each for each in results["workloads"] if each["rows"]]
+    workloads = timed(results)
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(13, 4.6), dpi=140, facecolor="white")
         panels = figure.subplots(1, len(workloads), squeeze=False)[0]
@@ -68,7 +68,8 @@ def draw_modes(results: dict[str, Any], path: Path) -> None:
             rows = workload["rows"]
             names = [row["case"] for row in rows] if axes is panels[0] else []
             for y, row in enumerate(rows):
-                ms, said = row["ms"], f"{row['ms']:.0f} ms, {row['bytes_per_parameter']} bytes"
+                ms = row["ms"]
+                said = f"{significant(ms)} ms, {row['bytes_per_parameter']} bytes"
                 axes.barh([y], [ms], color=OURS if "ours" in row["case"] else OTHERS, height=0.7)
                 axes.annotate(
                     said, (ms, y), (4, 0), textcoords="offset points", va="center", size=8
@@ -89,20 +90,23 @@ def draw_modes(results: dict[str, Any], path: Path) -> None:
 
 def _draw_workload(axes: Axes, workload: dict[str, Any], *, named: bool) -> None:
     found = pairs(workload)
+    longest = max(max(pair.ours, pair.other) for pair in found)
     for place, pair in enumerate(found):
         color = TORCH if "torch" in pair.name else OTHERS
         axes.barh([place - 0.2], [pair.ours], color=OURS, height=0.36)
         axes.barh([place + 0.2], [pair.other], color=color, height=0.36)
-        for ms, y, said in (
-            (pair.ours, place - 0.2, f"{pair.ours:.0f} ms"),
-            (pair.other, place + 0.2, f"{pair.other:.0f} ms, {pair.ratio:.2f} times"),
-            (0.0, place + 0.2, pair.name),
-        ):
+        theirs = f"{significant(pair.other)} ms, {pair.ratio:.2f} times"
+        labels = [(pair.ours, place - 0.2, f"{significant(pair.ours)} ms")]
+        if pair.other >= 0.5 * longest:  # The name fits into the bar.
+            labels += [(pair.other, place + 0.2, theirs), (0.0, place + 0.2, pair.name)]
+        else:
+            labels.append((pair.other, place + 0.2, f"{theirs}: {pair.name}"))
+        for ms, y, said in labels:
             axes.annotate(said, (ms, y), (5, 0), textcoords="offset points", va="center", size=8)
     axes.set_yticks(range(len(found)), [pair.asked for pair in found] if named else [])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(found) - 0.45, -0.55)
-    axes.set_xlim(0, 1.33 * max(max(pair.ours, pair.other) for pair in found))
+    axes.set_xlim(0, 1.33 * longest)
     axes.set_title(f"{workload['workload']}: {count(workload)}")
     axes.set_xlabel("ms a step", color=FAINT)
     axes.grid(axis="x")

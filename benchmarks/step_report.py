@@ -69,8 +69,13 @@ def pairs(workload: dict[str, Any]) -> list[Pair]:
 
 def shown(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the two workloads of the summary and the chart."""
-    named = [each for each in results["workloads"] if each["workload"] in MODELS and pairs(each)]
-    return (named or [each for each in results["workloads"] if pairs(each)])[:2]
+    with_pairs = [each for each in timed(results) if pairs(each)]
+    return ([each for each in with_pairs if each["workload"] in MODELS] or with_pairs)[:2]
+
+
+def timed(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the workloads of which there was time for a round."""
+    return [each for each in results["workloads"] if each.get("rows") and each.get("rounds", 1)]
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -113,7 +118,7 @@ def surroundings(results: dict[str, Any]) -> str:
 def rounds(results: dict[str, Any]) -> str:
     """Return how many rounds were run, which may be fewer than were asked for."""
     asked = results["environment"]["rounds"]
-    ran = [each.get("rounds", asked) for each in by_workload(results)] or [asked]
+    ran = [each["rounds"] for each in by_workload(results) if each.get("rounds")] or [asked]
     return f"{min(ran)} rounds" if min(ran) == max(ran) else f"{min(ran)} to {max(ran)} rounds"
 
 
@@ -133,8 +138,10 @@ def machine(facts: dict[str, Any]) -> str:
 
 def page(results: dict[str, Any]) -> str:
     """Return what docs/data.md shows of results, in paragraphs."""
-    tables = [table(workload) for workload in results["workloads"]]
-    tables += [profile_table(each) for each in results["workloads"] if profiled(each)]
+    tables = [table(workload) for workload in timed(results)]
+    tables += [profile_table(each) for each in timed(results) if profiled(each)]
+    short = [each["workload"] for each in results["workloads"] if each not in timed(results)]
+    tables += [f"No time was left for {', '.join(short)}."] * bool(short)
     if results["host"]:
         tables.append(host_table(results["host"]))
     return "\n\n".join([surroundings(results), *tables, *aims(results)])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import step
-from benchmarks.step_report import markdown, significant
+from benchmarks.step_report import markdown, significant, surroundings
 from benchmarks.step_shapes import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,6 +154,11 @@ def summary(
         "rows": rows,
         "failed": dict(failed),
     }
+
+
+def page(results: Found) -> str:
+    """Return what docs/data.md shows of results, in paragraphs."""
+    return "\n\n".join([surroundings(results), *map(table, results["builds"])])
 
 
 def table(found: Found) -> str:

@@ -1,11 +1,12 @@
-"""Print what docs/speed.md shows of `benchmarks/results/step-cpu.json`: ours, the fastest other."""
+"""Print ours beside the fastest other: `python -m benchmarks.summary step-cpu.json`."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 from benchmarks.published import RESULTS
 from benchmarks.step_report import summary
 
 if __name__ == "__main__":
-    print(summary(json.loads((RESULTS / "step-cpu.json").read_text("utf-8"))))
+    print(summary(json.loads((RESULTS / sys.argv[1]).read_text("utf-8"))))

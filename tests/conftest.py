@@ -36,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", default="cpu", help="where the tensors of the tests live: cpu, cuda"
     )
     parser.addoption(
+        "--device-only", action="store_true", help="leave out tests without the fixture `device`"
+    )
+    parser.addoption(
         "--every-case",
         action="store_true",
         help="run each test with all of its parameters, not with a few that have each value",
@@ -55,15 +58,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "any_torch: is as true of one torch as of another; make cuda-link leaves it out"
     )
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(DeadContext())
 
 
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_cpu = torch.device(config.getoption("device")).type == "cpu"
     unwanted = "cuda_only" if on_cpu else "cpu_only"
+    device_only = config.getoption("--device-only")
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not item.get_closest_marker(unwanted):
+        on_device = "device" in getattr(item, "fixturenames", ()) or item.get_closest_marker(
+            "cuda_only"
+        )
+        if not item.get_closest_marker(unwanted) and (on_device or not device_only):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     every_case = config.getoption("every_case")
     chosen = set[pytest.Item]()
@@ -72,6 +81,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen.update(cases if keeps_all else cases_with_each_value(cases))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+class DeadContext:
+    """Ends a process of xdist after an error from which its CUDA context cannot recover.
+
+    Each later test in the process would fail with the same error. xdist starts another process.
+    """
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                os._exit(1)
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,7 @@
 """Train a model in float16 with accelerate: python examples/trainers/with_accelerate.py
 
-The weights are float16, with float32 masters in the optimizer. Untried on a GPU: the same lines, or
-Accelerator(mixed_precision="fp16") without half() and master_weights.
+The weights are float16, with float32 masters in the optimizer. On a GPU
+Accelerator(mixed_precision="fp16"), without half() and master_weights, is autocast instead.
 """
 
 from __future__ import annotations

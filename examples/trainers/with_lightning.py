@@ -1,7 +1,7 @@
 """Train a model in float16 with Lightning: python examples/trainers/with_lightning.py [16-true]
 
 16-mixed, the default, is autocast over float32 weights; 16-true has float16 weights, with float32
-masters in the optimizer. Untried on a GPU.
+masters in the optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fine-tune a half model by transformers.Trainer: python examples/trainers/with_transformers.py
 
 A BERT of 2 layers learns whether a sequence holds more numbers below 10 than above. Nothing is
-downloaded. Untried on a GPU.
+downloaded.
 """
 
 from __future__ import annotations

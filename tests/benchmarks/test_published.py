@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # CI reads the first; pages of recipes show the others.
+H100 = "nvidia-h100-80gb-hbm3.json"
 SHOWN_ELSEWHERE = {"nightly.json", "digits-cpu.json", "rl-fp16-cpu.json"}
 
 
@@ -47,6 +48,38 @@ def test_the_page_of_speed_quotes_the_many_small_tensors() -> None:
         f"{ms['plain torch fp16, foreach']:.1f} ms"
     )
     assert said in page("speed.md")
+
+
+def test_readme_and_pages_quote_the_h100() -> None:
+    ways = {row["case"]: row for row in results(f"training-{H100}")["rows"]}
+
+    def said(way: str) -> str:
+        return f"{ways[way]['step_ms']:.1f} ms and {ways[way]['peak_GiB']:.1f} GiB"
+
+    readme = page("../README.md")
+    assert f"takes {said('ours fp16 weights, GradScaler, masters')} with float16" in readme
+    assert f"{said('ours fp16 weights, GradScaler, split, bf16 moments')} with split" in readme
+    torchs = "torch autocast fp16 + GradScaler + AdamW(fused), fp32 weights"
+    assert f"AdamW(fused) takes {said(torchs)} (" in readme
+    workloads = {each["workload"]: each for each in results(f"step-{H100}")["workloads"]}
+    rows = {
+        (workload, row["case"]): row for workload, each in workloads.items() for row in each["rows"]
+    }
+    clipped = rows["BERT-large", "ours fp16, clip"]
+    assert f"takes {clipped['ms']:.2f} ms, 1e9 parameters" in page("speed.md")
+    assert f"1e9 parameters {rows['1 x 1000M', 'ours fp16, clip']['ms']:.1f} ms" in page("speed.md")
+    assert f"clip {clipped['ms']:.2f} ms, {clipped['of_reference']:.2f} of" in page("gpu.md")
+    resnet = [
+        f"{rows['ResNet-50', case]['ms']:.2f}"
+        for case in ("ours fp32, our GradScaler, clip", "ours fp16, clip", "ours fp32")
+    ]
+    assert f"takes {resnet[0]} ms in it with a clip, {resnet[1]} in FP16" in page("speed.md")
+    assert f"{resnet[2]} in FusedAdam alone" in page("speed.md")
+    split, narrow = (
+        rows["BERT-large", f"ours bf16, split{kind}"] for kind in ("", ", bf16 moments")
+    )
+    assert f"takes {split['times_ours']:.2f} of the time" in page("memory.md")
+    assert f"too {narrow['times_ours']:.2f} ({narrow['ms']:.2f} ms)" in page("memory.md")
 
 
 def test_the_page_of_memory_quotes_the_times_of_split_masters() -> None:

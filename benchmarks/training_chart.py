@@ -1,0 +1,63 @@
+"""The picture of benchmarks.training: time and memory of a training step, ours and torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from benchmarks.step_chart import LOOK, OURS, TORCH
+
+# What the picture shows, and what it is called there.
+SHOWN = {
+    "torch autocast fp16 + GradScaler + AdamW(fused), fp32 weights": "torch.autocast, fp32 weights",
+    "ours fp32 weights + autocast fp16, our GradScaler, FusedAdam": "torch.autocast,\n"
+    "our GradScaler and FusedAdam",
+    "torch bf16 weights + AdamW(fused), no masters": "bf16 weights, no masters\n"
+    "(loses small updates)",
+    "ours fp16 weights, GradScaler, masters": "fp16 weights,\nfp32 masters",
+    "ours fp16 weights, GradScaler, split, bf16 moments": "fp16 weights, split masters,\n"
+    "bf16 moments",
+}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture of `results` as a PNG."""
+    named = {row["case"]: row for row in results["rows"]}
+    rows = [(label, named[case]) for case, label in SHOWN.items() if case in named]
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(11, 3.9), dpi=140, facecolor="white")
+        panels = figure.subplots(1, 2)
+        for axes, key, title, digits in (
+            (panels[0], "step_ms", "ms a training step", 1),
+            (panels[1], "peak_GiB", "GiB at the peak", 1),
+        ):
+            values = [row[key] for _, row in rows]
+            colors = [OURS if row["case"].startswith("ours") else TORCH for _, row in rows]
+            axes.barh(range(len(rows)), values, color=colors, height=0.7)
+            for y, value in enumerate(values):
+                axes.annotate(
+                    f"{value:.{digits}f}", (value, y), (5, 0), textcoords="offset points",
+                    va="center", size=9,
+                )  # fmt: skip
+            labels = [label for label, _ in rows] if axes is panels[0] else []
+            axes.set_yticks(range(len(rows)), labels)
+            axes.tick_params(axis="y", length=0)
+            axes.set_ylim(len(rows) - 0.45, -0.55)
+            axes.set_xlim(0, 1.15 * max(values))
+            axes.set_title(title)
+            axes.grid(axis="x")
+        figure.subplots_adjust(left=0.2, right=0.99, top=0.83, bottom=0.17, wspace=0.06)
+        parameters = rows[0][1]["params"] / 1e6
+        where = results["what"].split(" on ")[1].split(";")[0]
+        said = f"A decoder of {parameters:.0f}M parameters on {where}"
+        figure.text(0.01, 0.93, said, fontsize=12, fontweight="bold")
+        figure.legend(
+            handles=[Patch(color=OURS, label="apex_mp"), Patch(color=TORCH, label="torch alone")],
+            loc="lower left", ncols=2, frameon=False, bbox_to_anchor=(0.0, -0.01),
+        )  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
