@@ -83,6 +83,8 @@ PEERS = (
          {"optim_bits": 32}, ("state1", "state2"), {"step": _no_step}, BOTH),
     Peer("optimi AdamW", "torch-optimi", "optimi", "AdamW",
          {}, MOMENTS, {"kahan_comp": _no_compensation}, BOTH),
+    # Compiled by Inductor for the tensors of each step.
+    Peer("torchao AdamW", "torchao", "torchao.optim", "_AdamW"),
     Peer("apex FusedAdam", "apex", "apex.optimizers", "FusedAdam", {"adam_w_mode": True}),
     Peer("TransformerEngine FusedAdam", "transformer-engine",
          "transformer_engine.pytorch.optimizers", "FusedAdam", {"adam_w_mode": True}),

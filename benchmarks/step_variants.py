@@ -158,7 +158,8 @@ def summary(
 
 def page(results: Found) -> str:
     """Return what docs/data.md shows of results, in paragraphs."""
-    return "\n\n".join([surroundings(results), *map(table, results["builds"])])
+    tables = [table(each) for each in results["builds"] if each["rows"]]
+    return "\n\n".join([surroundings(results), *tables])
 
 
 def table(found: Found) -> str:

@@ -248,7 +248,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=positive, default=8, help="a step")
     add("--group", type=positive, default=8, help="answers to each prompt")
     add("--length", type=positive, default=16, help="tokens of an answer")
-    add("--width", type=positive, default=64, help="of the policy, a multiple of 8")
+    # A GPU computes the matrix products of a narrow policy in one order, whatever their number of
+    # rows; so the tokens that were drawn have the log-probabilities that are trained, to the bit.
+    width = "of the policy, a multiple of 8 (default: 64, on a GPU 1024)"
+    add("--width", type=positive, default=argparse.SUPPRESS, help=width)
     add("--layers", type=positive, default=4, help="of the policy")
     add("--learning_rate", type=float, default=1.5e-4, help="of FusedAdam")
     add("--loss_scale", type=float, default=2.0**16, help="with fp16, of the first step")
@@ -260,6 +263,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available() and _C.with_cuda
     add("--device", type=device, default="cuda" if gpu else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
+    if "width" not in args:
+        args.width = 64 if args.device.type == "cpu" else 1024
     if args.group == 1:
         parser.error(
             "--group 1: an answer is compared with the others of its group; give 2 or more"

@@ -41,6 +41,14 @@ def test_the_policy_learns(rl: ModuleType, precision: str) -> None:
     assert sum(rewards[:5]) / 5 < 0.4
 
 
+def test_a_run_without_a_mismatch_says_so(rl: ModuleType) -> None:
+    run = rl.train(rl.parse_args([*SMALL, "--precision", "bf16", "--steps", "2"]))
+    results = rl.rl_compare.summarise({"bf16": [run]}, run.args)
+    assert "There is no mismatch" not in rl.rl_compare.table(results)
+    results["rows"][0]["largest_mismatch"] = [0.0]
+    assert "There is no mismatch" in rl.rl_compare.table(results)
+
+
 def test_the_gradient_is_that_of_reinforce_with_advantages_of_groups(rl: ModuleType) -> None:
     run = rl.Run(rl.parse_args([*SMALL, "--precision", "fp32"]))
     answers: list[Any] = []
