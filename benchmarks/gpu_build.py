@@ -41,7 +41,7 @@ VARIANTS = {
     "two-read-vectors": Change(TUNED, "APEX_MP_READ_VECTORS 4\n", "APEX_MP_READ_VECTORS 2\n"),
     "small-chunks": Change(TUNED, "APEX_MP_CHUNK_SIZE 16384\n", "APEX_MP_CHUNK_SIZE 2048\n"),
     "five-blocks": Change(TUNED, "APEX_MP_BLOCKS 4\n", "APEX_MP_BLOCKS 5\n"),
-    "kept-state": Change(TUNED, "APEX_MP_STREAM_STATE 1\n", "APEX_MP_STREAM_STATE 0\n"),
+    "streamed-state": Change(TUNED, "APEX_MP_STREAM_STATE 0\n", "APEX_MP_STREAM_STATE 1\n"),
 }
 FOLDERS: dict[str, Mapping[str, Change]] = {"bugs": BUGS, "variants": VARIANTS}
 
