@@ -30,7 +30,8 @@ CLIENTS_VENV := .venv-clients
 TRAINERS_VENV := .venv-trainers
 GPU_VENV := .venv-gpu
 BUILD_TOOLS := "setuptools>=77" wheel ninja "pybind11>=2.13"
-GPU_TESTS := pytest pytest-xdist hypothesis numpy  # to rehearse make gpu
+# To rehearse make gpu.
+GPU_TESTS := pytest pytest-xdist hypothesis numpy transformers accelerate lightning scikit-learn matplotlib tqdm
 
 # A stamp says what was done and with which torch. Folders are listed too: they change when a file
 # is added or removed.

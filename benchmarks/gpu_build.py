@@ -162,7 +162,8 @@ def main() -> None:
     capability = "{}.{}".format(*here)
     if why_not := obstacle(capability):
         print(f"No prebuilt extension is taken: {why_not}", flush=True)
-        environment = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability, **os.environ}
+        cuda = "1" if torch.version.cuda else "0"
+        environment = {"FORCE_CUDA": cuda, "TORCH_CUDA_ARCH_LIST": capability, **os.environ}
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         sys.exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
     take()

@@ -1,11 +1,12 @@
-"""Build, test and measure on a GPU that is there for a quarter of an hour: `make gpu`.
+"""Build, test and measure on a GPU in two parts of four minutes at most: `make gpu`.
 
     python -m benchmarks.gpu_check --part 1     what is not timed, side by side
     python -m benchmarks.gpu_check --part 2     what is timed, one after another
-    python -m benchmarks.gpu_check --stages 'memcheck recipe bert'
+    python -m benchmarks.gpu_check --stages 'memcheck recipe-bert'
 
-Each part takes four minutes at most. The JSON and the archive of logs are written again after each
-stage, so a run that is killed leaves the results of those before. Nothing is installed or fetched.
+A part ends after four minutes; stages that have not begun then are "not reached". The JSON and the
+archive of logs are written again after each stage, so a run that is killed leaves the results of
+those before. Nothing is installed or fetched.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ SHOWN = 20  # lines of a stage that failed
 def run(stage: Stage, limit: float) -> dict[str, Any]:
     """Run a stage for `limit` seconds at most, with its output in a log; return what to record."""
     facts: dict[str, Any] = {"command": shlex.join(stage.argv)}
-    if stage.missing:
-        return {**facts, "outcome": "missing", "found": stage.missing}
-    log, start = LOGS / f"{stage.name.replace(' ', '-')}.log", time.monotonic()
+    absent = stage.needs is not None and not stage.needs.exists()
+    if missing := stage.missing or ("not built (make gpu-prepare)" if absent else ""):
+        return {**facts, "outcome": "missing", "found": missing}
+    log, start = LOGS / f"{stage.name}.log", time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
             stage.argv,

@@ -27,6 +27,8 @@ SANITIZER_OPTIONS = [
     "--launch-timeout=0",
     "--print-limit=100",
 ]
+# Without other installed plugins: their warnings would be errors here.
+PLAIN_PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 RECIPES = {
     "digits": "digits/digits.py --fp16 --epochs 2 --device {device}",
     "bert": "bert/bert.py --epochs 1 --device {device} --ckpt_path {out}",
@@ -46,9 +48,18 @@ RECIPES = {
     "transformers": "trainers/with_transformers.py",
 }
 NEEDED = {
-    "bert": "transformers", "rl": "transformers", "accelerate": "accelerate",
-    "lightning": "lightning", "transformers": "transformers",
+    "bert": ("transformers", "sklearn"), "rl": ("transformers", "matplotlib", "tqdm"),
+    "accelerate": ("accelerate", "sklearn"), "lightning": ("lightning", "sklearn"),
+    "transformers": ("transformers",), "digits": ("sklearn",), "speech": ("sklearn",),
+    "dcgan": ("sklearn",), "imagenet": ("sklearn",), "imagenet-fp16": ("sklearn",),
+    "training": ("transformers",),
 }  # fmt: skip
+
+
+def lacking(name: str) -> str:
+    """Return which packages a recipe or benchmark needs that are not installed."""
+    absent = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
+    return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +68,15 @@ class Stage:
 
     Attributes:
         name: For the table and the log.
-        argv: The command; empty if `missing`.
+        argv: The command; not run if something is missing.
         judge: Reads the exit status and the output.
         limit: Seconds.
         part: 1: runs beside others; 2: is timed, and runs alone; 0: comes first in both.
         environment: Variables of the command.
         folder: Where it runs.
         missing: What it needs and is not here.
+        needs: A file without which it does not run, once the stages of part 0 have; of the
+            prebuilt extension.
     """
 
     name: str
@@ -74,6 +87,7 @@ class Stage:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     folder: Path = ROOT
     missing: str = ""
+    needs: Path | None = None
 
 
 def succeeds(status: int, output: str) -> str:
@@ -134,10 +148,10 @@ def stages(device: str, results: Path, logs: Path) -> list[Stage]:
     real, python = device != "cpu", [sys.executable]
     benchmark = [*python, "-m", "benchmarks.{}", f"--results={results}"]
     timed = [
-        ("step", 110.0, ["--seconds=95"] if real else ["--quick"]),
-        ("training", 70.0, []),
-        ("memory", 40.0, [] if real else ["--quick"]),
-        ("activations", 40.0, [] if real else ["--quick"]),
+        ("step", 95.0, ["--seconds=80"] if real else ["--quick"]),
+        ("training", 65.0, []),
+        ("memory", 35.0, [] if real else ["--quick"]),
+        ("activations", 35.0, [] if real else ["--quick"]),
     ]
     table = [
         Stage("build", [*python, "-m", "benchmarks.gpu_build"], succeeds, part=0),
@@ -150,7 +164,7 @@ def stages(device: str, results: Path, logs: Path) -> list[Stage]:
     for name, limit, options in timed:
         stub = "stub" if name == "step" and not real else device
         argv = [word.format(name) for word in benchmark] + [f"--device={stub}", *options]
-        table.append(Stage(name, argv, succeeds, limit, part=2))
+        table.append(Stage(name, argv, succeeds, limit, part=2, missing=lacking(name)))
     return table
 
 
@@ -159,18 +173,18 @@ def _tests(device: str) -> list[Stage]:
     command = [sys.executable, "-m", "pytest", "-q", f"--device={device}", "--device-only"]
     if find_spec("xdist"):
         command += ["-p", "xdist", f"-n{max(1, (os.cpu_count() or 1) // 4)}", "--dist=worksteal"]
-    # Without other installed plugins: their warnings would be errors here.
-    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     rest = [f"--ignore={path}" for path in fused]
     return [
-        Stage("tests", [*command, *rest, "tests"], tests_pass, environment=plain),
-        Stage("fused", [*command, *fused], tests_pass, environment=plain),
+        Stage("tests", [*command, *rest, "tests"], tests_pass, environment=PLAIN_PYTEST),
+        Stage("fused", [*command, *fused], tests_pass, environment=PLAIN_PYTEST),
     ]
 
 
 def _sanitizers(device: str) -> list[Stage]:
     programs = [sys.executable, "-m", "benchmarks.gpu_programs", f"--device={device}"]
-    stages = [Stage("programs", [*programs, *["--profile"] * (device != "cpu")], succeeds)]
+    if device == "cpu":
+        return [Stage("programs", programs, succeeds)]
+    stages = [Stage("programs", [*programs, "--profile"], succeeds)]
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     tool = shutil.which("compute-sanitizer", path=f"{home}/bin:{os.environ['PATH']}")
     missing = "" if tool else "compute-sanitizer is neither in CUDA_HOME nor on the PATH"
@@ -180,18 +194,18 @@ def _sanitizers(device: str) -> list[Stage]:
         # Tools that check only our kernels find them by a part of their mangled names; initcheck
         # must see all, or memory that a kernel of torch has written counts as unwritten.
         kernels = [] if name == "initcheck" else ["--kernel-name=kns=apex_mp"]
+        # No summary is written by a process that is killed: the programs end before.
         argv = [tool or "", f"--tool={name}", *SANITIZER_OPTIONS, *kernels, *programs]
-
-        runs: list[tuple[str, str, Judge, dict[str, str]]] = [
-            (name, "eager", is_clean, uncached),
-            (f"{name} graphs", "graphs", is_clean, {}),
+        argv.append("--seconds=120")
+        stages += [
+            Stage(name, [*argv, "eager"], is_clean, environment=uncached, missing=missing),
+            Stage(f"{name}-graphs", [*argv, "graphs"], is_clean, missing=missing),
         ]
         if name == "memcheck":
-            runs.append(("planted", "beyond", finds_reads_beyond, uncached))
-        for slug, which, judge, variables in runs:
-            # No summary is written by a process that is killed: the programs end before.
-            command = [*argv, "--seconds=120", which]
-            stages.append(Stage(slug, command, judge, environment=variables, missing=missing))
+            beyond = [*argv, "beyond"]
+            stages.append(
+                Stage("planted", beyond, finds_reads_beyond, environment=uncached, missing=missing)
+            )
     return stages
 
 
@@ -199,19 +213,20 @@ def _bug(slug: str, bug: Bug, device: str) -> Stage:
     folder = PREPARED / "bugs" / slug
     where, _, names = bug.tests.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += [f"--device={device}", str(ROOT / where), *(["-k", names] if names else [])]
-    missing = "" if folder.exists() else "not built (make gpu-prepare)"
-    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command += ["--device=cuda", str(ROOT / where), *(["-k", names] if names else [])]
+    judge = catches(bug)
+    if device == "cpu":  # There is no kernel to fail; the tests are there.
+        command, judge = [*command, "--collect-only"], succeeds
     # In its folder, whose apex_mp Python finds first.
-    return Stage(f"bug {slug}", command, catches(bug), 100.0, 1, plain, folder, missing)
+    package = folder / "apex_mp" / "__init__.py"
+    return Stage(
+        f"bug-{slug}", command, judge, 100.0, 1, PLAIN_PYTEST, folder=folder, needs=package
+    )
 
 
 def _recipe(name: str, device: str, logs: Path) -> Stage:
     program, *options = RECIPES[name].format(device=device, out=logs / name).split()
-    needed = NEEDED.get(name, "torch")
-    missing = "" if find_spec(needed) else f"{needed} is not installed"
     argv = [sys.executable, str(ROOT / "examples" / program), *options]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return Stage(
-        f"recipe {name}", argv, succeeds, environment={"PYTHONPATH": paths}, missing=missing
-    )
+    found = {"PYTHONPATH": paths}
+    return Stage(f"recipe-{name}", argv, succeeds, environment=found, missing=lacking(name))

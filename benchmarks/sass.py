@@ -31,6 +31,8 @@ ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 FLAGS = ("-O3", "--fmad=false", "-lineinfo", "-DNDEBUG", "-std=c++17", "-Xptxas", "-v")
 # Four blocks of 256 threads share the registers of a multiprocessor.
 MOST_REGISTERS = 64
+# Kernels that spill some 100 bytes on sm_90, with which an H100 was faster (docs/decisions.md).
+SPILLING = {f"step_kernel<{of}>" for of in ("Adam", "Adam, bfloat16", "Lamb", "Lamb, bfloat16")}
 # Relative differences from the published figures; beyond them these have to be renewed.
 KERNEL_SLACK = {"registers": 0.05, "instructions": 0.05}
 LOOP_SLACK = {
@@ -156,6 +158,12 @@ def faults_of(row: Row) -> Iterator[str]:
     """Yield what no kernel may do, published or not."""
     if row["registers"] > MOST_REGISTERS:
         yield f"takes {row['registers']} registers; {MOST_REGISTERS} are the most"
+    spills = row["spilled"] or row["stack"] or row["local"]
+    if spills and not (row["sm"] == "90" and row["kernel"] in SPILLING and row["spilled"] <= 128):
+        yield (
+            f"spills {row['spilled']} bytes, has {row['stack']} bytes of stack and accesses local "
+            f"memory {row['local']} times; it must keep all in registers"
+        )
     for loop in row["loops"]:
         if loop["scalar"]:
             yield f"makes {loop['scalar']} accesses of less than 64 bits in a vector loop"
@@ -168,12 +176,6 @@ def faults_of(row: Row) -> Iterator[str]:
 
 def differences(row: Row, published: Row) -> Iterator[str]:
     """Yield where a kernel differs by more than the slack from what is published of it."""
-    if any(row[key] > published[key] for key in ("spilled", "stack", "local")):
-        yield (
-            f"spills {row['spilled']} bytes, has {row['stack']} bytes of stack and accesses local "
-            f"memory {row['local']} times; published: {published['spilled']}, {published['stack']} "
-            f"and {published['local']}"
-        )
     if len(row["loops"]) != len(published["loops"]):
         yield f"has {len(row['loops'])} vector loops; published: {len(published['loops'])}"
     yield from beyond(KERNEL_SLACK, row, published, "")

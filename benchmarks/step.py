@@ -171,7 +171,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--extensions", nargs="+", type=Path, metavar="FOLDER", help=EXTENSIONS)
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for JSON and chart")
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)  # no profile
+    # Set by step_variants: no process for graphs, and no profile.
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     device = DEVICES[args.device]
     if args.modes:

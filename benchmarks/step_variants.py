@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,18 +53,19 @@ def run_apart(
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as results:
         try:
-            status: Any = subprocess.run(
+            status = subprocess.run(
                 [*command, f"--results={results}", "--cases", *cases],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": paths},
                 stdout=subprocess.DEVNULL,
-                timeout=seconds + SECONDS_OVER if seconds < float("inf") else None,
+                timeout=seconds + SECONDS_OVER if seconds < math.inf else None,
             ).returncode
+            why = f"its process ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            status = "unknown: it was stopped"
+            why = f"its process was stopped after {seconds + SECONDS_OVER:.0f} seconds"
         found = [json.loads(path.read_text()) for path in Path(results).glob("step-*.json")]
     workloads: list[Found] = found[0]["workloads"] if found else []
-    return workloads, f"its process ended with status {status}" if status else ""
+    return workloads, why
 
 
 def add_graphs(
@@ -159,6 +161,8 @@ def summary(
 def page(results: Found) -> str:
     """Return what docs/data.md shows of results, in paragraphs."""
     tables = [table(each) for each in results["builds"] if each["rows"]]
+    lost = {name: why for each in results["builds"] for name, why in each["failed"].items()}
+    tables += [f"Not measured: {name}: {why}" for name, why in lost.items()]
     return "\n\n".join([surroundings(results), *tables])
 
 

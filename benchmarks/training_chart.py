@@ -31,16 +31,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(11, 3.9), dpi=140, facecolor="white")
         panels = figure.subplots(1, 2)
-        for axes, key, title, digits in (
-            (panels[0], "step_ms", "ms a training step", 1),
-            (panels[1], "peak_GiB", "GiB at the peak", 1),
+        for axes, key, title in (
+            (panels[0], "step_ms", "ms a training step"),
+            (panels[1], "peak_GiB", "GiB at the peak"),
         ):
             values = [row[key] for _, row in rows]
             colors = [OURS if row["case"].startswith("ours") else TORCH for _, row in rows]
             axes.barh(range(len(rows)), values, color=colors, height=0.7)
             for y, value in enumerate(values):
                 axes.annotate(
-                    f"{value:.{digits}f}", (value, y), (5, 0), textcoords="offset points",
+                    f"{value:.1f}", (value, y), (5, 0), textcoords="offset points",
                     va="center", size=9,
                 )  # fmt: skip
             labels = [label for label, _ in rows] if axes is panels[0] else []
@@ -52,7 +52,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axes.grid(axis="x")
         figure.subplots_adjust(left=0.2, right=0.99, top=0.83, bottom=0.17, wspace=0.06)
         parameters = rows[0][1]["params"] / 1e6
-        where = results["what"].split(" on ")[1].split(";")[0]
+        facts = results["environment"]
+        where = f"{facts['device']}, torch {facts['torch']}"
         said = f"A decoder of {parameters:.0f}M parameters on {where}"
         figure.text(0.01, 0.93, said, fontsize=12, fontweight="bold")
         figure.legend(

@@ -92,9 +92,10 @@ def fork() -> None:
     readback.submit_tensor(torch.ones(2), arrived.append)
     readback.wait()
     assert len(arrived) == 1, state
-    if threading.get_ident() == MAIN_THREAD:
+    if threading.get_ident() == MAIN_THREAD and state != "in a capture":
         raise SystemExit
-    os._exit(0)  # A child without its main thread cannot finalize Python.
+    # A child without its main thread cannot finalize Python, and none can end a capture.
+    os._exit(0)
 
 
 def in_thread(function: Callable[[], None]) -> None:
@@ -126,6 +127,20 @@ def fork_with_a_plan() -> None:
     OPTIMIZERS.clear()
 
 
+def fork_in_a_capture() -> None:
+    submit()
+    if DEVICE == "cuda":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            fork()
+        return
+    torch.cuda.is_initialized = lambda: os.getpid() == MAIN
+    torch.cuda.is_current_stream_capturing = lambda: True
+    fork()
+    readback.wait()
+    assert len(readback._pending) == 1  # Nothing is read back in the capture.
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+
 def fork_with_a_result() -> None:
     submit(KEPT.append)
     readback.wait()
@@ -139,6 +154,7 @@ STATES: dict[str, Callable[[], None]] = {
     "in a callback": lambda: fork_in_callback(lambda call: call()),
     "in a callback, by another thread": lambda: fork_in_callback(in_thread),
     "in submit": fork_during_submit,
+    "in a capture": fork_in_a_capture,
     "with a result that a callback has kept": fork_with_a_result,
     "with a plan that has stepped on two streams": fork_with_a_plan,
 }

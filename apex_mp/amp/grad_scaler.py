@@ -108,10 +108,11 @@ class GradScaler(UnscalingGradScaler):
                 which is the scale, is inf in float16.
 
         Returns:
-            The scaled tensors, in lists and tuples as they came, or an iterator.
+            The scaled outputs: a Tensor, a list or tuple of the same type, or an iterator for any
+            other iterable.
 
         Raises:
-            ValueError: An output is no tensor.
+            ValueError: An output is neither a Tensor nor an iterable of Tensors.
         """
         if not self._enabled:
             return outputs
@@ -119,7 +120,11 @@ class GradScaler(UnscalingGradScaler):
         return self._scaled(outputs)
 
     def _scaled(self, outputs: Any) -> Any:
-        """Return scaled outputs; torch's method does not wait for the scale of one on the CPU."""
+        """Return scaled outputs.
+
+        torch's method copies the scale to the CPU with non_blocking=True, so an output there may be
+        multiplied before the scale arrives.
+        """
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
@@ -190,7 +195,10 @@ class GradScaler(UnscalingGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         optimizer.measured_norms = functools.partial(self._measured_norms, optimizer)
         try:
-            with self._applying_clip(optimizer) as clip, _numbers_in_time(optimizer, scale.device):
+            with (
+                self._applying_clip(optimizer) as clip,
+                _wait_for_amp_tensors(optimizer, scale.device),
+            ):
                 if clip is not None:
                     optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)
                 value = super().step(optimizer, *args, **kwargs)
@@ -308,26 +316,30 @@ class GradScaler(UnscalingGradScaler):
 
 
 @contextlib.contextmanager
-def _numbers_in_time(optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Have a fused optimizer of torch read its `grad_scale` and `found_inf` after they arrive.
+def _wait_for_amp_tensors(optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Move `grad_scale` and `found_inf` to the CPU for torch's fused optimizers that step there.
 
-    It copies them from `device` to its parameters without waiting, also to the CPU.
+    torch copies both with non_blocking=True, and a step on the CPU may read them before they
+    arrive.
 
     Args:
         optimizer: The optimizer; its step is called in the block.
         device: That of the scale.
     """
-    on_cpu = not isinstance(optimizer, FusedOptimizer) and device.type != "cpu"
-    if not on_cpu or not any(param.is_cpu for param in params_of(optimizer)):
+    if (
+        device.type == "cpu"
+        or isinstance(optimizer, FusedOptimizer)
+        or not any(param.is_cpu for param in params_of(optimizer))
+    ):
         yield
         return
 
-    def copy(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def move_to_cpu(optimizer: Any, args: Any, kwargs: Any) -> None:
         for name in ("grad_scale", "found_inf"):
             value = getattr(optimizer, name, None)
             setattr(optimizer, name, None if value is None else value.cpu())
 
-    hook = optimizer.register_step_pre_hook(copy)
+    hook = optimizer.register_step_pre_hook(move_to_cpu)
     try:
         yield
     finally:

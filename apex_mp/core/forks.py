@@ -18,7 +18,7 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def leak_in_children(holder: Any) -> None:
-    """Never free an object in processes forked from now on.
+    """Leak an object in child processes: its destructor would call CUDA there.
 
     Args:
         holder: An object that holds events, pinned memory, or memory used by several streams; a
@@ -29,7 +29,8 @@ def leak_in_children(holder: Any) -> None:
 
 def _leak() -> None:
     for holder in _holders:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))  # There is no Py_DecRef.
+        # Never released: the reference count cannot reach 0 in the child.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))
 
 
 if hasattr(os, "register_at_fork"):  # Not on Windows.
@@ -37,10 +38,10 @@ if hasattr(os, "register_at_fork"):  # Not on Windows.
 
 
 def refuse_read(what: str, device: torch.device) -> None:
-    """Refuse to read a number on a GPU in a child.
+    """Raise if a number is on a GPU and this process is a child that cannot use it.
 
     Args:
-        what: The beginning of the message: who reads what.
+        what: What is read; the message begins with it, e.g. "The loss scale".
         device: Where the number is.
 
     Raises:

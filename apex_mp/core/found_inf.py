@@ -110,10 +110,10 @@ class FoundInf:
             ops.axpby_(sources, targets, targets, factor, one, flag, tested=0)
 
     def unscale_others(self, grads: Sequence[Tensor], inv_scale: float | Tensor) -> None:
-        """Multiply gradients in place by `inv_scale` that the operators do not take as they are.
+        """Unscale, in place, gradients that the operators cannot read directly.
 
         Args:
-            grads: Those that are sparse, complex, not dense in memory, wrappers, or on a device
+            grads: Gradients that are sparse, complex, not dense in memory, wrappers, or on a device
                 without kernels.
             inv_scale: As in `unscale`.
         """
@@ -176,8 +176,8 @@ class FoundInf:
     def join(self, device: torch.device) -> dict[torch.device, Tensor]:
         """Replace all flags by one on `device`, 1 if any of them was not 0; return the flags.
 
-        torch's fused steps skip at a sum of 1, not of 2, and torch copies flags without waiting,
-        also to the CPU.
+        torch's fused optimizers skip a step only if the sum of the flags is 1. torch copies flags
+        with non_blocking=True, so they must be on `device`, where they are read, already.
         """
         if self.flags.keys() - {device}:
             joined = self._flag(device)

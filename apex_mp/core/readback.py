@@ -55,7 +55,10 @@ class Readback:
             self._event.synchronize()
 
     def finish(self) -> None:
-        """Call back with the copy, in memory that is not pinned: a callback may keep it."""
+        """Call back with the copy, in memory that is not pinned.
+
+        A callback may keep the tensor, and pinned memory cannot be freed in a forked child.
+        """
         self._callback(self._values.clone())
 
 
@@ -130,7 +133,10 @@ def _poll_at_exit() -> None:
 
 
 def _begin_in_child() -> None:
-    """Leave the results to the parent; another thread may hold the lock there."""
+    """Forget pending readbacks, which the parent handles.
+
+    The lock is replaced: a thread that does not exist in the child may have held it at the fork.
+    """
     global _lock, _in_callback
     _pending.clear()
     _lock, _in_callback = threading.RLock(), False

@@ -25,8 +25,8 @@
 #endif
 
 // Whether pass 2 of the fused step streams parameters and moments, so that they leave space in the
-// second-level cache for gradients, which pass 1 has just read: 0 or 1. An H100 (9.0) is up to 2 %
-// faster with 0 (benchmarks/results/step-variants-*.json); no other architecture was measured.
+// second-level cache for gradients, which pass 1 has just read: 0 or 1. An H100 (9.0) was 0.3
+// to 1.8 % faster with 0 (docs/decisions.md); no other architecture was measured.
 #ifndef APEX_MP_STREAM_STATE
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 #define APEX_MP_STREAM_STATE 0

@@ -34,8 +34,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "bf16, no masters": {"color": "#d55e00", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
 _NO_MISMATCH = (
-    "There is no mismatch: drawing and training gave the same bits on this device. With a larger "
-    "--width the order of additions differs."
+    "There is no mismatch: sampling and training computed the same bits on this device. With a "
+    "larger --width the order of additions differs."
 )
 LOOK = {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e8e8e8"}
 

@@ -248,8 +248,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=positive, default=8, help="a step")
     add("--group", type=positive, default=8, help="answers to each prompt")
     add("--length", type=positive, default=16, help="tokens of an answer")
-    # A GPU computes the matrix products of a narrow policy in one order, whatever their number of
-    # rows; so the tokens that were drawn have the log-probabilities that are trained, to the bit.
+    # On a GPU the matrix products of a narrow policy may be bitwise equal for any number of rows;
+    # then sampling and training compute the same log-probabilities, and there is no mismatch.
     width = "of the policy, a multiple of 8 (default: 64, on a GPU 1024)"
     add("--width", type=positive, default=argparse.SUPPRESS, help=width)
     add("--layers", type=positive, default=4, help="of the policy")

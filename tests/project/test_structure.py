@@ -105,7 +105,7 @@ def test_what_only_one_file_may_call_is_called_there() -> None:
         assert calling == where, name
 
 
-def test_only_two_functions_copy_without_waiting() -> None:
+def test_only_two_modules_copy_without_waiting() -> None:
     # A copy to the CPU that the host does not wait for is read before its numbers arrive.
     found = {
         module_name(path)

@@ -21,7 +21,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("name", training.WAYS)
-def test_each_way_begins_and_ends_with_the_same_loss(name: str) -> None:
+def test_each_way_starts_at_the_same_loss_and_learns(name: str) -> None:
     row = training.measure(name, SIZE, Cpu())
     # Of 64 tokens that are equally likely; and less, since nine of ten follow from the one before.
     assert row["loss0"] == pytest.approx(4.16, abs=0.05)
