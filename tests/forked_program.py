@@ -127,6 +127,14 @@ def fork_with_a_plan() -> None:
     OPTIMIZERS.clear()
 
 
+def fork_while_waiting() -> None:
+    """As a signal handler that forks while the host waits for a device."""
+    submit()
+    first = readback._pending[0]
+    first.wait = lambda: (delattr(first, "wait"), fork())
+    readback.wait()
+
+
 def fork_in_a_capture() -> None:
     submit()
     if DEVICE == "cuda":
@@ -154,6 +162,7 @@ STATES: dict[str, Callable[[], None]] = {
     "in a callback": lambda: fork_in_callback(lambda call: call()),
     "in a callback, by another thread": lambda: fork_in_callback(in_thread),
     "in submit": fork_during_submit,
+    "while waiting": fork_while_waiting,
     "in a capture": fork_in_a_capture,
     "with a result that a callback has kept": fork_with_a_result,
     "with a plan that has stepped on two streams": fork_with_a_plan,

@@ -249,15 +249,24 @@ def is_fused(optimizer: Any) -> bool:
 @torch.no_grad()
 def _unscale_others(found: FoundInf, params: list[Tensor], inv_scale: float | Tensor) -> None:
     """Multiply gradients that `GradSlots` lists as others by `inv_scale`, and check them."""
-    grads = []
+    # By id; parameters may share a gradient, which is to be unscaled once.
+    known: dict[int, tuple[Tensor, Tensor]] = {}
     for param in params:
         grad = param.grad
         assert grad is not None  # `params` have gradients.
-        if grad.is_sparse and grad.dtype == torch.float16:
-            # The sum of an index's values may overflow.
-            grad = param.grad = grad.coalesce()
-        grads.append(grad)
-    found.unscale_others(grads, inv_scale)
+        _, changed = known.setdefault(id(grad), (grad, _resolved(grad)))
+        if changed is not grad:
+            param.grad = changed
+    found.unscale_others([grad for _, grad in known.values()], inv_scale)
+
+
+def _resolved(grad: Tensor) -> Tensor:
+    """Return a gradient in a form that can be checked and clipped in place; often it is its own."""
+    if grad.is_sparse:
+        # The sum of an index's values may overflow in float16.
+        return grad.coalesce() if grad.dtype == torch.float16 else grad
+    # torch.nn.utils.clip_grad_norm_ refuses lazy conjugates.
+    return grad.resolve_conj().resolve_neg() if grad.layout is torch.strided else grad
 
 
 def refuse_no_optimizer(caller: str, optimizer: Any) -> None:

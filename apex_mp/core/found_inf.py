@@ -126,7 +126,8 @@ class FoundInf:
             reals = [torch.view_as_real(dense) if dense.is_complex() else dense]
             self.unscale(reals, reals, inv_scale)
             if dense is not values:
-                values.copy_(dense)
+                with torch.inference_mode(values.is_inference()):  # Else it cannot be written.
+                    values.copy_(dense)
 
     def unscale_wrappers(self, grads: Sequence[Tensor], inv_scale: float | Tensor) -> None:
         """Multiply gradients in place by `inv_scale`, by the operator of torch.amp.GradScaler.

@@ -48,19 +48,19 @@ class EditWatch:
 
     def __init__(self) -> None:
         self._model, self._masters = _C.GradVersions(), _C.GradVersions()
-        self._norms: Mapping[int, float] = {}
+        self._norms: Mapping[int, float] | None = None
 
     def begin(
         self,
         models: list[Parameter],
-        norms: Mapping[int, float],
+        norms: Mapping[int, float] | None,
         masters: list[Parameter] | None = None,
     ) -> None:
         """Remember the gradients as they are.
 
         Args:
             models: The model's parameters.
-            norms: Norm of each gradient of theirs, by id(); empty in a capture.
+            norms: Norm of each gradient of theirs, by id() [None: not measured].
             masters: Parameters whose gradients have just been made [None: as before].
         """
         self._norms = norms
@@ -69,11 +69,14 @@ class EditWatch:
             self._masters.record(masters)
 
     def find(
-        self, models: list[Parameter], norms: Mapping[int, float], masters: list[Parameter]
+        self, models: list[Parameter], norms: Mapping[int, float] | None, masters: list[Parameter]
     ) -> Edits:
         """Return what was edited since `begin`, with its Args; clearing a gradient is no edit."""
-        has_new_norms = bool(self._norms) and any(
-            not _same(self._norms.get(param), norm) for param, norm in norms.items()
+        before = self._norms
+        has_new_norms = (
+            before is not None
+            and norms is not None
+            and any(not _same(before.get(param), norm) for param, norm in norms.items())
         )
         if not has_new_norms and not self._model.changed(models):
             return Edits.NONE

@@ -175,16 +175,21 @@ class MasterGrads:
             self.masters.model_params(), self._norms(), self.masters.master_params()
         )
 
-    def _norms(self) -> dict[int, float]:
-        """Return norms of the model's gradients by id(), which the host waits for."""
+    def _norms(self) -> dict[int, float] | None:
+        """Return norms of the model's gradients by id(), which the host waits for.
+
+        None in a capture, where it cannot wait.
+        """
         given = [param for param in self.masters.model_params() if param.grad is not None]
         return self._norms_of(
             given, (self.masters.plain(existing_grad(param), param) for param in given)
         )
 
-    def _norms_of(self, params: list[Parameter], grads: Iterable[Tensor]) -> dict[int, float]:
+    def _norms_of(
+        self, params: list[Parameter], grads: Iterable[Tensor]
+    ) -> dict[int, float] | None:
         if readback.is_capturing():
-            return {}
+            return None
         return dict(zip(map(id, params), norms(grads), strict=True))
 
     def model_norm(self) -> float:

@@ -105,9 +105,13 @@ def _finish(*, wait: bool) -> None:
             return
         _in_callback = True
         try:
-            while _pending and (wait or _pending[0].has_arrived()):
-                _pending[0].wait()  # An interrupt here loses no result.
-                _pending.popleft().finish()
+            while _pending:
+                first = _pending[0]
+                if not (wait or first.has_arrived()):
+                    break
+                first.wait()  # An interrupt here loses no result.
+                if _pending:  # In the child of a signal handler's fork there is none.
+                    _pending.popleft().finish()
         finally:
             _in_callback = False
 

@@ -90,6 +90,41 @@ def test_gradients_of_any_layout_and_dtype_are_unscaled_and_checked(
     assert bool(param.count_nonzero()) is (bad is None)
 
 
+@pytest.mark.parametrize("kind", ["dense", "with gaps", "sparse", "conjugate"])
+def test_a_gradient_that_parameters_share_is_unscaled_once(kind: str, device: torch.device) -> None:
+    grad = grad_of(kind, C64, device)
+    params = [Parameter(torch.zeros(grad.shape, dtype=C64, device=device)) for _ in range(2)]
+    for param in params:
+        param.grad = grad
+    expected = grad.to_dense().resolve_conj() / 4.0
+    scaler = GradScaler(device.type, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    scaler.unscale_(torch.optim.SGD(params, lr=1.0))
+    for param in params:
+        assert torch.equal(param.grad.to_dense().resolve_conj(), expected)
+
+
+def test_conjugate_gradients_are_clipped(device: torch.device) -> None:
+    param = Parameter(torch.ones(3, dtype=C64, device=device))
+    scaler = GradScaler(device.type, init_scale=8.0)
+    scaler.scale((param.conj() * (3 + 4j)).real.sum()).backward()
+    assert param.grad.is_conj()
+    norm = scaler.clip_grad_norm_(torch.optim.SGD([param], lr=1.0), 1.0)
+    assert norm.item() == pytest.approx(75.0**0.5)
+    assert torch.linalg.vector_norm(param.grad).item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_gradients_made_in_inference_mode_are_unscaled(device: torch.device) -> None:
+    with torch.inference_mode():
+        grad = torch.full((8,), 8.0, device=device)[::2]
+    param = Parameter(torch.zeros(4, device=device))
+    param.grad = grad
+    scaler = GradScaler(device.type, init_scale=8.0)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    assert param.tolist() == [-1.0] * 4
+
+
 def test_a_complex_parameter_trains_as_without_a_scaler(device: torch.device) -> None:
     def run(scaler: GradScaler | None) -> Tensor:
         torch.manual_seed(0)

@@ -213,10 +213,11 @@ def test_edits_of_masters_and_model_get_one_warning_and_those_of_masters_win(
 def test_norms_that_a_capture_has_not_measured_are_no_edit(device: torch.device) -> None:
     model, master = (ones(2, device=device) for _ in range(2))
     watch = EditWatch()
-    watch.begin([model], {}, [master])
+    watch.begin([model], None, [master])
     assert watch.find([model], {id(model): 1.0}, [master]) is Edits.NONE
-    watch.begin([model], {id(model): 1.0})
-    assert watch.find([model], {id(model): 2.0}, [master]) is Edits.OF_MODEL
+    for before in ({}, {id(model): 1.0}):  # The model had no gradient, or another one.
+        watch.begin([model], before)
+        assert watch.find([model], {id(model): 2.0}, [master]) is Edits.OF_MODEL
 
 
 @probes
