@@ -306,6 +306,27 @@ SCALER = {
     "what is found later hides what was found before": Mutant(
         "core/found_inf.py", "torch.maximum(flag, found)", "found", "grad_slots"
     ),
+    "the scale of an output on the CPU is not waited for": Mutant(
+        "amp/grad_scaler.py",
+        "copy_async(scale, outputs.device)",
+        "scale.to(outputs.device, non_blocking=True)",
+        "grad_scaler_devices",
+    ),
+    "a sparse gradient that parameters share is unscaled twice": Mutant(
+        "amp/_unscaling.py",
+        "[grad for _, grad in known.values()]",
+        "[param.grad for param in params]",
+        "grad_scaler_devices",
+    ),
+    "a child reads a scale on a GPU": Mutant(
+        "core/forks.py", 'device.type == "cuda" and torch', "False and torch", "forks"
+    ),
+    "norms that were not measured are those of an edit": Mutant(
+        "core/grads.py",
+        "before is not None",
+        "(before := before or {}) is not None",
+        "fp16_optimizer_misuse",
+    ),
     "overflows on two devices add up to no overflow of torch": Mutant(
         "core/found_inf.py", "flag.zero_()", "pass", "grad_slots"
     ),
