@@ -56,8 +56,8 @@ PROCESSOR_TESTS = $(call tests_of,amp_casts amp_fp16_compute amp_policy benchmar
   language_model normalization point_of_mixed_precision published_snippets rnn_training)
 # Tests of what leans on private names of torch, or on what its documentation does not promise.
 TORCH_TESTS = $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registry amp_threads distributed_checkpoint \
-  example_custom_op fp16_optimizer_accumulation fp16_optimizer_in_torch fp16util \
-  fused_adam_in_a_loop grad_scaler_in_torch grad_scaler_torch_cases grad_slots grad_versions \
+  example_custom_op forks fp16_optimizer_accumulation fp16_optimizer_in_torch fp16util \
+  fused_adam_in_a_loop grad_scaler_devices grad_scaler_in_torch grad_scaler_torch_cases grad_slots grad_versions \
   multiproc operator_autograd operators packaging parallel plain_tensors reparameterization \
   rnn_modules rnn_state run_modernize shards sync_batchnorm torch_optimizer_database \
   two_processes)
