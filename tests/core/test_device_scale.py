@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import random
 import subprocess
 import sys
@@ -216,7 +217,11 @@ if os.fork():
 @pytest.mark.cpu_only
 def test_what_is_under_way_at_the_end_of_the_process_is_reported_once(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(apex_mp.__file__).parents[1])},
+        capture_output=True,
+        text=True,
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == [

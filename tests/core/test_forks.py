@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import apex_mp
 from apex_mp.amp import GradScaler
 from apex_mp.core.device_scale import DeviceScale
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -29,6 +31,7 @@ def test_children_free_nothing_that_needs_cuda_in_any_state_of_the_parent(
     done = subprocess.run(
         [sys.executable, "-W", "ignore", PROGRAM, device.type, ended],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(apex_mp.__file__).parents[1])},
         capture_output=True,
         text=True,
         check=False,
