@@ -18,6 +18,7 @@ from fp16_cases import F16, F32, INF, NAN, parameter, pull
 from torch import nn
 from waits import Waits
 
+import apex_mp
 from apex_mp import amp
 from apex_mp.core import device_scale, readback
 from apex_mp.core.readback import Readback
