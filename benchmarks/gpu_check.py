@@ -70,7 +70,8 @@ def run(stage: Stage, limit: float) -> dict[str, Any]:
             raise ValueError(f"stopped after {limit:.0f} seconds")
         return {**facts, "outcome": "passed", "found": stage.judge(status, output)}
     except ValueError as error:
-        failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)[:SHOWN]
+        failed = re.findall(r"^(?:\[gw\d+\].*)?\b(?:FAILED|ERROR)\b.*", output, re.MULTILINE)
+        failed = failed[:SHOWN]
         tail = output.splitlines()[-SHOWN:]
         return {**facts, "outcome": "failed", "found": str(error), "failed": failed, "tail": tail}
 

@@ -171,7 +171,8 @@ def stages(device: str, results: Path, logs: Path) -> list[Stage]:
 
 def _tests(device: str) -> list[Stage]:
     fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", f"--device={device}", "--device-only"]
+    # Each test's outcome is printed when it is known: a run that is stopped names what failed.
+    command = [sys.executable, "-m", "pytest", "-v", f"--device={device}", "--device-only"]
     if find_spec("xdist"):
         command += ["-p", "xdist", f"-n{max(1, (os.cpu_count() or 1) // 4)}", "--dist=worksteal"]
     rest = [f"--ignore={path}" for path in fused]
