@@ -328,6 +328,32 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
 
 
+@torch.no_grad()
+def differ(master: Tensor, weight: Tensor, *, converted: bool = False) -> Tensor:
+    """Return where weights are not their float32 masters, rounded: they were written by others.
+
+    Args:
+        master: The masters, float32; of a DTensor the part here is compared.
+        weight: Their float16 or bfloat16 weights.
+        converted: Whether weights agree, too, if all were rounded to the other 16-bit dtype before:
+            those of a bfloat16 checkpoint in a float16 model.
+    """
+    master, weight = tensors.local_part(master), tensors.local_part(weight)
+    differs = _are_not(weight, master.to(weight.dtype))
+    if weight.dtype == torch.bfloat16:
+        # Of two that are equally near the split has the larger one (csrc/math/split.h).
+        differs &= weight.float().view(torch.int32) - master.view(torch.int32) != 0x8000
+    if not converted:
+        return differs
+    (other,) = {*LOW_PRECISION} - {weight.dtype}
+    differs_from_other = _are_not(weight, master.to(other).to(weight.dtype))
+    return torch.where(differs_from_other.any(), differs, differs_from_other)
+
+
+def _are_not(weight: Tensor, other: Tensor) -> Tensor:
+    return (weight != other) & ~(weight.isnan() & other.isnan())
+
+
 def existing_grad(param: Parameter) -> Tensor:
     """Return the gradient of a parameter that has one."""
     grad = param.grad

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from apex_mp.core import found_inf, readback
 from apex_mp.core.log import warn
-from apex_mp.core.masters import Masters
+from apex_mp.core.masters import Masters, differ
 
 _SAMPLES = 256
 _FLOAT16_OVERFLOW = 65520.0  # Less rounds to 65504, the largest float16.
@@ -81,7 +81,7 @@ class WeightWatch:
         lost = [
             master
             for master, model in self._masters.model_of.items()
-            if model in written and not _agree(master, model)
+            if model in written and bool(differ(master, model).any())
         ]
         if lost:
             self._warn_of_writes(lost)
@@ -98,7 +98,7 @@ class WeightWatch:
             return
         for master, version in self._master_versions.items():
             model = self._masters.model_of.get(master)
-            if master._version == version or model is None or _agree(master, model):
+            if master._version == version or model is None or not differ(master, model).any():
                 continue
             self._warned_of_lag = True
             warn(
@@ -155,9 +155,3 @@ def _peak(tensor: torch.Tensor) -> float:
         return 0.0
     ends = torch.stack(tensor.detach().aminmax()).abs()
     return float(ends.max()) if bool(ends.isfinite().all()) else 0.0
-
-
-@torch.no_grad()
-def _agree(master: Parameter, model: Parameter) -> bool:
-    copy = master.to(model.dtype)
-    return bool(((copy == model) | copy.isnan()).all())

@@ -12,6 +12,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import extension
 from apex_mp.core.step import Lists
+from apex_mp.optimizers._written import Written
 
 Groups: TypeAlias = list[dict[str, Any]]
 Places: TypeAlias = list[tuple[int, int]]
@@ -88,9 +89,10 @@ class Part:
         """Return places in the whole groups of parameters that were read and have no gradient."""
         return self._whole(self.plan.without_grad)
 
-    def written(self) -> Places:
-        """Return places in the whole groups of parameters that were written since the last step."""
-        return self._whole(self.plan.written)
+    def written(self) -> list[Written]:
+        """As `_C.StepPlan.written`, with places in the whole groups."""
+        written = self.plan.written
+        return [(number, self._indices[number][index], known) for number, index, known in written]
 
     def has_kernels(self) -> bool:
         """Return whether the plan can run; parameters without a gradient may be on any device.

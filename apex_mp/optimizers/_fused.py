@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import forks, readback, tensors
+from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
-from apex_mp.core.log import warn
 from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
-from apex_mp.optimizers import _legacy_call
+from apex_mp.optimizers import _legacy_call, _written
 from apex_mp.optimizers._saved import SavedOptimizer
 from apex_mp.optimizers._several_devices import SeveralDevices
-from apex_mp.optimizers._state import MASTER
 
 _Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
 # For each parameter whose state a step has replaced, the state before; None: it had none.
@@ -175,7 +173,8 @@ class FusedOptimizer(SavedOptimizer):
             if not plan.can_run or self._must_agree(plan, request):
                 plan = self._plan = self._other_plan(plan)
                 self._read(plan, request, scale, before)
-            self._drop_remainders(plan.written)
+            if written := plan.written:
+                _written.take(self, written, before)
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
             outcome = self._run(plan, request, found_inf)
         except BaseException:
@@ -189,24 +188,6 @@ class FusedOptimizer(SavedOptimizer):
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
-
-    def _drop_remainders(self, written: list[tuple[int, int]]) -> None:
-        """Restart split masters from the weights that were written since the last step."""
-        if not written or readback.is_capturing():  # A graph would drop them in each replay.
-            return
-        for number, index in written:
-            state = self.state[self.param_groups[number]["params"][index]]
-            tensors.local_part(state[MASTER]).zero_()
-        if not self.__dict__.get("_has_warned_of_writes"):
-            self._has_warned_of_writes = True
-            number, index = written[0]
-            more = f" and {len(written) - 1} more parameters" if len(written) > 1 else ""
-            warn(
-                f"{self._public_name}: params[{number}][{index}]{more} changed since the last step;"
-                " what the float32 master had beside these 16 bits is dropped, and steps go on from"
-                " the weights as they are",
-                "weights-changed-outside-of-the-step",
-            )
 
     def _must_agree(self, plan: _Plan, request: StepRequest) -> bool:
         """Return whether the step needs numbers of other processes, which a plan cannot collect."""

@@ -133,12 +133,12 @@ class SavedOptimizer(torch.optim.Optimizer):
                 if states.get(index):
                     where = f"{self._public_name}.load_state_dict: state[{index}]"
                     states[index] = self._adapt_state(where, states[index], param)
-            # The saved groups say which masters exist; this optimizer says how state is kept.
+            # What was asked for here stays. Without masters here the file says whether there are.
             for option in ("moment_dtype", "stochastic_rounding"):
                 saved_group.pop(option, None)
                 if option in group:
                     saved_group[option] = group[option]
-            if group.get("master_weights") and saved_group.get("master_weights"):
+            if group.get("master_weights"):
                 saved_group["master_weights"] = group["master_weights"]
             for option in self.defaults:
                 if option in group:  # an unpickled optimizer has a default more, of torch's

@@ -17,6 +17,7 @@ from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.step import Lists
 from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
+from apex_mp.optimizers._written import Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class SeveralDevices:
         self._who = who
         self._new_plan = new_plan
         self.without_grad: Places = []
-        self.written: Places = []
+        self.written: list[Written] = []
         self.can_run = True
         self.has_parts = False
         self._plans: dict[torch.device, _C.StepPlan] = {}

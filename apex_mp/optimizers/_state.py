@@ -14,9 +14,9 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import grads as _grads
 from apex_mp.core import tensors
+from apex_mp.core.masters import LOW_PRECISION, differ
 
 MASTER = "master_param"
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         hold; None for no master.
     """
     masters = group.get("master_weights")
-    if not masters or param.dtype not in _LOW_PRECISION:
+    if not masters or param.dtype not in LOW_PRECISION:
         return None
     return torch.int16 if masters == "split" else torch.float32
 
@@ -74,10 +74,21 @@ def is_split(state: Mapping[str, Any]) -> bool:
 
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Return a copy of the values that are stepped, in float32: a master's or the parameter's."""
-    if is_split(state):
-        return joined(param, state[MASTER])
-    master: Tensor = state.get(MASTER, param).detach().clone()
-    return master.float() if master.dtype in _LOW_PRECISION else master
+    master = state.get(MASTER) if param.dtype in LOW_PRECISION else None
+    if is_split(state) and master is not None:
+        return joined(param, master)
+    if master is None:
+        return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+    return current(master, param)
+
+
+@torch.no_grad()
+def current(master: Tensor, param: Tensor) -> Tensor:
+    """Return a copy of a float32 master, with a parameter's numbers where others wrote them."""
+    copy = _grads.match_strides(master.detach().clone(), param)
+    local, weight = tensors.local_part(copy), tensors.local_part(param.detach())
+    local.copy_(torch.where(differ(local, weight, converted=True), weight, local))
+    return copy
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
@@ -131,6 +142,9 @@ class StateLayout:
         kept_as = master_dtype(param, group)
         if kept_as is not None:
             whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as)
+        else:
+            # The parameter is stepped itself, so a master would be that of before.
+            whole.pop(MASTER, None)
         return whole
 
     def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -178,7 +192,7 @@ def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
     laid: Tensor = _grads.match_strides(value, param)
     if laid.dtype == dtype:
         return laid
-    return split(laid, param) if dtype == torch.int16 else joined(param, laid)
+    return split(current(laid, param), param) if dtype == torch.int16 else joined(param, laid)
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,7 +206,7 @@ def _new_number(param: Tensor, value: Any) -> Tensor:
 
 def _check_like(name: str, value: Any, param: Tensor, is_remainder: bool) -> None:
     """Refuse what cannot be copied into a tensor like the parameter."""
-    if is_remainder and param.dtype not in _LOW_PRECISION:
+    if is_remainder and param.dtype not in LOW_PRECISION:
         raise TypeError(
             f"{name} is the remainder of a split master, of type {value.dtype}, and the parameter "
             f"is {param.dtype}; save with state_dict(), which has float32 masters"

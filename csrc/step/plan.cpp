@@ -153,6 +153,7 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
   const auto count = static_cast<int64_t>(items_.size());
   tensors_.resize(count);
   task_.rows.resize(count);
+  weights_.resize(count);
   at::parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
     constexpr int64_t kRowsAhead = 16;
     for (int64_t first = begin; first < end; first += kRowsAhead) {
@@ -163,7 +164,9 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
         if (items_[i].is_read) fetch_storages(tensors_[i]);
       }
       for (int64_t i = first; i < last; ++i) {
-        if (items_[i].is_read) task_.rows[i] = memory_of(tensors_[i]);
+        if (!items_[i].is_read) continue;
+        task_.rows[i] = memory_of(tensors_[i]);
+        weights_.compare(tensors_[i], task_.rows[i]);
       }
     }
   });
@@ -178,6 +181,7 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
     } else if (read_unusual(item_at(i), make_state, given, tensors_[rows])) {
       tensors_[rows].position = i;
       task_.rows[rows] = memory_of(tensors_[rows]);
+      weights_.compare(tensors_[rows], task_.rows[rows]);
       ++rows;
     }
   }
@@ -385,6 +389,16 @@ bool Plan::read_found_inf(const py::object& found_inf) {
   return false;
 }
 
+// Calls visit(number) for each row, by several threads if there are many.
+template <typename Visit>
+void Plan::each_row(const Visit& visit) const {
+  constexpr int64_t kRowsPerThread = 512;
+  const auto count = static_cast<int64_t>(tensors_.size());
+  at::parallel_for(0, count, kRowsPerThread, [&visit](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) visit(i);
+  });
+}
+
 Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool check,
                   bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait) {
   TORCH_INTERNAL_ASSERT(is_read_ && can_run_);
@@ -402,9 +416,13 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
     outcome = run_beside_python(scale, wait);
   } else {
     outcome = run_on_device(scale, wait);
-    if (!outcome.found_inf) bump_versions_of_rows();
+    if (!outcome.found_inf) {
+      each_row([this](int64_t row) { tensors_[row].each_written(&bump_version); });
+    }
   }
-  if (!outcome.found_inf) weights_.record(tensors_);
+  if (!outcome.found_inf) {
+    each_row([this](int64_t row) { weights_.record(tensors_[row], task_.rows[row]); });
+  }
   // If the host does not know that the step was skipped, the copies are unchanged.
   if (!outcome.found_inf) {
     for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);
@@ -420,22 +438,16 @@ std::vector<std::tuple<at::Tensor, int64_t, bool>> Plan::gradients() const {
   return gradients;
 }
 
-Indices Plan::written() const {
-  Indices found;
+std::vector<std::tuple<int64_t, int64_t, bool>> Plan::written() const {
+  using Change = WeightVersions::Change;
+  std::vector<std::tuple<int64_t, int64_t, bool>> found;
   for (const RowTensors& row : tensors_) {
-    if (!weights_.changed(row)) continue;
+    const Change change = weights_.change(row);
+    if (change == Change::kNone) continue;
     const ItemFacts& item = items_[row.position];
-    found.emplace_back(item.group, item.index);
+    found.emplace_back(item.group, item.index, change == Change::kWritten);
   }
   return found;
-}
-
-void Plan::bump_versions_of_rows() const {
-  constexpr int64_t kRowsPerThread = 512;
-  const auto count = static_cast<int64_t>(tensors_.size());
-  at::parallel_for(0, count, kRowsPerThread, [this](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) tensors_[i].each_written(&bump_version);
-  });
 }
 
 bool Plan::takes_long(bool wait) const {

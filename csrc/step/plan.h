@@ -87,9 +87,10 @@ class Plan {
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 
-  // Of what was read: the parameters with a remainder in the state that were written since the last
-  // step.
-  Indices written() const;
+  // Of what was read: group and index of the parameters that were written since the last step,
+  // though not the masters in their states, and true; likewise false for those that cannot be
+  // compared with the last step, because the master is new or their dtype is another one.
+  std::vector<std::tuple<int64_t, int64_t, bool>> written() const;
 
   // Whether parts of DTensors were read; `run` does not combine inf, NaN and norms over processes.
   bool has_parts() const { return has_parts_; }
@@ -120,7 +121,8 @@ class Plan {
   void read_norms(const pybind11::object& norms, const NumberReader& numbers);
   bool read_found_inf(const pybind11::object& found_inf);
   bool takes_long(bool wait) const;
-  void bump_versions_of_rows() const;
+  template <typename Visit>
+  void each_row(const Visit& visit) const;
   Outcome run_beside_python(const LossScale& loss_scale, bool wait);
   Outcome run_on_device(const LossScale& loss_scale, bool wait);
   void check_given(const Item& item, const at::Tensor& grad) const;

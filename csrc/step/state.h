@@ -35,9 +35,9 @@ struct State {
   PyObject* numbers[math::kMaxNumbers] = {};
   PyObject* master_param = nullptr;
 
-  // Whether there is a master in this form.
+  // Whether there is a master in this form, or none if there should be none.
   bool has(Masters masters) const {
-    if (masters == Masters::kNone) return true;
+    if (masters == Masters::kNone) return master_param == nullptr;
     const at::ScalarType dtype = masters == Masters::kFloat ? at::kFloat : at::kShort;
     return master_param != nullptr && tensor_of(master_param).scalar_type() == dtype;
   }

@@ -1,47 +1,69 @@
-// Records and compares weights of split masters.
+// Records and compares weights under masters.
 #include "step/weight_versions.h"
 
 namespace apex_mp::step {
 namespace {
 
-bool is_split(const RowTensors& row) {
-  return row.copy != nullptr && row.copy->scalar_type() == at::kShort && row.grad != nullptr &&
-         !row.param->is_inference() && !row.copy->is_inference();
-}
+// The remainder of a split master is the copy of its weight; of a whole one the weight is the copy.
+bool is_split(const Row& memory) { return memory.copy.dtype == DType::kRemainder; }
 
-// Returns a number that will probably change when the weight is written.
-uint64_t facts_of(const at::Tensor& weight) {
-  if (!weight.is_cpu()) return weight.unsafeGetTensorImpl()->version_counter().current_version();
-  constexpr int64_t kSamples = 8;
-  const auto* halves = static_cast<const uint16_t*>(weight.const_data_ptr());
-  const int64_t step = std::max<int64_t>(weight.numel() / kSamples, 1);
-  uint64_t facts = 0;
-  for (int64_t i = 0; i < weight.numel(); i += step) facts = facts * 0x10001u + halves[i];
-  return facts;
+bool has_master(const RowTensors& row) {
+  return row.has_master && row.grad != nullptr && !row.param->is_inference() &&
+         !row.copy->is_inference();
 }
 
 int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-}  // namespace
-
-void WeightVersions::record(const std::vector<RowTensors>& rows) {
-  for (const RowTensors& row : rows) {
-    if (!is_split(row)) continue;
-    if (entries_.size() <= row.position) entries_.resize(row.position + 1);
-    entries_[row.position] = {row.param->unsafeGetTensorImpl(), row.copy->unsafeGetTensorImpl(),
-                              version_of(*row.copy), facts_of(*row.param)};
+// Returns a number that will probably change when the weight is written.
+uint64_t facts_of(const at::Tensor& weight, const Row& memory) {
+  uint64_t facts = 0;
+  const Array& array = is_split(memory) ? memory.param : memory.copy;
+  if (weight.is_cpu()) {
+    constexpr int64_t kSamples = 8;
+    const auto* halves = static_cast<const uint16_t*>(array.data);
+    const int64_t step = memory.size / kSamples + 1;
+    uint64_t factor = 1;  // does not depend on what is read
+    for (int64_t i = 0; i < memory.size; i += step, factor *= 0x10001u) facts += factor * halves[i];
+    // With a remainder nothing can be compared, so equal numbers that were written count as none.
+    if (is_split(memory)) return 2 * facts + (array.dtype == DType::kHalf ? 1 : 0);
   }
+  facts = facts * 0x9e3779b97f4a7c15u + version_of(weight);
+  return facts * 0x9e3779b97f4a7c15u + reinterpret_cast<uintptr_t>(array.data);
 }
 
-bool WeightVersions::changed(const RowTensors& row) const {
-  if (!is_split(row) || entries_.size() <= row.position) return false;
-  const Entry& entry = entries_[row.position];
-  const bool is_recorded = entry.weight == row.param->unsafeGetTensorImpl() &&
-                           entry.remainder == row.copy->unsafeGetTensorImpl() &&
-                           entry.remainder_version == version_of(*row.copy);
-  return is_recorded && entry.weight_facts != facts_of(*row.param);
+}  // namespace
+
+WeightVersions::Entry WeightVersions::entry_of(const RowTensors& row, const Row& memory) {
+  const bool split = is_split(memory);
+  const at::Tensor& master = split ? *row.copy : *row.param;
+  const at::Tensor& weight = split ? *row.param : *row.copy;
+  return {master.unsafeGetTensorImpl(), version_of(master),
+          (split ? memory.param : memory.copy).dtype, facts_of(weight, memory)};
+}
+
+WeightVersions::Change WeightVersions::change_between(const Entry& before, const Entry& now,
+                                                      bool is_split) {
+  const bool is_new = before.master != now.master;
+  if (is_split) {
+    // A new remainder belongs to the weight that it was made or loaded with.
+    if (is_new) return Change::kNone;
+  } else if (is_new || before.dtype != now.dtype) {
+    return Change::kNotCompared;
+  }
+  const bool same = before.master_version != now.master_version || before.facts == now.facts;
+  return same ? Change::kNone : Change::kWritten;
+}
+
+void WeightVersions::compare(const RowTensors& row, const Row& memory) {
+  Entry& entry = entries_[row.position];
+  entry.change = has_master(row) ? change_between(entry, entry_of(row, memory), is_split(memory))
+                                 : Change::kNone;
+}
+
+void WeightVersions::record(const RowTensors& row, const Row& memory) {
+  if (has_master(row)) entries_[row.position] = entry_of(row, memory);
 }
 
 }  // namespace apex_mp::step

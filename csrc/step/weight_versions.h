@@ -1,30 +1,47 @@
-// Detects weights of split masters that were written since their last step. For the step plan.
+// Detects weights under masters that were written since their last step. For the step plan.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "step/row_memory.h"
+#include "step/task.h"
 
 namespace apex_mp::step {
 
-// On the CPU a few numbers of each weight are compared. On other devices, where the host would
-// wait, its version is compared, which a write through .data does not increment.
+// A weight is known by its version and address, and on the CPU by a few of its numbers: a write
+// through .data changes neither version nor address, and on other devices the host would wait.
+// Different positions may be compared and recorded by several threads.
 class WeightVersions {
  public:
-  // Records the weights of rows that were stepped; entries of other rows stay.
-  void record(const std::vector<RowTensors>& rows);
+  enum class Change {
+    kNone,
+    kWritten,     // the weight was written, and its master was not
+    kNotCompared  // the master is new, or the weight has another dtype; not of split masters
+  };
 
-  // Whether the weight of a row was written since it was recorded, and its remainder was not.
-  bool changed(const RowTensors& row) const;
+  // Makes place for the positions of parameters below `count`.
+  void resize(size_t count) { entries_.resize(std::max(count, entries_.size())); }
+
+  // Compares the weight of a row with what was recorded; `change` returns the result.
+  void compare(const RowTensors& row, const Row& memory);
+  Change change(const RowTensors& row) const { return entries_[row.position].change; }
+
+  // Records the weight of a row that was stepped; those of other rows stay.
+  void record(const RowTensors& row, const Row& memory);
 
  private:
   struct Entry {
-    const at::TensorImpl* weight = nullptr;  // these two: addresses to compare, not owned
-    const at::TensorImpl* remainder = nullptr;
-    int64_t remainder_version = 0;
-    uint64_t weight_facts = 0;
+    const at::TensorImpl* master = nullptr;  // or remainder; an address to compare, not owned
+    int64_t master_version = 0;
+    DType dtype = DType::kHalf;
+    uint64_t facts = 0;  // of the weight
+    Change change = Change::kNone;
   };
+
+  static Entry entry_of(const RowTensors& row, const Row& memory);
+  static Change change_between(const Entry& before, const Entry& now, bool is_split);
 
   std::vector<Entry> entries_;  // by the position of the parameter
 };

@@ -187,8 +187,12 @@ def load_it_from_a_file(run: Run) -> None:
 
 def load_an_earlier_state(run: Run) -> None:
     saved = copy.deepcopy(run.optimizer.state_dict())
+    weights = [param.detach().clone() for param in run.params]
     run.train(2)
     run.optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for param, weight in zip(run.params, weights, strict=True):
+            param.copy_(weight)
 
 
 def load_the_state_of_torch(run: Run) -> None:

@@ -1,0 +1,81 @@
+"""Weights that were written since the last step, and the masters that give way to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from apex_mp.core import masters, readback, tensors
+from apex_mp.core.log import warn
+from apex_mp.optimizers._state import MASTER
+
+# Group, index, and whether the weight was compared with that of the last step.
+Written: TypeAlias = tuple[int, int, bool]
+
+
+@torch.no_grad()
+def take(optimizer: Any, written: Sequence[Written], before: Mapping[Tensor, Any]) -> None:
+    """Write to masters what their weights have, where the two differ, and warn once.
+
+    Nothing can be compared with the remainder of a split master, which becomes 0.
+
+    Args:
+        optimizer: A fused optimizer.
+        written: The weights that may have been written.
+        before: By parameter whose state was made for this step: its state before, or None.
+    """
+    places, differing = [], []
+    for number, index, was_compared in written:
+        param = optimizer.param_groups[number]["params"][index]
+        if MASTER not in (before.get(param, optimizer.state[param]) or {}):
+            continue  # It was made from the weight.
+        master, weight = map(tensors.local_part, (optimizer.state[param][MASTER], param.detach()))
+        if master.dtype == torch.int16:
+            if readback.is_capturing():
+                continue  # A graph would drop it in each replay.
+            master.zero_()
+            differs = torch.ones((), dtype=torch.bool, device=weight.device)
+        else:
+            differs = masters.differ(master, weight, converted=not was_compared)
+            master.copy_(torch.where(differs, weight, master))
+        places.append((number, index))
+        differing.append(differs.any())
+    if places and not (optimizer.__dict__.get("_has_warned_of_writes") or readback.is_capturing()):
+        _warn_where(differing, places, optimizer)
+
+
+def _warn_where(differing: list[Tensor], places: list[tuple[int, int]], optimizer: Any) -> None:
+    """Warn of the weights that differ; the host does not wait for a GPU."""
+    remote = [differs.device for differs in differing if not differs.is_cpu]
+    if not remote:
+        _warn(optimizer, places, torch.stack(differing))
+        return
+    flags = torch.stack([tensors.copy_async(differs, remote[0]) for differs in differing])
+    reference = weakref.ref(optimizer)
+
+    def on_arrival(arrived: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            _warn(alive, places, arrived)
+
+    readback.submit_tensor(flags, on_arrival)
+
+
+def _warn(optimizer: Any, places: list[tuple[int, int]], differing: Tensor) -> None:
+    differ = [place for place, flag in zip(places, differing.tolist(), strict=True) if flag]
+    if not differ or optimizer.__dict__.get("_has_warned_of_writes"):
+        return
+    optimizer._has_warned_of_writes = True
+    number, index = differ[0]
+    names = optimizer.param_groups[number].get("param_names")
+    name = names[index] if names else f"params[{number}][{index}]"
+    more = f" and {len(differ) - 1} more parameters" if len(differ) > 1 else ""
+    warn(
+        f"{optimizer._public_name}: {name}{more} changed outside of step(). Training goes on from "
+        "the weights as they are; what their float32 masters had beside these 16 bits is dropped",
+        "weights-changed-outside-of-the-step",
+    )
