@@ -16,6 +16,8 @@ from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLoss
 
 # Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 eager = torch._disable_dynamo  # type: ignore[attr-defined]
+# Below it gradients have fewer digits in float16 than without a scale. FP16_Optimizer has it, too.
+_LOWEST_OF_16_BIT = 1.0
 _NO_CHECKS = "No inf checks were recorded prior to update."
 
 
@@ -51,7 +53,12 @@ class ScaleBounds:
         DynamicLossScale(init_scale, hysteresis=self.hysteresis, **bounds, **factors)
 
     def update(
-        self, scale: Tensor, good_steps: Tensor, found_inf: Tensor, factors: Mapping[str, Any]
+        self,
+        scale: Tensor,
+        good_steps: Tensor,
+        found_inf: Tensor,
+        lowest: float,
+        factors: Mapping[str, Any],
     ) -> None:
         """Update the scale on its device, by the rule of `DynamicLossScale`.
 
@@ -59,6 +66,7 @@ class ScaleBounds:
             scale: 0-dim float32; written.
             good_steps: 0-dim int32; written.
             found_inf: 0-dim float32, not 0 if a step was skipped.
+            lowest: The scale does not back off below this.
             factors: As in `check`.
         """
         if not isinstance(self.overflows, Tensor):
@@ -68,7 +76,7 @@ class ScaleBounds:
             good_steps,
             self.overflows,
             found_inf,
-            min_scale=FLOAT32_SMALLEST_NORMAL if self.min_scale is None else self.min_scale,
+            min_scale=lowest,
             max_scale=math.inf if self.max_scale is None else self.max_scale,
             hysteresis=self.hysteresis,
             **factors,
@@ -97,12 +105,16 @@ class ScaleBounds:
 
 
 class BoundedGradScaler(torch.amp.GradScaler):
-    """torch's GradScaler; with bounds its scale follows the rule of `DynamicLossScale`.
+    """torch's GradScaler, whose scale follows the rule of `DynamicLossScale`.
+
+    Without bounds that is torch's to the bit, but the scale never becomes 0.
 
     Args:
         bounds: The bounds.
         device: As in torch; likewise the others.
     """
+
+    _has_16_bit_grads = False  # so far
 
     def __init__(
         self,
@@ -141,8 +153,8 @@ class BoundedGradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale, or set it; see `GradScaler.update`."""
         try:
-            if self._enabled and self._bounds and new_scale is None:
-                self._update_within_bounds()
+            if self._enabled and new_scale is None:
+                self._update_scale()
             else:
                 super().update(new_scale)
                 if new_scale is not None:
@@ -156,7 +168,15 @@ class BoundedGradScaler(torch.amp.GradScaler):
                 "scales its loss itself: it needs no GradScaler.",
             ) from None
 
-    def _update_within_bounds(self) -> None:
+    @property
+    def _lowest(self) -> float:
+        """The smallest scale that it backs off to."""
+        if self._bounds.min_scale is not None:
+            return self._bounds.min_scale
+        lowest = _LOWEST_OF_16_BIT if self._has_16_bit_grads else FLOAT32_SMALLEST_NORMAL
+        return min(lowest, math.inf if self._bounds.max_scale is None else self._bounds.max_scale)
+
+    def _update_scale(self) -> None:
         scale, good_steps = self._check_scale_growth_tracker("update")
         found_infs = [
             tensors.copy_async(found, scale.device)
@@ -165,7 +185,8 @@ class BoundedGradScaler(torch.amp.GradScaler):
         ]
         if not found_infs:
             raise AssertionError(_NO_CHECKS)
-        self._bounds.update(scale, good_steps, torch.stack(found_infs).sum(), self._factors())
+        found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum()
+        self._bounds.update(scale, good_steps, found_inf, self._lowest, self._factors())
         self._per_optimizer_states.clear()
 
     def _factors(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from apex_mp.optimizers._state import has_master
 
 _NAMED = 3
 _ELEMENTS_LOOKED_AT = 1 << 20
+_SKIPS_TO_LOWEST = 8  # fewer may be a scale that begins near its lowest
 
 
 class ScaledSteps:
@@ -48,7 +49,7 @@ class ScaledSteps:
         self._log = step_log.StepLog(optimizer, f"GradScaler: {type(optimizer).__name__}")
         self._found_inf: bool | Tensor = False  # of the last step
         self._versions = _C.GradVersions()  # the gradients of the last step
-        self._has_looked_at_updates = self._has_seen_zeros = False
+        self._has_looked_at_updates = self._has_seen_zeros = self._has_warned_of_lowest = False
         warn_of_eps("GradScaler", optimizer)
 
     @property
@@ -151,6 +152,8 @@ class ScaledSteps:
             )
 
         self._log.end(skipped, report, scale=self._scale, owners=[scaler, optimizer], note=note)
+        if skipped and scaler is not None:
+            self._warn_of_lowest(scaler, report)
         if sum_sq and not any(sum_sq) and not self._has_seen_zeros and optimizer is not None:
             self._has_seen_zeros = True
             warn(
@@ -162,6 +165,25 @@ class ScaledSteps:
                 "in a step of reinforcement learning in which all rewards are equal",
                 "clipping-scaled-gradients",
             )
+
+    def _warn_of_lowest(self, scaler: Any, report: Sequence[NonFinite]) -> None:
+        """Warn once that many skips in a row have brought the scale down to its lowest."""
+        skips = self._log.skips_in_a_row
+        is_time = _SKIPS_TO_LOWEST <= skips < step_log.SKIPS_BEFORE_WARNING
+        if not is_time or self._has_warned_of_lowest:
+            return
+        if scaler.get_scale() * scaler.get_backoff_factor() > scaler._lowest:
+            return
+        self._has_warned_of_lowest = True
+        worst = f" The worst: {report[0]}." if report else ""
+        warn(
+            f"{self._log.skips()}, and the loss scale has come down to its lowest, "
+            f"{scaler._lowest:g}, where small gradients are lost in float16. Gradients held inf or "
+            f"NaN at every scale.{worst} No scale cures a NaN: look for its cause, in the data or "
+            "by apex_mp.monitor.find_nonfinite. Afterwards scaler.update(2.0**16) sets the scale "
+            f"at once; else it doubles every {scaler.get_growth_interval()} steps",
+            "the-loss-scale-sinks",
+        )
 
     def _scale(self) -> float:
         scaler = self._scaler()

@@ -15,6 +15,7 @@ from apex_mp.amp import _scaled_grads
 from apex_mp.amp._folded_clip import FoldedClip, params_of
 from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
+from apex_mp.amp._torch_fused import is_fused
 from apex_mp.core import step_log, tensors
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
@@ -163,10 +164,14 @@ class UnscalingGradScaler(BoundedGradScaler):
 
     def _measure(self, optimizer: torch.optim.Optimizer, grads: Grads) -> _scaled_grads.Measured:
         scale, _ = self._check_scale_growth_tracker("_measure")
+        self._note_dtypes(grads)
         measured = _scaled_grads.measure(grads, scale)
         state = self._per_optimizer_states[id(optimizer)]
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
         return measured
+
+    def _note_dtypes(self, grads: Grads) -> None:
+        self._has_16_bit_grads = self._has_16_bit_grads or grads.have_16_bit()
 
     # Methods that torch calls in `unscale_` and in `step`.
 
@@ -178,6 +183,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         grads = GradSlots(optimizer.param_groups).read()
+        self._note_dtypes(grads)
         fused = is_fused(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         with self._applying_clip(optimizer) as clip:
@@ -239,11 +245,6 @@ class UnscalingGradScaler(BoundedGradScaler):
             _unscale_others(found, grads.other_params(), 1.0)
             found.join(scale.device)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
-
-
-def is_fused(optimizer: Any) -> bool:
-    """Return whether an optimizer unscales and skips in its own step: ours, torch's fused ones."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,23 +13,20 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp.amp._folded_clip import params_of
 from apex_mp.amp._scale_bounds import ScaleBounds, eager, with_advice
 from apex_mp.amp._scaled_losses import ScaledLosses
 from apex_mp.amp._scaled_steps import ScaledSteps, outcome
+from apex_mp.amp._torch_fused import is_fused, removing_new_momentum, wait_for_amp_tensors
 from apex_mp.amp._unscaling import (
     MEASURED,
     NOTED,
     UnscalingGradScaler,
-    is_fused,
     refuse_no_optimizer,
     refuse_own_scaling,
 )
 from apex_mp.core import readback, step_log
 from apex_mp.core.grads import NonFinite
 from apex_mp.core.tensors import copy_async
-from apex_mp.loss_scale import FLOAT32_SMALLEST_NORMAL
-from apex_mp.optimizers._fused import FusedOptimizer
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -56,7 +53,8 @@ class GradScaler(UnscalingGradScaler):
         backoff_factor: Backing off multiplies the scale by this, less than 1 [0.5].
         growth_interval: Steps without inf or NaN in a row before the scale grows [2000].
         enabled: With False nothing is scaled or skipped [True].
-        min_scale: The scale does not back off below this [None: no bound; torch's sinks to 0].
+        min_scale: The scale does not back off below this [None: 1 once there are float16 or
+            bfloat16 gradients, else the smallest normal float32 number; torch's sinks to 0].
         max_scale: The scale does not grow above this [None: no bound].
         hysteresis: Overflows before the scale backs off [1].
         model: The module whose names messages and reports use for its parameters [None: those of
@@ -197,7 +195,8 @@ class GradScaler(UnscalingGradScaler):
         try:
             with (
                 self._applying_clip(optimizer) as clip,
-                _wait_for_amp_tensors(optimizer, scale.device),
+                wait_for_amp_tensors(optimizer, scale.device),
+                removing_new_momentum(optimizer, state),
             ):
                 if clip is not None:
                     optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)
@@ -301,11 +300,6 @@ class GradScaler(UnscalingGradScaler):
             )
         return steps
 
-    @property
-    def _lowest(self) -> float:
-        """The smallest scale that it backs off to; torch's backs off to 0."""
-        return FLOAT32_SMALLEST_NORMAL if self._bounds.min_scale is None else self._bounds.min_scale
-
     def __getstate__(self) -> dict[str, Any]:
         # Steps and the model belong to objects that are not copied with the scaler.
         return {**super().__getstate__(), "_model": None, "_steps": None, "_clips": None}
@@ -313,34 +307,3 @@ class GradScaler(UnscalingGradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps, self._clips = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def _wait_for_amp_tensors(optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Move `grad_scale` and `found_inf` to the CPU for torch's fused optimizers that step there.
-
-    torch copies both with non_blocking=True, and a step on the CPU may read them before they
-    arrive.
-
-    Args:
-        optimizer: The optimizer; its step is called in the block.
-        device: That of the scale.
-    """
-    if (
-        device.type == "cpu"
-        or isinstance(optimizer, FusedOptimizer)
-        or not any(param.is_cpu for param in params_of(optimizer))
-    ):
-        yield
-        return
-
-    def move_to_cpu(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for name in ("grad_scale", "found_inf"):
-            value = getattr(optimizer, name, None)
-            setattr(optimizer, name, None if value is None else value.cpu())
-
-    hook = optimizer.register_step_pre_hook(move_to_cpu)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_mp.amp._loss_grads import LossGrads, Unscaling, named_grads
 from apex_mp.amp._masters import OptimizerMasters
+from apex_mp.amp._torch_fused import looks_at_found_inf
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.amp.step_guard import StepGuard, guard_of
@@ -121,7 +122,7 @@ def scaled_backward(
 
 def _common_device(optimizers: Sequence[Any], grads: LossGrads) -> torch.device | None:
     """Return the device on which the overflow decision stays; None if the host must know it."""
-    if not all(map(_looks_at_found_inf, optimizers)):
+    if not all(map(looks_at_found_inf, optimizers)):
         return None
     pairs = [*grads.slots.pairs()]
     if not pairs or grads.is_scaled:
@@ -131,20 +132,6 @@ def _common_device(optimizers: Sequence[Any], grads: LossGrads) -> torch.device 
         return None
     is_common = all(source.device == param.device == device for source, param in pairs)
     return device if is_common else None
-
-
-def _looks_at_found_inf(optimizer: Any) -> bool:
-    """Return whether a step of the optimizer changes nothing if its found_inf is 1."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if isinstance(optimizer, torch.optim.SGD):
-        # A first step makes the momentum before it reads found_inf, and leaves it without values.
-        return all(
-            not group["momentum"]
-            or any("momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"])
-            for group in optimizer.param_groups
-        )
-    return True
 
 
 @dataclasses.dataclass(frozen=True)

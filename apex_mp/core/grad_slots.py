@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import tensors
+from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.step import Groups, Lists
 
 
@@ -96,6 +97,12 @@ class Grads:
     def params(self) -> list[Tensor]:
         """Return the parameters whose gradients are in `plain`, device by device."""
         return [self.slots.sources[row] for here in self.plain.values() for row in here.rows]
+
+    def have_16_bit(self) -> bool:
+        """Return whether there is a float16 or bfloat16 gradient."""
+        return any(here.has_16_bit for here in self.plain.values()) or any(
+            param.dtype in LOW_PRECISION for param in self.other_params()
+        )
 
     def other_params(self) -> list[Tensor]:
         """Return the parameters whose gradients are in `others`."""

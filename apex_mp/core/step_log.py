@@ -144,6 +144,7 @@ class StepLog:
     Attributes:
         report: Which gradients held inf or NaN in the last skipped step, as far as the host knows.
         skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
+        steps: How many steps there were, skipped ones included.
         captured: If a CUDA graph took the last step, a tensor on the device: not 0 if the step was
             skipped, which the host does not know. Else None.
     """
@@ -152,7 +153,7 @@ class StepLog:
         self._optimizer = weakref.ref(optimizer)
         self._who = who
         self.report: Sequence[NonFinite] = ()
-        self.skips_in_a_row = 0
+        self.skips_in_a_row = self.steps = 0
         self.captured: Tensor | None = None
 
     @property
@@ -160,6 +161,12 @@ class StepLog:
         """Return whether the last step was skipped; the host waits until it knows."""
         readback.wait()
         return self.skips_in_a_row > 0 if self.captured is None else bool(self.captured)
+
+    def skips(self) -> str:
+        """Return how many steps were skipped in a row, and since when, to begin a message."""
+        first = self.steps - self.skips_in_a_row + 1
+        count = self.skips_in_a_row
+        return f"{self._who} has skipped {count} steps in a row, from its step {first} on"
 
     def end(
         self,
@@ -180,6 +187,7 @@ class StepLog:
                 all else is done. All are notified; then the first error is raised.
             note: Returns what listeners are given; called if there are any.
         """
+        self.steps += 1
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
         if skipped:
             self.report = report
@@ -187,8 +195,8 @@ class StepLog:
         if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
             worst = f" The worst: {report[0]}." if report else ""
             warn(
-                f"{self._who} has skipped {SKIPS_BEFORE_WARNING} steps in a row; the loss scale is "
-                f"now {scale()}. Gradients hold inf or NaN at every scale tried.{worst}",
+                f"{self.skips()}; the loss scale is now {scale()}. Gradients hold inf or NaN at "
+                f"every scale tried.{worst}",
                 "every-step-is-skipped",
             )
         notified = heard(*owners)

@@ -98,6 +98,7 @@ void define_classes(py::module_& module) {
       .def("insert", &DeviceGrads::insert)
       .def("check", &DeviceGrads::check, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("has_double", &DeviceGrads::has_double)
+      .def_property_readonly("has_16_bit", &DeviceGrads::has_16_bit)
       .def("__len__", [](const DeviceGrads& here) { return here.rows.size(); })
       .def_readonly("rows", &DeviceGrads::rows)
       .def_readonly("grads", &DeviceGrads::grads);

@@ -42,6 +42,12 @@ bool DeviceGrads::has_double() const {
                      [](const at::Tensor& grad) { return grad.scalar_type() == at::kDouble; });
 }
 
+bool DeviceGrads::has_16_bit() const {
+  return std::any_of(grads.begin(), grads.end(), [](const at::Tensor& grad) {
+    return grad.scalar_type() == at::kHalf || grad.scalar_type() == at::kBFloat16;
+  });
+}
+
 // Called from C++, because Python would make a list of the gradients, and the operator another one.
 void DeviceGrads::check(const at::Tensor& found_inf, const at::Tensor& sum_sq) const {
   using Check = void(at::TensorList, at::IntArrayRef, const at::Tensor&, const at::Tensor&);

@@ -129,7 +129,8 @@ def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
     assert issubclass(one.category, RuntimeWarning)
     assert one.filename == __file__
     assert str(one.message).startswith(
-        f"GradScaler: {type(optimizer).__name__} has skipped 50 steps in a row; the loss scale is "
+        f"GradScaler: {type(optimizer).__name__} has skipped 50 steps in a row, from its step 32 "
+        "on; the loss scale is now "
     )
     said = str(one.message)
     assert "The worst: second.weight [1, 2]: 2 inf, 0 NaN." in said
