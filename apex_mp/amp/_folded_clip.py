@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from apex_mp import _C
 
@@ -35,11 +36,20 @@ class FoldedClip:
         self._is_stepping = False
         self._versions = _C.GradVersions()
         self._versions.record(params_of(optimizer))
+        self._is_pending = False
+        self._guard: RemovableHandle | None = None
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse steps without the scaler; call it once the scaler has the clip."""
         self._guard = optimizer.register_step_pre_hook(self._refuse_plain_step)
+        # Last: if Ctrl-C interrupts the line above, the hook that is left behind refuses nothing.
+        self._is_pending = True
 
     def close(self) -> None:
         """Let the optimizer be stepped without the scaler again."""
-        self._guard.remove()
+        self._is_pending = False
+        if self._guard is not None:
+            self._guard.remove()
 
     def is_obsolete(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether no step used it and the gradients have changed since."""
@@ -73,7 +83,7 @@ class FoldedClip:
         self.close()
 
     def _refuse_plain_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_stepping or self.is_obsolete(optimizer):
+        if not self._is_pending or self._is_stepping or self.is_obsolete(optimizer):
             return
         owner = type(optimizer).__name__
         raise RuntimeError(

@@ -26,6 +26,7 @@ from apex_mp.optimizers._state import has_master
 _NAMED = 3
 _ELEMENTS_LOOKED_AT = 1 << 20
 _SKIPS_TO_LOWEST = 8  # fewer may be a scale that begins near its lowest
+_TINY_SCALE = 2.0**-40
 
 
 class ScaledSteps:
@@ -154,7 +155,9 @@ class ScaledSteps:
         self._log.end(skipped, report, scale=self._scale, owners=[scaler, optimizer], note=note)
         if skipped and scaler is not None:
             self._warn_of_lowest(scaler, report)
-        if sum_sq and not any(sum_sq) and not self._has_seen_zeros and optimizer is not None:
+        # Squares of gradients at a tiny scale are 0 though they are not.
+        may_see = not self._has_seen_zeros and optimizer is not None
+        if sum_sq and not any(sum_sq) and may_see and self._scale() > _TINY_SCALE:
             self._has_seen_zeros = True
             warn(
                 f"GradScaler: all gradients of {type(optimizer).__name__} are 0 in this step. "
@@ -167,7 +170,7 @@ class ScaledSteps:
             )
 
     def _warn_of_lowest(self, scaler: Any, report: Sequence[NonFinite]) -> None:
-        """Warn once that many skips in a row have brought the scale down to its lowest."""
+        """Warn once that skips in a row have lowered the scale as far as it goes."""
         skips = self._log.skips_in_a_row
         is_time = _SKIPS_TO_LOWEST <= skips < step_log.SKIPS_BEFORE_WARNING
         if not is_time or self._has_warned_of_lowest:

@@ -156,6 +156,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         wide = any(here.has_double for here in grads.plain.values())
         state[_CLIPPED] = True
         clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
+        clip.guard(optimizer)
         if step_log.listeners:
             state[NOTED] = norm, clip.divisor.reciprocal()
         if not is_fused(optimizer):

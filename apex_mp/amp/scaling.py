@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from apex_mp.amp._masters import OptimizerMasters
 from apex_mp.amp._torch_fused import looks_at_found_inf
 from apex_mp.amp.casting import is_low
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.amp.step_guard import StepGuard, guard_of
+from apex_mp.amp.step_guard import Block, StepGuard, guard_of
 from apex_mp.core import device_scale, local_gradients, parallel_masters, readback
 from apex_mp.core import grads as _grads
 from apex_mp.core.found_inf import FoundInf
@@ -238,19 +239,19 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
             "scale_loss was called inside a scale_loss block of the same optimizer; end the first "
             "block before the second, or add the losses up"
         )
-    for guard in guards:
-        guard.in_block = True
+    block = Block()
     try:
+        for guard in guards:
+            guard.block = weakref.ref(block)
         for optimizer in optimizers:
             for masters in _masters_of(optimizer):
                 masters.begin_block(optimizer)
         yield guards
     finally:
+        block.is_open = False  # First, and for all at once: the rest may be interrupted by Ctrl-C.
         for optimizer in optimizers:
             for masters in _masters_of(optimizer):
                 masters.end_block()
-        for guard in guards:
-            guard.in_block = False
 
 
 @contextlib.contextmanager
@@ -258,18 +259,18 @@ def _clearing(optimizers: Sequence[Any], grads: LossGrads) -> Iterator[None]:
     """Make `zero_grad` in a block clear the stashed gradients, too."""
     missing = object()
     before = [(each, vars(each).get("zero_grad", missing)) for each in optimizers]
-    for each in optimizers:
-        if not hasattr(each, "zero_grad"):
-            continue
-
-        def zero_grad(
-            *args: Any, _zero_grad: Any = each.zero_grad, _own: Any = each, **kwargs: Any
-        ) -> Any:
-            grads.forget(_own)
-            return _zero_grad(*args, **kwargs)
-
-        each.zero_grad = zero_grad
     try:
+        for each in optimizers:
+            if not hasattr(each, "zero_grad"):
+                continue
+
+            def zero_grad(
+                *args: Any, _zero_grad: Any = each.zero_grad, _own: Any = each, **kwargs: Any
+            ) -> Any:
+                grads.forget(_own)
+                return _zero_grad(*args, **kwargs)
+
+            each.zero_grad = zero_grad
         yield
     finally:
         for each, own_attribute in before:

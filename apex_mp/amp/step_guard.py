@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import types
@@ -24,6 +25,17 @@ from apex_mp.fp16_utils import FP16_Optimizer
 _WIDE = (torch.float32, torch.float64)
 
 
+@dataclasses.dataclass
+class Block:
+    """A block of `scale_loss`, which all its optimizers share.
+
+    Attributes:
+        is_open: Whether it has not ended.
+    """
+
+    is_open: bool = True
+
+
 class StepGuard:
     """Wraps the `step` of one optimizer, from its first `scale_loss` on.
 
@@ -37,7 +49,7 @@ class StepGuard:
         last_overflow: The last overflow that the host knows of.
         scaled_by: The loss scale of gradients that were left scaled (`delay_unscale`), or None.
         scalers: The scalers of the losses that gave those gradients, by id().
-        in_block: Whether a block of `scale_loss` is open.
+        block: Returns the last block of `scale_loss`, or None if that was left by an exception.
         scaler: The loss scale of the last loss, once its block has ended.
         scale: The value of `scaler` in that block: a number, or a tensor on a device.
     """
@@ -46,7 +58,7 @@ class StepGuard:
         self.last_overflow: Overflow | None = None
         self.scaled_by: float | None = None
         self.scalers: dict[int, LossScaler] = {}
-        self.in_block = False
+        self.block: Callable[[], Block | None] = lambda: None
         self.scaler: LossScaler | None = None
         self.scale: float | Tensor = 1.0
         # The overflow of the present gradients; a flag on a device, if the host does not know.
@@ -77,6 +89,12 @@ class StepGuard:
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped; the host waits until it knows."""
         return self._log.was_skipped
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a block of `scale_loss` is open."""
+        block = self.block()
+        return block is not None and block.is_open
 
     # Setting and removing the wrapper.
 

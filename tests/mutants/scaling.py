@@ -29,8 +29,8 @@ AMP = {
     ),
     "two blocks of one optimizer may be open": Mutant(
         "amp/scaling.py",
-        "for guard in guards:\n        guard.in_block = True",
-        "for guard in guards:\n        guard.in_block = False",
+        "guard.block = weakref.ref(block)",
+        "pass",
         "amp_scale_loss",
     ),
     "gradients of masters that zero_grad set to zero are dropped": Mutant(
