@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp import GradScaler
+from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.trainers.common import grads_of, has_half_grads, missing_package
 
@@ -94,6 +95,9 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     is_unscaled = False
 
     def step(self, closure: Any = None) -> None:
+        if is_called_for_state():
+            self.optimizer.step()  # Its gradients are 0, and no loss was scaled.
+            return
         super().step(closure)
         if self.gradient_state.sync_gradients:
             self._has_stepped, self.is_unscaled = True, False

@@ -69,7 +69,7 @@ class FoldedClip:
                 f"GradScaler: gradients of {owner} were written or replaced after "
                 "scaler.clip_grad_norm_(optimizer), which has measured them and left them scaled. "
                 "Call it after the last backward(); to edit gradients, call "
-                "scaler.unscale_(optimizer) before it"
+                "scaler.unscale_(optimizer) before it; to leave out a step, call scaler.update()"
             )
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import _scaled_grads
 from apex_mp.amp._folded_clip import FoldedClip, params_of
+from apex_mp.amp._mixed_grads import UnscaledGrads
 from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.amp._torch_fused import is_fused
@@ -23,6 +24,7 @@ from apex_mp.core.grad_slots import Grads, GradSlots
 # Keys that we add to torch's state of an optimizer, which update() drops.
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
 NOTED = "apex_mp_noted"  # norm and clip factor, for listeners of the step
+UNSCALED = "apex_mp_unscaled"  # the `UnscaledGrads`
 _CLIPPED = "apex_mp_clipped"  # that `clip_grad_norm_` has measured scaled gradients
 
 
@@ -112,6 +114,7 @@ class UnscalingGradScaler(BoundedGradScaler):
                         optimizer, grads, max_norm, norm_type, error_if_nonfinite
                     )
                 self.unscale_(optimizer)
+            self._refuse_mixed(optimizer, "clip_grad_norm_")
         norm = torch.nn.utils.clip_grad_norm_(
             params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
         )
@@ -140,7 +143,8 @@ class UnscalingGradScaler(BoundedGradScaler):
         if _CLIPPED in state:
             raise RuntimeError(
                 "clip_grad_norm_() has already been called on this optimizer since the last "
-                "update()."
+                "update(). Call scaler.update() at the end of each iteration, also if the step is "
+                "left out."
             )
         if norm_type != 2.0:
             raise ValueError(
@@ -171,6 +175,18 @@ class UnscalingGradScaler(BoundedGradScaler):
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
         return measured
 
+    def _refuse_mixed(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
+        """Raise a RuntimeError if scaled gradients were added to unscaled ones."""
+        unscaled = self._per_optimizer_states.get(id(optimizer), {}).get(UNSCALED)
+        if unscaled is not None:
+            unscaled.check(caller, type(optimizer).__name__)
+
+    def _watch_unscaled(self, output: Tensor) -> None:
+        """Notice a backward from a scaled output to gradients that are unscaled already."""
+        for state in self._per_optimizer_states.values():
+            if UNSCALED in state and state["stage"] is OptState.UNSCALED:
+                state[UNSCALED].watch(output)
+
     def _note_dtypes(self, grads: Grads) -> None:
         self._has_16_bit_grads = self._has_16_bit_grads or grads.have_16_bit()
 
@@ -193,6 +209,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             found = FoundInf()
             _unscale_others(found, grads.other_params(), inv_scale)
             measured = _scaled_grads.unscale(grads, inv_scale, found, scale, sums=fused)
+        self._per_optimizer_states[id(optimizer)][UNSCALED] = UnscaledGrads(grads.slots.params)
         if fused:
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured
         return found.join(scale.device)

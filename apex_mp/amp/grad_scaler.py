@@ -127,7 +127,9 @@ class GradScaler(UnscalingGradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
-            return outputs * copy_async(scale, outputs.device)
+            scaled_output = outputs * copy_async(scale, outputs.device)
+            self._watch_unscaled(scaled_output)
+            return scaled_output
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, dict)):
             raise ValueError(
                 f"GradScaler.scale: an output is a {type(outputs).__name__}; outputs must be a "
@@ -162,6 +164,7 @@ class GradScaler(UnscalingGradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         readback.poll()
         self._clip_of(optimizer)  # What it raises comes before a warning.
+        self._refuse_mixed(optimizer, "step")
         self._losses.check(self, optimizer)
         steps = self._steps_of(optimizer)
         lost = steps.watch_updates()

@@ -232,6 +232,70 @@ def test_an_iteration_that_the_loop_gives_up_after_clipping_is_forgotten(
         torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
 
 
+# --- Gradients that are unscaled in part.
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    weight = next(model.parameters())
+    loss: torch.Tensor = model(torch.ones(2, 4, device=weight.device)).pow(2).mean()
+    return loss
+
+
+@pytest.mark.parametrize("unscale", ["clip_grad_norm_", "unscale_"])
+@pytest.mark.parametrize("then", ["clip_grad_norm_", "step"])
+@pytest.mark.parametrize("drop", [False, True], ids=["accumulated", "new"])
+@each_optimizer
+def test_a_backward_between_unscaling_and_update_is_refused(
+    make: Any, drop: bool, then: str, unscale: str, device: torch.device
+) -> None:
+    model = nn.Linear(4, 4).to(device)
+    optimizer, scaler = make(model.parameters()), GradScaler(device.type, init_scale=8.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    arguments = {
+        "clip_grad_norm_": (optimizer, 1.0),
+        "unscale_": (optimizer,),
+        "step": (optimizer,),
+    }
+    scaler.scale(loss_of(model)).backward()
+    getattr(scaler, unscale)(*arguments[unscale])
+    if drop:
+        optimizer.zero_grad()
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(RuntimeError, match=r"scaler\.update\(\)"):
+        getattr(scaler, then)(*arguments[then])
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old)
+    # What the message asks for.
+    optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(loss_of(model)).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    expected = torch.autograd.grad(loss_of(model), [*model.parameters()])
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@each_optimizer
+def test_a_backward_of_others_and_edits_are_no_reason_to_refuse(
+    make: Any, device: torch.device
+) -> None:
+    """Two models in turn, with gradients edited after the second loss was scaled."""
+    models = [nn.Linear(4, 4).to(device) for _ in range(2)]
+    optimizers = [make(model.parameters()) for model in models]
+    scaler = GradScaler(device.type, init_scale=8.0)
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            scaler.scale(loss_of(model)).backward()
+            scaler.unscale_(optimizer)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.clip_grad_norm_(optimizer, 0.1)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+
 def test_the_bounds_that_the_warning_names_help(device: torch.device) -> None:
     loss, optimizer = half_loss(device, wide=False)
     scaler = GradScaler(device.type, init_scale=2.0**15, max_scale=2.0**15, growth_interval=1)

@@ -11,6 +11,10 @@ import tasks
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.lr_scheduler import StepLR
 
 from apex_mp.accelerate import attach_scaler
@@ -155,6 +159,34 @@ def two_optimizers() -> tuple[Any, ...]:
     attach_scaler(accelerator, GradScaler("cpu", 16.0))
     optimizers = accelerator.prepare(*(torch.optim.SGD(each, lr=1.0) for each in layers))
     return accelerator, trained, layers, optimizers
+
+
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["a new process", "after steps"])
+def test_the_state_of_a_sharded_checkpoint_leaves_the_scale_alone(steps_before: int) -> None:
+    """What accelerate calls for FSDP2 makes new state by a step with gradients of 0."""
+
+    def run(steps: int) -> tuple[Any, Any, Any]:
+        half = tasks.model().half()
+        optimizer = FusedAdam(half.parameters(), tasks.LR, master_weights=True)
+        accelerator, scaler = Accelerator(cpu=True), GradScaler("cpu", growth_interval=2)
+        attach_scaler(accelerator, scaler)
+        half, optimizer = accelerator.prepare(half, optimizer)
+        for batch in tasks.batches()[:steps]:
+            accelerator.backward(tasks.loss_of(half, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return half, optimizer, scaler
+
+    half, optimizer, scaler = run(3)
+    state, scale = get_optimizer_state_dict(half, optimizer), scaler.state_dict()
+    half, optimizer, scaler = run(steps_before)
+    scaler.load_state_dict(scale)
+    set_optimizer_state_dict(half, optimizer, state)
+    assert scaler.state_dict() == scale
+    loaded = get_optimizer_state_dict(half, optimizer)["state"]
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            assert torch.equal(loaded[name][key], value), (name, key)
 
 
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
