@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp.amp import _output_buffers
 from apex_mp.amp.switch import Switch
 from apex_mp.core.log import logger
 from apex_mp.core.tensors import map_tensors
@@ -147,7 +148,15 @@ class Caster:
 
     # Wrappers.
 
-    def wrap(self, function: Function, name: str, cast: str, *, casts_inside: bool) -> Function:
+    def wrap(
+        self,
+        function: Function,
+        name: str,
+        cast: str,
+        *,
+        casts_inside: bool,
+        is_registered: bool = False,
+    ) -> Function:
         """Return `function` with its arguments cast before the call.
 
         Args:
@@ -155,16 +164,21 @@ class Caster:
             name: What a line of verbose output calls it.
             cast: "to_low", "to_float", "promote" or "match_first".
             casts_inside: Whether casts stay on for what the function calls.
+            is_registered: Whether to warn if it writes its result to an argument [False].
         """
         cast_arguments, is_on = getattr(self, cast), self.is_on
-        call = _call if casts_inside else self.call_uncast
+        call = call_with if casts_inside else self.call_uncast
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not is_on():
                 return self.call_where_off(wrapper, function, args, kwargs)
+            given = args
             args, kwargs = cast_arguments(name, args, kwargs)
-            return call(function, args, kwargs)
+            result = call(function, args, kwargs)
+            if is_registered:
+                _output_buffers.check(name, given, args, result)
+            return result
 
         return wrapper
 
@@ -235,7 +249,7 @@ class Caster:
         return wrapper
 
 
-def _call(function: Function, args: Any, kwargs: Any) -> Any:
+def call_with(function: Function, args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 

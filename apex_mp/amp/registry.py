@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex_mp.amp import _current
-from apex_mp.amp.casting import Caster, Function
+from apex_mp.amp import _current, _output_buffers
+from apex_mp.amp.casting import Caster, Function, call_with
 from apex_mp.amp.patching import Patches
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,8 +33,9 @@ class Registration:
 
     def wrap(self, function: Function, caster: Caster) -> Function:
         """Return a wrapper of the function that casts."""
+        casts_inside = _casts_inside(function, self.cast)
         return caster.wrap(
-            function, self.name, self.cast, casts_inside=_casts_inside(function, self.cast)
+            function, self.name, self.cast, casts_inside=casts_inside, is_registered=True
         )
 
     def install(self, patches: Patches, caster: Caster) -> None:
@@ -181,10 +182,12 @@ def _decorate(fn: F, cast: str) -> F:
         caster = handle._caster
         if not caster.is_on():
             return caster.call_where_off(wrapper, fn, args, kwargs)
+        given = args
         args, kwargs = getattr(caster, cast)(name, args, kwargs)
-        if casts_inside:
-            return fn(*args, **kwargs)
-        return caster.call_uncast(fn, args, kwargs)
+        call = call_with if casts_inside else caster.call_uncast
+        result = call(fn, args, kwargs)
+        _output_buffers.check(name, given, args, result)
+        return result
 
     return wrapper  # type: ignore[return-value]
 

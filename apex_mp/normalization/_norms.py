@@ -88,9 +88,10 @@ def _sums_in_half(input: Tensor) -> bool:  # noqa: A002
     """Return whether torch's layer norm would sum gradients of float32 weights in 16 bits."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
-    # Compiled and traced code uses torch's operators only.
+    # Compiled and traced code, and transforms of torch.func, use torch's operators only.
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    recorded = torch.compiler.is_compiling() or traced
+    transformed = torch._C._are_functorch_transforms_active()
+    recorded = torch.compiler.is_compiling() or traced or transformed
     return input.device.type == "cpu" and not recorded
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.amp import registry
+from apex_mp.amp import _output_buffers, registry
 
 H, S, D, B = torch.float16, torch.float32, torch.float64, torch.bfloat16
 
@@ -411,6 +412,37 @@ def test_a_wrong_name_is_named(init: Any, register: Any, name: str) -> None:
 
 
 # torch.compile.
+
+
+@pytest.mark.parametrize("register", [True, False], ids=["registered", "decorated"])
+@pytest.mark.parametrize("returns", [True, False], ids=["a value", "nothing"])
+def test_an_output_buffer_that_was_cast_gets_a_warning(
+    init: Any, register: bool, returns: bool, h: Tensor, s: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_output_buffers, "_warned", set())
+
+    def fill(values: Tensor, buffer: Tensor) -> Tensor | None:
+        buffer.copy_(values.sum().expand_as(buffer))
+        return values if returns else None
+
+    owner = types.SimpleNamespace(fill=fill)
+    if register:
+        amp.register_float_function(owner, "fill")
+    else:
+        owner.fill = amp.float_function(fill)
+    init()
+    owner.fill(s, torch.zeros_like(s))  # Nothing is cast.
+    with pytest.warns(
+        RuntimeWarning, match="amp: fill got argument 1 in float32, cast from float16"
+    ):
+        owner.fill(s, torch.zeros_like(h))
+    owner.fill(s, torch.zeros_like(h))
+
+
+def test_a_function_that_only_reads_gets_no_warning(init: Any, h: Tensor, s: Tensor) -> None:
+    init()
+    for decorate in DECORATORS.values():
+        decorate(lambda *values: sum(value.sum() for value in values))(h, s)
 
 
 @pytest.mark.cpu_only

@@ -1,0 +1,40 @@
+"""Warns of registered functions that write their result to an argument that was cast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp.core.log import warn
+
+_warned: set[str] = set()
+
+
+def check(name: str, given: Sequence[Any], cast: Sequence[Any], result: Any) -> None:
+    """Warn once of a function that has written to the cast of an argument, or may have.
+
+    A write by an extension that increments no version shows only in a function that returns None.
+
+    Args:
+        name: The function's name.
+        given: The positional arguments of the caller.
+        cast: Those that the function got.
+        result: What it returned.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for index, (before, after) in enumerate(zip(given, cast, strict=True)):
+        if after is before or not isinstance(after, Tensor) or name in _warned:
+            continue
+        if result is None or (not after.is_inference() and after._version > 0):
+            _warned.add(name)
+            dtypes = [str(each.dtype).removeprefix("torch.") for each in (before, after)]
+            warn(
+                f"amp: {name} got argument {index} in {dtypes[1]}, cast from {dtypes[0]}; if it "
+                "writes its result there, the caller's tensor does not get it. Give that tensor in "
+                f"{dtypes[1]}, or as the keyword out, which is not cast; or return a new tensor",
+                "an-output-buffer",
+            )
