@@ -19,7 +19,7 @@ from apex_mp.checkpointing.convert_checks import (
     check_value,
 )
 from apex_mp.checkpointing.rename import renamed
-from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.masters import LOW_PRECISION, current
 from apex_mp.optimizers import _state
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
@@ -179,7 +179,9 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
         if not torch.is_tensor(value):
             continue
         tensor = tensors[name][1] if name in tensors else value
-        state[name] = _widened(master_of.get(id(tensor), value).detach()).clone()
+        master = master_of.get(id(tensor))
+        plain = _widened(value) if master is None else current(master, tensor)
+        state[name] = plain.detach().clone()
         _add_to_report(report, name, tensor.dtype, state[name].dtype)
     return state
 

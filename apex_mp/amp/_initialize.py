@@ -20,7 +20,7 @@ from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.core import local_gradients, parallel_masters, tensors
 from apex_mp.core.inner import check_lists
-from apex_mp.core.tensors import FLOATING, cast_floating
+from apex_mp.core.tensors import FLOATING
 from apex_mp.fp16_utils import FP16_Optimizer, convert_network
 
 
@@ -82,12 +82,14 @@ class Setup:
         stop_casts()
         _amp_state.handle = handle or None
         originals = _cast_models(self._models, self._options)
-        model_state = MasterState({})
+        new_state = MasterState({})
         for optimizer in self._optimizers:
             if not self._options.is_plain_float32:
                 guard_of(optimizer)  # The first scale_loss may come in the closure of a step.
             if self._options.master_weights:
-                give_masters(optimizer, originals, model_state)
+                # An optimizer for a later stage has masters that the model's hooks know.
+                model_state = None if self._models else MasterState.known(optimizer)
+                give_masters(optimizer, originals, model_state or new_state)
                 continue
             optimizer._amp_initialized = True
             if self._options.cast_model_type is not None:
@@ -95,7 +97,7 @@ class Setup:
             warn_of_eps("amp.initialize", optimizer)
         if self._options.saves_float32:
             for model in self._models:
-                model_state.attach(model)
+                new_state.attach(model)
         _amp_state.models = [weakref.ref(model) for model in self._models]
 
 
@@ -143,6 +145,13 @@ def _check_models(models: list[torch.nn.Module]) -> None:
             )
         if _amp_state.allow_incoming_model_not_fp32:
             continue
+        again = ""
+        if MasterState.has(model):
+            again = (
+                "\nThis model went through amp.initialize before. Another optimizer for it, as for "
+                "a second\nstage, goes there alone: amp.initialize([], optimizer), with the same "
+                "opt_level."
+            )
         for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 if is_low(tensor.dtype):
@@ -150,6 +159,7 @@ def _check_models(models: list[torch.nn.Module]) -> None:
                         f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32.\n"
                         "When using amp.initialize, you do not need to call .half() on your "
                         "model\nbefore passing it, no matter what optimization level you choose."
+                        + again
                     )
 
 
@@ -263,6 +273,8 @@ class CastOutputs:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if hasattr(value, "to") and not isinstance(value, (Tensor, tuple, torch.nn.Module)):
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if hasattr(value, "to") and not isinstance(value, (tuple, torch.nn.Module)):
         return value.to(dtype)  # A batch of the user's own class knows what of it to cast.
-    return cast_floating(value, dtype)
+    return tensors.map_items(lambda item: _cast(item, dtype), value)

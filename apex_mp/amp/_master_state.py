@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+import weakref
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.nn import Parameter
 
 from apex_mp.amp.casting import is_low
+from apex_mp.core.masters import current
 
 # By parameter of the model. Optimizers with a parameter in common have one master of it.
 Masters: TypeAlias = dict[Parameter, Parameter]
@@ -22,14 +24,34 @@ class MasterState:
             model, which has no masters unless its optimizer is copied with it.
     """
 
+    _attached: ClassVar[weakref.WeakSet[MasterState]] = weakref.WeakSet()
+
     def __init__(self, masters: Masters | None = None) -> None:
         self.masters = masters
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+
+    @classmethod
+    def known(cls, optimizer: torch.optim.Optimizer) -> MasterState | None:
+        """Return that of a model with parameters of the optimizer, or None."""
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for each in cls._attached:
+            models = [model for model in (ref() for ref in each._models) if model is not None]
+            if any(id(param) in stepped for model in models for param in model.parameters()):
+                return each
+        return None
 
     def __reduce__(self) -> Any:
         return MasterState, (None,)
 
+    @classmethod
+    def has(cls, model: torch.nn.Module) -> bool:
+        """Return whether a model has been attached before."""
+        return any(ref() is model for each in cls._attached for ref in each._models)
+
     def attach(self, model: torch.nn.Module) -> None:
         """Make a model and each of its submodules save and load masters' values."""
+        self._models.append(weakref.ref(model))
+        self._attached.add(self)
         for module in model.modules():
             # torch sets an attribute on a hook, which a bound method does not allow.
             save, load = functools.partial(self.save), functools.partial(self.load)
@@ -37,14 +59,17 @@ class MasterState:
             module.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
 
     def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put float32 values in place of a module's own in low precision."""
+        """Put float32 values in place of a module's own in low precision.
+
+        Weights that others have written since the last step are saved as they are.
+        """
         if self.masters is None:
             return
         tensors = {**module._parameters, **module._buffers}
         for name, tensor in tensors.items():
             if tensor is not None and is_low(tensor.dtype) and prefix + name in state:
                 master = self.masters.get(tensor)  # type: ignore[call-overload]
-                state[prefix + name] = tensor.float() if master is None else master.detach()
+                state[prefix + name] = tensor.float() if master is None else current(master, tensor)
 
     def load(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any

@@ -26,7 +26,7 @@ from apex_mp.core.checkpoint_view import (
 )
 from apex_mp.core.inner import StepWatch
 from apex_mp.core.log import logger, see
-from apex_mp.core.masters import Masters
+from apex_mp.core.masters import Masters, current
 from apex_mp.core.weight_watch import WeightWatch
 
 _LOG = logger("apex_mp.amp")
@@ -105,9 +105,13 @@ class OptimizerMasters(Masters):
         """
 
         def master_of(param: Parameter) -> Parameter:
-            if param not in self._masters:
-                self._masters[param] = Parameter(originals.get(param, param).data.float())
-            return self._masters[param]
+            master = self._masters.get(param)
+            if master is None:
+                master = Parameter(originals.get(param, param).data.float())
+                self._masters[param] = master
+            else:  # An earlier optimizer's, whose weight may have been written.
+                master.data.copy_(current(master, param))
+            return master
 
         for group in optimizer.param_groups:
             self.adopt(group["params"], optimizer.state, master_of)

@@ -354,6 +354,24 @@ def _are_not(weight: Tensor, other: Tensor) -> Tensor:
     return (weight != other) & ~(weight.isnan() & other.isnan())
 
 
+@torch.no_grad()
+def current(master: Tensor, weight: Tensor) -> Tensor:
+    """Return a master; a copy with the weights where these were written by others.
+
+    Args:
+        master: The float32 master; maybe in another memory order.
+        weight: The float16 or bfloat16 weight.
+    """
+    laid = match_strides(master.detach(), weight)
+    differs = differ(laid, weight, converted=True)
+    if not bool(differs.any()):
+        return laid
+    copy = laid.clone()
+    local, part = tensors.local_part(copy), tensors.local_part(weight.detach())
+    local.copy_(torch.where(differs, part, local))
+    return copy
+
+
 def existing_grad(param: Parameter) -> Tensor:
     """Return the gradient of a parameter that has one."""
     grad = param.grad

@@ -7,8 +7,11 @@ tensor.
 
 from __future__ import annotations
 
+import collections
+import copy
+import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -214,18 +217,33 @@ def map_tensors(cast: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return `value` with every tensor in it replaced; unchanged containers stay themselves."""
     if isinstance(value, Tensor):
         return cast(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(cast, item) for item in value]
+    return map_items(functools.partial(map_tensors, cast), value)
+
+
+def map_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a container with its items replaced; an unchanged one, or no container, as it is.
+
+    Containers are lists, tuples, deques and mappings, also of the user's own classes.
+    """
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = [function(item) for item in value]
         if all(map(operator.is_, items, value)):
             return value
         if hasattr(value, "_make"):  # A namedtuple, PackedSequence for one.
             return value._make(items)
+        if isinstance(value, collections.deque):
+            return type(value)(items, value.maxlen)
         return type(value)(items)
-    if isinstance(value, dict):
-        values = {key: map_tensors(cast, item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        values = {key: function(item) for key, item in value.items()}
         if all(map(operator.is_, values.values(), value.values())):
             return value
-        new = value.copy()
+        if not isinstance(value, MutableMapping):
+            return values
+        new: Any
+        new = value.copy() if isinstance(value, dict) else copy.copy(value)
         for key, item in values.items():  # Some subclasses refuse update().
             new[key] = item
         return new

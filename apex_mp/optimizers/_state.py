@@ -14,7 +14,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import grads as _grads
 from apex_mp.core import tensors
-from apex_mp.core.masters import LOW_PRECISION, differ
+from apex_mp.core.masters import LOW_PRECISION, current
 
 MASTER = "master_param"
 
@@ -79,16 +79,7 @@ def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
         return joined(param, master)
     if master is None:
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-    return current(master, param)
-
-
-@torch.no_grad()
-def current(master: Tensor, param: Tensor) -> Tensor:
-    """Return a copy of a float32 master, with a parameter's numbers where others wrote them."""
-    copy = _grads.match_strides(master.detach().clone(), param)
-    local, weight = tensors.local_part(copy), tensors.local_part(param.detach())
-    local.copy_(torch.where(differ(local, weight, converted=True), weight, local))
-    return copy
+    return current(master, param).clone()
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
