@@ -162,7 +162,7 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
     """
     check_model("convert.masters", model)
     network = _without_wrappers(model)
-    master_of = _masters_of("convert.masters", model, optimizer)
+    master_of = current_masters("convert.masters", network, optimizer)
     state = _copied(network.state_dict())
     tensors = _tensors(network)
     lost = [
@@ -179,9 +179,7 @@ def masters(model: nn.Module, optimizer: Any, *, report: _Report = None) -> Orde
         if not torch.is_tensor(value):
             continue
         tensor = tensors[name][1] if name in tensors else value
-        master = master_of.get(id(tensor))
-        plain = _widened(value) if master is None else current(master, tensor)
-        state[name] = plain.detach().clone()
+        state[name] = _widened(master_of.get(id(tensor), value).detach()).clone()
         _add_to_report(report, name, tensor.dtype, state[name].dtype)
     return state
 
@@ -221,13 +219,29 @@ def _masters_of(
             )
         found |= {id(param): master for master, param in model_of.items()}
         for param, state in one.state.items():
-            if _state.MASTER not in state:
+            if _state.MASTER not in state or param.dtype not in LOW_PRECISION:
                 continue
             is_part = _state.is_split(state)
             found[id(param)] = _state.master_of(param, state) if is_part else state[_state.MASTER]
             if is_part and write:  # The next step splits it again.
                 state[_state.MASTER] = found[id(param)]
     return found
+
+
+def current_masters(function: str, model: nn.Module, optimizer: Any) -> dict[int, Tensor]:
+    """Return masters by id() of the model's parameters; where these were written, their numbers.
+
+    Args:
+        function: The caller, for messages.
+        model: The model.
+        optimizer: Its optimizer, or a list.
+
+    Raises:
+        TypeError, ValueError: As `masters`.
+    """
+    master_of = _masters_of(function, model, optimizer)
+    stepped = ((param, master_of.get(id(param))) for param in model.parameters())
+    return {id(param): current(master, param) for param, master in stepped if master is not None}
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

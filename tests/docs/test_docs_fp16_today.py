@@ -16,7 +16,7 @@ from apex_mp.amp import GradScaler
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fp16_today.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-FOLDED, REPORT, MASTERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FOLDED, REPORT, AVERAGE, MASTERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def names(device: torch.device) -> dict[str, Any]:
@@ -52,6 +52,12 @@ def test_torch_refuses_the_loop_before_the_change(device: torch.device) -> None:
 
 def test_the_loop_trains_after_the_change(device: torch.device) -> None:
     assert isinstance(run(side("+"), device)["scaler"], GradScaler)
+
+
+def test_the_average_is_a_float32_model(device: torch.device) -> None:
+    there = run(FOLDED, device)
+    exec(AVERAGE, there)
+    assert {param.dtype for param in there["averaged"].module.parameters()} == {torch.float32}
 
 
 def test_the_loop_with_folded_clipping_trains_and_is_reported(

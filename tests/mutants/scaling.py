@@ -92,7 +92,7 @@ AMP = {
     ),
     "a model saves rounded weights": Mutant(
         "amp/_master_state.py",
-        "tensor.float() if master is None else master.detach()",
+        "tensor.float() if master is None else current(master, tensor)",
         "tensor.float()",
         "amp_opt_levels",
     ),

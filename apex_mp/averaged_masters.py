@@ -1,0 +1,83 @@
+"""AveragedMasters: torch's AveragedModel over the float32 masters of a 16-bit model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from apex_mp import convert
+from apex_mp.core.masters import LOW_PRECISION
+
+__all__ = ["AveragedMasters"]
+
+
+class AveragedMasters(AveragedModel):
+    """The average of a model's weights (EMA, SWA) in float32, from its optimizer's masters.
+
+        averaged = AveragedMasters(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        ...
+        if not scaler.step_was_skipped(optimizer):
+            averaged.update_parameters(model)
+
+    An average kept in float16 stands still once its changes are smaller than half the distance
+    between two float16 numbers, which is soon; so does one of float16 weights, in part.
+
+    Args:
+        model: Any, in mixed precision or not; it is copied.
+        optimizer: A fused optimizer with `master_weights`, an FP16_Optimizer, or one that went
+            through `amp.initialize`; a list of them for a model with several. Without masters the
+            weights themselves are averaged, in float32.
+        options: As of `torch.optim.swa_utils.AveragedModel`: `device`, `avg_fn`, `multi_avg_fn`,
+            `use_buffers`.
+
+    Attributes:
+        module: The averaged model, in float32 where `model` has 16 bits.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer.
+        ValueError: An optimizer steps no parameter of the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.module._apply(lambda t: t.float() if t.dtype in LOW_PRECISION else t)  # type: ignore[no-untyped-call]
+        self._optimizer = optimizer
+        values = _Values(model, optimizer)
+        with torch.no_grad():
+            for averaged, value in zip(self.module.parameters(), values.parameters(), strict=True):
+                averaged.copy_(value)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the present masters to the average.
+
+        Args:
+            model: The model that was given at first.
+        """
+        super().update_parameters(_Values(model, self._optimizer))  # type: ignore[arg-type]
+
+
+class _Values:
+    """A model's parameters with their float32 masters, and its buffers: what a torch average reads.
+
+    Args:
+        model: The model.
+        optimizer: Has the masters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model = model
+        self._masters = convert.current_masters("AveragedMasters", model, optimizer)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the values of all parameters."""
+        for param in self._model.parameters():
+            value = self._masters.get(id(param), param)
+            yield value.float() if value.dtype in LOW_PRECISION else value
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers."""
+        return self._model.buffers()
