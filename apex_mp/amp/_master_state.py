@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp.amp.casting import is_low
-from apex_mp.core.masters import current
+from apex_mp.core.written_weights import current
 
 # By parameter of the model. Optimizers with a parameter in common have one master of it.
 Masters: TypeAlias = dict[Parameter, Parameter]

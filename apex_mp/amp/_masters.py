@@ -26,8 +26,9 @@ from apex_mp.core.checkpoint_view import (
 )
 from apex_mp.core.inner import StepWatch
 from apex_mp.core.log import logger, see
-from apex_mp.core.masters import Masters, current
+from apex_mp.core.masters import Masters
 from apex_mp.core.weight_watch import WeightWatch
+from apex_mp.core.written_weights import current
 
 _LOG = logger("apex_mp.amp")
 _ADVICE_FOR_WRITES = (

@@ -25,12 +25,8 @@ class UnscaledGrads:
         self._params = params
         self._versions = _C.GradVersions()
 
-    def watch(self, output: Tensor) -> None:
-        """Compare gradients before and after the backward of a scaled output."""
-        if output.requires_grad:
-            output.register_hook(self._begin)  # type: ignore[no-untyped-call]
-
-    def _begin(self, _: Tensor) -> None:
+    def watch_backward(self) -> None:
+        """Compare gradients before and after the backward that is running."""
         self._versions.record(self._params)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end)

@@ -26,15 +26,23 @@ def check(name: str, given: Sequence[Any], cast: Sequence[Any], result: Any) -> 
     """
     if torch.compiler.is_compiling():
         return
-    for index, (before, after) in enumerate(zip(given, cast, strict=True)):
-        if after is before or not isinstance(after, Tensor) or name in _warned:
-            continue
-        if result is None or (not after.is_inference() and after._version > 0):
-            _warned.add(name)
-            dtypes = [str(each.dtype).removeprefix("torch.") for each in (before, after)]
-            warn(
-                f"amp: {name} got argument {index} in {dtypes[1]}, cast from {dtypes[0]}; if it "
-                "writes its result there, the caller's tensor does not get it. Give that tensor in "
-                f"{dtypes[1]}, or as the keyword out, which is not cast; or return a new tensor",
-                "an-output-buffer",
-            )
+    if name in _warned:
+        return
+    pairs = zip(given, cast, strict=True)
+    new = [
+        (index, before, after)
+        for index, (before, after) in enumerate(pairs)
+        if after is not before and isinstance(after, Tensor)
+    ]
+    written = [each for each in new if not each[2].is_inference() and each[2]._version > 0]
+    # Buffers come last, as a rule.
+    suspects = written or (new[-1:] if result is None else [])
+    for index, before, after in suspects[:1]:
+        _warned.add(name)
+        dtypes = [str(each.dtype).removeprefix("torch.") for each in (before, after)]
+        warn(
+            f"amp: {name} got argument {index} in {dtypes[1]}, cast from {dtypes[0]}; if it "
+            "writes its result there, the caller's tensor does not get it. Give that tensor in "
+            f"{dtypes[1]}, or as the keyword out, which is not cast; or return a new tensor",
+            "an-output-buffer",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -18,13 +19,10 @@ from apex_mp.amp._scaled_grads import Measured
 from apex_mp.core import device_scale, readback, step_log, tensors
 from apex_mp.core.grads import NonFinite, locate_nonfinite
 from apex_mp.core.log import warn
-from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.skips import ParamNames
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import has_master
+from apex_mp.optimizers._lost_updates import LostUpdates
 
-_NAMED = 3
-_ELEMENTS_LOOKED_AT = 1 << 20
 _SKIPS_TO_LOWEST = 8  # fewer may be a scale that begins near its lowest
 _TINY_SCALE = 2.0**-40
 
@@ -50,7 +48,16 @@ class ScaledSteps:
         self._log = step_log.StepLog(optimizer, f"GradScaler: {type(optimizer).__name__}")
         self._found_inf: bool | Tensor = False  # of the last step
         self._versions = _C.GradVersions()  # the gradients of the last step
-        self._has_looked_at_updates = self._has_seen_zeros = self._has_warned_of_lowest = False
+        self._has_seen_zeros = self._has_warned_of_lowest = False
+        name = type(optimizer).__name__
+        keeper = name if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
+        advice = (
+            f"{keeper}(..., master_weights=True) keeps masters; for other optimizers make them "
+            "with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
+        )
+        self._lost_updates = LostUpdates(
+            optimizer, f"GradScaler: {name}", advice, self._named_params
+        )
         warn_of_eps("GradScaler", optimizer)
 
     @property
@@ -192,6 +199,13 @@ class ScaledSteps:
         scaler = self._scaler()
         return math.nan if scaler is None else scaler.get_scale()
 
+    @contextlib.contextmanager
+    def watching_updates(self) -> Iterator[None]:
+        """A context in which a step is taken; warn once that parameters have no masters."""
+        counter = self._lost_updates.before_step()
+        yield
+        self._lost_updates.after_step(counter, self._found_inf)
+
     # Names.
 
     def _params(self) -> list[Tensor]:
@@ -212,45 +226,6 @@ class ScaledSteps:
             for name, param in self._named_params()
             if param.grad is not None
         )
-
-    # Parameters without masters.
-
-    def watch_updates(self) -> LostUpdateCounter | None:
-        """Return a counter of lost updates for the next step; None if it needs none."""
-        optimizer = self._optimizer()
-        if self._has_looked_at_updates or optimizer is None:
-            return None
-        moving = [group for group in optimizer.param_groups if not _stands_still(group)]
-        without_master = {
-            id(param)
-            for group in moving
-            for param in group["params"]
-            if param.dtype in LOW_PRECISION and param.requires_grad and not has_master(param, group)
-        }
-        named = [(name, p) for name, p in self._named_params() if id(p) in without_master]
-        self._has_looked_at_updates = not named and len(moving) == len(optimizer.param_groups)
-        return LostUpdateCounter(optimizer, named) if named else None
-
-    def check_updates(self, lost: LostUpdateCounter | None) -> None:
-        """Warn once that parameters have no masters, after the first step that was not skipped."""
-        if lost is None or readback.is_capturing():
-            return
-        counts = lost.counts()
-        if not isinstance(self._found_inf, Tensor):
-            self._warn_of_lost(lost, [float(self._found_inf), *counts.tolist()])
-            return
-        found = self._found_inf.double().view(1)
-        readback.submit_tensor(
-            torch.cat([found, tensors.copy_async(counts, found.device)]),
-            lambda numbers: self._warn_of_lost(lost, numbers.tolist()),
-        )
-
-    def _warn_of_lost(self, lost: LostUpdateCounter, numbers: Sequence[float]) -> None:
-        found_inf, unchanged, total = numbers
-        if found_inf or self._has_looked_at_updates:
-            return
-        self._has_looked_at_updates = True
-        warn(lost.message(int(unchanged), int(total)), "updates-are-lost")
 
 
 def outcome(
@@ -276,64 +251,6 @@ def outcome(
         else:
             skipped |= found.item() != 0.0
     return skipped, read
-
-
-class LostUpdateCounter:
-    """Counts the weights that a step does not change although their gradient is not zero.
-
-    Args:
-        optimizer: The optimizer.
-        named: Its 16-bit parameters without masters, and their names. The first ones are watched,
-            about a million elements together.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]]) -> None:
-        self._owner = type(optimizer).__name__
-        self._keeper = self._owner if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
-        self._names = [name for name, _ in named]
-        self._dtypes = sorted({f"{param.dtype}".removeprefix("torch.") for _, param in named})
-        self._before: list[tuple[Tensor, Tensor]] = []
-        elements = 0
-        for _, param in named:
-            if elements < _ELEMENTS_LOOKED_AT and param.grad is not None:
-                before = tensors.local_part(param).detach().clone()
-                self._before.append((param, before))
-                elements += before.numel()
-
-    @torch.no_grad()
-    def counts(self) -> Tensor:
-        """Return how many weights did not change, and how many have a gradient that is not zero."""
-        unchanged = [torch.zeros(2, dtype=torch.float64)]
-        for param, before in self._before:
-            if param.grad is None:
-                continue
-            grad, after = (tensors.local_part(each) for each in (param.grad, param))
-            if tensors.not_readable(grad) is not None:
-                continue
-            moves = grad != 0
-            pair = torch.stack([(moves & (after == before)).sum(), moves.sum()])
-            unchanged.append(pair.double())
-        scalar_device = unchanged[-1].device
-        self._before.clear()
-        return torch.stack([tensors.copy_async(each, scalar_device) for each in unchanged]).sum(0)
-
-    def message(self, unchanged: int, total: int) -> str:
-        names = ", ".join(self._names[:_NAMED]) + (", ..." if len(self._names) > _NAMED else "")
-        dtypes = " and ".join(self._dtypes)
-        lost = f"{unchanged:,} of {total:,}" if unchanged else f"none of {total:,} yet"
-        return (
-            f"GradScaler: {self._owner} steps {len(self._names)} parameters of {dtypes} that have "
-            f"no float32 masters: {names}. An update of less than half the distance between two "
-            f"such numbers is lost: {lost} in the first step. "
-            f"{self._keeper}(..., master_weights=True) keeps masters; for other optimizers make "
-            "them with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
-        )
-
-
-def _stands_still(group: dict[str, Any]) -> bool:
-    """Return whether a group's learning rate is 0, as in a warm-up; one on a GPU is not read."""
-    lr = group.get("lr")
-    return isinstance(lr, (int, float)) and lr == 0.0
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -183,9 +183,9 @@ class UnscalingGradScaler(BoundedGradScaler):
 
     def _watch_unscaled(self, output: Tensor) -> None:
         """Notice a backward from a scaled output to gradients that are unscaled already."""
-        for state in self._per_optimizer_states.values():
-            if UNSCALED in state and state["stage"] is OptState.UNSCALED:
-                state[UNSCALED].watch(output)
+        if output.requires_grad:
+            reference = weakref.ref(self)
+            output.register_hook(lambda _: _begin_backward(reference()))  # type: ignore[no-untyped-call]
 
     def _note_dtypes(self, grads: Grads) -> None:
         self._has_16_bit_grads = self._has_16_bit_grads or grads.have_16_bit()
@@ -263,6 +263,13 @@ class UnscalingGradScaler(BoundedGradScaler):
             _unscale_others(found, grads.other_params(), 1.0)
             found.join(scale.device)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+
+def _begin_backward(scaler: UnscalingGradScaler | None) -> None:
+    states = [] if scaler is None else scaler._per_optimizer_states.values()
+    for state in states:
+        if UNSCALED in state and state["stage"] is OptState.UNSCALED:
+            state[UNSCALED].watch_backward()
 
 
 @torch.no_grad()

@@ -167,14 +167,10 @@ class GradScaler(UnscalingGradScaler):
         self._refuse_mixed(optimizer, "step")
         self._losses.check(self, optimizer)
         steps = self._steps_of(optimizer)
-        lost = steps.watch_updates()
-        with self._announced(optimizer):
+        with steps.watching_updates(), self._announced(optimizer):
             if is_fused(optimizer):
-                value = self._step_fused(optimizer, steps, *args, **kwargs)
-            else:
-                value = self._step_other(optimizer, *args, **kwargs)
-        steps.check_updates(lost)
-        return value
+                return self._step_fused(optimizer, steps, *args, **kwargs)
+            return self._step_other(optimizer, *args, **kwargs)
 
     def _announced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Notify listeners of the step that the block takes, and of what was measured for it."""

@@ -328,50 +328,6 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
 
 
-@torch.no_grad()
-def differ(master: Tensor, weight: Tensor, *, converted: bool = False) -> Tensor:
-    """Return where weights are not their float32 masters, rounded: they were written by others.
-
-    Args:
-        master: The masters, float32; of a DTensor the part here is compared.
-        weight: Their float16 or bfloat16 weights.
-        converted: Whether weights agree, too, if all were rounded to the other 16-bit dtype before:
-            those of a bfloat16 checkpoint in a float16 model.
-    """
-    master, weight = tensors.local_part(master), tensors.local_part(weight)
-    differs = _are_not(weight, master.to(weight.dtype))
-    if weight.dtype == torch.bfloat16:
-        # Of two that are equally near the split has the larger one (csrc/math/split.h).
-        differs &= weight.float().view(torch.int32) - master.view(torch.int32) != 0x8000
-    if not converted:
-        return differs
-    (other,) = {*LOW_PRECISION} - {weight.dtype}
-    differs_from_other = _are_not(weight, master.to(other).to(weight.dtype))
-    return torch.where(differs_from_other.any(), differs, differs_from_other)
-
-
-def _are_not(weight: Tensor, other: Tensor) -> Tensor:
-    return (weight != other) & ~(weight.isnan() & other.isnan())
-
-
-@torch.no_grad()
-def current(master: Tensor, weight: Tensor) -> Tensor:
-    """Return a master; a copy with the weights where these were written by others.
-
-    Args:
-        master: The float32 master; maybe in another memory order.
-        weight: The float16 or bfloat16 weight.
-    """
-    laid = match_strides(master.detach(), weight)
-    differs = differ(laid, weight, converted=True)
-    if not bool(differs.any()):
-        return laid
-    copy = laid.clone()
-    local, part = tensors.local_part(copy), tensors.local_part(weight.detach())
-    local.copy_(torch.where(differs, part, local))
-    return copy
-
-
 def existing_grad(param: Parameter) -> Tensor:
     """Return the gradient of a parameter that has one."""
     grad = param.grad

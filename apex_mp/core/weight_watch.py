@@ -12,7 +12,8 @@ from torch.nn import Parameter
 
 from apex_mp.core import found_inf, readback
 from apex_mp.core.log import warn
-from apex_mp.core.masters import Masters, differ
+from apex_mp.core.masters import Masters
+from apex_mp.core.written_weights import differ
 
 _SAMPLES = 256
 _FLOAT16_OVERFLOW = 65520.0  # Less rounds to 65504, the largest float16.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
+from apex_mp.core.skips import ParamNames
 from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
 from apex_mp.optimizers import _legacy_call, _written
+from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
 from apex_mp.optimizers._several_devices import SeveralDevices
 
@@ -149,7 +152,7 @@ class FusedOptimizer(SavedOptimizer):
         scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
         request = _legacy_call.request(self._public_name, self, grads, output_params, grad_norms)
         is_first = not self.state
-        with torch.no_grad():
+        with torch.no_grad(), self._watching_updates(request, found_inf):
             result = self._step_by_plan(request, scale, found_inf)
             if is_first and is_called_for_state():
                 for state in self.state.values():
@@ -188,6 +191,29 @@ class FusedOptimizer(SavedOptimizer):
             return StepResult(outcome, plan.without_grad)
         undo = self._undo(before) if before else None
         return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+
+    @contextlib.contextmanager
+    def _watching_updates(self, request: StepRequest, found_inf: Tensor | None) -> Iterator[None]:
+        """A context in which a step is taken; warn once that 16-bit parameters have no masters.
+
+        The scaler of this package does so itself, and old scripts without masters mean it (O3).
+        """
+        attributes = self.__dict__
+        is_plain = request.grads is None and request.grads_of is None and not request.check
+        if not is_plain or "measured_norms" in attributes or "_amp_initialized" in attributes:
+            yield
+            return
+        lost = attributes.get("_lost_updates")
+        if lost is None:
+            name = self._public_name
+            advice = f"{name}(..., master_weights=True) keeps masters"
+            names = ParamNames(None, None)
+            lost = self._lost_updates = LostUpdates(
+                self, name, advice, lambda: names.params(self.param_groups)
+            )
+        counter = lost.before_step()
+        yield
+        lost.after_step(counter, False if found_inf is None else found_inf)
 
     def _must_agree(self, plan: _Plan, request: StepRequest) -> bool:
         """Return whether the step needs numbers of other processes, which a plan cannot collect."""

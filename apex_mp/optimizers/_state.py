@@ -14,7 +14,8 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import grads as _grads
 from apex_mp.core import tensors
-from apex_mp.core.masters import LOW_PRECISION, current
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.written_weights import current
 
 MASTER = "master_param"
 

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp.core import masters, readback, tensors
+from apex_mp.core import readback, tensors
 from apex_mp.core.log import warn
+from apex_mp.core.written_weights import differ
 from apex_mp.optimizers._state import MASTER
 
 # Group, index, and whether the weight was compared with that of the last step.
@@ -40,7 +41,7 @@ def take(optimizer: Any, written: Sequence[Written], before: Mapping[Tensor, Any
             master.zero_()
             differs = torch.ones((), dtype=torch.bool, device=weight.device)
         else:
-            differs = masters.differ(master, weight, converted=not was_compared)
+            differs = differ(master, weight, converted=not was_compared)
             master.copy_(torch.where(differs, weight, master))
         places.append((number, index))
         differing.append(differs.any())
@@ -66,14 +67,14 @@ def _warn_where(differing: list[Tensor], places: list[tuple[int, int]], optimize
 
 
 def _warn(optimizer: Any, places: list[tuple[int, int]], differing: Tensor) -> None:
-    differ = [place for place, flag in zip(places, differing.tolist(), strict=True) if flag]
-    if not differ or optimizer.__dict__.get("_has_warned_of_writes"):
+    places_written = [place for place, flag in zip(places, differing.tolist(), strict=True) if flag]
+    if not places_written or optimizer.__dict__.get("_has_warned_of_writes"):
         return
     optimizer._has_warned_of_writes = True
-    number, index = differ[0]
+    number, index = places_written[0]
     names = optimizer.param_groups[number].get("param_names")
     name = names[index] if names else f"params[{number}][{index}]"
-    more = f" and {len(differ) - 1} more parameters" if len(differ) > 1 else ""
+    more = f" and {len(places_written) - 1} more parameters" if len(places_written) > 1 else ""
     warn(
         f"{optimizer._public_name}: {name}{more} changed outside of step(). Training goes on from "
         "the weights as they are; what their float32 masters had beside these 16 bits is dropped",

@@ -52,8 +52,10 @@ WeightVersions::Change WeightVersions::change_between(const Entry& before, const
   } else if (is_new || before.dtype != now.dtype) {
     return Change::kNotCompared;
   }
-  const bool same = before.master_version != now.master_version || before.facts == now.facts;
-  return same ? Change::kNone : Change::kWritten;
+  if (before.facts == now.facts) return Change::kNone;
+  // A remainder that was written belongs to the weight that it was written with.
+  const bool with_remainder = is_split && before.master_version != now.master_version;
+  return with_remainder ? Change::kNone : Change::kWritten;
 }
 
 void WeightVersions::compare(const RowTensors& row, const Row& memory) {

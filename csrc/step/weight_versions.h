@@ -17,7 +17,7 @@ class WeightVersions {
  public:
   enum class Change {
     kNone,
-    kWritten,     // the weight was written, and its master was not
+    kWritten,     // the weight was written, perhaps its master too
     kNotCompared  // the master is new, or the weight has another dtype; not of split masters
   };
 

@@ -277,6 +277,20 @@ def test_a_backward_between_unscaling_and_update_is_refused(
 
 
 @each_optimizer
+def test_a_loss_that_was_scaled_before_unscaling_is_noticed(
+    make: Any, device: torch.device
+) -> None:
+    model = nn.Linear(4, 4).to(device)
+    optimizer, scaler = make(model.parameters()), GradScaler(device.type, init_scale=8.0)
+    first, second = scaler.scale([loss_of(model), loss_of(model)])
+    first.backward()
+    scaler.unscale_(optimizer)
+    second.backward()
+    with pytest.raises(RuntimeError, match=r"scaler\.update\(\)"):
+        scaler.step(optimizer)
+
+
+@each_optimizer
 def test_a_backward_of_others_and_edits_are_no_reason_to_refuse(
     make: Any, device: torch.device
 ) -> None:

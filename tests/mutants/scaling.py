@@ -238,13 +238,13 @@ SCALER = {
         "amp/_scaled_steps.py", "not any(sum_sq)", "not all(sum_sq)", "grad_scaler_order"
     ),
     "a learning rate of 0 counts as lost updates": Mutant(
-        "amp/_scaled_steps.py",
+        "optimizers/_lost_updates.py",
         "return isinstance(lr, (int, float)) and lr == 0.0",
         "return False",
         "grad_scaler_skips",
     ),
     "after a warm-up nobody looks for lost updates": Mutant(
-        "amp/_scaled_steps.py",
+        "optimizers/_lost_updates.py",
         "not named and len(moving) == len(optimizer.param_groups)",
         "not named",
         "grad_scaler_skips",
@@ -343,13 +343,16 @@ SCALER = {
         "grad_scaler_skips",
     ),
     "a skipped step counts as one that moved nothing": Mutant(
-        "amp/_scaled_steps.py",
-        "if found_inf or self._has_looked_at_updates:",
-        "if self._has_looked_at_updates:",
+        "optimizers/_lost_updates.py",
+        "if found_inf or self._is_done:",
+        "if self._is_done:",
         "grad_scaler_skips",
     ),
     "masters count as missing": Mutant(
-        "amp/_scaled_steps.py", "and not has_master(param, group)", "", "grad_scaler_skips"
+        "optimizers/_lost_updates.py",
+        "and not has_master(param, group)",
+        "",
+        "grad_scaler_skips",
     ),
     "the model is kept alive": Mutant(
         "amp/grad_scaler.py",

@@ -179,15 +179,15 @@ OPTIMIZERS = {
         "written_weights",
     ),
     "weights of the other 16-bit dtype are taken as written": Mutant(
-        "core/masters.py",
+        "core/written_weights.py",
         "torch.where(differs_from_other.any(), differs, differs_from_other)",
         "differs",
         "written_weights",
     ),
     "a tie of a split master is taken as written": Mutant(
-        "core/masters.py",
-        "!= 0x8000",
-        "!= 0x8001",
+        "core/written_weights.py",
+        "(weight != nearest) & (weight != larger)",
+        "(weight != nearest)",
         "written_weights",
     ),
     "a checkpoint has remainders": Mutant(

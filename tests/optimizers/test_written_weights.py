@@ -14,7 +14,7 @@ from fused_adam_cases import BF16, F16, F32, grad_for, make_params
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
-from apex_mp.core.masters import differ
+from apex_mp.core.written_weights import differ
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 OPTIMIZERS: list[Any] = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
@@ -232,14 +232,53 @@ def test_a_resumed_run_keeps_every_digit(
 
 def test_both_neighbors_of_a_tie_are_its_weight() -> None:
     """Conversion rounds a tie to even, a split master's weight to the larger one."""
-    tie = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(F32)
-    for weight, expected in (
-        (0x3F80, [False, True]),
-        (0x3F81, [False, True]),
-        (0x3F82, [True, False]),
-    ):
-        weights = torch.full((2,), weight, dtype=torch.int16).view(BF16)
-        assert differ(tie, weights).tolist() == expected
+    ties = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(F32)
+    for sign in (1.0, -1.0):
+        for bits, expected in (
+            (0x3F80, [False, True]),
+            (0x3F81, [False, True]),
+            (0x3F82, [True, False]),
+        ):
+            weights = torch.full((2,), bits, dtype=torch.int16).view(BF16)
+            assert differ(sign * ties, sign * weights).tolist() == expected
+            # The same in a model of the other dtype.
+            halves = sign * weights.half()
+            assert differ(sign * ties, halves, converted=True).any() == any(expected)
+        small = sign * torch.tensor([4.5, 5.5, 6.5]) * 2.0**-24
+        for steps in ([4, 6, 6], [5, 6, 7]):
+            weights = sign * (torch.tensor(steps) * 2.0**-24).half()
+            assert not differ(small, weights).any()
+        assert differ(small, sign * (torch.tensor([3, 7, 5]) * 2.0**-24).half()).all()
+
+
+@pytest.mark.parametrize("target", [True, "split"], ids=["whole", "split"])
+def test_a_large_bfloat16_run_with_split_masters_resumes_in_float16(
+    target: bool | str, device: torch.device
+) -> None:
+    """Of 65536 masters one is a tie of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(200_000, generator=generator).to(device)
+    optimizer = FusedSGD([Parameter(values.bfloat16())], lr=1e-2, master_weights="split")
+    params_of(optimizer)[0].grad = values.flip(0).bfloat16()
+    optimizer.step()
+    masters = optimizer.master(params_of(optimizer)[0])
+    half = Parameter(params_of(optimizer)[0].detach().half())
+    resumed = FusedSGD([half], lr=1e-2, master_weights=target)
+    resumed.load_state_dict(optimizer.state_dict())
+    half.grad = torch.zeros_like(half)
+    resumed.step()
+    assert_same_bits(resumed.master(half), masters)
+
+
+def test_a_write_counts_where_the_master_was_touched_too(device: torch.device) -> None:
+    optimizer = trained(F16, device)
+    param = params_of(optimizer)[0]
+    with torch.no_grad():
+        optimizer.state[param]["master_param"].clamp_(-100.0, 100.0)
+        param[0] = 3.0
+    with pytest.warns(RuntimeWarning, match=MESSAGE):
+        step(optimizer, 3, lr=0.0)
+    assert param[0] == 3.0
 
 
 def test_a_copied_optimizer_goes_on(device: torch.device) -> None:
