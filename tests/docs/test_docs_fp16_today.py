@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from apex_mp.amp import GradScaler
+from apex_mp.optimizers import FusedSGD
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fp16_today.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-FOLDED, REPORT, AVERAGE, MASTERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FOLDED, REPORT, AVERAGE, WIDE_GRADS, MASTERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def names(device: torch.device) -> dict[str, Any]:
@@ -74,6 +75,33 @@ def test_the_loop_with_folded_clipping_trains_and_is_reported(
     scaler.step(optimizer)
     exec(REPORT, there)
     assert capsys.readouterr().out == "2.weight [2, 16]: 3 inf, 0 NaN\n"
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.11 may lack it")
+@pytest.mark.parametrize(("count", "error"), [(16, 0.0005), (1024, 0.004)])
+def test_sums_of_gradients_are_as_far_off_as_the_page_says(
+    count: int, error: float, device: torch.device
+) -> None:
+    for wide in (False, True):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1000, device=device).half())])
+        if wide:
+            exec(WIDE_GRADS, {"model": model, "torch": torch})
+        (param,) = model
+        optimizer = FusedSGD(model.parameters(), lr=1.0, master_weights=True)
+        scaler = GradScaler(device.type, init_scale=1024.0)
+        generator, right = torch.Generator().manual_seed(0), torch.zeros(1000, dtype=torch.float64)
+        for _ in range(count):
+            grad = (torch.randn(1000, generator=generator) * 0.5 + 1.0).half()
+            right += grad.double() / count
+            loss = (param.float() * grad.float().to(device)).sum() / count
+            scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        off = (-optimizer.master(param).double().cpu() - right).norm() / right.norm()
+        if wide:
+            assert off < 1e-6
+        else:
+            assert off.item() == pytest.approx(error, rel=0.3)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["float16 loss", "float32 loss"])
