@@ -20,7 +20,7 @@ int64_t version_of(const at::Tensor& tensor) {
 uint64_t facts_of(const at::Tensor& weight, const Row& memory) {
   uint64_t facts = 0;
   const Array& array = is_split(memory) ? memory.param : memory.copy;
-  if (weight.is_cpu()) {
+  if (weight.device().type() == at::kCPU) {
     constexpr int64_t kSamples = 8;
     const auto* halves = static_cast<const uint16_t*>(array.data);
     const int64_t step = memory.size / kSamples + 1;
