@@ -68,7 +68,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo docs test every-case test-slow processors mutants lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist release-check format clean
+.PHONY: help build demo docs test every-case test-slow processors mutants random-programs lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist release-check format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -78,6 +78,7 @@ help:
 	@echo 'make every-case run both with all of their parameters, not with a few cases that have each value'
 	@echo 'make processors run the tests that depend on the processor, as on older ones'
 	@echo 'make mutants    change one line of the package at a time, and see that a test fails'
+	@echo 'make random-programs  20,000 random programs of training, others each time'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
@@ -122,6 +123,10 @@ processors: $(BUILT)
 
 mutants: $(BUILT)
 	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) --timeout 900 -n auto tests/mutants $(PYTEST_ARGS)
+
+# 20,000 programs of today's training, others each time.
+random-programs: $(BUILT)
+	RANDOM_PROGRAMS=20000 $(PYTEST) --dist load --timeout 2400 tests/amp/test_random_programs_today.py $(PYTEST_ARGS)
 
 lint: $(BUILT)
 	$(VENV)/bin/ruff check . .ci/run.py

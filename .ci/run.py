@@ -56,6 +56,7 @@ ON_BOTH_CORES = [
     Target("torch-oldest", 15, NIGHTLY_ONLY),
     Target("release-check", 10, NIGHTLY_ONLY),
     Target("mutants", 11, NIGHTLY_ONLY),
+    Target("random-programs", 25, NIGHTLY_ONLY),
 ]
 ON_ONE_CORE = [
     Target("cuda-link", 20, ("csrc", "setup.py")),

@@ -149,15 +149,24 @@ class FusedOptimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
-        request = _legacy_call.request(self._public_name, self, grads, output_params, grad_norms)
-        is_first = not self.state
-        with torch.no_grad(), self._watching_updates(request, found_inf):
-            result = self._step_by_plan(request, scale, found_inf)
-            if is_first and is_called_for_state():
-                for state in self.state.values():
-                    if "step" in state:
-                        state["step"].zero_()
+        try:
+            scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
+            request = _legacy_call.request(
+                self._public_name, self, grads, output_params, grad_norms
+            )
+            is_first = not self.state
+            with torch.no_grad(), self._watching_updates(request, found_inf):
+                result = self._step_by_plan(request, scale, found_inf)
+                if is_first and is_called_for_state():
+                    for state in self.state.values():
+                        if "step" in state:
+                            state["step"].zero_()
+        except BaseException:
+            # torch's GradScaler removes them only after a step that raises nothing, and multiplies
+            # the next scale by what it finds.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
         return result if request is grads else loss
 
     step.takes_request = True  # type: ignore[attr-defined]
@@ -181,7 +190,8 @@ class FusedOptimizer(SavedOptimizer):
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
             outcome = self._run(plan, request, found_inf)
         except BaseException:
-            self._take_back(before)
+            if not plan.has_run:  # Else a Ctrl-C came after the step.
+                self._take_back(before)
             raise
         if outcome.found_inf:
             self._take_back(before)

@@ -55,6 +55,7 @@ class SeveralDevices:
         self.without_grad: Places = []
         self.written: list[Written] = []
         self.can_run = True
+        self.has_run = False
         self.has_parts = False
         self._plans: dict[torch.device, _C.StepPlan] = {}
         # Set by `read`, used by `run`.
@@ -79,6 +80,7 @@ class SeveralDevices:
             RuntimeError: As there; or a gradient is on a device without kernels, or one of several
                 devices is capturing a CUDA graph.
         """
+        self.has_run = False
         lists = {"grads": grads, "grads_of": grads_of, "copies": copies}
         parts = split(self._who, param_groups, lists, self._plan_for)
         refuse_capture(self._who, [part.device for part in parts])
@@ -123,8 +125,10 @@ class SeveralDevices:
         try:
             outcome = self._run(norms, found_inf, check, clip_by_global_norm, loss_scale)
         except BaseException:
+            self.has_run = any(part.plan.has_run for part in self._parts)
             self._forget()
             raise
+        self.has_run = True  # Perhaps it was skipped.
         self._let_go()
         if outcome is not None:
             return outcome

@@ -54,6 +54,7 @@ void define_plan(py::module_& module) {
       .def_property_readonly("without_grad", &Plan::without_grad)
       .def_property_readonly("written", &Plan::written)
       .def_property_readonly("can_run", &Plan::can_run)
+      .def_property_readonly("has_run", &Plan::has_run)
       .def_property_readonly("has_parts", &Plan::has_parts)
       .def_property_readonly("outcome", &Plan::outcome)
       .def_static("read_outcome", &read_outcome)

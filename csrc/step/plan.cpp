@@ -118,6 +118,7 @@ void Plan::read(const py::list& param_groups, const py::dict& state, const py::f
 void Plan::read_all(const py::list& param_groups, const py::dict& state,
                     const py::function& make_state, const Given& given) {
   without_grad_.clear();
+  has_run_ = false;
   has_parts_ = false;
   list_params(param_groups);
   device_ = params_.empty() ? at::Device(at::kCPU) : tensor_of(params_.front()).device();
@@ -420,6 +421,7 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
       each_row([this](int64_t row) { tensors_[row].each_written(&bump_version); });
     }
   }
+  has_run_ = !outcome.found_inf;
   if (!outcome.found_inf) {
     each_row([this](int64_t row) { weights_.record(tensors_[row], task_.rows[row]); });
   }

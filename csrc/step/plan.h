@@ -87,6 +87,10 @@ class Plan {
   const Indices& without_grad() const { return without_grad_; }
   bool can_run() const { return can_run_; }
 
+  // Whether a step was taken with what was read last, or may have been, where the host does not
+  // know.
+  bool has_run() const { return has_run_; }
+
   // Of what was read: group and index of the parameters that were written since the last step,
   // though not the masters in their states, and true; likewise false for those that cannot be
   // compared with the last step, because the master is new or their dtype is another one.
@@ -152,6 +156,7 @@ class Plan {
   at::Device device_ = at::kCPU;
   bool is_read_ = false;
   bool can_run_ = true;
+  bool has_run_ = false;
   bool has_parts_ = false;
   bool running_ = false;  // beside Python: without the lock that it holds otherwise
 #ifdef APEX_MP_WITH_CUDA

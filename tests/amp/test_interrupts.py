@@ -3,72 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interrupts import run_until
 from torch import nn
 
-import apex_mp
 from apex_mp import amp
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
 
-_PACKAGE = os.path.dirname(apex_mp.__file__)
 _DRAWN = 12
-
-
-class Interrupt:
-    """A trace function that raises KeyboardInterrupt at one line, call or return of the package.
-
-    Args:
-        at: Which one [None: none].
-
-    Attributes:
-        places: Those that were reached.
-    """
-
-    def __init__(self, at: int | None = None) -> None:
-        self.places: list[str] = []
-        self._at = at
-
-    def __call__(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            return None
-        self._count(frame, event)
-        return self._local
-
-    def _local(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if event != "exception":
-            self._count(frame, event)
-        return self._local
-
-    def _count(self, frame: types.FrameType, event: str) -> None:
-        file = os.path.relpath(frame.f_code.co_filename, _PACKAGE)
-        self.places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_qualname} {event}")
-        if len(self.places) - 1 == self._at:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-
-def run_until(at: int | None, iteration: Callable[[], None]) -> list[str]:
-    """Run an iteration, interrupted or not; return the places that were reached."""
-    interrupt, before = Interrupt(at), sys.gettrace()
-    sys.settrace(interrupt)
-    try:
-        iteration()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-        torch.set_grad_enabled(True)  # __exit__ of torch.no_grad may have been interrupted.
-    return interrupt.places
 
 
 def scaled(make: Any, half: bool, clip: bool) -> Any:

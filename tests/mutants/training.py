@@ -6,8 +6,8 @@ from mutant import Mutant
 
 _FLAT_ZERO = "place.zero_() if param.grad is None else place.copy_"
 _FLAT_OLD = "None if param.grad is None else place.copy_"
-_UNDONE = "except BaseException:\n            self._take_back(before)\n"
-_NOT_UNDONE = "except BaseException:\n"
+_UNDONE = "if not plan.has_run:"
+_NOT_UNDONE = "if False:"
 
 FP16_UTILS = {
     "a legacy step gets no loss scale": Mutant(
@@ -135,6 +135,9 @@ FP16_UTILS = {
 OPTIMIZERS = {
     "a step that raised leaves new state": Mutant(
         "optimizers/_fused.py", _UNDONE, _NOT_UNDONE, "several_devices_refusals"
+    ),
+    "a Ctrl-C takes back the state of a step that was taken": Mutant(
+        "optimizers/_fused.py", _UNDONE, "if True:", "random_programs_today"
     ),
     "a skipped first step leaves new state": Mutant(
         "optimizers/_fused.py",

@@ -219,3 +219,20 @@ def test_the_legacy_scale_multiplies_that_of_grad_scaler(device: torch.device) -
     assert_same_state(optimizer, expected)
     for output, param in zip(outputs, params, strict=True):
         assert_same_bits(output, param.detach().half())
+
+
+def test_after_an_error_in_grad_scaler_the_next_step_is_right(device: torch.device) -> None:
+    """torch removes `grad_scale` only after a step without one, and multiplies the next by it."""
+    param = Parameter(torch.ones(3, device=device))
+    optimizer = FusedAdam([param], lr=1e-3)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    optimizer.param_groups[0]["eps"] = -1.0
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ValueError, match="eps is -1"):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.param_groups[0]["eps"] = 1e-8
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.state[param]["exp_avg"].tolist() == pytest.approx([0.1] * 3)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 CI = Path(__file__).parents[2] / ".ci"
 MAKEFILE = """
 .PHONY: build test docs
-build test test-slow every-case cuda-tests torch-oldest release-check mutants \\
+build test test-slow every-case cuda-tests torch-oldest release-check mutants random-programs \\
   docs types sdist lint coverage:
 	@echo $@ >> build/order
 clients trainers recipes cuda-on-cpu cuda-link processors:
@@ -82,6 +82,7 @@ def test_without_a_nightly_result_all_but_what_is_nightly_runs(
         "torch-oldest",
         "release-check",
         "mutants",
+        "random-programs",
         "coverage",
     }
 

@@ -1,0 +1,212 @@
+"""Optimizers of today's training on 16-bit weights, and what float64 makes of their steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from fp16_cases import BF16, F16, F32, F64
+from torch import Tensor, nn
+
+from apex_mp.optimizers import FusedAdam, FusedSGD
+
+BETAS, EPS, MOMENTUM = (0.5, 0.75), 2.0**-10, 0.5
+# Of an Adam and of an SGD; eps and betas are such that even float16 moments do not vanish.
+ADAM: dict[str, Any] = {"lr": 2.0**-5, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+SGD: dict[str, Any] = {"lr": 2.0**-5, "momentum": MOMENTUM}
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "float16": (F16, F16, F16),
+    "bfloat16": (BF16, BF16, BF16),
+    "mixed": (F16, BF16, F32),
+}
+
+
+class Kind(NamedTuple):
+    """An optimizer with options.
+
+    Attributes:
+        name: For the printed program.
+        rule: A key of MOMENTS.
+        make: Gets parameters, and True, "split" or False for the masters.
+        is_ours: Has masters, computes in float32, and takes float16 gradients in any scaler.
+        narrow: Whether it keeps moments in bfloat16.
+    """
+
+    name: str
+    rule: str
+    make: Callable[..., Any]
+    is_ours: bool = True
+    narrow: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def has_bug_of_torch(kind: Kind, params: list[nn.Parameter], optimizer: Any) -> bool:
+    """Return whether a step of torch fails: a fused SGD in which some only have momentum."""
+    having = {optimizer.state.get(param, {}).get("momentum_buffer") is None for param in params}
+    return kind.name == "SGD fused" and len(having) > 1
+
+
+def of_torch(name: str, cls: Any, options: dict[str, Any], **more: Any) -> Kind:
+    rule = "sgd" if options is SGD else "adam"
+    return Kind(name, rule, lambda params, _: cls(params, **options, **more), is_ours=False)
+
+
+FUSED_ADAM = Kind(
+    "FusedAdam", "adam", lambda params, masters: FusedAdam(params, **ADAM, master_weights=masters)
+)
+FUSED_SGD = Kind(
+    "FusedSGD", "sgd", lambda params, masters: FusedSGD(params, **SGD, master_weights=masters)
+)
+NARROW = Kind(
+    "FusedAdam, bfloat16 moments",
+    "adam",
+    lambda params, masters: FusedAdam(params, **ADAM, master_weights=masters, moment_dtype=BF16),
+    narrow=True,
+)
+OURS = [FUSED_ADAM, FUSED_SGD, NARROW]
+OF_TORCH_FUSED = [
+    of_torch("SGD fused", torch.optim.SGD, SGD, fused=True),
+    of_torch("AdamW fused", torch.optim.AdamW, ADAM, fused=True),
+]
+OF_TORCH_OTHER = [
+    of_torch("SGD", torch.optim.SGD, SGD, foreach=False),
+    of_torch("AdamW foreach", torch.optim.AdamW, ADAM, foreach=True),
+]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return values as float64: -0.0 equals 0.0."""
+    return tensor.detach().to(F64).clone()
+
+
+def has_masters(kind: Kind, masters: bool | str, param: Tensor) -> bool:
+    return kind.is_ours and bool(masters) and param.dtype != F32
+
+
+class Expected:
+    """One parameter in float64, by the rule in docs/decisions.md, "Written weights win".
+
+    Args:
+        param: The parameter.
+        kind: Of its optimizer.
+
+    Attributes:
+        value: The master; the weight where there is none.
+        moments: Zeros before the first step.
+        step: How many steps were taken.
+        grad: The sum of unscaled gradients, or None.
+        last: The weight after the last step or change of dtype; NaN where it was written before.
+        may_renew: Whether a master that was not written may still be its weight: the dtype has
+            changed, or a split master's weight was written in part.
+        was_written: Whether anything was written since the last step.
+        was_cast: Whether the dtype has changed since the last step.
+        was_loaded: Whether a split master was loaded or copied since the last step: until then
+            nothing shows what is written, so its remainder stays.
+    """
+
+    def __init__(self, param: Tensor, kind: Kind) -> None:
+        self.value = bits(param)
+        self.moments = tuple(torch.zeros_like(self.value) for _ in MOMENTS[kind.rule])
+        self.step = 0
+        self.grad: Tensor | None = None
+        self.last = bits(param)
+        self.may_renew = self.was_written = self.was_cast = self.was_loaded = False
+        self.kind = kind
+
+    def copy(self) -> Expected:
+        return copy.deepcopy(self)
+
+    def starts(self, param: Tensor, masters: bool | str) -> list[Tensor]:
+        """Return what the next step may start from; elements may come from any of them."""
+        weight = bits(param)
+        if not has_masters(self.kind, masters, param):
+            return [weight]
+        kept = torch.where(is_rounded(weight, self.value, param.dtype), self.value, weight)
+        if not self.may_renew:
+            return [kept]
+        return [kept, weight, torch.where(weight == self.last, self.value, weight)]
+
+    def change(self, lr: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what the step adds, and the moments after it."""
+        grad = self.grad
+        assert grad is not None
+        step = self.step + 1
+        if self.kind.rule == "sgd":
+            buffer = MOMENTUM * self.moments[0] + grad
+            return -lr * buffer, (buffer,)
+        first, second = self.moments
+        first = BETAS[0] * first + (1 - BETAS[0]) * grad
+        second = BETAS[1] * second + (1 - BETAS[1]) * grad**2
+        denominator = (second / (1 - BETAS[1] ** step)).sqrt() + EPS
+        return -lr * first / (1 - BETAS[0] ** step) / denominator, (first, second)
+
+    def check_step(
+        self, starts: list[Tensor], param: nn.Parameter, optimizer: Any, masters: bool | str
+    ) -> None:
+        """Compare a step with the rule, then go on from what it computed, so errors do not add up.
+
+        Args:
+            starts: Of before the step.
+            param: It was stepped.
+            optimizer: By this.
+            masters: As it was made with.
+
+        Raises:
+            AssertionError: It is something else.
+        """
+        group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+        change, moments = self.change(group["lr"])
+        actual = moments_of(optimizer, param, self.kind)
+        in_32_bits = self.kind.is_ours or param.dtype == F32
+        # Of a moment, and of the step; some roundings each.
+        near = 2.0**-18 if in_32_bits else 2.0**-6 if param.dtype == BF16 else 2.0**-8
+        near_moment = 2.0**-8 if self.kind.narrow else near
+        for found, wanted in zip(actual, moments, strict=True):
+            assert_near(found, wanted, near_moment * (wanted.abs() + self._size()))
+        weight = bits(param)
+        value = bits(optimizer.master(param)) if self.kind.is_ours else weight
+        if has_masters(self.kind, masters, param):
+            unit = 2.0**-23
+            assert_rounded(weight, value, param.dtype)
+        else:
+            unit = torch.finfo(param.dtype).eps
+        near_change = near * (change.abs() + group["lr"])
+        errors = [
+            (value - (start + change)).abs() - unit * (start + change).abs() - near_change
+            for start in starts
+        ]
+        begun = [start.tolist() for start in starts]
+        message = f"{value.tolist()} after a step of {change.tolist()} from {begun}"
+        assert bool((torch.stack(errors).amin(0) <= 0).all()), message
+        self.value, self.moments, self.last = value, actual, weight
+        self.step += 1
+        self.may_renew = self.was_written = self.was_cast = self.was_loaded = False
+
+    def _size(self) -> Tensor:
+        assert self.grad is not None
+        return self.grad.abs() + self.grad**2
+
+
+def assert_near(found: Tensor, wanted: Tensor, tolerance: Tensor) -> None:
+    assert bool(((found - wanted).abs() <= tolerance).all()), f"{found.tolist()}: {wanted.tolist()}"
+
+
+def assert_rounded(weight: Tensor, master: Tensor, dtype: torch.dtype) -> None:
+    assert bool(is_rounded(weight, master, dtype).all()), f"{weight.tolist()}: {master.tolist()}"
+
+
+def is_rounded(weight: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return where a weight is a nearest number of its dtype to a master; ties go both ways."""
+    return (weight - master).abs() <= (master.to(dtype).to(F64) - master).abs()
+
+
+def moments_of(optimizer: Any, param: nn.Parameter, kind: Kind) -> tuple[Tensor, ...]:
+    """Return moments in float64; zeros before the first step."""
+    state = optimizer.state.get(param, {})
+    found = [state.get(name) for name in MOMENTS[kind.rule]]
+    return tuple(bits(torch.zeros_like(param) if each is None else each) for each in found)
