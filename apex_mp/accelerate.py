@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp import GradScaler
+from apex_mp.core.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.trainers.common import grads_of, has_half_grads, missing_package
@@ -122,6 +123,12 @@ class _Scaling(Accelerator):  # type: ignore[misc]
             )
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _ScaledOptimizer
+        return prepared
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Prepare a model as accelerate does, with a warning of buffers that 16 bits round."""
+        prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
+        warn_of_rounded_buffers("accelerator.prepare", prepared)
         return prepared
 
     # The optimizers whose parameters are being clipped; None: all.

@@ -87,7 +87,7 @@ class Arena:
 
     @cached_property
     def weights(self) -> list[Tensor]:
-        """float32 weights: parameters, or masters of the two below."""
+        """float32 weights: parameters, or masters of a float16 model."""
         return self._random(torch.float32, 1)
 
     @cached_property
@@ -99,6 +99,11 @@ class Arena:
     def bfloat(self) -> list[Tensor]:
         """The model in bfloat16."""
         return [weight.bfloat16() for weight in self._random(torch.float32, 1)]
+
+    @cached_property
+    def bfloat_masters(self) -> list[Tensor]:
+        """Its masters in float32, which no other case steps: FusedAdam would notice."""
+        return self._random(torch.float32, 1)
 
     @cached_property
     def exp_avgs(self) -> list[Tensor]:

@@ -65,9 +65,11 @@ def ours_fp16_clip(arena: Arena) -> Running:
 
 def ours_bf16(arena: Arena) -> Running:
     """FusedAdam on bfloat16 parameters, with masters of its own."""
-    params = parameters(arena.not_shared(arena.bfloat))  # It notices if others write its weights.
+    params = parameters(arena.bfloat)
     optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
     arena.share_moments(optimizer, step=count_on_param)
+    for param, master in zip(params, arena.bfloat_masters, strict=True):
+        optimizer.state[param]["master_param"] = master
     return Running(lambda: give_grads(params, arena.bfloat_grads), optimizer.step)
 
 

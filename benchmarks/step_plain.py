@@ -27,9 +27,9 @@ from benchmarks.step_arena import (
 class Masters:
     """fp32 masters of a low-precision model, with gradients that stay allocated, and AdamW."""
 
-    def __init__(self, arena: Arena, model: list[Tensor]) -> None:
+    def __init__(self, arena: Arena, model: list[Tensor], masters: list[Tensor]) -> None:
         self.model = parameters(model)
-        self.masters = parameters(arena.weights)
+        self.masters = parameters(masters)
         for master, grad in zip(self.masters, arena.grads, strict=True):
             master.grad = grad
         self.optimizer = torch.optim.AdamW(self.masters, fused=True, **OPTIONS)
@@ -40,7 +40,7 @@ class PerTensor(Masters):
     """The step of 2018, tensor by tensor; the host waits for each check."""
 
     def __init__(self, arena: Arena, max_norm: float) -> None:
-        super().__init__(arena, arena.half)
+        super().__init__(arena, arena.half, arena.weights)
         self.max_norm = max_norm
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Foreach(Masters):
     """The step by lists; the host waits once."""
 
     def __init__(self, arena: Arena, max_norm: float) -> None:
-        super().__init__(arena, arena.half)
+        super().__init__(arena, arena.half, arena.weights)
         self.max_norm = max_norm
         self.found_inf = torch.zeros(1, device=arena.device)
         self.inv_scale = torch.full((1,), 1.0 / SCALE, device=arena.device)
@@ -84,7 +84,7 @@ class BfloatForeach(Masters):
     """bfloat16 by lists: no loss scale, so nothing to check."""
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__(arena, arena.bfloat)
+        super().__init__(arena, arena.bfloat, arena.bfloat_masters)
 
     @torch.no_grad()
     def step(self) -> None:

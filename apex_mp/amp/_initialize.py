@@ -19,9 +19,11 @@ from apex_mp.amp.casting import is_low
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.amp.step_guard import guard_of
 from apex_mp.core import local_gradients, parallel_masters, tensors
+from apex_mp.core.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.inner import check_lists
 from apex_mp.core.tensors import FLOATING
-from apex_mp.fp16_utils import FP16_Optimizer, convert_network
+from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.fp16_utils.fp16util import cast_network
 
 
 class Setup:
@@ -228,10 +230,11 @@ def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor
                 # Casts give a parameter new memory; this keeps the old one, with its own version.
                 originals.setdefault(param, param.data)
             if options.keep_batchnorm_fp32:
-                convert_network(model, target)
+                cast_network(model, target)
             else:
                 # Not model.to(), which casts complex tensors too and drops their imaginary part.
                 model._apply(lambda t: t.to(target) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+            warn_of_rounded_buffers("amp.initialize", model)
             model.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
         if outputs is not None:
             # Runs before the hooks of the user, who expects outputs in the dtypes of before.

@@ -25,6 +25,7 @@ from apex_mp.amp._unscaling import (
     refuse_own_scaling,
 )
 from apex_mp.core import readback, step_log
+from apex_mp.core.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.grads import NonFinite
 from apex_mp.core.tensors import copy_async
 
@@ -95,6 +96,8 @@ class GradScaler(UnscalingGradScaler):
                 f"GradScaler: model is a {type(model).__name__}; it must be a torch.nn.Module"
             )
         self._model = None if model is None else weakref.ref(model)
+        self._has_warned_of_buffers = False
+        self._check_buffers()
         self._losses = ScaledLosses()
 
     @eager
@@ -238,8 +241,15 @@ class GradScaler(UnscalingGradScaler):
     def _steps_of(self, optimizer: torch.optim.Optimizer) -> ScaledSteps:
         steps = self._steps.get(optimizer)
         if steps is None:
+            self._check_buffers()
             steps = self._steps[optimizer] = ScaledSteps(optimizer, self._model, self)
         return steps
+
+    def _check_buffers(self) -> None:
+        """Warn at a first step, too: the model may have become 16-bit since the constructor."""
+        model = None if self._model is None else self._model()
+        if model is not None and not self._has_warned_of_buffers and not readback.is_capturing():
+            self._has_warned_of_buffers = warn_of_rounded_buffers("GradScaler", model)
 
     @eager
     def update(self, new_scale: float | Tensor | None = None) -> None:

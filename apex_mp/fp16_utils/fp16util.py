@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp.core import tensors
+from apex_mp.core.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.float32_parts import Float32Part
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.tensors import cast_floating
@@ -74,13 +75,19 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         network: Changed in place.
         dtype: The dtype of its floating tensors afterwards.
     """
+    cast_network(network, dtype)
+    warn_of_rounded_buffers("convert_network", network)
+    return network
+
+
+def cast_network(network: nn.Module, dtype: torch.dtype) -> None:
+    """Do what `convert_network` does, without a warning."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, (nn.RNNBase, RNNCell)):
             module.flatten_parameters()
-    return network
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
@@ -93,6 +100,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
         network: Changed in place.
     """
     wrapped = nn.Sequential(tofp16(), BN_convert_float(network.half()))
+    warn_of_rounded_buffers("network_to_half", network)
     hide_prefix(wrapped, "1.")
     return wrapped
 
@@ -109,7 +117,9 @@ class FP16Model(nn.Module):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network = convert_network(network, dtype=torch.half)
+        cast_network(network, torch.half)
+        warn_of_rounded_buffers("FP16Model", network)
+        self.network = network
         hide_prefix(self, "network.")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

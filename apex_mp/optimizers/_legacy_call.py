@@ -24,7 +24,7 @@ def scaling(
     # GradScaler sets both around the call; grad_scale is None after unscale_.
     found_inf = getattr(optimizer, "found_inf", None)
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if found_inf is not None and grads is not None:
+    if found_inf is not None and not (grads is None or isinstance(grads, StepRequest)):
         raise ValueError(
             f"{who}.step: grads was given inside GradScaler, which has looked for inf and "
             "NaN in each parameter's .grad only; leave grads out"

@@ -14,6 +14,8 @@ from apex_mp.core import tensors
 from apex_mp.core.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
 from apex_mp.core.options import check_number
+from apex_mp.core.step import StepRequest
+from apex_mp.core.tensors import copy_async
 
 
 class LARC(ForwardingOptimizer):
@@ -57,7 +59,10 @@ class LARC(ForwardingOptimizer):
         self.eps = eps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Scale the gradients in place, and step the inner optimizer.
+        """Scale the gradients, and step the inner optimizer.
+
+        A fused optimizer of this package steps with copies in float32, in which small gradients
+        lose nothing; of others `.grad` is scaled in place.
 
         Args:
             closure: Called once, before that; its result is returned [None].
@@ -71,44 +76,69 @@ class LARC(ForwardingOptimizer):
                 loss = closure()
         for number, group in enumerate(self.param_groups):
             _refuse_sparse_grads(number, group["params"])
-        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         with torch.no_grad():
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                self._scale_grads(group, decay)
+            scaled = [
+                [None if param.grad is None else self._scaled(param, group) for param in params]
+                for group in self.param_groups
+                for params in [group["params"]]
+            ]
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group in self.param_groups:
                 group["weight_decay"] = 0.0
-            value = self.optim.step()
+            value = self._step_inside(scaled)
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group["weight_decay"] = decay
         return value if loss is None else loss
 
-    def _scale_grads(self, group: dict[str, Any], weight_decay: float) -> None:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            dense = tensors.writable(grad)
-            if dense is not grad:
-                grad = param.grad = dense
-            param_norm, grad_norm = _norm(param), _norm(grad)
-            rate = (
-                self.trust_coefficient
-                * param_norm
-                / (grad_norm + weight_decay * param_norm + self.eps)
-            )
-            if self.clip:
-                rate = (rate / group["lr"]).clamp(max=1.0)
-            known = (param_norm != 0) & (grad_norm != 0)
-            scaled = (grad + weight_decay * param) * rate
-            grad.copy_(torch.where(known, scaled, grad))
+    def _step_inside(self, grads: list[list[Tensor | None]]) -> Any:
+        if not self._takes_request:
+            return self.optim.step()
+        # GradScaler sets it here, around the call.
+        found_inf = vars(self).get("found_inf")
+        if found_inf is not None:
+            vars(self.optim)["found_inf"] = found_inf
+        try:
+            self.optim.step(grads=StepRequest(grads=grads))
+        finally:
+            vars(self.optim).pop("found_inf", None)
+        return None
+
+    def _scaled(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return a gradient as it is to be stepped with; it is written to `.grad`, or a copy."""
+        grad = param.grad
+        assert grad is not None
+        dense = tensors.writable(grad)
+        if dense is not grad:
+            grad = param.grad = dense
+        if self._takes_request:
+            loss_scale = vars(self).get("grad_scale")  # GradScaler sets it around the call.
+            unscaled = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            if loss_scale is not None:
+                unscaled = unscaled / copy_async(loss_scale, grad.device)
+            return self._with_rate(param, unscaled, group)
+        return grad.copy_(self._with_rate(param, grad, group))
+
+    def _with_rate(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        param_norm, grad_norm = _norm(param), _norm(grad)
+        decay = group.get("weight_decay", 0.0)
+        rate = self.trust_coefficient * param_norm / (grad_norm + decay * param_norm + self.eps)
+        if self.clip:
+            rate = (rate / group["lr"]).clamp(max=1.0)
+        known = (param_norm != 0) & (grad_norm != 0)
+        return torch.where(known, (grad + decay * param) * rate, grad)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # An optimizer that scales the loss by itself raises an error here.
         getattr(self.optim, "_step_supports_amp_scaling", None)
-        return False  # found_inf is for who steps; the gradients would be scaled before.
+        return self._takes_request
+
+    @property
+    def _takes_request(self) -> bool:
+        """Whether the inner optimizer is a fused one of this package."""
+        return getattr(self.optim.step, "takes_request", False)
 
     @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:

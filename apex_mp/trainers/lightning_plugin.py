@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import GradScaler
+from apex_mp.core.cast_parameters import warn_of_rounded_buffers
 from apex_mp.trainers.common import has_half_grads
 
 
@@ -63,7 +64,9 @@ class ScaledPrecision:
         return super() if self._half is None else self._half
 
     def convert_module(self, module: torch.nn.Module) -> Any:
-        return self._casts.convert_module(module)
+        converted = self._casts.convert_module(module)
+        warn_of_rounded_buffers("FP16Plugin", converted)
+        return converted
 
     def convert_input(self, data: Any) -> Any:
         return self._casts.convert_input(data)

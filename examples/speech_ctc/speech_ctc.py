@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import apex_mp
-from apex_mp import amp, convert, keep_fp32
-from apex_mp.fp16_utils import BN_convert_float
+from apex_mp import amp, cast_parameters, convert, keep_fp32
 from apex_mp.loss_scale_manager import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
@@ -102,8 +101,9 @@ class Run:
         if self.mixed:
             keep_fp32(model, args.keep_fp32, outputs=torch.float32)
         halved = self.mixed and args.variables == "float16"
-        # torch's batch norms take float16 inputs beside float32 parameters and statistics.
-        self.model = (BN_convert_float(model.half()) if halved else model).to(args.device)
+        if halved:
+            cast_parameters(model)
+        self.model = model.to(args.device)
         self.optimizer: Any = FusedAdam(self.model.parameters(), lr=args.learning_rate)
         if self.mixed:
             self.optimizer = LossScaleOptimizer(

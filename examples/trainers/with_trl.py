@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from apex_mp import cast_parameters
 from apex_mp.accelerate import attach_scaler
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
@@ -81,7 +82,8 @@ def build(method: str, model: Any, optimizer: Any, folder: str) -> Any:
         pairs = Dataset.from_list(
             [{"prompt": str(i), "chosen": counted(i, 1), "rejected": counted(i, 2)} for i in digits]
         )
-        frozen = llama().half()
+        frozen = llama()
+        cast_parameters(frozen)
         frozen.load_state_dict(model.state_dict())
         args = DPOConfig(**shared)
         return DPOTrainer(ref_model=frozen, args=args, train_dataset=pairs, **common)
@@ -96,7 +98,8 @@ def main(method: str = "grpo") -> float:
         sys.exit(f"with_trl.py: {method!r}; it must be grpo, sft or dpo")
     warn_if_older(trl="1.16.0", transformers="5.23.0")
     set_seed(0)
-    model = llama().half()
+    model = llama()
+    cast_parameters(model)  # half() would round the frequencies of its rotary embedding.
     optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(method, model, optimizer, folder)

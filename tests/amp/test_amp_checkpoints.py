@@ -32,7 +32,11 @@ from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
 from apex_mp.amp.scaler import LossScaler
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.usefixtures("amp_off"),
+    pytest.mark.filterwarnings("ignore:.*16 bits round"),
+]
 
 
 makes = pytest.mark.parametrize(

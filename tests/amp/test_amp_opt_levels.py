@@ -36,7 +36,11 @@ from torch import Tensor, nn
 from apex_mp import amp
 from apex_mp.amp import _amp_state
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.usefixtures("amp_off"),
+    pytest.mark.filterwarnings("ignore:.*16 bits round"),
+]
 
 
 @pytest.fixture

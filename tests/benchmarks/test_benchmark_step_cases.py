@@ -40,7 +40,11 @@ def test_a_peer_does_the_work_of_ours(name, ours):
     peer, own = after_steps(NAMED[name]), after_steps(NAMED[ours])
     lists = ["exp_avgs", "exp_avg_sqs"]
     lists += (
-        ["half"] if "fp16" in ours else ["bfloat", "weights"] if "bf16" in ours else ["weights"]
+        ["half"]
+        if "fp16" in ours
+        else ["bfloat", "bfloat_masters"]
+        if "bf16" in ours
+        else ["weights"]
     )
     for which in lists:
         untouched = getattr(Arena(SHAPES, "cpu"), which)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import types
 import warnings
@@ -243,3 +244,34 @@ def test_a_number_below_0_is_refused(name: str) -> None:
         LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **{name: -0.5})
     with pytest.raises(TypeError, match=f"LARC: {name} is '0.02'; it must be a number"):
         LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **{name: "0.02"})
+
+
+@pytest.mark.parametrize("scaler_of", [amp.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("clip", [False, True], ids=["LARS", "LARC"])
+def test_small_float16_gradients_lose_nothing_in_a_grad_scaler(
+    scaler_of: Any, clip: bool, device: torch.device
+) -> None:
+    """Unscaled in float16 most of them would be 0; torch's scaler refuses to."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64).to(device).half()
+    inner = FusedSGD(model.parameters(), 0.1, weight_decay=1e-3, master_weights=True)
+    optimizer, scaler = LARC(inner, clip=clip), scaler_of(device.type, init_scale=2.0**20)
+    exact = [param.detach().double() for param in model.parameters()]
+    for number in range(4):
+        size = math.inf if number == 2 else 1e-7
+        scaler.scale(torch.zeros((), device=device))
+        for param, values in zip(model.parameters(), exact, strict=True):
+            grad = torch.randn(param.shape, device=device).double() * size
+            param.grad = (grad * scaler.get_scale()).half()
+            grad = param.grad.double() / scaler.get_scale()
+            if number == 2:
+                continue  # The step is skipped.
+            norms = values.half().double().norm(), grad.norm()
+            rate = 0.02 * norms[0] / (norms[1] + 1e-3 * norms[0] + 1e-8)
+            rate = min(rate / 0.1, 1.0) if clip else rate
+            values -= 0.1 * rate * (grad + 1e-3 * values.half())
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**19
+    for param, values in zip(model.parameters(), exact, strict=True):
+        torch.testing.assert_close(inner.master(param).double(), values, rtol=2e-6, atol=1e-9)
