@@ -1,4 +1,4 @@
-"""Detects gradients that are unscaled in part: a backward after `unscale_`, before `update`."""
+"""Detects gradients that are unscaled in part, or scaled by two scales."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
+from apex_mp.core import readback, tensors
+from apex_mp.core.log import warn
 
 
 class UnscaledGrads:
@@ -43,4 +45,61 @@ class UnscaledGrads:
             "of another scaled loss has added to them or made new ones. Unscale and clip after the "
             "last backward() of an iteration, and call scaler.update() at its end, also if the "
             "step is left out"
+        )
+
+
+class WaitingGrads:
+    """An optimizer's scaled gradients that were there, not stepped with, when `update` was called.
+
+    Args:
+        params: Those of the optimizer.
+        scale: By which their losses were multiplied, before the update.
+    """
+
+    def __init__(self, params: list[Tensor], scale: Tensor) -> None:
+        self._params = [param for param in params if param.grad is not None]
+        self._scale = scale.clone()
+        self._are_added_to, self._are_there = False, True
+        self._versions = _C.GradVersions()
+        self._versions.record(self._params)
+
+    def watch_backward(self) -> None:
+        """Notice whether the backward that is running adds to them."""
+        # What has changed in between was cleared, or is the user's own.
+        is_cleared = any(param.grad is None for param in self._params)
+        if is_cleared or self._versions.changed(self._params):
+            self._are_there = False
+        if self._are_there:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if self._versions.changed(self._params):
+            self._are_added_to = True
+            self._versions.record(self._params)
+
+    def check(self, owner: str, scale: Tensor) -> None:
+        """Warn if gradients of another scale were added; on a GPU the warning comes later.
+
+        Args:
+            owner: The optimizer's class.
+            scale: By which the step divides.
+        """
+        if not (self._are_there and self._are_added_to) or readback.is_capturing():
+            return
+        scales = torch.stack([self._scale, tensors.copy_async(scale, self._scale.device)])
+        if scales.is_cpu:
+            _warn_of_scales(owner, scales)
+        else:
+            readback.submit_tensor(scales, lambda arrived: _warn_of_scales(owner, arrived))
+
+
+def _warn_of_scales(owner: str, scales: Tensor) -> None:
+    before, now = scales.tolist()
+    if before != now:
+        warn(
+            f"GradScaler.step: gradients of {owner} were accumulated over a scaler.update() that "
+            f"changed the scale from {before:g} to {now:g}, and all are divided by the last. Call "
+            f"update() when each optimizer has stepped, or give {owner} a GradScaler of its own",
+            "gradients-of-two-scales",
         )

@@ -13,11 +13,11 @@ from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import _scaled_grads
 from apex_mp.amp._folded_clip import FoldedClip, params_of
-from apex_mp.amp._mixed_grads import UnscaledGrads
+from apex_mp.amp._mixed_grads import UnscaledGrads, WaitingGrads
 from apex_mp.amp._scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp._scaled_steps import ScaledSteps
 from apex_mp.amp._torch_fused import is_fused
-from apex_mp.core import step_log, tensors
+from apex_mp.core import readback, step_log, tensors
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
 
@@ -41,6 +41,8 @@ class UnscalingGradScaler(BoundedGradScaler):
         self._steps: weakref.WeakKeyDictionary[Any, ScaledSteps] = weakref.WeakKeyDictionary()
         # By optimizer: the clips that no step has applied yet.
         self._clips: weakref.WeakKeyDictionary[Any, FoldedClip] = weakref.WeakKeyDictionary()
+        # By optimizer: the gradients that it has not stepped with though `update` was called.
+        self._waiting: weakref.WeakKeyDictionary[Any, WaitingGrads] = weakref.WeakKeyDictionary()
 
     @eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,6 +189,19 @@ class UnscalingGradScaler(BoundedGradScaler):
             reference = weakref.ref(self)
             output.register_hook(lambda _: _begin_backward(reference()))  # type: ignore[no-untyped-call]
 
+    def _note_waiting(self) -> None:
+        """Called at the begin of `update`: note gradients that no step has used."""
+        if self._scale is None or readback.is_capturing():
+            return
+        for optimizer in self._steps:
+            params = params_of(optimizer)
+            state = self._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+            is_stepped = state["stage"] is not OptState.READY
+            if is_stepped or all(param.grad is None for param in params):
+                self._waiting.pop(optimizer, None)
+            elif optimizer not in self._waiting:
+                self._waiting[optimizer] = WaitingGrads(params, self._scale)
+
     def _note_dtypes(self, grads: Grads) -> None:
         self._has_16_bit_grads = self._has_16_bit_grads or grads.have_16_bit()
 
@@ -266,10 +281,13 @@ class UnscalingGradScaler(BoundedGradScaler):
 
 
 def _begin_backward(scaler: UnscalingGradScaler | None) -> None:
-    states = [] if scaler is None else scaler._per_optimizer_states.values()
-    for state in states:
+    if scaler is None:
+        return
+    for state in scaler._per_optimizer_states.values():
         if UNSCALED in state and state["stage"] is OptState.UNSCALED:
             state[UNSCALED].watch_backward()
+    for waiting in scaler._waiting.values():
+        waiting.watch_backward()
 
 
 @torch.no_grad()

@@ -169,6 +169,8 @@ class GradScaler(UnscalingGradScaler):
         self._clip_of(optimizer)  # What it raises comes before a warning.
         self._refuse_mixed(optimizer, "step")
         self._losses.check(self, optimizer)
+        if waiting := self._waiting.pop(optimizer, None):
+            waiting.check(type(optimizer).__name__, self._check_scale_growth_tracker("step")[0])
         steps = self._steps_of(optimizer)
         with steps.watching_updates(), self._announced(optimizer):
             if is_fused(optimizer):
@@ -261,6 +263,8 @@ class GradScaler(UnscalingGradScaler):
         Raises:
             AssertionError: No optimizer with gradients was stepped since the last update.
         """
+        if self._enabled:
+            self._note_waiting()
         super().update(new_scale)
         self._losses.forget()
         for clip in self._clips.values():
@@ -311,8 +315,10 @@ class GradScaler(UnscalingGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps and the model belong to objects that are not copied with the scaler.
-        return {**super().__getstate__(), "_model": None, "_steps": None, "_clips": None}
+        weak = dict.fromkeys(("_model", "_steps", "_clips", "_waiting"))
+        return {**super().__getstate__(), **weak}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._steps, self._clips = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        self._waiting = weakref.WeakKeyDictionary()

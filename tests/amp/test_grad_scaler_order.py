@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from apex_mp.amp import GradScaler
-from apex_mp.core import device_scale
+from apex_mp.core import device_scale, readback
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
@@ -336,3 +336,47 @@ def test_some_gradients_of_0_are_no_reason_to_warn(
         params[0].grad.zero_()
         assert warned(lambda: (scaler.step(optimizer), scaler.step_was_skipped(optimizer))) == []
         scaler.update()
+
+
+# --- Two optimizers that accumulate over different numbers of backwards.
+
+
+def accumulate(device: torch.device, interval: int, clear: str | None) -> GradScaler:
+    """Step one optimizer in each iteration, the other in each second."""
+    scaler = new_scaler(device, init_scale=8.0, growth_interval=interval)
+    models = [nn.Linear(4, 1).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
+    for number in range(6):
+        optimizers[0].zero_grad()
+        if clear and number % 2:
+            optimizers[1].zero_grad(set_to_none=clear == "None")
+        scaler.scale(loss_of(models[0]) + loss_of(models[1])).backward()
+        scaler.step(optimizers[0])
+        if number % 2:
+            scaler.step(optimizers[1])
+            optimizers[1].zero_grad()
+        scaler.update()
+        readback.wait()  # On a GPU the numbers of a warning are on their way.
+    return scaler
+
+
+def test_gradients_of_two_scales_are_warned_of(device: torch.device) -> None:
+    """The second optimizer is known from its first step on."""
+    messages = warned(lambda: accumulate(device, interval=1, clear=None))
+    expected = [
+        f"gradients of SGD were accumulated over a scaler.update() that changed the scale from {a} "
+        f"to {b}, and all are divided by the last"
+        for a, b in [(32, 64), (128, 256)]
+    ]
+    assert len(messages) == 2
+    assert all(text in message for text, message in zip(expected, messages, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("interval", "clear"), [(100, None), (1, "None"), (1, "zeros")], ids=["scale", "None", "zeros"]
+)
+def test_an_accumulation_at_one_scale_is_not(
+    interval: int, clear: str | None, device: torch.device
+) -> None:
+    """Nor gradients that the loss of another model left, which are cleared before the next."""
+    assert not warned(lambda: accumulate(device, interval, clear))
