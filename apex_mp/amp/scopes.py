@@ -235,6 +235,7 @@ class Scopes:
         return None
 
     def _after_optimizer_step(self, *_: Any) -> None:
+        self._caster.cache.clear()  # torch's fused steps change no version.
         thread = self._thread
         if thread.optimizer_steps == 0:
             return

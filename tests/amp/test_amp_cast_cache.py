@@ -279,6 +279,10 @@ def sgd_of_torch(weight: Tensor) -> None:
     torch.optim.SGD([weight], lr=0.1).step()
 
 
+def fused_sgd_of_torch(weight: Tensor) -> None:
+    torch.optim.SGD([weight], lr=0.1, fused=True).step()
+
+
 def sgd_of_ours(weight: Tensor) -> None:
     FusedSGD([weight], lr=0.1).step()
 
@@ -298,7 +302,7 @@ def losses_of(
     return losses
 
 
-STEPS = [sgd_by_hand, sgd_through_data, sgd_of_torch, sgd_of_ours]
+STEPS = [sgd_by_hand, sgd_through_data, sgd_of_torch, fused_sgd_of_torch, sgd_of_ours]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
