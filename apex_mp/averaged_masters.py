@@ -23,11 +23,12 @@ class AveragedMasters(AveragedModel):
         if not scaler.step_was_skipped(optimizer):
             averaged.update_parameters(model)
 
-    An average kept in float16 stands still once its changes are smaller than half the distance
-    between two float16 numbers, which is soon; so does one of float16 weights, in part.
+    An average kept in float16 stands still once a change is smaller than half the distance between
+    two float16 numbers, which is soon; one of float16 weights in float32 lacks what only masters
+    hold. A copy of it averages the same model on.
 
     Args:
-        model: Any, in mixed precision or not; it is copied.
+        model: The model, in mixed precision or not; it is copied.
         optimizer: A fused optimizer with `master_weights`, an FP16_Optimizer, or one that went
             through `amp.initialize`; a list of them for a model with several. Without masters the
             weights themselves are averaged, in float32.
@@ -45,7 +46,7 @@ class AveragedMasters(AveragedModel):
     def __init__(self, model: nn.Module, optimizer: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self.module._apply(lambda t: t.float() if t.dtype in LOW_PRECISION else t)  # type: ignore[no-untyped-call]
-        self._optimizer = optimizer
+        self._source = _Source(optimizer)
         values = _Values(model, optimizer)
         with torch.no_grad():
             for averaged, value in zip(self.module.parameters(), values.parameters(), strict=True):
@@ -55,9 +56,24 @@ class AveragedMasters(AveragedModel):
         """Add the present masters to the average.
 
         Args:
-            model: The model that was given at first.
+            model: The model that the constructor was given.
         """
-        super().update_parameters(_Values(model, self._optimizer))  # type: ignore[arg-type]
+        super().update_parameters(_Values(model, self._source.optimizer))  # type: ignore[arg-type]
+
+
+class _Source:
+    """The optimizer of the masters, which a copy of the average shares.
+
+    Args:
+        optimizer: As of `AveragedMasters`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
+        # Its copy, if that was made before within the same call.
+        return _Source(memo.get(id(self.optimizer), self.optimizer))
 
 
 class _Values:

@@ -47,8 +47,8 @@ class Kind(NamedTuple):
 
 def has_bug_of_torch(kind: Kind, params: list[nn.Parameter], optimizer: Any) -> bool:
     """Return whether a step of torch fails: a fused SGD in which some only have momentum."""
-    having = {optimizer.state.get(param, {}).get("momentum_buffer") is None for param in params}
-    return kind.name == "SGD fused" and len(having) > 1
+    buffers = [optimizer.state.get(param, {}).get("momentum_buffer") for param in params]
+    return kind.name == "SGD fused" and len({buffer is None for buffer in buffers}) > 1
 
 
 def of_torch(name: str, cls: Any, options: dict[str, Any], **more: Any) -> Kind:
@@ -79,7 +79,7 @@ OF_TORCH_OTHER = [
 ]
 
 
-def bits(tensor: Tensor) -> Tensor:
+def exact(tensor: Tensor) -> Tensor:
     """Return values as float64: -0.0 equals 0.0."""
     return tensor.detach().to(F64).clone()
 
@@ -101,8 +101,8 @@ class Expected:
         step: How many steps were taken.
         grad: The sum of unscaled gradients, or None.
         last: The weight after the last step or change of dtype; NaN where it was written before.
-        may_renew: Whether a master that was not written may still be its weight: the dtype has
-            changed, or a split master's weight was written in part.
+        may_lose_digits: Whether a master that was not written may still be its weight: the dtype
+            has changed, or a split master's weight was written in part.
         was_written: Whether anything was written since the last step.
         was_cast: Whether the dtype has changed since the last step.
         was_loaded: Whether a split master was loaded or copied since the last step: until then
@@ -110,12 +110,12 @@ class Expected:
     """
 
     def __init__(self, param: Tensor, kind: Kind) -> None:
-        self.value = bits(param)
+        self.value = exact(param)
         self.moments = tuple(torch.zeros_like(self.value) for _ in MOMENTS[kind.rule])
         self.step = 0
         self.grad: Tensor | None = None
-        self.last = bits(param)
-        self.may_renew = self.was_written = self.was_cast = self.was_loaded = False
+        self.last = exact(param)
+        self.may_lose_digits = self.was_written = self.was_cast = self.was_loaded = False
         self.kind = kind
 
     def copy(self) -> Expected:
@@ -123,15 +123,15 @@ class Expected:
 
     def starts(self, param: Tensor, masters: bool | str) -> list[Tensor]:
         """Return what the next step may start from; elements may come from any of them."""
-        weight = bits(param)
+        weight = exact(param)
         if not has_masters(self.kind, masters, param):
             return [weight]
         kept = torch.where(is_rounded(weight, self.value, param.dtype), self.value, weight)
-        if not self.may_renew:
+        if not self.may_lose_digits:
             return [kept]
         return [kept, weight, torch.where(weight == self.last, self.value, weight)]
 
-    def change(self, lr: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def expected_change(self, lr: float) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what the step adds, and the moments after it."""
         grad = self.grad
         assert grad is not None
@@ -151,16 +151,16 @@ class Expected:
         """Compare a step with the rule, then go on from what it computed, so errors do not add up.
 
         Args:
-            starts: Of before the step.
-            param: It was stepped.
-            optimizer: By this.
-            masters: As it was made with.
+            starts: What `starts` returned before the step.
+            param: The parameter after the step.
+            optimizer: The optimizer that stepped it.
+            masters: What the optimizer was made with.
 
         Raises:
-            AssertionError: It is something else.
+            AssertionError: The step differs from the rule by more than rounding.
         """
         group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-        change, moments = self.change(group["lr"])
+        change, moments = self.expected_change(group["lr"])
         actual = moments_of(optimizer, param, self.kind)
         in_32_bits = self.kind.is_ours or param.dtype == F32
         # Of a moment, and of the step; some roundings each.
@@ -168,8 +168,8 @@ class Expected:
         near_moment = 2.0**-8 if self.kind.narrow else near
         for found, wanted in zip(actual, moments, strict=True):
             assert_near(found, wanted, near_moment * (wanted.abs() + self._size()))
-        weight = bits(param)
-        value = bits(optimizer.master(param)) if self.kind.is_ours else weight
+        weight = exact(param)
+        value = exact(optimizer.master(param)) if self.kind.is_ours else weight
         if has_masters(self.kind, masters, param):
             unit = 2.0**-23
             assert_rounded(weight, value, param.dtype)
@@ -185,7 +185,7 @@ class Expected:
         assert bool((torch.stack(errors).amin(0) <= 0).all()), message
         self.value, self.moments, self.last = value, actual, weight
         self.step += 1
-        self.may_renew = self.was_written = self.was_cast = self.was_loaded = False
+        self.may_lose_digits = self.was_written = self.was_cast = self.was_loaded = False
 
     def _size(self) -> Tensor:
         assert self.grad is not None
@@ -209,4 +209,4 @@ def moments_of(optimizer: Any, param: nn.Parameter, kind: Kind) -> tuple[Tensor,
     """Return moments in float64; zeros before the first step."""
     state = optimizer.state.get(param, {})
     found = [state.get(name) for name in MOMENTS[kind.rule]]
-    return tuple(bits(torch.zeros_like(param) if each is None else each) for each in found)
+    return tuple(exact(torch.zeros_like(param) if each is None else each) for each in found)

@@ -18,7 +18,7 @@ from today_cases import (
     Expected,
     Kind,
     assert_near,
-    bits,
+    exact,
     has_bug_of_torch,
     has_masters,
     moments_of,
@@ -30,7 +30,7 @@ MASTERS: list[bool | str] = [True, "split", False]
 GROWTH_INTERVAL = 4
 
 grads = st.sampled_from([0.25, -0.5, 1.0, 0.75])
-which = st.sampled_from([("a",), ("b", "c"), ("a", "b", "c"), ("d", "a"), ("a", "b", "c", "d")])
+name_sets = st.sampled_from([("a",), ("b", "c"), ("a", "b", "c"), ("d", "a"), ("a", "b", "c", "d")])
 
 
 class Weights(nn.Module):
@@ -128,8 +128,7 @@ class Steps(RuleBasedStateMachine):
     # --- Backwards.
 
     def losses(self, names: Any, grad: float) -> Tensor:
-        params = [getattr(self.model, name) for name in names if hasattr(self.model, name)]
-        return pull(*((param, grad) for param in params if param.requires_grad))
+        return pull(*((getattr(self.model, name), grad) for name in names))
 
     def can_pull(self, names: Any) -> list[str]:
         return [
@@ -142,7 +141,7 @@ class Steps(RuleBasedStateMachine):
         return loss if self.scaler_of is None else self.scaler.scale(loss)
 
     @precondition(lambda self: self.are_ready)
-    @rule(names=which, grad=grads)
+    @rule(names=name_sets, grad=grads)
     def backward(self, names: Any, grad: float) -> None:
         names = self.can_pull(names)
         if not names:
@@ -157,7 +156,7 @@ class Steps(RuleBasedStateMachine):
                 self.read_grads(number)
 
     @precondition(lambda self: self.are_ready and self.scaler_of is not None)
-    @rule(names=which, bad=st.sampled_from([INF, float("nan")]))
+    @rule(names=name_sets, bad=st.sampled_from([INF, float("nan")]))
     def overflow(self, names: Any, bad: float) -> None:
         self.backward(names, bad)
 
@@ -197,8 +196,8 @@ class Steps(RuleBasedStateMachine):
             expected, grad = self.expected[name], getattr(self.model, name).grad
             if expected.grad is not None and not self.saw_inf(number):
                 near = 2.0**-6 * expected.grad.abs()  # torch's norm may be bfloat16.
-                assert_near(bits(grad), expected.grad, near)
-                expected.grad = bits(grad)
+                assert_near(exact(grad), expected.grad, near)
+                expected.grad = exact(grad)
 
     def can_unscale(self, number: int) -> bool:
         return True
@@ -264,9 +263,9 @@ class Steps(RuleBasedStateMachine):
         self.clear()  # What was not stepped has the scale of before.
 
     @precondition(lambda self: self.are_ready)
-    @rule(names=which, grad=grads, to_none=st.booleans())
+    @rule(names=name_sets, grad=grads, to_none=st.booleans())
     def train(self, names: Any, grad: float, to_none: bool) -> None:
-        """Else few programs take a step with new gradients."""
+        """One iteration; without this rule few programs take steps."""
         self.backward(names, grad)
         for number in range(len(self.optimizers)):
             self.step(number, to_none)
@@ -284,7 +283,7 @@ class Steps(RuleBasedStateMachine):
             for found, wanted in zip(moments, expected.moments, strict=True):
                 assert bool((found == wanted).all()), name
             if has_masters(kind, self.of_masters[number], param) and not expected.was_written:
-                assert bool((bits(optimizer.master(param)) == expected.value).all()), name
+                assert bool((exact(optimizer.master(param)) == expected.value).all()), name
 
     @invariant()
     def the_scale_is_that_of_torch(self) -> None:

@@ -32,7 +32,7 @@ class MasterState:
 
     @classmethod
     def known(cls, optimizer: torch.optim.Optimizer) -> MasterState | None:
-        """Return that of a model with parameters of the optimizer, or None."""
+        """Return the state of the first model that has a parameter of the optimizer, or None."""
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for each in cls._attached:
             models = [model for model in (ref() for ref in each._models) if model is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ class UnscaledGrads:
     """An optimizer's gradients after they were unscaled, until `update`.
 
     Args:
-        params: Those of the optimizer.
+        params: The parameters of the optimizer.
 
     Attributes:
         are_mixed: Whether a backward of a scaled loss has added to them, or made new ones.
@@ -30,8 +31,7 @@ class UnscaledGrads:
     def watch_backward(self) -> None:
         """Compare gradients before and after the backward that is running."""
         self._versions.record(self._params)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end)
+        _after_backward(self._end)
 
     def _end(self) -> None:
         self.are_mixed = self.are_mixed or self._versions.changed(self._params)
@@ -49,17 +49,17 @@ class UnscaledGrads:
 
 
 class WaitingGrads:
-    """An optimizer's scaled gradients that were there, not stepped with, when `update` was called.
+    """Scaled gradients that an optimizer had not stepped with when `update` was called.
 
     Args:
-        params: Those of the optimizer.
-        scale: By which their losses were multiplied, before the update.
+        params: The parameters of the optimizer.
+        scale: The loss scale before the update, 0-dim; it is copied.
     """
 
     def __init__(self, params: list[Tensor], scale: Tensor) -> None:
         self._params = [param for param in params if param.grad is not None]
         self._scale = scale.clone()
-        self._are_added_to, self._are_there = False, True
+        self._are_added_to, self._are_kept = False, True
         self._versions = _C.GradVersions()
         self._versions.record(self._params)
 
@@ -68,10 +68,9 @@ class WaitingGrads:
         # What has changed in between was cleared, or is the user's own.
         is_cleared = any(param.grad is None for param in self._params)
         if is_cleared or self._versions.changed(self._params):
-            self._are_there = False
-        if self._are_there:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end)
+            self._are_kept = False
+        if self._are_kept:
+            _after_backward(self._end)
 
     def _end(self) -> None:
         if self._versions.changed(self._params):
@@ -85,7 +84,7 @@ class WaitingGrads:
             owner: The optimizer's class.
             scale: By which the step divides.
         """
-        if not (self._are_there and self._are_added_to) or readback.is_capturing():
+        if not (self._are_kept and self._are_added_to) or readback.is_capturing():
             return
         scales = torch.stack([self._scale, tensors.copy_async(scale, self._scale.device)])
         if scales.is_cpu:
@@ -94,12 +93,19 @@ class WaitingGrads:
             readback.submit_tensor(scales, lambda arrived: _warn_of_scales(owner, arrived))
 
 
+def _after_backward(callback: Callable[[], None]) -> None:
+    """Call back at the end of the backward that is running."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
 def _warn_of_scales(owner: str, scales: Tensor) -> None:
     before, now = scales.tolist()
     if before != now:
         warn(
-            f"GradScaler.step: gradients of {owner} were accumulated over a scaler.update() that "
-            f"changed the scale from {before:g} to {now:g}, and all are divided by the last. Call "
-            f"update() when each optimizer has stepped, or give {owner} a GradScaler of its own",
+            f"GradScaler.step: gradients of {owner} are sums of two scales: scaler.update() "
+            f"changed {before:g} to {now:g} between their backwards, and the step divides by the "
+            f"last. Call update() when each optimizer has stepped, or give {owner} a GradScaler "
+            "of its own",
             "gradients-of-two-scales",
         )

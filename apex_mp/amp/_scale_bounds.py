@@ -16,17 +16,18 @@ from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLoss
 
 # Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 eager = torch._disable_dynamo  # type: ignore[attr-defined]
-# Below it gradients have fewer digits in float16 than without a scale. FP16_Optimizer has it, too.
+# Below it float16 gradients have fewer digits than without a scale; the bound of FP16_Optimizer.
 _LOWEST_OF_16_BIT = 1.0
 _NO_CHECKS = "No inf checks were recorded prior to update."
 
 
 @dataclasses.dataclass
 class ScaleBounds:
-    """Bounds and hysteresis of a GradScaler; without them its rule equals torch's to the bit.
+    """Bounds and hysteresis of a GradScaler; without them its rule is torch's, above `lowest`.
 
     Attributes:
-        min_scale: The scale does not back off below this; None: no bound.
+        min_scale: The scale does not back off below this; None: 1 with 16-bit gradients, else
+            2**-126.
         max_scale: The scale does not grow above this; None: no bound.
         hysteresis: Overflows before the scale backs off.
         overflows: State: overflows since the scale changed. A tensor on the device of the scale,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from apex_mp.core.float32_parts import Float32Part, keep_fp32
-from apex_mp.core.log import warn
+from apex_mp.core.float32_parts import Float32Part, keep_parts
+from apex_mp.core.log import counted, warn
 from apex_mp.core.masters import LOW_PRECISION
 
 
@@ -18,7 +18,7 @@ def cast_parameters(
     model: nn.Module,
     dtype: torch.dtype = torch.float16,
     *,
-    keep: Iterable[str | type[nn.Module]] | None = None,
+    keep: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None,
 ) -> list[str]:
     """Cast a model's parameters to 16 bits in place, for training; buffers and norms are kept.
 
@@ -34,19 +34,20 @@ def cast_parameters(
     float32, and return what they got, as with `keep_fp32`.
 
     Args:
-        model: Changed in place; parameters stay the same objects.
+        model: In float32; changed in place, while parameters stay the same objects. What an earlier
+            `half()` has rounded stays so.
         dtype: torch.float16 or torch.bfloat16 [torch.float16].
-        keep: What keeps its parameters besides batch and instance norms: names as in
-            `named_modules()`, or classes [None: modules without children whose class is named
-            ...Norm].
+        keep: Modules to keep in float32 in addition to batch and instance norms: names as in
+            `named_modules()`, or classes; one, or several; () for none [None: modules inside of the
+            model, without children, whose class is named ...Norm].
 
     Returns:
         The names of the floating parameters and buffers that were kept, as in `state_dict()`.
 
     Raises:
         TypeError: An argument is of a wrong type, or a part is a module of torch.jit.
-        ValueError: `dtype` is another one; or `keep` names nothing, or what shares a parameter with
-            the rest. Nothing is changed by an error.
+        ValueError: `dtype` is neither; or `keep` names what is not there, or what shares a
+            parameter with the rest. Nothing is changed by an error.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"cast_parameters: model is a {type(model).__name__}; it must be a Module")
@@ -54,9 +55,9 @@ def cast_parameters(
         raise ValueError(
             f"cast_parameters: dtype is {dtype}; it must be torch.float16 or torch.bfloat16"
         )
-    parts = [*_norms(model)] if keep is None else [*keep]
-    if parts:
-        keep_fp32(model, parts)
+    parts = [*_norms(model)] if keep is None else keep
+    if parts not in ([], ()):
+        keep_parts("cast_parameters", "keep", model, parts)
     kept = {id(tensor) for tensor in chain(model.buffers(), _kept_parameters(model))}
     model._apply(  # type: ignore[no-untyped-call]
         lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t
@@ -96,20 +97,20 @@ def warn_of_rounded_buffers(who: str, model: nn.Module) -> bool:
         for name in _rounded(f"{owner}." if owner else "", module)
     ]
     if names:
-        more = f" and {len(names) - 1} more buffers" if len(names) > 1 else ""
+        more = f" and {counted(len(names) - 1, 'more buffer')}" if len(names) > 1 else ""
         warn(
-            f"{who}: 16 bits round {names[0]}{more} of the model, and no master keeps what is "
-            "lost. Name their modules to apex_mp.keep_fp32 before the cast, or cast by "
-            "apex_mp.cast_parameters(model) instead of half()",
+            f"{who}: the 16-bit buffer {names[0]}{more} of the model may be rounded, and buffers "
+            "have no masters. Pass their modules to apex_mp.keep_fp32 before the cast, or cast "
+            "with apex_mp.cast_parameters(model) instead of half()",
             "buffers-in-16-bits",
         )
     return bool(names)
 
 
 def _rounded(prefix: str, module: nn.Module) -> Iterator[str]:
-    """Yield the names of a module's 16-bit buffers but masks and the like: what is whole is exact.
+    """Yield the names of running statistics, and of other 16-bit buffers that hold fractions.
 
-    Running statistics are whole only at the start.
+    Whole numbers, as in masks, count as exact, although above 256 bfloat16 may round them, too.
     """
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.dtype not in LOW_PRECISION or buffer.is_meta:

@@ -112,8 +112,28 @@ def keep_fp32(
         raise TypeError(f"keep_fp32: module is a {type(module).__name__}; it must be a Module")
     if outputs is not None and not getattr(outputs, "is_floating_point", False):
         raise ValueError(f"keep_fp32: outputs is {outputs!r}; it must be a floating dtype or None")
-    parts = _parts_of(module, names_or_types)
-    _check(module, parts)
+    keep_parts("keep_fp32", "names_or_types", module, names_or_types, outputs)
+    return module
+
+
+def keep_parts(
+    who: str,
+    argument: str,
+    module: nn.Module,
+    names_or_types: Any,
+    outputs: torch.dtype | None = None,
+) -> None:
+    """Do what `keep_fp32` does.
+
+    Args:
+        who: The public function, for messages.
+        argument: Its name for `names_or_types`.
+        module: As there.
+        names_or_types: As there.
+        outputs: As there.
+    """
+    parts = _parts_of(who, argument, module, names_or_types)
+    _check(who, module, parts)
     for part in parts.values():
         for each in part.modules():
             if not isinstance(each, Float32Part):
@@ -123,10 +143,11 @@ def keep_fp32(
         if outputs is not None:
             part._part_outputs = outputs  # type: ignore[assignment]
         part._apply(lambda t: t.float() if t.dtype in LOW_PRECISION else t)  # type: ignore[no-untyped-call]
-    return module
 
 
-def _parts_of(module: nn.Module, names_or_types: Any) -> dict[str, nn.Module]:
+def _parts_of(
+    who: str, argument: str, module: nn.Module, names_or_types: Any
+) -> dict[str, nn.Module]:
     """Return the modules that are named, by name."""
     named = dict(module.named_modules())
     one = isinstance(names_or_types, (str, type)) or not isinstance(names_or_types, Iterable)
@@ -140,27 +161,27 @@ def _parts_of(module: nn.Module, names_or_types: Any) -> dict[str, nn.Module]:
             there = sorted({type(each).__name__ for each in named.values()})
         else:
             raise TypeError(
-                f"keep_fp32: names_or_types has {wanted!r}; it must be the name of a module or a "
-                "class of modules"
+                f"{who}: {argument} has {wanted!r}; it must be the name of a module or a class of "
+                "modules"
             )
         if not found:
             what = repr(wanted) if isinstance(wanted, str) else wanted.__name__
-            raise ValueError(f"keep_fp32: there is no {what} in the model; there are {there}")
+            raise ValueError(f"{who}: there is no {what} in the model; there are {there}")
         parts |= found
     if not parts:
-        raise ValueError("keep_fp32: names_or_types is empty; name at least one part")
+        raise ValueError(f"{who}: {argument} is empty; name at least one part")
     return parts
 
 
-def _check(module: nn.Module, parts: dict[str, nn.Module]) -> None:
+def _check(who: str, module: nn.Module, parts: dict[str, nn.Module]) -> None:
     """Refuse parts that cannot be kept, and parameters that another part uses as well."""
     inside = {each for part in parts.values() for each in part.modules()}
     for name, part in parts.items():
         for each in part.modules():
             if isinstance(each, torch.jit.ScriptModule):
-                raise TypeError(f"keep_fp32: {name} is a module of torch.jit; name it before that")
+                raise TypeError(f"{who}: {name} is a module of torch.jit; name it before that")
             if isinstance(each, LazyModuleMixin):
-                raise ValueError(f"keep_fp32: {name} is lazy; run the model once before")
+                raise ValueError(f"{who}: {name} is lazy; run the model once before")
     kept = {
         id(param): f"{name}.{own}"
         for name, part in parts.items()
@@ -170,6 +191,6 @@ def _check(module: nn.Module, parts: dict[str, nn.Module]) -> None:
         for own, param in each.named_parameters(recurse=False):
             if id(param) in kept and each not in inside and not isinstance(each, Float32Part):
                 raise ValueError(
-                    f"keep_fp32: {name}.{own} is a parameter of a part that is to stay in float32 "
+                    f"{who}: {name}.{own} is a parameter of a part that is to stay in float32 "
                     f"as well; name {name} too"
                 )

@@ -28,6 +28,11 @@ def see(part: str) -> str:
     return f" [docs/troubleshooting.md#{part}]"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun: "1 parameter", "2 parameters"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def warn(message: str, part: str, category: type[Warning] = RuntimeWarning) -> None:
     """Warn at the first line outside of apex_mp and torch.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core.grads import NonFinite
+from apex_mp.core.log import counted
 from apex_mp.core.master_grads import MasterGrads
 
 _PARAMETERS_NAMED = 3
@@ -105,5 +106,5 @@ class Overflow:
         """Log a message with the worst parameters under it; the record has `overflow`."""
         worst = [f"  {found}" for found in self.report[:_PARAMETERS_NAMED]]
         others = len(self.report) - _PARAMETERS_NAMED
-        rest = [f"  and {others} more parameters"] if others > 0 else []
+        rest = [f"  and {counted(others, 'more parameter')}"] if others > 0 else []
         logger.warning("%s", "\n".join([message, *worst, *rest]), extra={"overflow": self})

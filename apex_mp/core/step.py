@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -69,6 +70,21 @@ class StepRequest:
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
     wait: bool = True
+
+
+@contextlib.contextmanager
+def dropping_amp_tensors(optimizer: Any) -> Iterator[None]:
+    """A context in which an optimizer steps; an error removes what GradScaler has set on it.
+
+    torch removes both only after a step without an error, and multiplies the next scale by what it
+    finds.
+    """
+    try:
+        yield
+    except BaseException:
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        raise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

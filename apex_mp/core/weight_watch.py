@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp.core import found_inf, readback
-from apex_mp.core.log import warn
+from apex_mp.core.log import counted, warn
 from apex_mp.core.masters import Masters
 from apex_mp.core.written_weights import differ
 
@@ -112,7 +112,7 @@ class WeightWatch:
 
     def _warn_of_writes(self, masters: list[Parameter]) -> None:
         self.mute()
-        more = f" and {len(masters) - 1} more parameters" if len(masters) > 1 else ""
+        more = f" and {counted(len(masters) - 1, 'more parameter')}" if len(masters) > 1 else ""
         models = {id(self._masters.model_of[master]) for master in masters}
         others = [
             each for each in self._all if each is not self and each._masters.masters_of(models)

@@ -1,4 +1,4 @@
-"""Weights that are not their masters, rounded, because others wrote them."""
+"""Compares 16-bit weights with their float32 masters, to find what others wrote."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from apex_mp.core.masters import LOW_PRECISION
 
 @torch.no_grad()
 def differ(master: Tensor, weight: Tensor, *, converted: bool = False) -> Tensor:
-    """Return where weights are not their float32 masters, rounded: they were written by others.
+    """Return where a weight is not its float32 master, rounded to 16 bits: it was written.
 
     Args:
-        master: The masters, float32; of a DTensor the part here is compared.
-        weight: Their float16 or bfloat16 weights.
+        master: The master, float32; of a DTensor the part here is compared.
+        weight: Its float16 or bfloat16 weight.
         converted: Whether weights agree, too, if all were rounded to the other 16-bit dtype before:
-            those of a bfloat16 checkpoint in a float16 model.
+            those of a bfloat16 checkpoint in a float16 model [False].
+
+    Returns:
+        A bool tensor in the shape of the weight.
     """
     master, weight = tensors.local_part(master), tensors.local_part(weight)
-    differs = _are_not(weight, master, weight.dtype)
+    differs = _is_not_rounded(weight, master, weight.dtype)
     if not converted:
         return differs
     (other,) = {*LOW_PRECISION} - {weight.dtype}
-    differs_from_other = _are_not(weight, master, other)
+    differs_from_other = _is_not_rounded(weight, master, other)
     return torch.where(differs_from_other.any(), differs, differs_from_other)
 
 
-def _are_not(weight: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
+def _is_not_rounded(weight: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
     """Return where weights are not masters that were rounded to a dtype.
 
     Conversion rounds a tie to even, csrc/math/split.h a bfloat16 and a small float16 to the larger.
@@ -47,11 +50,14 @@ def _are_not(weight: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def current(master: Tensor, weight: Tensor) -> Tensor:
-    """Return a master; a copy with the weights where these were written by others.
+    """Return a master with the weights where these were written; the host waits for a GPU.
 
     Args:
         master: The float32 master; maybe in another memory order.
         weight: The float16 or bfloat16 weight.
+
+    Returns:
+        The master itself if nothing was written, else a copy; in the weight's memory order.
     """
     laid = match_strides(master.detach(), weight)
     differs = differ(laid, weight, converted=True)

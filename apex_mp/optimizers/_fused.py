@@ -15,7 +15,7 @@ from apex_mp import _C
 from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult
+from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult, dropping_amp_tensors
 from apex_mp.optimizers import _legacy_call, _written
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
@@ -149,7 +149,7 @@ class FusedOptimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
+        with dropping_amp_tensors(self):
             scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
             request = _legacy_call.request(
                 self._public_name, self, grads, output_params, grad_norms
@@ -161,12 +161,6 @@ class FusedOptimizer(SavedOptimizer):
                     for state in self.state.values():
                         if "step" in state:
                             state["step"].zero_()
-        except BaseException:
-            # torch's GradScaler removes them only after a step that raises nothing, and multiplies
-            # the next scale by what it finds.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
-            raise
         return result if request is grads else loss
 
     step.takes_request = True  # type: ignore[attr-defined]
@@ -190,7 +184,7 @@ class FusedOptimizer(SavedOptimizer):
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
             outcome = self._run(plan, request, found_inf)
         except BaseException:
-            if not plan.has_run:  # Else a Ctrl-C came after the step.
+            if not plan.has_run:  # Else the weights were stepped, and need their state.
                 self._take_back(before)
             raise
         if outcome.found_inf:
@@ -206,7 +200,8 @@ class FusedOptimizer(SavedOptimizer):
     def _watching_updates(self, request: StepRequest, found_inf: Tensor | None) -> Iterator[None]:
         """A context in which a step is taken; warn once that 16-bit parameters have no masters.
 
-        The scaler of this package does so itself, and old scripts without masters mean it (O3).
+        Not under apex_mp.amp.GradScaler, which warns itself, nor after amp.initialize, where O3
+        asks for this.
         """
         attributes = self.__dict__
         is_plain = request.grads is None and request.grads_of is None and not request.check
@@ -337,7 +332,10 @@ class FusedOptimizer(SavedOptimizer):
         return undo
 
     def _take_back(self, before: Before) -> None:
-        """Restore the states of parameters."""
+        """Restore states as they were before the step: None removes one.
+
+        Masters that were written from weights in between stay so.
+        """
         for param, state in before.items():
             if state is None:
                 self.state.pop(param, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import readback, tensors
-from apex_mp.core.log import warn
+from apex_mp.core.log import counted, warn
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.optimizers._state import has_master
 
@@ -126,10 +126,11 @@ class LostUpdateCounter:
         names = ", ".join(self._names[:_NAMED]) + (", ..." if len(self._names) > _NAMED else "")
         dtypes = " and ".join(self._dtypes)
         lost = f"{unchanged:,} of {total:,}" if unchanged else f"none of {total:,} yet"
+        steps = counted(len(self._names), "parameter")
         return (
-            f"{who} steps {len(self._names)} parameters of {dtypes} that have no float32 masters: "
-            f"{names}. An update of less than half the distance between two such numbers is lost: "
-            f"{lost} in the first step. {advice}"
+            f"{who} steps {steps} of {dtypes} that have no float32 masters: {names}. An update of "
+            f"less than half the distance between two such numbers is lost: {lost} in the first "
+            f"step. {advice}"
         )
 
 

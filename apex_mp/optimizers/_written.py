@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import readback, tensors
-from apex_mp.core.log import warn
+from apex_mp.core.log import counted, warn
 from apex_mp.core.written_weights import differ
 from apex_mp.optimizers._state import MASTER
 
@@ -20,9 +20,9 @@ Written: TypeAlias = tuple[int, int, bool]
 
 @torch.no_grad()
 def take(optimizer: Any, written: Sequence[Written], before: Mapping[Tensor, Any]) -> None:
-    """Write to masters what their weights have, where the two differ, and warn once.
+    """Copy weights to their masters where a weight is not its master rounded, and warn once.
 
-    Nothing can be compared with the remainder of a split master, which becomes 0.
+    A split master cannot be compared: its remainder becomes 0.
 
     Args:
         optimizer: A fused optimizer.
@@ -74,9 +74,10 @@ def _warn(optimizer: Any, places: list[tuple[int, int]], differing: Tensor) -> N
     number, index = places_written[0]
     names = optimizer.param_groups[number].get("param_names")
     name = names[index] if names else f"params[{number}][{index}]"
-    more = f" and {len(places_written) - 1} more parameters" if len(places_written) > 1 else ""
+    others = len(places_written) - 1
+    more = f" and {counted(others, 'more parameter')}" if others else ""
     warn(
         f"{optimizer._public_name}: {name}{more} changed outside of step(). Training goes on from "
-        "the weights as they are; what their float32 masters had beside these 16 bits is dropped",
+        "the weights as they are; the further digits of their float32 masters are dropped",
         "weights-changed-outside-of-the-step",
     )

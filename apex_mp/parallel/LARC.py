@@ -14,7 +14,7 @@ from apex_mp.core import tensors
 from apex_mp.core.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
 from apex_mp.core.options import check_number
-from apex_mp.core.step import StepRequest
+from apex_mp.core.step import StepRequest, dropping_amp_tensors
 from apex_mp.core.tensors import copy_async
 
 
@@ -61,8 +61,9 @@ class LARC(ForwardingOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scale the gradients, and step the inner optimizer.
 
-        A fused optimizer of this package steps with copies in float32, in which small gradients
-        lose nothing; of others `.grad` is scaled in place.
+        A fused optimizer of this package gets float32 copies of all gradients (4 bytes a parameter
+        during the step), so small float16 gradients keep their values; with other optimizers
+        `.grad` is overwritten.
 
         Args:
             closure: Called once, before that; its result is returned [None].
@@ -74,23 +75,26 @@ class LARC(ForwardingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
-            _refuse_sparse_grads(number, group["params"])
-        with torch.no_grad():
-            scaled = [
-                [None if param.grad is None else self._scaled(param, group) for param in params]
-                for group in self.param_groups
-                for params in [group["params"]]
-            ]
+        with dropping_amp_tensors(self):
+            for number, group in enumerate(self.param_groups):
+                _refuse_sparse_grads(number, group["params"])
+            with torch.no_grad():
+                grads = [
+                    [self._scaled(param, group) for param in group["params"]]
+                    for group in self.param_groups
+                ]
+            value = self._step_without_decay(grads)
+        return value if loss is None else loss
+
+    def _step_without_decay(self, grads: list[list[Tensor | None]]) -> Any:
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group in self.param_groups:
                 group["weight_decay"] = 0.0
-            value = self._step_inside(scaled)
+            return self._step_inside(grads)
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group["weight_decay"] = decay
-        return value if loss is None else loss
 
     def _step_inside(self, grads: list[list[Tensor | None]]) -> Any:
         if not self._takes_request:
@@ -105,10 +109,14 @@ class LARC(ForwardingOptimizer):
             vars(self.optim).pop("found_inf", None)
         return None
 
-    def _scaled(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return a gradient as it is to be stepped with; it is written to `.grad`, or a copy."""
+    def _scaled(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """Return a gradient times its local rate; None if there is none.
+
+        For a fused optimizer it is a new tensor, float32 at least and unscaled; else `.grad`.
+        """
         grad = param.grad
-        assert grad is not None
+        if grad is None:
+            return None
         dense = tensors.writable(grad)
         if dense is not grad:
             grad = param.grad = dense

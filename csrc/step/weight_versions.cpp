@@ -1,6 +1,8 @@
 // Records and compares weights under masters.
 #include "step/weight_versions.h"
 
+#include <algorithm>
+
 namespace apex_mp::step {
 namespace {
 
@@ -16,21 +18,22 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Returns a number that will probably change when the weight is written.
-uint64_t facts_of(const at::Tensor& weight, const Row& memory) {
-  uint64_t facts = 0;
+// Returns a hash of version and address, on the CPU also of sampled elements; for a split master on
+// the CPU of sampled elements and the dtype alone.
+uint64_t fingerprint_of(const at::Tensor& weight, const Row& memory) {
+  uint64_t hash = 0;
   const Array& array = is_split(memory) ? memory.param : memory.copy;
   if (weight.device().type() == at::kCPU) {
     constexpr int64_t kSamples = 8;
     const auto* halves = static_cast<const uint16_t*>(array.data);
-    const int64_t step = memory.size / kSamples + 1;
+    const int64_t step = std::max<int64_t>((memory.size + kSamples - 1) / kSamples, 1);
     uint64_t factor = 1;  // does not depend on what is read
-    for (int64_t i = 0; i < memory.size; i += step, factor *= 0x10001u) facts += factor * halves[i];
+    for (int64_t i = 0; i < memory.size; i += step, factor *= 0x10001u) hash += factor * halves[i];
     // With a remainder nothing can be compared, so equal numbers that were written count as none.
-    if (is_split(memory)) return 2 * facts + (array.dtype == DType::kHalf ? 1 : 0);
+    if (is_split(memory)) return 2 * hash + (array.dtype == DType::kHalf ? 1 : 0);
   }
-  facts = facts * 0x9e3779b97f4a7c15u + version_of(weight);
-  return facts * 0x9e3779b97f4a7c15u + reinterpret_cast<uintptr_t>(array.data);
+  hash = hash * 0x9e3779b97f4a7c15u + version_of(weight);
+  return hash * 0x9e3779b97f4a7c15u + reinterpret_cast<uintptr_t>(array.data);
 }
 
 }  // namespace
@@ -40,21 +43,21 @@ WeightVersions::Entry WeightVersions::entry_of(const RowTensors& row, const Row&
   const at::Tensor& master = split ? *row.copy : *row.param;
   const at::Tensor& weight = split ? *row.param : *row.copy;
   return {master.unsafeGetTensorImpl(), version_of(master),
-          (split ? memory.param : memory.copy).dtype, facts_of(weight, memory)};
+          (split ? memory.param : memory.copy).dtype, fingerprint_of(weight, memory)};
 }
 
 WeightVersions::Change WeightVersions::change_between(const Entry& before, const Entry& now,
-                                                      bool is_split) {
+                                                      bool split) {
   const bool is_new = before.master != now.master;
-  if (is_split) {
+  if (split) {
     // A new remainder belongs to the weight that it was made or loaded with.
     if (is_new) return Change::kNone;
   } else if (is_new || before.dtype != now.dtype) {
     return Change::kNotCompared;
   }
-  if (before.facts == now.facts) return Change::kNone;
+  if (before.fingerprint == now.fingerprint) return Change::kNone;
   // A remainder that was written belongs to the weight that it was written with.
-  const bool with_remainder = is_split && before.master_version != now.master_version;
+  const bool with_remainder = split && before.master_version != now.master_version;
   return with_remainder ? Change::kNone : Change::kWritten;
 }
 

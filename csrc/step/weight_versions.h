@@ -21,7 +21,7 @@ class WeightVersions {
     kNotCompared  // the master is new, or the weight has another dtype; not of split masters
   };
 
-  // Makes place for the positions of parameters below `count`.
+  // Grows the table to `count` parameters; it never shrinks.
   void resize(size_t count) { entries_.resize(std::max(count, entries_.size())); }
 
   // Compares the weight of a row with what was recorded; `change` returns the result.
@@ -36,12 +36,12 @@ class WeightVersions {
     const at::TensorImpl* master = nullptr;  // or remainder; an address to compare, not owned
     int64_t master_version = 0;
     DType dtype = DType::kHalf;
-    uint64_t facts = 0;  // of the weight
+    uint64_t fingerprint = 0;  // of the weight
     Change change = Change::kNone;
   };
 
   static Entry entry_of(const RowTensors& row, const Row& memory);
-  static Change change_between(const Entry& before, const Entry& now, bool is_split);
+  static Change change_between(const Entry& before, const Entry& now, bool split);
 
   std::vector<Entry> entries_;  // by the position of the parameter
 };

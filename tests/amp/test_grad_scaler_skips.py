@@ -283,7 +283,7 @@ def test_a_learning_rate_of_0_loses_no_updates(groups: str, device: torch.device
             if step == 0:
                 assert len(told) == (groups == "the first")
             optimizer.param_groups[1]["lr"] = 1e-7
-    assert "steps 1 parameters" in str(told[0].message)
+    assert "steps 1 parameter " in str(told[0].message)
     assert "is lost: 4 of 4 in the first step. " in str(told[0].message)
     assert len(told) == 1
 

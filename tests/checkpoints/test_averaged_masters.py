@@ -84,7 +84,20 @@ def test_the_average_is_that_of_float64(way: str, device: torch.device) -> None:
     assert 1.0 - expected > 1e-3
 
 
-def test_it_is_copied_saved_and_moved_as_torchs(device: torch.device) -> None:
+def test_a_copy_goes_on_averaging(device: torch.device) -> None:
+    """Alone over the same masters; with model and optimizer over the masters of that copy."""
+    model, optimizer, step, value = loop("masters", device)
+    averaged = AveragedMasters(model, optimizer, avg_fn=lambda old, new, count: new)
+    alone = copy.deepcopy(averaged)
+    other_model, _, pair = copy.deepcopy((model, optimizer, averaged))
+    step()
+    alone.update_parameters(model)
+    pair.update_parameters(other_model)
+    assert alone.module[0].weight.double().mean().item() == value()
+    assert pair.module[0].weight.double().mean().item() == 1.0
+
+
+def test_it_is_saved_and_loaded_as_torchs(device: torch.device) -> None:
     model, optimizer, step, _ = loop("masters", device)
     averaged = AveragedMasters(model, optimizer)
     step()

@@ -129,3 +129,10 @@ def test_the_version_and_the_figures_are_those_of_the_tests() -> None:
     clipping = (Path(__file__).parents[1] / "amp" / "test_grad_scaler_clip.py").read_text()
     assert '{"unscale_": 15, "clip_grad_norm_": 31, "step alone": 31}' in clipping
     assert "leaves 15 of 31 as they were and 16 are 0" in PAGE
+
+
+def test_half_turns_a_rotary_embedding_by_the_angle_that_the_page_names() -> None:
+    """With heads of 32 numbers."""
+    exact = 1.0 / 10000 ** (torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    error = (exact.half().double() - exact).abs().max().item() * 4095
+    assert f"{error:.2f} rad at position 4095" in PAGE

@@ -43,7 +43,7 @@ def test_the_first_step_is_counted(kind: Any, dtype: torch.dtype, device: torch.
     optimizer = kind([("w", param), ("b", wide)], lr=1e-6)
     name, short = kind.__name__, str(dtype).removeprefix("torch.")
     assert said_by(optimizer, 3) == [
-        f"{name} steps 1 parameters of {short} that have no float32 masters: w. An update of less "
+        f"{name} steps 1 parameter of {short} that have no float32 masters: w. An update of less "
         "than half the distance between two such numbers is lost: 1,000 of 1,000 in the first "
         f"step. {name}(..., master_weights=True) keeps masters "
         "[docs/troubleshooting.md#updates-are-lost]"
@@ -73,7 +73,7 @@ def test_our_scaler_warns_in_its_place(device: torch.device) -> None:
     param = Parameter(torch.ones(1000, dtype=F16, device=device))
     optimizer, scaler = FusedAdam([param], lr=1e-6), GradScaler(device.type, init_scale=1.0)
     (one,) = said_by(optimizer, 3, 1.0, scaler)
-    assert one.startswith("GradScaler: FusedAdam steps 1 parameters of float16")
+    assert one.startswith("GradScaler: FusedAdam steps 1 parameter of float16")
 
 
 @pytest.mark.usefixtures("amp_off")

@@ -275,3 +275,21 @@ def test_small_float16_gradients_lose_nothing_in_a_grad_scaler(
     assert scaler.get_scale() == 2.0**19
     for param, values in zip(model.parameters(), exact, strict=True):
         torch.testing.assert_close(inner.master(param).double(), values, rtol=2e-6, atol=1e-9)
+
+
+def test_after_an_error_in_grad_scaler_the_next_step_is_right(device: torch.device) -> None:
+    """torch's scaler multiplies the next scale by the `grad_scale` that it finds."""
+    param = nn.Parameter(torch.ones(3, device=device))
+    inner = FusedSGD([param], 0.125)
+    optimizer, scaler = LARC(inner), torch.amp.GradScaler(device.type, init_scale=8.0)
+    inner.param_groups[0]["momentum"] = -1.0
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ValueError, match="momentum is -1"):
+        scaler.step(optimizer)
+    scaler.update()
+    inner.param_groups[0]["momentum"] = 0.0
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    # The local rate is 0.02 / 0.125, and the gradient 1.
+    assert param.tolist() == pytest.approx([1.0 - 0.02] * 3)

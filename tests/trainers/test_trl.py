@@ -20,7 +20,11 @@ from apex_mp.amp import GradScaler
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("accelerate_state")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.usefixtures("accelerate_state"),
+    pytest.mark.filterwarnings("ignore:.*buffers have no masters"),
+]
 kinds = pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
 
 
