@@ -66,7 +66,8 @@ def build(case: Case, arena: OwnArena) -> Running:
     running = case.build(arena)
     # FusedAdam was given masters, to share them; here its first step makes them.
     arena.optimizer.state.clear()
-    vars(arena).pop("weights", None)
+    for shared in ("weights", "bfloat_masters"):
+        vars(arena).pop(shared, None)
     return running
 
 

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
-BETAS, EPS, MOMENTUM = (0.5, 0.75), 2.0**-10, 0.5
+BETAS, EPS, DECAY, MOMENTUM, MAX_NORM = (0.5, 0.75), 2.0**-10, 2.0**-2, 0.5, 0.75
 # Of an Adam and of an SGD; eps and betas are such that even float16 moments do not vanish.
-ADAM: dict[str, Any] = {"lr": 2.0**-5, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+ADAM: dict[str, Any] = {"lr": 2.0**-5, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 SGD: dict[str, Any] = {"lr": 2.0**-5, "momentum": MOMENTUM}
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "float16": (F16, F16, F16),
     "bfloat16": (BF16, BF16, BF16),
     "mixed": (F16, BF16, F32),
+    "float32": (F32, F32, F32),
 }
 
 
@@ -33,6 +34,7 @@ class Kind(NamedTuple):
         make: Gets parameters, and True, "split" or False for the masters.
         is_ours: Has masters, computes in float32, and takes float16 gradients in any scaler.
         narrow: Whether it keeps moments in bfloat16.
+        max_norm: To which it clips the gradients of each group, or None.
     """
 
     name: str
@@ -40,13 +42,14 @@ class Kind(NamedTuple):
     make: Callable[..., Any]
     is_ours: bool = True
     narrow: bool = False
+    max_norm: float | None = None
 
     def __repr__(self) -> str:
         return self.name
 
 
 def has_bug_of_torch(kind: Kind, params: list[nn.Parameter], optimizer: Any) -> bool:
-    """Return whether a step of torch fails: a fused SGD in which some only have momentum."""
+    """Return whether torch's fused SGD fails: some parameters only have momentum."""
     buffers = [optimizer.state.get(param, {}).get("momentum_buffer") for param in params]
     return kind.name == "SGD fused" and len({buffer is None for buffer in buffers}) > 1
 
@@ -68,7 +71,15 @@ NARROW = Kind(
     lambda params, masters: FusedAdam(params, **ADAM, master_weights=masters, moment_dtype=BF16),
     narrow=True,
 )
-OURS = [FUSED_ADAM, FUSED_SGD, NARROW]
+CLIPPING = Kind(
+    "FusedAdam that clips",
+    "adam",
+    lambda params, masters: FusedAdam(
+        params, **ADAM, master_weights=masters, max_grad_norm=MAX_NORM
+    ),
+    max_norm=MAX_NORM,
+)
+OURS = [FUSED_ADAM, FUSED_SGD, NARROW, CLIPPING]
 OF_TORCH_FUSED = [
     of_torch("SGD fused", torch.optim.SGD, SGD, fused=True),
     of_torch("AdamW fused", torch.optim.AdamW, ADAM, fused=True),
@@ -132,7 +143,7 @@ class Expected:
         return [kept, weight, torch.where(weight == self.last, self.value, weight)]
 
     def expected_change(self, lr: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what the step adds, and the moments after it."""
+        """Return what the step adds beside weight decay, and the moments after it."""
         grad = self.grad
         assert grad is not None
         step = self.step + 1
@@ -166,8 +177,9 @@ class Expected:
         # Of a moment, and of the step; some roundings each.
         near = 2.0**-18 if in_32_bits else 2.0**-6 if param.dtype == BF16 else 2.0**-8
         near_moment = 2.0**-8 if self.kind.narrow else near
+        smallest = 0.0 if in_32_bits else torch.finfo(param.dtype).smallest_normal
         for found, wanted in zip(actual, moments, strict=True):
-            assert_near(found, wanted, near_moment * (wanted.abs() + self._size()))
+            assert_near(found, wanted, near_moment * (wanted.abs() + self._size()) + smallest)
         weight = exact(param)
         value = exact(optimizer.master(param)) if self.kind.is_ours else weight
         if has_masters(self.kind, masters, param):
@@ -175,11 +187,14 @@ class Expected:
             assert_rounded(weight, value, param.dtype)
         else:
             unit = torch.finfo(param.dtype).eps
+        kept = 1.0 - group["lr"] * group["weight_decay"] if self.kind.rule == "adam" else 1.0
         near_change = near * (change.abs() + group["lr"])
-        errors = [
-            (value - (start + change)).abs() - unit * (start + change).abs() - near_change
-            for start in starts
-        ]
+        errors = []
+        for start in starts:
+            wanted = start * kept + change
+            errors.append(
+                (value - wanted).abs() - unit * (start.abs() + wanted.abs()) - near_change
+            )
         begun = [start.tolist() for start in starts]
         message = f"{value.tolist()} after a step of {change.tolist()} from {begun}"
         assert bool((torch.stack(errors).amin(0) <= 0).all()), message

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp16_cases import INF, pull
+from fp16_cases import F32, INF, pull
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from today_cases import (
@@ -29,7 +29,7 @@ KINDS = [*OURS, *OF_TORCH_FUSED, *OF_TORCH_OTHER]
 MASTERS: list[bool | str] = [True, "split", False]
 GROWTH_INTERVAL = 4
 
-grads = st.sampled_from([0.25, -0.5, 1.0, 0.75])
+grads = st.sampled_from([0.25, -0.5, 1.0, 0.75, 2.0**-26])  # float16 has no number below 2**-24.
 name_sets = st.sampled_from([("a",), ("b", "c"), ("a", "b", "c"), ("d", "a"), ("a", "b", "c", "d")])
 
 
@@ -38,7 +38,7 @@ class Weights(nn.Module):
 
     def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__()
-        values = ([[1.0, 2.0], [-1.0, 0.5]], [0.5, -2.0], [4.0])
+        values = ([[1.0, 2.0], [-1.0, 0.5]], [0.5, -2.0] * 12, [4.0])
         for name, value, dtype in zip("abc", values, dtypes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.tensor(value, dtype=dtype)))
 
@@ -71,8 +71,9 @@ class Steps(RuleBasedStateMachine):
         self.catching = warnings.catch_warnings()
 
     def can_train(self, kind: Kind, dtypes: tuple[torch.dtype, ...]) -> bool:
-        """Return whether the scaler takes such parameters."""
-        return True
+        """Return whether optimizer and scaler take such parameters."""
+        # On a CPU torch 2.13 steps only the last elements of 16-bit parameters by this.
+        return kind.name != "SGD fused" or {*dtypes} == {F32}
 
     @initialize(data=st.data(), dtypes=st.sampled_from(sorted(DTYPES)))
     def start(self, data: Any, dtypes: str) -> None:
@@ -153,7 +154,7 @@ class Steps(RuleBasedStateMachine):
             expected.grad = added if expected.grad is None else expected.grad + added
         if self.scaler_of is None:  # What torch has clipped already, 16 bits round in each sum.
             for number in range(len(self.optimizers)):
-                self.read_grads(number)
+                self.read_grads(number, is_clipped=False)
 
     @precondition(lambda self: self.are_ready and self.scaler_of is not None)
     @rule(names=name_sets, bad=st.sampled_from([INF, float("nan")]))
@@ -184,19 +185,25 @@ class Steps(RuleBasedStateMachine):
         if self.saw_inf(number):
             assert not torch.as_tensor(norm).isfinite()
             return
-        assert float(norm) == pytest.approx(wanted, rel=1e-2)  # torch measures in 16 bits.
+        assert float(norm) == pytest.approx(
+            wanted, rel=1e-2, abs=1e-6
+        )  # torch measures in 16 bits.
         for name in self.names_of(number):
             expected = self.expected[name]
             if expected.grad is not None:
                 expected.grad = expected.grad * min(1.0, max_norm / (wanted + 1e-6))
 
-    def read_grads(self, number: int) -> None:
-        """Go on from unscaled gradients as they are, after a comparison: 16 bits round them."""
+    def read_grads(self, number: int, is_clipped: bool) -> None:
+        """Go on from unscaled gradients as they are, after a comparison: 16 bits round them.
+
+        Clipping multiplies them by a number that torch may compute in bfloat16.
+        """
         for name in self.names_of(number):
             expected, grad = self.expected[name], getattr(self.model, name).grad
             if expected.grad is not None and not self.saw_inf(number):
-                near = 2.0**-6 * expected.grad.abs()  # torch's norm may be bfloat16.
-                assert_near(exact(grad), expected.grad, near)
+                size = expected.grad.abs()
+                near = (2.0**-6 if is_clipped else torch.finfo(grad.dtype).eps) * size
+                assert_near(exact(grad), expected.grad, near + 2.0**-24)
                 expected.grad = exact(grad)
 
     def can_unscale(self, number: int) -> bool:
@@ -218,7 +225,23 @@ class Steps(RuleBasedStateMachine):
             params = [getattr(self.model, name) for name in self.names_of(number)]
             norm = nn.utils.clip_grad_norm_(params, max_norm)
             self.clip_expected(number, norm, max_norm)
-        self.read_grads(number)
+        self.read_grads(number, is_clipped=max_norm is not None)
+
+    def clip_groups(self, number: int) -> None:
+        """Clip expected gradients as the optimizer does in its step."""
+        max_norm = self.of_kind[number].max_norm
+        if max_norm is None or self.saw_inf(number):
+            return
+        for group in self.optimizers[number].param_groups:
+            inside = [
+                self.expected[name]
+                for name in self.names_of(number)
+                if any(getattr(self.model, name) is param for param in group["params"])
+            ]
+            norm = sum(float(each.grad.square().sum()) for each in inside if each.grad is not None)
+            for each in inside:
+                if each.grad is not None:
+                    each.grad = each.grad * min(1.0, max_norm / (norm**0.5 + 1e-6))
 
     # --- Steps.
 
@@ -233,6 +256,7 @@ class Steps(RuleBasedStateMachine):
         if has_bug_of_torch(self.of_kind[number], params, optimizer):
             self.clear(number)
             return
+        self.clip_groups(number)
         starts = {
             name: self.expected[name].starts(getattr(self.model, name), masters) for name in names
         }

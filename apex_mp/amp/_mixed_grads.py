@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +59,14 @@ class WaitingGrads:
 
     def __init__(self, params: list[Tensor], scale: Tensor) -> None:
         self._params = [param for param in params if param.grad is not None]
-        self._scale = scale.clone()
-        self._are_added_to, self._are_kept = False, True
+        self._are_added_to, self.are_kept = False, True
+        grads = [tensors.local_part(param.grad) for param in self._params]  # type: ignore[arg-type]
+        readable = [grad for grad in grads if tensors.not_readable(grad) is None]
+        # Loops that clear gradients to zero leave nothing of another scale.
+        sizes = torch._foreach_norm(readable, math.inf) if readable else []
+        largest = [tensors.copy_async(size.float(), scale.device) for size in sizes]
+        # The scale, and the largest gradient; of gradients that cannot be read, the scale again.
+        self._before = torch.stack([scale, torch.stack(largest or [scale]).amax()])
         self._versions = _C.GradVersions()
         self._versions.record(self._params)
 
@@ -68,8 +75,8 @@ class WaitingGrads:
         # What has changed in between was cleared, or is the user's own.
         is_cleared = any(param.grad is None for param in self._params)
         if is_cleared or self._versions.changed(self._params):
-            self._are_kept = False
-        if self._are_kept:
+            self.are_kept = False
+        if self.are_kept:
             _after_backward(self._end)
 
     def _end(self) -> None:
@@ -84,13 +91,13 @@ class WaitingGrads:
             owner: The optimizer's class.
             scale: By which the step divides.
         """
-        if not (self._are_kept and self._are_added_to) or readback.is_capturing():
+        if not (self.are_kept and self._are_added_to) or readback.is_capturing():
             return
-        scales = torch.stack([self._scale, tensors.copy_async(scale, self._scale.device)])
-        if scales.is_cpu:
-            _warn_of_scales(owner, scales)
+        facts = torch.cat([self._before, tensors.copy_async(scale, self._before.device).view(1)])
+        if facts.is_cpu:
+            _warn_of_scales(owner, facts)
         else:
-            readback.submit_tensor(scales, lambda arrived: _warn_of_scales(owner, arrived))
+            readback.submit_tensor(facts, lambda arrived: _warn_of_scales(owner, arrived))
 
 
 def _after_backward(callback: Callable[[], None]) -> None:
@@ -99,9 +106,9 @@ def _after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def _warn_of_scales(owner: str, scales: Tensor) -> None:
-    before, now = scales.tolist()
-    if before != now:
+def _warn_of_scales(owner: str, facts: Tensor) -> None:
+    before, largest_grad, now = facts.tolist()
+    if before != now and largest_grad != 0.0:
         warn(
             f"GradScaler.step: gradients of {owner} are sums of two scales: scaler.update() "
             f"changed {before:g} to {now:g} between their backwards, and the step divides by the "

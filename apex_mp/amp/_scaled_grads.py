@@ -12,6 +12,7 @@ from apex_mp import _C
 from apex_mp.core import shards
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
+from apex_mp.core.step import Groups
 from apex_mp.core.tensors import copy_async
 
 
@@ -67,11 +68,13 @@ class Measured:
         """Return the parameters that have a sum of squares, device by device."""
         return [self.slots.params[row] for rows in self.rows.values() for row in rows]
 
-    def is_of(self, slots: GradSlots) -> bool:
-        """Return whether the present gradients are those that were read, unchanged."""
-        now = slots.read()
+    def is_of(self, param_groups: Groups) -> bool:
+        """Return whether the gradients of the groups are those that were read, unchanged."""
+        if not self.slots.fits(param_groups):
+            return False
+        now = self.slots.read()
         same = not now.others and [*map(id, now.params())] == [*map(id, self.read)]
-        return same and not self.versions.changed(slots.params)
+        return same and not self.versions.changed(self.slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients after the pass: 0-dim float64 on a device."""

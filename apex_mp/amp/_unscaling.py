@@ -199,7 +199,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             is_stepped = state["stage"] is not OptState.READY
             if is_stepped or all(param.grad is None for param in params):
                 self._waiting.pop(optimizer, None)
-            elif optimizer not in self._waiting:
+            elif optimizer not in self._waiting or not self._waiting[optimizer].are_kept:
                 self._waiting[optimizer] = WaitingGrads(params, self._scale)
 
     def _note_dtypes(self, grads: Grads) -> None:
@@ -238,7 +238,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
         if measured is None or measured.unscaled or not measured.found.sum_sq:
             return None
-        if not measured.is_of(GradSlots(optimizer.param_groups)):
+        if not measured.is_of(optimizer.param_groups):
             return None
         norms: list[Tensor] = measured.norms()
         return norms

@@ -96,7 +96,6 @@ class GradScaler(UnscalingGradScaler):
                 f"GradScaler: model is a {type(model).__name__}; it must be a torch.nn.Module"
             )
         self._model = None if model is None else weakref.ref(model)
-        self._has_warned_of_buffers = False
         self._check_buffers()
         self._losses = ScaledLosses()
 
@@ -169,8 +168,9 @@ class GradScaler(UnscalingGradScaler):
         self._clip_of(optimizer)  # What it raises comes before a warning.
         self._refuse_mixed(optimizer, "step")
         self._losses.check(self, optimizer)
-        if waiting := self._waiting.pop(optimizer, None):
-            waiting.check(type(optimizer).__name__, self._check_scale_growth_tracker("step")[0])
+        waiting = self._waiting.pop(optimizer, None)
+        if waiting is not None and self._scale is not None:
+            waiting.check(type(optimizer).__name__, self._scale)
         steps = self._steps_of(optimizer)
         with steps.watching_updates(), self._announced(optimizer):
             if is_fused(optimizer):
@@ -250,8 +250,8 @@ class GradScaler(UnscalingGradScaler):
     def _check_buffers(self) -> None:
         """Warn at a first step, too: the model may have become 16-bit since the constructor."""
         model = None if self._model is None else self._model()
-        if model is not None and not self._has_warned_of_buffers and not readback.is_capturing():
-            self._has_warned_of_buffers = warn_of_rounded_buffers("GradScaler", model)
+        if model is not None and self._enabled and not readback.is_capturing():
+            warn_of_rounded_buffers("GradScaler", model)
 
     @eager
     def update(self, new_scale: float | Tensor | None = None) -> None:

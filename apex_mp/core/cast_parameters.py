@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from apex_mp.core.float32_parts import Float32Part, keep_parts
+from apex_mp.core import tensors
+from apex_mp.core.float32_parts import Float32Part, check_parts, keep_parts
 from apex_mp.core.log import counted, warn
 from apex_mp.core.masters import LOW_PRECISION
 
@@ -18,9 +20,9 @@ def cast_parameters(
     model: nn.Module,
     dtype: torch.dtype = torch.float16,
     *,
-    keep: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None,
+    keep: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
 ) -> list[str]:
-    """Cast a model's parameters to 16 bits in place, for training; buffers and norms are kept.
+    """Cast a model's parameters to 16 bits in place, for training; keep buffers and batch norms.
 
         kept = cast_parameters(model)
         optimizer = FusedAdam(model.parameters(), master_weights=True)
@@ -30,24 +32,25 @@ def cast_parameters(
     16-bit activations makes them float32, and the next layer names both dtypes in an error: cast
     that one by hand, `model.position.table = model.position.table.half()`.
 
-    Batch and instance norms take 16-bit inputs as they are. Other parts that are kept get them as
-    float32, and return what they got, as with `keep_fp32`.
+    Batch and instance norms take 16-bit inputs as they are. Layer norms are cast like other
+    modules: they compute in float32 anyway, and their parameters have masters.
 
     Args:
-        model: In float32; changed in place, while parameters stay the same objects. What an earlier
-            `half()` has rounded stays so.
+        model: Changed in place, while parameters stay the same objects.
         dtype: torch.float16 or torch.bfloat16 [torch.float16].
-        keep: Modules to keep in float32 in addition to batch and instance norms: names as in
-            `named_modules()`, or classes; one, or several; () for none [None: modules inside of the
-            model, without children, whose class is named ...Norm].
+        keep: Modules to keep in float32 in addition to batch and instance norms, as by
+            `keep_fp32`: names as in `named_modules()`, or classes; one, or several [()].
 
     Returns:
-        The names of the floating parameters and buffers that were kept, as in `state_dict()`.
+        The names of the parameters and buffers that are float32, as in `state_dict()`.
 
     Raises:
-        TypeError: An argument is of a wrong type, or a part is a module of torch.jit.
-        ValueError: `dtype` is neither; or `keep` names what is not there, or what shares a
-            parameter with the rest. Nothing is changed by an error.
+        TypeError: An argument is of a wrong type.
+        ValueError: `dtype` is neither; or `keep` names what is not there; or what is kept is lazy,
+            or shares a parameter with the rest. Nothing is changed by an error.
+
+    Warns:
+        RuntimeWarning: A buffer has 16 bits already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"cast_parameters: model is a {type(model).__name__}; it must be a Module")
@@ -55,23 +58,23 @@ def cast_parameters(
         raise ValueError(
             f"cast_parameters: dtype is {dtype}; it must be torch.float16 or torch.bfloat16"
         )
-    parts = [*_norms(model)] if keep is None else keep
-    if parts not in ([], ()):
-        keep_parts("cast_parameters", "keep", model, parts)
+    norms: dict[str, nn.Module] = {
+        name: each for name, each in model.named_modules() if isinstance(each, _NormBase)
+    }
+    check_parts("cast_parameters", model, norms)
+    if keep not in ([], ()):
+        keep_parts("cast_parameters", "keep", model, keep)
+    warn_of_rounded_buffers("cast_parameters", model)
+    for norm in norms.values():
+        norm.float()
     kept = {id(tensor) for tensor in chain(model.buffers(), _kept_parameters(model))}
     model._apply(  # type: ignore[no-untyped-call]
         lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t
     )
-    named = chain(model.named_parameters(), model.named_buffers())
-    return [name for name, tensor in named if id(tensor) in kept and tensor.is_floating_point()]
-
-
-def _norms(model: nn.Module) -> Iterator[str]:
-    """Yield the names of norms that do not take 16-bit inputs with float32 parameters."""
-    for name, module in model.named_modules():
-        is_norm = type(module).__name__.endswith("Norm") and not isinstance(module, _NormBase)
-        if is_norm and name and next(module.children(), None) is None:
-            yield name
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return [name for name, tensor in named if tensor.dtype is torch.float32]
 
 
 def _kept_parameters(model: nn.Module) -> Iterator[Tensor]:
@@ -84,19 +87,26 @@ def _kept_parameters(model: nn.Module) -> Iterator[Tensor]:
                     yield param.grad
 
 
+# Models for which the warning was given: they may come again with a scaler.
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def warn_of_rounded_buffers(who: str, model: nn.Module) -> bool:
-    """Warn of buffers that 16 bits round; return whether there are any.
+    """Warn of buffers that 16 bits round, once for a model; return whether there are any.
 
     Args:
         who: Called with the model, for the message.
         model: In 16 bits, or in part.
     """
+    if model in _warned:
+        return True
     names = [
         name
         for owner, module in model.named_modules()
         for name in _rounded(f"{owner}." if owner else "", module)
     ]
     if names:
+        _warned.add(model)
         more = f" and {counted(len(names) - 1, 'more buffer')}" if len(names) > 1 else ""
         warn(
             f"{who}: the 16-bit buffer {names[0]}{more} of the model may be rounded, and buffers "
@@ -113,7 +123,7 @@ def _rounded(prefix: str, module: nn.Module) -> Iterator[str]:
     Whole numbers, as in masks, count as exact, although above 256 bfloat16 may round them, too.
     """
     for name, buffer in module.named_buffers(recurse=False):
-        if buffer.dtype not in LOW_PRECISION or buffer.is_meta:
+        if buffer.dtype not in LOW_PRECISION or tensors.not_readable(buffer) is not None:
             continue
         is_running = isinstance(module, _NormBase)
         if is_running or bool((buffer != buffer.round()).any()):

@@ -133,7 +133,7 @@ def keep_parts(
         outputs: As there.
     """
     parts = _parts_of(who, argument, module, names_or_types)
-    _check(who, module, parts)
+    check_parts(who, module, parts)
     for part in parts.values():
         for each in part.modules():
             if not isinstance(each, Float32Part):
@@ -173,7 +173,7 @@ def _parts_of(
     return parts
 
 
-def _check(who: str, module: nn.Module, parts: dict[str, nn.Module]) -> None:
+def check_parts(who: str, module: nn.Module, parts: dict[str, nn.Module]) -> None:
     """Refuse parts that cannot be kept, and parameters that another part uses as well."""
     inside = {each for part in parts.values() for each in part.modules()}
     for name, part in parts.items():

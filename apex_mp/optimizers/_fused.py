@@ -204,7 +204,7 @@ class FusedOptimizer(SavedOptimizer):
         asks for this.
         """
         attributes = self.__dict__
-        is_plain = request.grads is None and request.grads_of is None and not request.check
+        is_plain = request.grads_of is None and not request.check
         if not is_plain or "measured_norms" in attributes or "_amp_initialized" in attributes:
             yield
             return

@@ -13,6 +13,7 @@ from torch import Tensor
 from apex_mp.core import tensors
 from apex_mp.core.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
+from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
 from apex_mp.core.step import StepRequest, dropping_amp_tensors
 from apex_mp.core.tensors import copy_async
@@ -61,9 +62,9 @@ class LARC(ForwardingOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scale the gradients, and step the inner optimizer.
 
-        A fused optimizer of this package gets float32 copies of all gradients (4 bytes a parameter
-        during the step), so small float16 gradients keep their values; with other optimizers
-        `.grad` is overwritten.
+        A fused optimizer of this package gets 16-bit gradients as float32 copies (4 bytes a
+        parameter during the step), in which small ones keep their values. Otherwise `.grad` is
+        overwritten.
 
         Args:
             closure: Called once, before that; its result is returned [None].
@@ -97,7 +98,7 @@ class LARC(ForwardingOptimizer):
                 group["weight_decay"] = decay
 
     def _step_inside(self, grads: list[list[Tensor | None]]) -> Any:
-        if not self._takes_request:
+        if not self._steps_with_copies:
             return self.optim.step()
         # GradScaler sets it here, around the call.
         found_inf = vars(self).get("found_inf")
@@ -112,7 +113,7 @@ class LARC(ForwardingOptimizer):
     def _scaled(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Return a gradient times its local rate; None if there is none.
 
-        For a fused optimizer it is a new tensor, float32 at least and unscaled; else `.grad`.
+        If `_steps_with_copies`, it is a new tensor, float32 at least and unscaled; else `.grad`.
         """
         grad = param.grad
         if grad is None:
@@ -120,7 +121,7 @@ class LARC(ForwardingOptimizer):
         dense = tensors.writable(grad)
         if dense is not grad:
             grad = param.grad = dense
-        if self._takes_request:
+        if self._steps_with_copies:
             loss_scale = vars(self).get("grad_scale")  # GradScaler sets it around the call.
             unscaled = grad.to(torch.promote_types(grad.dtype, torch.float32))
             if loss_scale is not None:
@@ -141,12 +142,15 @@ class LARC(ForwardingOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # An optimizer that scales the loss by itself raises an error here.
         getattr(self.optim, "_step_supports_amp_scaling", None)
-        return self._takes_request
+        return self._steps_with_copies
 
     @property
-    def _takes_request(self) -> bool:
-        """Whether the inner optimizer is a fused one of this package."""
-        return getattr(self.optim.step, "takes_request", False)
+    def _steps_with_copies(self) -> bool:
+        """Whether a fused optimizer of this package is inside, and gradients have 16 bits."""
+        if not getattr(self.optim.step, "takes_request", False):
+            return False
+        params = (param for group in self.param_groups for param in group["params"])
+        return any(param.grad is not None and param.grad.dtype in LOW_PRECISION for param in params)
 
     @with_checkpoint_view
     def state_dict(self) -> dict[str, Any]:

@@ -372,6 +372,7 @@ void Plan::check_given(const Item& item, const at::Tensor& grad) const {
 }
 
 void Plan::read_norms(const py::object& norms, const NumberReader& numbers) {
+  TORCH_INTERNAL_ASSERT(norms.is_none() || py::len(norms) == task_.groups.size());
   for (size_t group = 0; !norms.is_none() && group < task_.groups.size(); ++group) {
     PyObject* norm = PyList_GET_ITEM(norms.ptr(), group);
     task_.groups[group].has_norm = norm != Py_None;

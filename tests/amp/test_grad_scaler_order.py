@@ -348,13 +348,15 @@ def accumulate(device: torch.device, interval: int, clear: str | None) -> GradSc
     optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
     for number in range(6):
         optimizers[0].zero_grad()
-        if clear and number % 2:
+        if clear in ("None", "zeros") and number % 2:
             optimizers[1].zero_grad(set_to_none=clear == "None")
-        scaler.scale(loss_of(models[0]) + loss_of(models[1])).backward()
+        is_left_out = clear == "after the step" and number % 2 == 0
+        losses = [loss_of(model) for model in models]
+        scaler.scale(losses[0] if is_left_out else sum(losses)).backward()
         scaler.step(optimizers[0])
         if number % 2:
             scaler.step(optimizers[1])
-            optimizers[1].zero_grad()
+            optimizers[1].zero_grad(set_to_none=clear != "after the step")
         scaler.update()
         readback.wait()  # On a GPU the numbers of a warning are on their way.
     return scaler
@@ -372,7 +374,9 @@ def test_gradients_of_two_scales_are_warned_of(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "clear"), [(100, None), (1, "None"), (1, "zeros")], ids=["scale", "None", "zeros"]
+    ("interval", "clear"),
+    [(100, None), (1, "None"), (1, "zeros"), (1, "after the step")],
+    ids=["same scale", "to None", "to zeros", "to zeros after the step"],
 )
 def test_an_accumulation_at_one_scale_is_not(
     interval: int, clear: str | None, device: torch.device

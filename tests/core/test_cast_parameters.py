@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 KEPT = [
-    *("batch.weight", "batch.bias", "layer.weight", "layer.bias", "own.weight"),
+    *("batch.weight", "batch.bias"),
     *("mask", "batch.running_mean", "batch.running_var", "rotary.inv_freq"),
 ]
 
@@ -107,15 +107,39 @@ def test_a_cast_model_trains_with_16_bit_activations(device: torch.device) -> No
 
 
 @pytest.mark.parametrize(
-    ("keep", "layers"), [((), F16), ("layer", F32), ([nn.LayerNorm], F32)], ids=str
+    ("keep", "layers"), [("layer", F32), ([nn.LayerNorm], F32), (["own"], F16)], ids=str
 )
 def test_what_is_kept_can_be_chosen(keep: Any, layers: torch.dtype) -> None:
     model = Model()
     cast_parameters(model, keep=keep)
     assert model.layer.weight.dtype is layers
-    assert model.own.weight.dtype is F16
+    assert model.own.weight.dtype is (F16 if layers is F32 else F32)
     assert model.batch.weight.dtype is F32
     assert model(torch.ones(2, SIZE).half()).dtype is F16
+
+
+def test_what_an_earlier_half_has_rounded_is_float32_from_now_on(device: torch.device) -> None:
+    """But for buffers of which nobody knows what they were, which get a warning."""
+    model = Model().to(device).half()
+    with pytest.warns(RuntimeWarning, match="the 16-bit buffer batch.running_mean and"):
+        kept = cast_parameters(model, BF16)
+    assert kept == ["batch.weight", "batch.bias", "batch.running_mean", "batch.running_var"]
+    assert model(torch.ones(2, SIZE, device=device).bfloat16()).dtype is BF16
+    assert model.rotary.inv_freq.dtype is F16
+
+
+def test_a_parameter_of_a_batch_norm_and_of_a_layer_is_refused() -> None:
+    model = Model()
+    model.first.bias = model.batch.bias
+    with pytest.raises(ValueError, match=r"first.bias is a parameter of a part that is to stay"):
+        cast_parameters(model)
+    assert model.first.weight.dtype is F32
+
+
+def test_all_names_of_a_shared_buffer_are_returned() -> None:
+    model = nn.Sequential(Rotary(), Rotary())
+    model[1].inv_freq = model[0].inv_freq
+    assert cast_parameters(model) == ["0.inv_freq", "1.inv_freq"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +169,8 @@ def by_level(level: str) -> Callable[[nn.Module], Any]:
 
 
 def by_scaler(model: nn.Module) -> None:
-    amp.GradScaler("cpu", model=model.half())
+    for _ in range(2):  # The second one does not warn again.
+        amp.GradScaler("cpu", model=model.half())
 
 
 def by_scaler_before(model: nn.Module) -> None:
@@ -190,6 +215,13 @@ def test_masks_and_buffers_that_were_kept_get_none(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         amp.GradScaler("cpu", model=whole)
+
+
+def test_buffers_that_cannot_be_read_are_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("sparse", torch.eye(2).half().to_sparse())
+    model.register_buffer("meta", torch.empty(2, device="meta", dtype=F16))
+    by_scaler(model)
 
 
 def test_running_statistics_get_a_warning_at_their_start() -> None:

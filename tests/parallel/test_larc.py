@@ -293,3 +293,23 @@ def test_after_an_error_in_grad_scaler_the_next_step_is_right(device: torch.devi
     scaler.step(optimizer)
     # The local rate is 0.02 / 0.125, and the gradient 1.
     assert param.tolist() == pytest.approx([1.0 - 0.02] * 3)
+
+
+def test_float32_gradients_are_unscaled_afterwards_as_of_other_optimizers(
+    device: torch.device,
+) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    optimizer = LARC(FusedSGD([param], 0.125), clip=False, trust_coefficient=0.5)
+    scaler = amp.GradScaler(device.type, init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.grad is not None
+    assert param.grad.tolist() == pytest.approx([0.5] * 3)
+
+
+def test_updates_that_are_lost_are_warned_of(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(3, device=device).half())
+    optimizer = LARC(FusedSGD([param], 1e-7))
+    param.grad = torch.ones_like(param)
+    with pytest.warns(RuntimeWarning, match="FusedSGD steps 1 parameter of float16 that have no"):
+        optimizer.step()
