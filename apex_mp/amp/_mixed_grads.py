@@ -61,7 +61,7 @@ class WaitingGrads:
         self._params = [param for param in params if param.grad is not None]
         self._are_added_to, self.are_kept = False, True
         grads = [tensors.local_part(param.grad) for param in self._params]  # type: ignore[arg-type]
-        readable = [grad for grad in grads if tensors.not_readable(grad) is None]
+        readable = [each for each in grads if each.numel() and tensors.not_readable(each) is None]
         # Loops that clear gradients to zero leave nothing of another scale.
         sizes = torch._foreach_norm(readable, math.inf) if readable else []
         largest = [tensors.copy_async(size.float(), scale.device) for size in sizes]
