@@ -91,9 +91,10 @@ class Plan {
   // know.
   bool has_run() const { return has_run_; }
 
-  // Of what was read: (group, index, true) where the weight was written since the last step, perhaps
-  // its float32 master too; with a split master only if its remainder was not. (group, index, false)
-  // where the master is new or the dtype has changed, so nothing can be compared with that step.
+  // Of what was read: (group, index, true) where the weight was written since the last step,
+  // perhaps its float32 master too; with a split master only if its remainder was not. (group,
+  // index, false) where the master is new or the dtype has changed, so nothing can be compared with
+  // that step.
   std::vector<std::tuple<int64_t, int64_t, bool>> written() const;
 
   // Whether parts of DTensors were read; `run` does not combine inf, NaN and norms over processes.
