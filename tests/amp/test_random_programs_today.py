@@ -32,6 +32,7 @@ from today_cases import (
     assert_rounded,
     exact,
     has_bug_of_torch,
+    is_rounded,
     moments_of,
 )
 from today_programs import Steps, Weights, grads, name_sets
@@ -180,8 +181,9 @@ class Program(Steps):
                 if not expected.was_cast:
                     assert_rounded(exact(param), exact(value), param.dtype)
                 continue
-            starts = expected.starts(param, masters)
-            assert bool((exact(value) == torch.stack(starts)).any(0).all()), name
+            errors = [(exact(value) - start).abs() for start in expected.starts(param, masters)]
+            # A weight may be the master in the other 16-bit dtype: float16 has 0 below 2**-25.
+            assert bool((torch.stack(errors).amin(0) <= 2.0**-25).all()), name
 
     @precondition(lambda self: self.is_clear)
     @rule(at=st.integers(0, 400), names=name_sets, grad=grads)
@@ -207,11 +209,16 @@ class Program(Steps):
         for name in pulled:
             expected, number = self.expected[name], self.owners[name]
             param, optimizer = getattr(self.model, name), self.optimizers[number]
-            now = (exact(param), *moments_of(optimizer, param, expected.kind))
-            then = (before[name], *expected.moments)
+            moments = moments_of(optimizer, param, expected.kind)
             # A step with gradients of 0 may change no more than the count.
             steps = optimizer.state.get(param, {}).get("step", expected.step)
-            if int(steps) != expected.step or not all(map(torch.equal, now, then)):
+            is_stepped = int(steps) != expected.step or not all(
+                map(torch.equal, moments, expected.moments)
+            )
+            now = exact(param)
+            # A step that was prepared may have rounded a tie to the other side.
+            is_same = (now == before[name]) | is_rounded(now, expected.value, param.dtype)
+            if is_stepped or not bool(is_same.all()):
                 expected.check_step(starts[name], param, optimizer, self.of_masters[number])
         self.clear()
         if self.scaler_of is not None:
