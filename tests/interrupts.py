@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 import apex_mp
+from apex_mp.core import readback
 
 _PACKAGE = os.path.dirname(apex_mp.__file__)
 
@@ -55,7 +57,8 @@ def run_until(at: int | None, iteration: Callable[[], None]) -> list[str]:
     try:
         iteration()
     except KeyboardInterrupt:
-        pass
+        # A trace function also raises where no signal is handled: between a lock and its block.
+        readback._lock, readback._in_callback = threading.RLock(), False
     finally:
         sys.settrace(before)
         torch.set_grad_enabled(True)  # __exit__ of torch.no_grad may have been interrupted.
