@@ -57,6 +57,7 @@ class WaitingGrads:
         scale: The loss scale before the update, 0-dim; it is copied.
     """
 
+    @torch.no_grad()  # Gradients may have a graph.
     def __init__(self, params: list[Tensor], scale: Tensor) -> None:
         self._params = [param for param in params if param.grad is not None]
         self._are_added_to, self.are_kept = False, True

@@ -91,15 +91,15 @@ def _kept_parameters(model: nn.Module) -> Iterator[Tensor]:
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def warn_of_rounded_buffers(who: str, model: nn.Module) -> bool:
-    """Warn of buffers that 16 bits round, once for a model; return whether there are any.
+def warn_of_rounded_buffers(who: str, model: nn.Module) -> None:
+    """Warn of buffers that 16 bits round, once for a model.
 
     Args:
         who: Called with the model, for the message.
         model: In 16 bits, or in part.
     """
     if model in _warned:
-        return True
+        return
     names = [
         name
         for owner, module in model.named_modules()
@@ -114,7 +114,6 @@ def warn_of_rounded_buffers(who: str, model: nn.Module) -> bool:
             "with apex_mp.cast_parameters(model) instead of half()",
             "buffers-in-16-bits",
         )
-    return bool(names)
 
 
 def _rounded(prefix: str, module: nn.Module) -> Iterator[str]:

@@ -15,7 +15,7 @@ from apex_mp.core.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
-from apex_mp.core.step import StepRequest, dropping_amp_tensors
+from apex_mp.core.step import Lists, StepRequest, dropping_amp_tensors
 from apex_mp.core.tensors import copy_async
 
 
@@ -79,15 +79,16 @@ class LARC(ForwardingOptimizer):
         with dropping_amp_tensors(self):
             for number, group in enumerate(self.param_groups):
                 _refuse_sparse_grads(number, group["params"])
+            copies = self._steps_with_copies
             with torch.no_grad():
                 grads = [
-                    [self._scaled(param, group) for param in group["params"]]
+                    [self._scaled(param, group, copies) for param in group["params"]]
                     for group in self.param_groups
                 ]
-            value = self._step_without_decay(grads)
+            value = self._step_without_decay(grads if copies else None)
         return value if loss is None else loss
 
-    def _step_without_decay(self, grads: list[list[Tensor | None]]) -> Any:
+    def _step_without_decay(self, grads: Lists | None) -> Any:
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group in self.param_groups:
@@ -97,8 +98,8 @@ class LARC(ForwardingOptimizer):
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group["weight_decay"] = decay
 
-    def _step_inside(self, grads: list[list[Tensor | None]]) -> Any:
-        if not self._steps_with_copies:
+    def _step_inside(self, grads: Lists | None) -> Any:
+        if grads is None:
             return self.optim.step()
         # GradScaler sets it here, around the call.
         found_inf = vars(self).get("found_inf")
@@ -110,10 +111,10 @@ class LARC(ForwardingOptimizer):
             vars(self.optim).pop("found_inf", None)
         return None
 
-    def _scaled(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def _scaled(self, param: Tensor, group: dict[str, Any], copies: bool) -> Tensor | None:
         """Return a gradient times its local rate; None if there is none.
 
-        If `_steps_with_copies`, it is a new tensor, float32 at least and unscaled; else `.grad`.
+        With `copies` it is a new tensor, float32 at least and unscaled; else `.grad`, overwritten.
         """
         grad = param.grad
         if grad is None:
@@ -121,7 +122,7 @@ class LARC(ForwardingOptimizer):
         dense = tensors.writable(grad)
         if dense is not grad:
             grad = param.grad = dense
-        if self._steps_with_copies:
+        if copies:
             loss_scale = vars(self).get("grad_scale")  # GradScaler sets it around the call.
             unscaled = grad.to(torch.promote_types(grad.dtype, torch.float32))
             if loss_scale is not None:
