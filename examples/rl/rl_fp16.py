@@ -24,7 +24,7 @@ import rl_task
 import torch
 from torch import Tensor, nn
 
-from apex_mp import _C, load_checkpoint, save_checkpoint
+from apex_mp import _C, cast_parameters, load_checkpoint, save_checkpoint
 from apex_mp.amp import GradScaler
 from apex_mp.monitor import lost_updates
 from apex_mp.optimizers import FusedAdam
@@ -193,7 +193,10 @@ def build_policy(args: argparse.Namespace) -> LlamaForCausalLM:
         max_position_embeddings=LONGEST,
         initializer_range=args.width**-0.5,
     )
-    return LlamaForCausalLM(config).to(args.device, DTYPES[args.precision])
+    policy = LlamaForCausalLM(config).to(args.device)
+    if args.precision != "fp32":
+        cast_parameters(policy, DTYPES[args.precision])
+    return policy
 
 
 @torch.no_grad()
