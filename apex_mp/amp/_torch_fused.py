@@ -23,19 +23,21 @@ def is_fused(optimizer: Any) -> bool:
 
 def looks_at_found_inf(optimizer: Any) -> bool:
     """Return whether a step of the optimizer changes nothing if its found_inf is 1."""
-    if not is_fused(optimizer):
-        return False
-    if isinstance(optimizer, torch.optim.SGD):
-        # A first step makes the momentum before it reads found_inf, and leaves it without values.
-        return all(
-            not group["momentum"] or any(_has_momentum(optimizer, each) for each in group["params"])
-            for group in optimizer.param_groups
-        )
-    return True
+    return is_fused(optimizer) and next(_without_momentum(optimizer), None) is None
 
 
-def _has_momentum(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    return optimizer.state.get(param, {}).get(_MOMENTUM) is not None
+def _without_momentum(optimizer: Any) -> Iterator[Tensor]:
+    """Yield parameters whose first step, by torch's SGD, makes momentum before it reads found_inf.
+
+    A step that is skipped leaves that momentum without values.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else ():
+            has_momentum = optimizer.state.get(param, {}).get(_MOMENTUM) is not None
+            if param.requires_grad and not has_momentum:
+                yield param
 
 
 @contextlib.contextmanager
@@ -46,10 +48,10 @@ def removing_new_momentum(optimizer: Any, state: Mapping[str, Any]) -> Iterator[
         optimizer: The optimizer; its step is called in the block.
         state: torch's state of the optimizer, in which that step finds or puts the flags of inf.
     """
-    if looks_at_found_inf(optimizer) or readback.is_capturing():
+    new = [param for param in _without_momentum(optimizer) if param.grad is not None]
+    if not new or readback.is_capturing():
         yield
         return
-    new = [param for param in params_of(optimizer) if not _has_momentum(optimizer, param)]
     yield
     if any(found.item() for found in state["found_inf_per_device"].values()):
         for param in new:

@@ -137,3 +137,22 @@ def test_a_skipped_first_step_leaves_nothing(
         results.append(param.detach())
     assert_same_bits(*results)
     assert {"Adam", "AdamW", "SGD", "SGD dampened", "Adagrad"} <= {*FUSED_OF_TORCH}
+
+
+@pytest.mark.parametrize("make", FUSED_OF_TORCH.values(), ids=[*FUSED_OF_TORCH])
+def test_a_parameter_whose_first_step_is_skipped_later_keeps_nothing(
+    make: Any, device: torch.device
+) -> None:
+    results = []
+    for factors in ([math.inf, 1.0], [1.0]):
+        early, late = (Parameter(torch.ones(1000, device=device)) for _ in range(2))
+        optimizer, scaler = make([early, late], fused=True), GradScaler(device.type)
+        for loss in (early.sum(), *((late * factor).sum() for factor in factors)):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            del_me = [torch.full((1000,), math.nan, device=device) for _ in range(50)]
+            del del_me  # Memory that was used before.
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(late.detach())
+    assert_same_bits(*results)
