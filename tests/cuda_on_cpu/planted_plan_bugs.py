@@ -21,7 +21,6 @@ APART = f"{ROUNDING}::test_no_two_roundings_have_to_do_with_each_other"
 
 PLANTED_PLAN_BUGS = {
     "a remainder counts steps of another size": PlantedBug(
-        "math/split.h",
         "from_bits(size, number_t()) + steps * number_t(0x1p-40f)",
         "from_bits(size, number_t()) + steps * number_t(0x1p-39f)",
         f"{SPLIT}::test_each_exponent_and_each_edge_is_kept",
@@ -29,15 +28,14 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a remainder loses its sign": PlantedBug(
-        "cuda/vectors.h",
         "static_cast<uint32_t>(static_cast<int16_t>(remainder))",
         "static_cast<uint32_t>(remainder)",
         f"{SPLIT}::test_each_exponent_and_each_edge_is_kept",
         "assert",
         net=NET,
+        scope="float join(float weight, uint16_t remainder, DType",
     ),
     "a skipped step writes weights and remainders": PlantedBug(
-        "cuda/step/update.cu",
         "  if (memory.outcome->found_inf != 0.0f) return;\n  const StepChunk chunk",
         "  const StepChunk chunk",
         f"{SPLIT}::test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters",
@@ -45,7 +43,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each step rounds with the same random numbers": PlantedBug(
-        "cuda/step/check.cu",
         "math::stochastic_rounding(row.position, *global(row.numbers[0]))",
         "math::stochastic_rounding(row.position, 0.0f)",
         APART,
@@ -53,7 +50,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each parameter rounds with the same random numbers": PlantedBug(
-        "math/rounding.h",
         "bits_of(step), static_cast<uint32_t>(position), 0u",
         "bits_of(step), 0u, 0u",
         APART,
@@ -61,7 +57,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "both moments round with the same random numbers": PlantedBug(
-        "math/rounding.h",
         "tensor == 0 ? random & 0xffffu : random >> 16",
         "random & 0xffffu",
         APART,
@@ -69,7 +64,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each chunk rounds with the same random numbers": PlantedBug(
-        "cuda/step/update.cu",
         "static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)",
         "0u",
         SAME_BITS,
@@ -77,7 +71,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "vectors of a thread round with the same random numbers": PlantedBug(
-        "cuda/loops.h",
         "how.first + index + n / kWidth * span.kStride + n % kWidth",
         "how.first + index + n % kWidth",
         SAME_BITS,
@@ -85,7 +78,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is kept that does not fit": PlantedBug(
-        "cuda/step/stepper.cpp",
         "if (!fits && !impl_->take_back(task)) impl_->build(task, current);",
         "if (!impl_->resident.has_value()) impl_->build(task, current);",
         f"{STEPPER}::test_a_state_that_has_moved_is_stepped_where_it_is",
@@ -93,7 +85,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is freed that a graph replays": PlantedBug(
-        "cuda/step/stepper.cpp",
         "replayed.push_back(std::move(*resident));",
         "replayed.clear();",
         f"{STEPPER}::test_a_graph_outlives_steps_unlike_it",
@@ -101,7 +92,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each change leaves a graph another table": PlantedBug(
-        "cuda/step/stepper.cpp",
         "if (!old.table.fits(task)) continue;",
         "continue;",
         f"{STEPPER}::test_a_table_that_a_graph_has_is_taken_back_when_it_fits_again",
@@ -109,7 +99,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is used again whose launches failed": PlantedBug(
-        "cuda/step/stepper.cpp",
         "  resident.ready = false;\n",
         "",
         f"{STEPPER}::test_a_step_after_one_whose_second_launch_failed_is_sound",
@@ -117,7 +106,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a parameter without a gradient has no row": PlantedBug(
-        "step/plan.cpp",
         "return read_without_grad(item, given, source, row);",
         "return false;",
         f"{STEPPER}::test_the_table_stays_while_gradients_come_and_go",
@@ -125,15 +113,14 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a parameter that is not stepped has a new version": PlantedBug(
-        "step/row_memory.h",
         "    if (grad == nullptr) return;\n",
         "",
         f"{STEPPER}::test_the_table_stays_while_gradients_come_and_go",
         r"assert \(",
         net=NET,
+        scope="void each_written(",
     ),
     "no stream waits for the other": PlantedBug(
-        "cuda/step/stepper.cpp",
         "    wait_for(*stream, current);\n",
         "",
         f"{STEPPER}::test_steps_on_one_stream_wait_for_those_on_the_other",
@@ -141,7 +128,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a refresh does not wait for the other stream": PlantedBug(
-        "cuda/step/stepper.cpp",
         "  impl_->follow(current);\n  impl_->refresh(",
         "  impl_->refresh(",
         f"{STEPPER}::test_a_new_table_and_new_options_wait_for_steps_on_the_other_stream",
@@ -149,7 +135,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "the outcome is read where it is not": PlantedBug(
-        "cuda/step/stepper.cpp",
         "narrow(0, table.outcome_offset(), ",
         "narrow(0, 0, ",
         f"{STEPPER}::test_the_host_hears_of_norms_and_of_inf",
@@ -157,7 +142,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a step that the host waits for is captured": PlantedBug(
-        "cuda/step/stepper.cpp",
         "TORCH_CHECK(!wait,",
         "TORCH_CHECK(true,",
         f"{STEPPER}::test_a_step_of_which_the_host_wants_to_hear_cannot_be_captured",
@@ -165,7 +149,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "changed options are captured": PlantedBug(
-        "cuda/step/stepper.cpp",
         "impl_->resident->ready && impl_->resident->table.knows_groups(task),",
         "impl_->resident->ready,",
         f"{STEPPER}::test_a_step_unlike_the_last_one_cannot_be_captured -k lr",
@@ -173,7 +156,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a step of one plan alone cannot be captured": PlantedBug(
-        "cuda/step/stepper.cpp",
         "if (run.captured && !once) {",
         "if (run.captured) {",
         f"{STEPPER}::test_a_step_over_lists_is_captured_with_its_table",
@@ -181,7 +163,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "the step leaves the loss scale as it is": PlantedBug(
-        "cuda/step/stepper.cpp",
         "  run.loss_scale = loss_scale;\n",
         "",
         "tests/optimizers/test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host",
@@ -189,7 +170,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "found_inf is that of the last step": PlantedBug(
-        "step/plan.cpp",
         "  task_.found_inf = nullptr;\n",
         "",
         "tests/optimizers/test_fused_adam_in_a_loop.py",
@@ -197,7 +177,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "numbers on the device are freed before the step": PlantedBug(
-        "step/hyperparameters.cpp",
         "  kept_.push_back(here);\n",
         "",
         f"{STEPPER}::test_an_lr_that_is_converted_for_the_step_lives_as_long",
@@ -205,7 +184,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a shared gradient is unscaled twice": PlantedBug(
-        "step/plan.cpp",
         "separate_shared_grads(caller_, tensors_, task_.rows, kept_);",
         ";",
         f"{UNSCALED}::test_a_shared_gradient_is_unscaled_once -k adam",
@@ -213,7 +191,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a copy of a gradient is unscaled in its place": PlantedBug(
-        "step/plan.cpp",
         "for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);",
         "",
         f"{UNSCALED}::test_a_gradient_in_another_order_is_unscaled_where_it_lies -k adam",
@@ -221,7 +198,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "a table is kept that does not write gradients": PlantedBug(
-        "cuda/step/step.cu",
         " &&\n           one.writes_grad == other.writes_grad));",
         "));",
         f"{UNSCALED}::test_the_option_may_change_between_steps -k adam",
@@ -229,7 +205,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "an empty gradient is none": PlantedBug(
-        "step/row_memory.h",
         "if (grad.data == nullptr) grad.data = &somewhere;",
         "",
         f"{STEPPER}::test_steps_of_an_empty_parameter_are_counted",
@@ -238,7 +213,6 @@ PLANTED_PLAN_BUGS = {
     ),
     # --- norms of parameters and updates
     "the sums of a chunk are taken for those of another": PlantedBug(
-        "cuda/step/update.cu",
         "memory.measured[index] = sums;",
         "memory.measured[blockIdx.x] = sums;",
         RATIOS,
@@ -246,7 +220,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "the ratio of a row is that of its first chunk": PlantedBug(
-        "cuda/step/update.cu",
         "i < end_of_row(memory, row);",
         "i < memory.rows[row].first_chunk + 1;",
         RATIOS,
@@ -254,7 +227,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "all rows have the ratio of the first": PlantedBug(
-        "cuda/step/update.cu",
         "memory.groups[memory.rows[row].group], row, Rule::kRatio,",
         "memory.groups[memory.rows[row].group], 0, Rule::kRatio,",
         RATIOS,
@@ -262,7 +234,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "gradients are measured instead of updates": PlantedBug(
-        "cuda/loops.h",
         "      g[n] = Rule::direction(p[n], numbers, g[n], factors);",
         "      Rule::direction(p[n], numbers, g[n], factors);",
         RATIOS,
@@ -270,7 +241,6 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "squares beyond float32 are infinite": PlantedBug(
-        "cuda/loops.h",
         "if (math::not_finite(sum)) {\n      double wide = 0.0;",
         "if (false) {\n      double wide = 0.0;",
         f"{LAMB}::test_parameters_whose_squares_are_beyond_float32_have_a_norm",

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from builder import OUT, ROOT, Library, build
@@ -83,9 +82,3 @@ def test_a_planted_bug_is_caught(bug: PlantedBug, outcomes: dict[str, tuple[int,
     assert re.search(bug.caught_by, output), output[-20000:]
     _, sound = outcomes["without the bug"]
     assert f"{last_test(output)} PASSED" in sound, f"{last_test(output)} fails without the bug"
-
-
-def test_the_readme_lists_the_planted_bugs() -> None:
-    readme = Path(__file__).with_name("README.md").read_text()
-    table = readme.partition("| bug | caught by |\n|---|---|\n")[2]
-    assert re.findall(r"^\| (.+?) \|", table, re.M) == list(ALL_BUGS)

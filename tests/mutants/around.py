@@ -4,110 +4,93 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-_LOADED_MASTERS = (
-    "                master.copy_(saved)\n"
-    "        self._masters.copy_to_model()\n        self._weights.begin()\n"
-)
-_LOADED = "                master.copy_(saved)\n        self._weights.begin()\n"
-
 CHECKPOINTS = {
     "a scaler without its attributes is let through": Mutant(
-        "checkpoint.py", "            receivers.check_complete()\n", "", "load_checkpoint"
+        "_load", "receivers.check_complete()", "", "load_checkpoint"
     ),
     "good steps of a pickled scaler are lost": Mutant(
-        "checkpointing/pickled_scalers.py",
-        'good_steps=state.get("_unskipped", 0)',
-        "good_steps=0",
-        "load_checkpoint",
+        "_make_of_amp", "state.get('_unskipped', 0)", "0", "load_checkpoint"
     ),
     "the floor of a pickled scaler is lost": Mutant(
-        "checkpointing/pickled_scalers.py",
-        'min_scale=state.get("_min_loss_scale") or FLOAT32_SMALLEST_NORMAL',
-        "min_scale=FLOAT32_SMALLEST_NORMAL",
+        "_make_of_amp",
+        "state.get('_min_loss_scale') or FLOAT32_SMALLEST_NORMAL",
+        "FLOAT32_SMALLEST_NORMAL",
         "load_checkpoint",
     ),
     "a pickled static scale becomes dynamic": Mutant(
-        "checkpointing/pickled_scalers.py",
-        'if state.get("dynamic", True) is False:',
-        "if False:",
-        "load_checkpoint",
+        "_make_of_amp", "state.get('dynamic', True) is False", "False", "load_checkpoint"
     ),
     "masters keep old weights when a model is loaded": Mutant(
-        "convert.py", "master_of[id(tensor)].copy_(state[name])", "pass", "convert"
+        "load", "master_of[id(tensor)].copy_(state[name])", "", "convert"
     ),
     "statistics of batch norms are rounded": Mutant(
-        "convert.py",
-        "name.endswith(_STATISTICS):\n            dtype = torch.float32",
-        "name.endswith(_STATISTICS):\n            dtype = tensor.dtype",
-        "convert",
+        "to_mixed", "torch.float32", "tensor.dtype", "convert"
     ),
     "exported masters share memory with those in use": Mutant(
-        "convert.py",
+        "masters",
         "_widened(master_of.get(id(tensor), value).detach()).clone()",
         "_widened(master_of.get(id(tensor), value).detach())",
         "convert",
     ),
     "inf in a checkpoint counts as too large": Mutant(
-        "checkpointing/convert_checks.py", " & ~torch.isinf(value)", "", "convert"
+        "check_value",
+        "torch.isinf(value.to(tensor.dtype)) & ~torch.isinf(value)",
+        "torch.isinf(value.to(tensor.dtype))",
+        "convert",
     ),
     "versions of modules keep their old names": Mutant(
-        "checkpointing/rename.py", "_renamed_paths(versions, old, new)", "versions", "convert"
+        "renamed", "_renamed_paths(versions, old, new)", "versions", "convert"
     ),
     "masters of a plain checkpoint are rounded": Mutant(
-        "fp16_utils/_checkpoint.py",
-        "torch.where(master.to(model.dtype) == model, master, model.float()).detach()",
-        "model.float()",
+        "_followed",
+        "torch.where(master.to(model.dtype) == model, master, model.float()).detach",
+        "model.float",
         "fp16_optimizer_old_checkpoints",
     ),
     "groups that fit are put into the order of early 2018": Mutant(
-        "fp16_utils/_checkpoint.py",
-        '            or _inner_state.fits(optimizer, inner["state"], saved, ours)\n',
-        "",
+        "_in_order",
+        "not same_count or _inner_state.fits(optimizer, inner['state'], saved, ours) "
+        "or (not _inner_state.fits(optimizer, inner['state'], saved, early))",
+        "not same_count or not _inner_state.fits(optimizer, inner['state'], saved, early)",
         "fp16_optimizer_checkpoints",
     ),
     "masters in a state_dict are those in use": Mutant(
-        "fp16_utils/_checkpoint.py",
-        "[master.detach().clone() for master in group.master_params]",
-        "[master.detach() for master in group.master_params]",
-        "fp16_optimizer_checkpoints",
+        "masters", "master.detach().clone", "master.detach", "fp16_optimizer_checkpoints"
     ),
     "loaded masters are not written to the model": Mutant(
-        "fp16_utils/_saving.py", _LOADED_MASTERS, _LOADED, "fp16_optimizer_checkpoints"
+        "Checkpoints.load_state_dict",
+        "self._masters.copy_to_model()",
+        "",
+        "fp16_optimizer_checkpoints",
     ),
     "the number of steps is not loaded": Mutant(
-        "fp16_utils/_saving.py",
-        "        self._iteration = loaded.iteration\n",
+        "Checkpoints.load_state_dict",
+        "self._iteration = loaded.iteration",
         "",
         "fp16_optimizer_checkpoints",
     ),
     "an inner optimizer keeps a state that it refused": Mutant(
-        "fp16_utils/_inner_state.py",
-        "        optimizer.state, optimizer.param_groups = before\n",
-        "",
-        "fp16_optimizer_checkpoints",
+        "load", "optimizer.state, optimizer.param_groups = before", "", "fp16_optimizer_checkpoints"
     ),
     "a refused state changes the first loss scales": Mutant(
-        "amp/_checkpoint.py", "scaler.value = value", "pass", "amp_checkpoints"
+        "load_state_dict", "scaler.value = value", "", "amp_checkpoints"
     ),
     "overflows since the scale changed are not loaded": Mutant(
-        "amp/scaler.py", 'overflows=state.get("overflows", 0)', "overflows=0", "amp_scaler"
+        "LossScaler.load_state_dict", "state.get('overflows', 0)", "0", "amp_scaler"
     ),
     "saved masters go on with the run": Mutant(
-        "core/checkpoint_view.py",
-        "{name: each.detach().clone() for name, each in self._master(param).items()}",
-        "{name: each.detach() for name, each in self._master(param).items()}",
-        "distributed_checkpoint",
+        "CheckpointView.state_dict", "each.detach().clone", "each.detach", "distributed_checkpoint"
     ),
     "saving before the first step leaves a learning rate of zero": Mutant(
-        "core/checkpoint_view.py", 'group["lr"] = rate\n', "pass\n", "distributed_checkpoint"
+        "_with_state", "group['lr'] = rate", "", "distributed_checkpoint"
     ),
     "saving before the first step leaves state": Mutant(
-        "core/checkpoint_view.py", "optimizer.state.clear()", "pass", "distributed_checkpoint"
+        "_with_state", "optimizer.state.clear()", "", "distributed_checkpoint"
     ),
     "join of torch's own class leaves masters unequal": Mutant(
-        "core/parallel_masters.py",
-        "return FollowingJoinHook(self, _torchs_join_hook(self, **kwargs))",
-        "return _torchs_join_hook(self, **kwargs)",
+        "_join_hook",
+        "FollowingJoinHook(self, _torchs_join_hook(self, **kwargs))",
+        "_torchs_join_hook(self, **kwargs)",
         "parallel",
     ),
 }
@@ -115,171 +98,122 @@ CHECKPOINTS = {
 # What apex_mp.monitor keeps, and what it says of it.
 MONITOR = {
     "a step that raises is waited for": Mutant(
-        "core/step_log.py",
-        "            listener.withdraw_step()\n",
-        "            pass\n",
-        "monitor",
+        "announced", "listener.withdraw_step()", "", "monitor"
     ),
     "a norm outlives the step that it was measured for": Mutant(
-        "amp/_unscaling.py",
-        "            state[NOTED] = norm, clip.divisor.reciprocal()\n",
-        "            step_log.measured(self, optimizer, grad_norm=norm)\n",
+        "UnscalingGradScaler._clip_scaled",
+        "state[NOTED] = (norm, clip.divisor.reciprocal())",
+        "step_log.measured(self, optimizer, grad_norm=norm)",
         "monitor",
     ),
     "a clip takes the largest factor of all groups": Mutant(
-        "core/step_log.py",
-        "return total, min(factors, default=None)",
-        "return total, max(factors, default=None)",
-        "monitor",
+        "norm_and_clip", "min(factors, default=None)", "max(factors, default=None)", "monitor"
     ),
     "a listener hears other owners' steps": Mutant(
-        "core/step_log.py",
-        "for each in listeners.get(owner, ())]",
-        "for each in sum(listeners.values(), [])]",
-        "monitor",
+        "heard", "listeners.get(owner, ())", "sum(listeners.values(), [])", "monitor"
     ),
     "a skipped step counts as clipped": Mutant(
-        "monitor/_monitor.py",
-        "clip=None if note.skipped else if_finite(clip),",
-        "clip=clip,",
-        "monitor",
+        "Monitor.after_step", "None if note.skipped else if_finite(clip)", "clip", "monitor"
     ),
     "results of a device are taken out of order": Mutant(
-        "monitor/_monitor.py",
-        "readback.wait()  # The outcome of this",
-        "#",
-        "monitor",
+        "Monitor.after_step", "readback.wait()", "", "monitor"
     ),
     "skips are not counted in a row": Mutant(
-        "monitor/history.py",
+        "History.add",
         "self.skips_in_a_row + 1 if step.skipped else 0",
         "self.skips_in_a_row + step.skipped",
         "monitor",
     ),
     "skips that go on are looked into each time": Mutant(
-        "monitor/_monitor.py", "            streak.has_looked = True\n", "", "monitor_policies"
+        "Monitor._judge", "streak.has_looked = True", "", "monitor_policies"
     ),
     "the batch of another step is run again": Mutant(
-        "monitor/_monitor.py",
-        "self._runs.pop(step.number, self.run)",
-        "self.run",
-        "monitor_policies",
+        "Monitor._judge", "self._runs.pop(step.number, self.run)", "self.run", "monitor_policies"
     ),
     "the smallest scale is never reached": Mutant(
-        "monitor/_monitor.py", "step.scale <= lowest", "step.scale < lowest", "monitor_policies"
+        "Monitor._judge", "step.scale <= lowest", "step.scale < lowest", "monitor_policies"
     ),
     "a sum of gradients counts as the module's": Mutant(
-        "monitor/origin.py",
-        "if not found and any(map(holds_nonfinite, present_in(given))):",
-        "if False:",
+        "look_before",
+        "not found and any(map(holds_nonfinite, present_in(given)))",
+        "False",
         "monitor_origin",
     ),
     "a mask is an origin": Mutant(
-        "monitor/_ranges.py",
-        "and (values.requires_grad or is_more_than_minus_inf(values))",
-        "",
+        "is_wrong",
+        "holds_nonfinite(values) and (values.requires_grad or is_more_than_minus_inf(values))",
+        "holds_nonfinite(values)",
         "monitor_origin",
     ),
     "code between modules counts as the next module's": Mutant(
-        "monitor/origin.py", "        self._claim(given, caller)\n", "", "monitor_origin"
+        "_Search._before", "self._claim(given, caller)", "", "monitor_origin"
     ),
     "compiled layers are not looked into": Mutant(
-        "monitor/origin.py",
-        ', torch.compiler.set_stance("force_eager"):',
-        ":",
+        "find_nonfinite",
+        "torch.compiler.set_stance('force_eager')",
+        "torch.enable_grad()",
         "monitor_origin",
     ),
     "buffers stay as the second run left them": Mutant(
-        "monitor/origin.py",
-        "                module._buffers.clear()\n                module._buffers.update(held)\n",
-        "                pass\n",
+        "_all_restored",
+        "for module, held in buffers:\n"
+        "    module._buffers.clear()\n"
+        "    module._buffers.update(held)",
+        "for module, held in buffers:\n    pass",
         "monitor_origin",
     ),
     "gradients are cleared by the second run": Mutant(
-        "monitor/origin.py",
-        "                param.grad = grad\n",
-        "                pass\n",
-        "monitor_origin",
+        "_all_restored", "param.grad = grad", "", "monitor_origin"
     ),
     "random numbers go on from the second run": Mutant(
-        "monitor/origin.py",
-        "with torch.random.fork_rng(devices=sorted(device.index for device in gpus)):",
-        "with torch.random.fork_rng(enabled=False):",
+        "_all_restored",
+        "torch.random.fork_rng(devices=sorted((device.index for device in gpus)))",
+        "torch.random.fork_rng(enabled=False)",
         "monitor_origin",
     ),
     "unscaled gradients are counted as they lie": Mutant(
-        "monitor/exponents.py",
-        "moved = shift if dtype in self._unscaled else 0",
-        "moved = 0",
-        "monitor_exponents",
+        "Sampler.sample", "shift if dtype in self._unscaled else 0", "0", "monitor_exponents"
     ),
     "a sample takes zeros for small numbers": Mutant(
-        "monitor/exponents.py",
-        "by_bin.pop(_ZEROS, 0), by_bin",
-        "by_bin.get(_ZEROS, 0), by_bin",
-        "monitor_exponents",
+        "Sampler.sample", "by_bin.pop(_ZEROS, 0)", "by_bin.get(_ZEROS, 0)", "monitor_exponents"
     ),
     "lost updates are counted in the dtype of the weights": Mutant(
-        "monitor/updates.py",
-        "param.detach().double(), requires",
-        "param.detach().clone(), requires",
-        "monitor_exponents",
+        "_wide", "param.detach().double", "param.detach().clone", "monitor_exponents"
     ),
 }
 
 OLD_SCRIPTS = {
     "the era is that of the first name": Mutant(
-        "_as_apex/evidence.py",
-        "sum(era in each.eras for each in found)",
+        "era_of",
+        "sum((era in each.eras for each in found))",
         "era in found[0].eras if found else 0",
         "check",
     ),
-    "what a script imports is not read": Mutant(
-        "_as_apex/sources.py", "waiting += sorted(new)", "pass", "check"
-    ),
-    "torch.load is safe": Mutant(
-        "_check/needs.py", '"weights_only" not in keywords', "False", "check"
-    ),
-    "names that are not here pass": Mutant(
-        "_check/needs.py",
-        "return None if instead is None else",
-        "return None if True else",
-        "check",
-    ),
+    "what a script imports is not read": Mutant("program", "waiting += sorted(new)", "", "check"),
+    "torch.load is safe": Mutant("_in_call", "'weights_only' not in keywords", "False", "check"),
+    "names that are not here pass": Mutant("_absence", "instead is None", "True", "check"),
     "a replacement cannot be compiled": Mutant(
-        "_run/replacements.py",
-        "            self._compile_as(value, before)",
-        "            pass",
-        "run_modernize",
+        "Replacements.set", "self._compile_as(value, before)", "", "run_modernize"
     ),
     "a script is given an option that it does not declare": Mutant(
-        "_run/launched.py",
-        'words[index] = word.replace("--local-rank", "--local_rank", 1)',
-        "pass",
+        "parse_known_args",
+        "words[index] = word.replace('--local-rank', '--local_rank', 1)",
+        "",
         "run_modernize",
     ),
     "float16 stays float16": Mutant(
-        "_run/bfloat16.py",
-        "torch.bfloat16 if value is torch.float16 else value",
-        "value",
-        "run_cpu",
+        "_instead", "torch.bfloat16 if value is torch.float16 else value", "value", "run_cpu"
     ),
     "a Fourier transform is not normalized": Mutant(
-        "_run/modernize/names.py",
-        'return "ortho" if normalized else "backward"',
-        'return "backward"',
-        "run_modernize",
+        "_norm", "'ortho' if normalized else 'backward'", "'backward'", "run_modernize"
     ),
     "the optimizer of transformers corrects its bias": Mutant(
-        "_run/modernize/packages.py",
-        '"bias_correction": correct_bias',
-        '"bias_correction": True',
+        "AdamW.__init__",
+        "{'eps': eps, 'weight_decay': weight_decay, 'bias_correction': correct_bias}",
+        "{'eps': eps, 'weight_decay': weight_decay, 'bias_correction': True}",
         "run_modernize",
     ),
     "uint8 masks in assignments stay": Mutant(
-        "_run/modernize/masks.py",
-        'original(self, _as_bool("x[mask] = value", index), value)',
-        "original(self, index, value)",
-        "run_modernize",
+        "__setitem__", "_as_bool('x[mask] = value', index)", "index", "run_modernize"
     ),
 }

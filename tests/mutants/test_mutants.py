@@ -1,4 +1,4 @@
-"""A wrong line in the package makes a test fail that otherwise passes: `make mutants`."""
+"""A wrong expression in the package makes a test fail that otherwise passes: `make mutants`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutant import Mutant
+from mutant import PACKAGE, Mutant
 from table import MUTANTS
 
-import apex_mp
-
 TESTS = Path(__file__).parent.parent
-PACKAGE = Path(apex_mp.__file__).parent
 SOME_FAILED = 1
 
 
@@ -23,8 +20,8 @@ SOME_FAILED = 1
 def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     copy = tmp_path / "apex_mp"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (copy / mutant.file).read_text()
-    (copy / mutant.file).write_text(source.replace(mutant.before, mutant.after))
+    path, source = mutant.source()
+    (copy / path.relative_to(PACKAGE)).write_text(source)
     (tests,) = TESTS.glob(f"*/test_{mutant.tests}.py")
     # The folder of the copy comes first on the path; the root of the project does not come at all.
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
