@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_mp import _C
 from apex_mp.core import shards
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
-from apex_mp.core.step import Groups
 from apex_mp.core.tensors import copy_async
 
 
@@ -24,21 +22,17 @@ class Measured:
 
     Attributes:
         slots: The parameters.
-        read: The parameters whose gradient was read, device by device.
         rows: By device, the numbers of the parameters that have a sum of squares: with a DTensor
             all, because another process may have a gradient.
         found: What the pass found. Sums of squares, if measured, are those of the gradients after
             the pass, in the order of `rows`.
         unscaled: Whether the pass has unscaled the gradients.
-        versions: The versions of the gradients after the pass.
     """
 
     slots: GradSlots
-    read: list[Tensor]
     rows: dict[torch.device, Sequence[int]]
     found: FoundInf
     unscaled: bool
-    versions: _C.GradVersions
 
     @classmethod
     def of(
@@ -53,8 +47,6 @@ class Measured:
             unscaled: Whether the pass has unscaled them.
             sums: Whether the pass has summed squares.
         """
-        versions = _C.GradVersions()
-        versions.record(grads.slots.params)
         params = grads.slots.params
         rows: dict[torch.device, Sequence[int]]
         rows = {device: here.rows for device, here in grads.plain.items()}
@@ -62,19 +54,11 @@ class Measured:
             scalar_device = shards.agree(params, [found], rows if sums else None, scale=scale)
             if sums:
                 rows = {scalar_device: range(len(params))}
-        return cls(grads.slots, grads.params(), rows, found, unscaled, versions)
+        return cls(grads.slots, rows, found, unscaled)
 
     def params(self) -> list[Tensor]:
         """Return the parameters that have a sum of squares, device by device."""
         return [self.slots.params[row] for rows in self.rows.values() for row in rows]
-
-    def is_of(self, param_groups: Groups) -> bool:
-        """Return whether the gradients of the groups are those that were read, unchanged."""
-        if not self.slots.fits(param_groups):
-            return False
-        now = self.slots.read()
-        same = not now.others and [*map(id, now.params())] == [*map(id, self.read)]
-        return same and not self.versions.changed(self.slots.params)
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients after the pass: 0-dim float64 on a device."""
@@ -82,16 +66,6 @@ class Measured:
         if not sums:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(sums).sum().sqrt()
-
-    def norms(self) -> list[Tensor]:
-        """Return each group's l2 norm of gradients after the pass: 0-dim float64, one device."""
-        norms = []
-        for device, sums in self.found.sum_sq.items():
-            roots = torch.split(sums.sqrt(), self.slots.counts(self.rows[device]))
-            norms.append(torch.stack(torch._foreach_norm(roots)))
-        scalar_device = norms[0].device
-        together = torch.stack([copy_async(each, scalar_device) for each in norms])
-        return [*torch.linalg.vector_norm(together, dim=0).unbind()]
 
 
 def measure(grads: Grads, scale: Tensor) -> Measured:

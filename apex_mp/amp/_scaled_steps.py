@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from apex_mp.core import device_scale, readback, step_log, tensors
 from apex_mp.core.grads import NonFinite, locate_nonfinite
 from apex_mp.core.log import warn
 from apex_mp.core.skips import ParamNames
+from apex_mp.core.step import Outcome, StepResult
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._lost_updates import LostUpdates
 
 _SKIPS_TO_LOWEST = 8  # fewer may be a scale that begins near its lowest
 _TINY_SCALE = 2.0**-40
+_Norm: TypeAlias = "tuple[float | None, bool]"
 
 
 class ScaledSteps:
@@ -47,7 +49,6 @@ class ScaledSteps:
         self._scaler = weakref.ref(scaler)
         self._log = step_log.StepLog(optimizer, f"GradScaler: {type(optimizer).__name__}")
         self._found_inf: bool | Tensor = False  # of the last step
-        self._versions = _C.GradVersions()  # the gradients of the last step
         self._has_seen_zeros = self._has_warned_of_lowest = False
         name = type(optimizer).__name__
         keeper = name if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
@@ -83,7 +84,50 @@ class ScaledSteps:
         """
         readback.wait()  # The steps before this one come first.
         self._found_inf, self._log.captured = skipped, None
-        self._take_note(skipped, sum_sq, measured, self._locate)
+        self._take_note(skipped, _norm(sum_sq, measured), self._locate)
+
+    def end_scaled_step(self, result: StepResult) -> None:
+        """Record a step that has checked gradients itself; the host does not wait for a GPU."""
+        outcome, found_inf = result.outcome, result.found_inf
+        if found_inf is None:
+            readback.wait()
+            self._found_inf, self._log.captured = outcome.found_inf, None
+            self._take_note(outcome.found_inf, (_norm_of(result, outcome), True), self._locate)
+            return
+        self._found_inf, self._log.captured = found_inf, None
+        if readback.is_capturing():
+            self._log.captured = found_inf
+            return
+        assert result.sent is not None  # As `found_inf`.
+        finish = functools.partial(self._on_result, result, self._grad_versions())
+        readback.submit_tensor(result.sent, finish)
+
+    def _grad_versions(self) -> _C.GradVersions:
+        versions = _C.GradVersions()
+        versions.record(self._params())
+        return versions
+
+    def _on_result(self, result: StepResult, versions: _C.GradVersions, arrived: Tensor) -> None:
+        """Record a step that completed asynchronously.
+
+        Args:
+            result: The result of the step.
+            versions: The gradients of the step.
+            arrived: A copy of `result.sent` on the CPU.
+        """
+        assert result.read is not None  # As `sent`.
+        outcome, optimizer = result.read(arrived), self._optimizer()
+        if outcome.found_inf and result.undo_state is not None:
+            result.undo_state()
+
+        def locate() -> list[NonFinite]:
+            if optimizer is None or not versions.changed(self._params()):
+                return self._locate()
+            return self._param_names().rows(
+                outcome.nonfinite_rows, result.without_grad, optimizer.param_groups
+            )
+
+        self._take_note(outcome.found_inf, (_norm_of(result, outcome), True), locate)
 
     def end_fused_step(
         self, found_inf: Mapping[torch.device, Tensor], measured: Measured | None
@@ -107,17 +151,20 @@ class ScaledSteps:
             self._log.captured = found
             return
         sums = [] if measured is None else [*measured.found.sum_sq.values()]
-        self._versions.record(self._params())
         numbers = torch.cat(
             [found.double().view(1), *(tensors.copy_async(s, scalar_device) for s in sums)]
         )
-        readback.submit_tensor(numbers, functools.partial(self._on_readback, measured))
+        finish = functools.partial(self._on_readback, measured, self._grad_versions())
+        readback.submit_tensor(numbers, finish)
 
-    def _on_readback(self, measured: Measured | None, numbers: Tensor) -> None:
+    def _on_readback(
+        self, measured: Measured | None, versions: _C.GradVersions, numbers: Tensor
+    ) -> None:
         """Record a step that completed asynchronously.
 
         Args:
             measured: What was measured of its gradients.
+            versions: These gradients.
             numbers: Whether it was skipped, and the sum of squares of each gradient.
         """
         found, *sums = numbers.tolist()
@@ -125,7 +172,7 @@ class ScaledSteps:
 
         def locate() -> list[NonFinite]:
             have_grads = all(param.grad is not None for param in params)
-            if have_grads and not self._versions.changed(self._params()):
+            if have_grads and not versions.changed(self._params()):
                 return self._locate()
             each = zip(params, sums, strict=True)
             rows = {id(param) for param, sum_sq in each if not math.isfinite(sum_sq)}
@@ -135,21 +182,23 @@ class ScaledSteps:
                 if id(param) in rows
             ]
 
-        self._take_note(found != 0.0, sums, measured, locate)
+        self._take_note(found != 0.0, _norm(sums, measured), locate)
 
     def _take_note(
-        self,
-        skipped: bool,
-        sum_sq: Sequence[float],
-        measured: Measured | None,
-        locate: Callable[[], list[NonFinite]],
+        self, skipped: bool, measured: _Norm, locate: Callable[[], list[NonFinite]]
     ) -> None:
+        """Record a step's outcome.
+
+        Args:
+            skipped: Whether it was skipped.
+            measured: The norm of all gradients, or None; and whether it is that of unscaled ones.
+            locate: Returns which gradients held inf or NaN.
+        """
         scaler, optimizer = self._scaler(), self._optimizer()
         report = locate() if skipped else []
+        norm, unscaled = measured
 
         def note() -> step_log.StepNote:
-            norm = math.sqrt(sum(sum_sq)) if sum_sq else None
-            unscaled = measured is not None and measured.unscaled
             return step_log.StepNote(
                 skipped,
                 lowest=None if scaler is None else scaler._lowest,
@@ -164,7 +213,7 @@ class ScaledSteps:
             self._warn_of_lowest(scaler, report)
         # Squares of gradients at a tiny scale are 0 though they are not.
         may_see = not self._has_seen_zeros and optimizer is not None
-        if sum_sq and not any(sum_sq) and may_see and self._scale() > _TINY_SCALE:
+        if norm == 0.0 and may_see and self._scale() > _TINY_SCALE:
             self._has_seen_zeros = True
             warn(
                 f"GradScaler: all gradients of {type(optimizer).__name__} are 0 in this step. "
@@ -216,8 +265,10 @@ class ScaledSteps:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        model = None if self._model is None else self._model()
-        yield from ParamNames(None, model).params(optimizer.param_groups)
+        yield from self._param_names().params(optimizer.param_groups)
+
+    def _param_names(self) -> ParamNames:
+        return ParamNames(None, None if self._model is None else self._model())
 
     def _locate(self) -> list[NonFinite]:
         """Return which present gradients hold inf or NaN."""
@@ -226,6 +277,16 @@ class ScaledSteps:
             for name, param in self._named_params()
             if param.grad is not None
         )
+
+
+def _norm_of(result: StepResult, outcome: Outcome) -> float | None:
+    """Return the norm of all unscaled gradients; None if there were none."""
+    return math.hypot(*outcome.norms) if result.has_grads else None
+
+
+def _norm(sum_sq: Sequence[float], measured: Measured | None) -> _Norm:
+    unscaled = measured is not None and measured.unscaled
+    return (math.sqrt(sum(sum_sq)) if sum_sq else None), unscaled
 
 
 def outcome(

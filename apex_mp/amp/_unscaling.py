@@ -229,20 +229,6 @@ class UnscalingGradScaler(BoundedGradScaler):
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured
         return found.join(scale.device)
 
-    def _measured_norms(self, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-        """Return the l2 norm of each group's scaled gradients, or None if it is not known.
-
-        It is not known after `unscale_`, because edits through `grad.data` and collectives of
-        torch.distributed change no version counter.
-        """
-        measured = self._per_optimizer_states[id(optimizer)].get(MEASURED)
-        if measured is None or measured.unscaled or not measured.found.sum_sq:
-            return None
-        if not measured.is_of(optimizer.param_groups):
-            return None
-        norms: list[Tensor] = measured.norms()
-        return norms
-
     @contextlib.contextmanager
     def _applying_clip(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor | None]:
         """Yield the divisor that clips gradients in this step; None if there is no clip.

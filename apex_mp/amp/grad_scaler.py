@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -26,9 +25,13 @@ from apex_mp.amp._unscaling import (
 )
 from apex_mp.core import readback, step_log
 from apex_mp.core.cast_parameters import warn_of_rounded_buffers
+from apex_mp.core.found_inf import one_flag
 from apex_mp.core.grads import NonFinite
+from apex_mp.core.step import ScaledStep, take, takes_scaled_step
 from apex_mp.core.tensors import copy_async
+from apex_mp.optimizers._legacy_call import unscaled_dtypes
 
+_NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -163,7 +166,7 @@ class GradScaler(UnscalingGradScaler):
         refuse_no_optimizer("step", optimizer)
         refuse_own_scaling(optimizer)
         if args and callable(args[0]):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+            raise RuntimeError(_NO_CLOSURE)
         readback.poll()
         self._clip_of(optimizer)  # What it raises comes before a warning.
         self._refuse_mixed(optimizer, "step")
@@ -173,6 +176,8 @@ class GradScaler(UnscalingGradScaler):
             waiting.check(type(optimizer).__name__, self._scale)
         steps = self._steps_of(optimizer)
         with steps.watching_updates(), self._announced(optimizer):
+            if takes_scaled_step(optimizer):
+                return self._step_scaled(optimizer, steps, *args, **kwargs)
             if is_fused(optimizer):
                 return self._step_fused(optimizer, steps, *args, **kwargs)
             return self._step_other(optimizer, *args, **kwargs)
@@ -190,12 +195,45 @@ class GradScaler(UnscalingGradScaler):
             self, optimizer, scale=self._scale, unscaled=unscaled, optimizer=optimizer
         )
 
+    def _step_scaled(
+        self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Step a fused optimizer of this package, which checks gradients in its own passes."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if "closure" in kwargs:
+            raise RuntimeError(_NO_CLOSURE)
+        is_unscaled = state["stage"] is OptState.UNSCALED
+        known: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        with self._applying_clip(optimizer) as clip:
+            step = ScaledStep(
+                scale=1.0 if is_unscaled else scale if clip is None else scale * clip,
+                found_inf=one_flag(known, scale.device) if known else None,
+                check=not known,
+                unscale=() if is_unscaled else unscaled_dtypes(optimizer),
+                wait=False,
+            )
+            value: float | None = take(optimizer, step, *args, **kwargs)
+        result = step.result
+        assert result is not None  # `take` has made sure.
+        if not known and result.has_grads:
+            flag = result.flag()
+            state["found_inf_per_device"] = {flag.device: flag}
+            self._has_16_bit_grads = self._has_16_bit_grads or result.has_16_bit_grads
+        state["stage"] = OptState.STEPPED
+        if known:
+            steps.end_fused_step(known, state.get(MEASURED))
+        else:
+            steps.end_scaled_step(result)
+        return value
+
     def _step_fused(
         self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any
     ) -> float | None:
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        optimizer.measured_norms = functools.partial(self._measured_norms, optimizer)
         try:
             with (
                 self._applying_clip(optimizer) as clip,
@@ -207,7 +245,7 @@ class GradScaler(UnscalingGradScaler):
                 value = super().step(optimizer, *args, **kwargs)
         finally:
             # torch removes the first two, but not if the step raises an error.
-            for name in ("grad_scale", "found_inf", "measured_norms"):
+            for name in ("grad_scale", "found_inf"):
                 with contextlib.suppress(AttributeError):
                     delattr(optimizer, name)
         steps.end_fused_step(state["found_inf_per_device"], state.get(MEASURED))

@@ -169,10 +169,7 @@ class FoundInf:
 
     def on(self, device: torch.device) -> Tensor:
         """Return one flag of all devices: 0-dim float32, 0 or 1; the host does not wait."""
-        flags = [copy_async(flag, device) for flag in self.flags.values()]
-        if len(flags) == 1:
-            return flags[0]
-        return torch.stack([*flags, torch.zeros((), device=device)]).amax()
+        return one_flag(self.flags, device)
 
     def join(self, device: torch.device) -> dict[torch.device, Tensor]:
         """Replace all flags by one on `device`, 1 if any of them was not 0; return the flags.
@@ -206,6 +203,14 @@ class FoundInf:
                 for device, flag in self.flags.items()
             ]
         return self._read
+
+
+def one_flag(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
+    """Return one flag for those of several devices: 0-dim float32 on `device`, not 0 if any is."""
+    here = [copy_async(flag, device) for flag in flags.values()]
+    if len(here) == 1:
+        return here[0]
+    return torch.stack([*here, torch.zeros((), device=device)]).amax()
 
 
 def inverse(scale: float | Tensor) -> float | Tensor:

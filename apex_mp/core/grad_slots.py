@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ class GradSlots:
             pairs = zip(models, self.params, strict=True)
             self.sources = [param if model is None else model for model, param in pairs]
             self.with_master = [row for row, model in enumerate(models) if model is not None]
-        self._ends = [*itertools.accumulate(map(len, self.groups))]
 
     def fits(self, param_groups: Groups) -> bool:
         """Whether the groups still hold the same parameters."""
@@ -65,11 +63,6 @@ class GradSlots:
             if grad is not None:
                 _put(row, grad, plain, others)
         return Grads(self, plain, others, has_parts)
-
-    def counts(self, rows: Sequence[int]) -> list[int]:
-        """Return how many of `rows`, which are sorted, lie in each group."""
-        ends = [bisect.bisect_left(rows, end) for end in self._ends]
-        return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +86,6 @@ class Grads:
     def rows(self) -> set[int]:
         """Return the numbers of all parameters with a gradient."""
         return set(self.others).union(*(here.rows for here in self.plain.values()))
-
-    def params(self) -> list[Tensor]:
-        """Return the parameters whose gradients are in `plain`, device by device."""
-        return [self.slots.sources[row] for here in self.plain.values() for row in here.rows]
 
     def have_16_bit(self) -> bool:
         """Return whether there is a float16 or bfloat16 gradient."""

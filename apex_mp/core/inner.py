@@ -11,7 +11,6 @@ from torch import Tensor
 
 from apex_mp.core.found_inf import norms
 from apex_mp.core.masters import LOW_PRECISION, Masters
-from apex_mp.core.step import StepResult
 
 # Of masters, and of their model parameters.
 _Norms: TypeAlias = tuple[list[float], list[float]]
@@ -128,20 +127,6 @@ def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
     return tuple(
         name for name in ("grads", "output_params", "scale", "grad_norms") if name in parameters
     )
-
-
-def checked_result(result: Any, optimizer: Any) -> StepResult:
-    """Return the result of a step with a `StepRequest`, if it is a `StepResult`.
-
-    Raises:
-        RuntimeError: It is not: a function around `step` does not return what `step` does.
-    """
-    if not isinstance(result, StepResult):
-        raise RuntimeError(
-            f"FP16_Optimizer: {type(optimizer).__name__}.step returned {result!r:.60}; a function "
-            "that replaces step, and has its attributes, must return what step returns"
-        )
-    return result
 
 
 def check_loss(loss: Any) -> None:

@@ -270,7 +270,7 @@ class MasterGrads:
         return None if grad is None else self.masters.plain(grad, param)
 
     def sources(self, param_groups: list[dict[str, Any]]) -> tuple[Lists, Lists, Scale]:
-        """Return `grads_of` and `copies` of a StepRequest, and the scale of the gradients."""
+        """Return `grads_of` and `copies` of a ScaledStep, and the scale of the gradients."""
         models = self.slots(param_groups).models
         if self.holding:
             return [[None] * len(one) for one in models], models, 1.0

@@ -1,4 +1,4 @@
-"""The request that a fused optimizer's step may be given, and the result that it then returns."""
+"""A step of a fused optimizer that the owner of a loss scale asks for, and its result."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Outcome(Protocol):
     def nonfinite_rows(self) -> list[int]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class StepRequest:
-    """What a step works on: where its gradients are, and what to do with them.
+@dataclasses.dataclass(eq=False)
+class ScaledStep:
+    """What a step works on, what it does with gradients, and its result.
 
-    `step(grads=request)` is for a step whose function has the attribute `takes_request`; it returns
-    a `StepResult`. Lists hold one list for each parameter group with one item for each parameter.
+    `take` hands it to an optimizer. Lists hold one list for each parameter group with one item for
+    each parameter.
 
     Attributes:
         grads: The gradients; None: those of `grads_of`.
@@ -53,23 +53,63 @@ class StepRequest:
             stepped parameter's own gradient is used, which is not scaled. None: the stepped
             parameters.
         copies: Where each new parameter is also written; None: nowhere.
+        scale: The divisor of scaled gradients.
         norms: l2 norm of each group's gradients before unscaling; None: measured if needed.
+        found_inf: One float32 number on any device: if it is not 0, nothing is changed. None: it is
+            not known.
         check: Look for inf and NaN, and change nothing if there is any.
         clip_by_global_norm: Clip each group by the norm of all.
         loss_scale: Updated on its device by what `check` finds; None: there is none.
         unscale: If the step is not skipped, scaled gradients of these dtypes are unscaled in place.
-        wait: Whether the host knows the outcome when the step returns.
+        wait: Whether the host knows the outcome of a check when the step returns.
+        result: What became of the step; None until it is taken.
     """
 
     grads: Lists | None = None
     grads_of: Lists | None = None
     copies: Lists | None = None
+    scale: float | Tensor = 1.0
     norms: list[float | Tensor | None] | None = None
+    found_inf: Tensor | None = None
     check: bool = False
     clip_by_global_norm: bool = False
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
     wait: bool = True
+    result: StepResult | None = None
+
+
+def takes_scaled_step(optimizer: Any) -> bool:
+    """Return whether `take` works: a subclass with a `step` of its own takes no `ScaledStep`."""
+    return getattr(optimizer.step, "takes_scaled_step", False)
+
+
+def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
+    """Call `optimizer.step`, and whatever was put around it, with the attribute `scaled_step` set.
+
+    Args:
+        optimizer: One for which `takes_scaled_step` is true.
+        step: What to do; its result is set.
+        args: Passed on to `optimizer.step`.
+        kwargs: Likewise.
+
+    Returns:
+        What `optimizer.step` returned.
+
+    Raises:
+        RuntimeError: A function that replaces `step` has not called it.
+    """
+    optimizer.scaled_step = step
+    try:
+        value = optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.scaled_step
+    if step.result is None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step was replaced by a function that has its attributes "
+            "and has not called it; a function that replaces step must call it"
+        )
+    return value
 
 
 @contextlib.contextmanager
@@ -89,11 +129,15 @@ def dropping_amp_tensors(optimizer: Any) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step that was given a `StepRequest` returns.
+    """What became of a `ScaledStep`.
 
     Attributes:
         outcome: The step's outcome.
         without_grad: Group and index of the parameters that had no gradient.
+        has_grads: Whether there was a gradient.
+        has_16_bit_grads: Whether one was float16 or bfloat16.
+        found_inf: If the outcome is not known yet, one float32 number on the device that is not 0
+            if the step was skipped, valid until the next step; else None.
         sent: If the outcome is not known yet, the tensor on the device that will hold it until the
             next step; else None.
         read: If the outcome is not known yet, makes it from a copy of `sent` on the CPU.
@@ -103,6 +147,15 @@ class StepResult:
 
     outcome: Outcome
     without_grad: list[tuple[int, int]]
+    has_grads: bool
+    has_16_bit_grads: bool
+    found_inf: Tensor | None = None
     sent: Tensor | None = None
     read: Callable[[Tensor], Outcome] | None = None
     undo_state: Callable[[], None] | None = None
+
+    def flag(self) -> Tensor:
+        """Return one float32 number, not 0 if the step was skipped; see `found_inf`."""
+        if self.found_inf is not None:
+            return self.found_inf
+        return torch.tensor(float(self.outcome.found_inf), dtype=torch.float32, device="cpu")

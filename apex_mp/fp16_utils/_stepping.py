@@ -15,11 +15,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from apex_mp.core import device_scale, step_log
 from apex_mp.core.closure import Snapshot, StepAbandonedError, evaluate
-from apex_mp.core.inner import checked_result
 from apex_mp.core.master_grads import Stage
 from apex_mp.core.masters import write
 from apex_mp.core.skips import Overflow
-from apex_mp.core.step import StepRequest
+from apex_mp.core.step import ScaledStep, take, takes_scaled_step
 from apex_mp.fp16_utils._outcomes import Outcomes, check_groups, unscaled_norms
 from apex_mp.fp16_utils._parts import LOG
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
@@ -67,7 +66,7 @@ class Stepping(Outcomes):
 
     def _can_step_fused(self) -> bool:
         # Hooks run only for steps that are not skipped, so overflows must be known before them.
-        return getattr(self.optimizer.step, "takes_request", False) and not (
+        return takes_scaled_step(self.optimizer) and not (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or self.optimizer._optimizer_step_pre_hooks
@@ -80,15 +79,18 @@ class Stepping(Outcomes):
         """Step a fused optimizer, which checks gradients itself; return whether it was skipped."""
         grads_of, copies, scale = self._grads.sources(self.param_groups)
         device = self._device_to_leave_alone()
-        request = StepRequest(
+        step = ScaledStep(
             grads_of=grads_of,
             copies=copies,
+            scale=scale,
             check=True,
             clip_by_global_norm=self.clip == "global",
             loss_scale=None if device is None else self._steps.for_step(self._loss_scaler, device),
             wait=device is None,
         )
-        result = checked_result(self.optimizer.step(grads=request, scale=scale), self.optimizer)
+        take(self.optimizer, step)
+        result = step.result
+        assert result is not None  # `take` has made sure.
         outcome = result.outcome
         if not outcome.found_inf:
             # The user may have written to masters that have no gradient.

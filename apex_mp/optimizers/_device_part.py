@@ -33,7 +33,7 @@ class Part:
         plan: Steps the parameters.
         indices: For each group the indices of its parameters on the device.
         param_groups: All groups with all parameters.
-        lists: `grads`, `grads_of` and `copies` of a StepRequest.
+        lists: `grads`, `grads_of` and `copies` of a ScaledStep.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def split(
     Args:
         who: The optimizer's name, for messages.
         param_groups: All groups with all parameters.
-        lists: `grads`, `grads_of` and `copies` of a StepRequest.
+        lists: `grads`, `grads_of` and `copies` of a ScaledStep.
         plan_for: Returns a device's plan.
 
     Raises:

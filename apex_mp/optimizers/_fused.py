@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from apex_mp import _C
 from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import Lists, Outcome, StepRequest, StepResult, dropping_amp_tensors
+from apex_mp.core.step import Lists, Outcome, ScaledStep, StepResult, dropping_amp_tensors
 from apex_mp.optimizers import _legacy_call, _written
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
@@ -105,7 +106,7 @@ class FusedOptimizer(SavedOptimizer):
         if plan is not None:
             nothing: Lists = [[None] * len(group["params"]) for group in self.param_groups]
             with torch.no_grad():
-                self._read(plan, StepRequest(grads=nothing), 1.0, {})
+                self._read(plan, ScaledStep(grads=nothing), {})
                 plan.refresh_groups()
 
     # --- The step.
@@ -116,7 +117,7 @@ class FusedOptimizer(SavedOptimizer):
     def step(
         self,
         closure: Callable[[], Any] | None = None,
-        grads: Iterable[Any] | StepRequest | None = None,
+        grads: Iterable[Any] | None = None,
         output_params: Iterable[Any] | None = None,
         scale: float | Tensor = 1.0,
         grad_norms: Iterable[float | Tensor] | None = None,
@@ -150,62 +151,66 @@ class FusedOptimizer(SavedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         with dropping_amp_tensors(self):
-            scale, found_inf = _legacy_call.scaling(self._public_name, self, scale, grads)
-            request = _legacy_call.request(
-                self._public_name, self, grads, output_params, grad_norms
+            step = _legacy_call.scaled_step(
+                self._public_name, self, grads, output_params, scale, grad_norms
             )
             is_first = not self.state
-            with torch.no_grad(), self._watching_updates(request, found_inf):
-                result = self._step_by_plan(request, scale, found_inf)
+            with torch.no_grad(), self._watching_updates(step):
+                step.result = self._step_by_plan(step)
                 if is_first and is_called_for_state():
                     for state in self.state.values():
                         if "step" in state:
                             state["step"].zero_()
-        return result if request is grads else loss
+        return loss
 
-    step.takes_request = True  # type: ignore[attr-defined]
+    step.takes_scaled_step = True  # type: ignore[attr-defined]
 
-    def _step_by_plan(
-        self, request: StepRequest, scale: float | Tensor, found_inf: Tensor | None
-    ) -> StepResult:
+    def _step_by_plan(self, step: ScaledStep) -> StepResult:
         """Step all groups at once."""
         plan = self.__dict__.get("_plan")
         if plan is None:  # also after pickle and deepcopy
             plan = self._plan = self._new_plan()
         before: Before = {}
         try:
-            self._read(plan, request, scale, before)
+            self._read(plan, step, before)
             # Parameters were moved to several devices, or back to one.
-            if not plan.can_run or self._must_agree(plan, request):
+            if not plan.can_run or self._must_agree(plan, step):
                 plan = self._plan = self._other_plan(plan)
-                self._read(plan, request, scale, before)
+                self._read(plan, step, before)
             if written := plan.written:
                 _written.take(self, written, before)
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
-            outcome = self._run(plan, request, found_inf)
+            outcome = self._run(plan, step)
         except BaseException:
             if not plan.has_run:  # Else the weights were stepped, and need their state.
                 self._take_back(before)
             raise
         if outcome.found_inf:
             self._take_back(before)
-        elif outcome.is_known or not (request.check or found_inf is not None):
+        elif outcome.is_known or not (step.check or step.found_inf is not None):
             self._after_step(plan.without_grad)
-        if outcome.is_known or not request.check:
-            return StepResult(outcome, plan.without_grad)
+        result = StepResult(outcome, plan.without_grad, plan.has_grads, plan.has_16_bit_grads)
+        if outcome.is_known or not step.check:
+            return result
         undo = self._undo(before) if before else None
-        return StepResult(outcome, plan.without_grad, plan.outcome, plan.read_outcome, undo)
+        return dataclasses.replace(
+            result,
+            found_inf=plan.found_inf,
+            sent=plan.outcome,
+            read=plan.read_outcome,
+            undo_state=undo,
+        )
 
     @contextlib.contextmanager
-    def _watching_updates(self, request: StepRequest, found_inf: Tensor | None) -> Iterator[None]:
+    def _watching_updates(self, step: ScaledStep) -> Iterator[None]:
         """A context in which a step is taken; warn once that 16-bit parameters have no masters.
 
         Not under apex_mp.amp.GradScaler, which warns itself, nor after amp.initialize, where O3
-        asks for this.
+        asks for this. LARC gives gradients.
         """
         attributes = self.__dict__
-        is_plain = request.grads_of is None and not request.check
-        if not is_plain or "measured_norms" in attributes or "_amp_initialized" in attributes:
+        is_watched = step.grads is None and "scaled_step" in attributes
+        if is_watched or "_amp_initialized" in attributes:
             yield
             return
         lost = attributes.get("_lost_updates")
@@ -218,42 +223,35 @@ class FusedOptimizer(SavedOptimizer):
             )
         counter = lost.before_step()
         yield
-        lost.after_step(counter, False if found_inf is None else found_inf)
+        lost.after_step(counter, False if step.found_inf is None else step.found_inf)
 
-    def _must_agree(self, plan: _Plan, request: StepRequest) -> bool:
+    def _must_agree(self, plan: _Plan, step: ScaledStep) -> bool:
         """Return whether the step needs numbers of other processes, which a plan cannot collect."""
         if isinstance(plan, SeveralDevices) or not plan.has_parts:
             return False
-        norms = self._norms(request) or [None] * len(self.param_groups)
-        return request.check or any(
+        norms = self._norms(step) or [None] * len(self.param_groups)
+        return step.check or any(
             norm is None and group["max_grad_norm"]
             for norm, group in zip(norms, self.param_groups, strict=True)
         )
 
-    def _run(self, plan: _Plan, request: StepRequest, found_inf: Tensor | None) -> Outcome:
+    def _run(self, plan: _Plan, step: ScaledStep) -> Outcome:
         kwargs: dict[str, Any] = {
-            "norms": self._norms(request),
-            "found_inf": found_inf,
-            "check": request.check,
-            "clip_by_global_norm": request.clip_by_global_norm or self._clips_by_global_norm,
-            "wait": request.check and request.wait,
+            "norms": self._norms(step),
+            "found_inf": step.found_inf,
+            "check": step.check,
+            "clip_by_global_norm": step.clip_by_global_norm or self._clips_by_global_norm,
+            "wait": step.check and step.wait,
         }
-        scale = request.loss_scale
+        scale = step.loss_scale
         if isinstance(plan, SeveralDevices):
             return plan.run(loss_scale=scale, **kwargs)
         return plan.run(loss_scale=None if scale is None else scale.for_step(), **kwargs)
 
-    def _norms(self, request: StepRequest) -> list[float | Tensor | None] | None:
+    def _norms(self, step: ScaledStep) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""
         # Norms of groups do not help to clip by the norm of all.
-        norms = None if self._clips_by_global_norm else request.norms
-        # apex_mp.amp.GradScaler sets it around the call.
-        measured_norms = self.__dict__.get("measured_norms")
-        if norms is None and measured_norms and any(g["max_grad_norm"] for g in self.param_groups):
-            norms = measured_norms()
-            if norms is not None and self._clips_by_global_norm:
-                norms = [torch.linalg.vector_norm(torch.stack(norms))] * len(norms)
-        return norms
+        return None if self._clips_by_global_norm else step.norms
 
     @classmethod
     def _new_plan(cls) -> _C.StepPlan:
@@ -273,19 +271,17 @@ class FusedOptimizer(SavedOptimizer):
             return self._new_plan()
         return SeveralDevices(self._public_name, self._new_plan)
 
-    def _read(
-        self, plan: _Plan, request: StepRequest, scale: float | Tensor, before: Before
-    ) -> None:
+    def _read(self, plan: _Plan, step: ScaledStep, before: Before) -> None:
         """Make a plan read the next step; missing state is created."""
         plan.read(
             self.param_groups,
             self.state,
             functools.partial(self._make_state, before),
-            grads=request.grads,
-            grads_of=request.grads_of,
-            copies=request.copies,
-            scale=scale,
-            unscale=request.unscale,
+            grads=step.grads,
+            grads_of=step.grads_of,
+            copies=step.copies,
+            scale=step.scale,
+            unscale=step.unscale,
         )
 
     # --- State. What a step creates is removed again if the step is skipped or refused.

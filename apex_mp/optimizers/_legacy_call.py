@@ -8,56 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.step import Groups, Lists, StepRequest
+from apex_mp.core.step import Groups, Lists, ScaledStep
 
 
-def scaling(
-    who: str, optimizer: Any, scale: float | Tensor, grads: Any
-) -> tuple[float | Tensor, Any]:
-    """Return the divisor of the gradients, and GradScaler's `found_inf` or None.
+def scaled_step(
+    who: str,
+    optimizer: Any,
+    grads: Iterable[Any] | None,
+    output_params: Iterable[Any] | None,
+    scale: float | Tensor,
+    grad_norms: Iterable[float | Tensor] | None,
+) -> ScaledStep:
+    """Return the step that the arguments ask for, and GradScaler's attributes of the optimizer.
 
     Raises:
-        ValueError: The scale is not positive, or gradients were given inside GradScaler.
+        ValueError: The scale is not positive, or gradients were given inside GradScaler, or a list
+            does not fit the groups.
     """
     if not isinstance(scale, Tensor) and not scale > 0.0:
         raise ValueError(f"{who}.step: scale is {scale}; it must be more than 0")
-    # GradScaler sets both around the call; grad_scale is None after unscale_.
+    step: ScaledStep | None = getattr(optimizer, "scaled_step", None)
+    # torch's GradScaler sets both around the call; grad_scale is None after unscale_.
     found_inf = getattr(optimizer, "found_inf", None)
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if found_inf is not None and not (grads is None or isinstance(grads, StepRequest)):
+    if grads is not None and (step is not None or found_inf is not None):
         raise ValueError(
             f"{who}.step: grads was given inside GradScaler, which has looked for inf and "
             "NaN in each parameter's .grad only; leave grads out"
         )
+    if step is not None:
+        return step
     if grad_scale is not None:
         scale = grad_scale if scale == 1.0 else scale * grad_scale
-    return scale, found_inf
-
-
-def request(
-    who: str,
-    optimizer: Any,
-    grads: Iterable[Any] | StepRequest | None,
-    output_params: Iterable[Any] | None,
-    grad_norms: Iterable[float | Tensor] | None,
-) -> StepRequest:
-    """Return the arguments of the legacy call as a request; a request is returned as it is."""
-    if isinstance(grads, StepRequest):
-        return grads
     groups: Groups = optimizer.param_groups
-    in_grad_scaler = getattr(optimizer, "grad_scale", None) is not None
-    return StepRequest(
+    return ScaledStep(
         grads=None if grads is None else _per_group(who, "grads", grads, groups),
         copies=None
         if output_params is None
         else _per_group(who, "output_params", output_params, groups),
+        scale=scale,
         norms=None if grad_norms is None else _norm_per_group(who, grad_norms, groups),
-        unscale=_UNSCALED[optimizer.unscale_grads] if in_grad_scaler else (),
+        found_inf=found_inf,
+        unscale=() if grad_scale is None else unscaled_dtypes(optimizer),
     )
 
 
-# By the option `unscale_grads`: the dtypes of gradients that a step inside GradScaler unscales in
-# place. Unscaled, small gradients would underflow in float16.
+def unscaled_dtypes(optimizer: Any) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of gradients that a step inside GradScaler unscales in place."""
+    return _UNSCALED[optimizer.unscale_grads]
+
+
+# By the option `unscale_grads`. Unscaled, small gradients would underflow in float16.
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 _UNSCALED = {None: _WIDE, True: (*_WIDE, torch.float16), False: ()}
 

@@ -38,7 +38,7 @@ class SeveralDevices:
     waiting. The host waits only for numbers that a step on the CPU needs from a GPU, and for the
     outcome of a check. Processes that hold parts of DTensors sum the same numbers.
 
-    Like a plan, it keeps no tensor between steps except `outcome`.
+    Like a plan, it keeps no tensor between steps except the outcome.
 
     Args:
         who: The optimizer's name, for messages.
@@ -47,6 +47,7 @@ class SeveralDevices:
 
     # The outcome of the last step, if that checked and the host did not wait.
     outcome: Tensor
+    found_inf: Tensor
     read_outcome: Callable[[Tensor], Outcome]
 
     def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan]) -> None:
@@ -56,7 +57,7 @@ class SeveralDevices:
         self.written: list[Written] = []
         self.can_run = True
         self.has_run = False
-        self.has_parts = False
+        self.has_parts = self.has_grads = self.has_16_bit_grads = False
         self._plans: dict[torch.device, _C.StepPlan] = {}
         # Set by `read`, used by `run`.
         self._parts: list[Part] = []
@@ -103,6 +104,8 @@ class SeveralDevices:
         self._plans = {part.device: part.plan for part in parts}
         self._scale = scale
         self.has_parts = any(part.plan.has_parts for part in parts)
+        self.has_grads = any(part.plan.has_grads for part in parts)
+        self.has_16_bit_grads = any(part.plan.has_16_bit_grads for part in parts)
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.written = sorted(place for part in parts for place in part.written())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
@@ -171,6 +174,7 @@ class SeveralDevices:
         found = as_flag(measured.found_inf, self._who)
         skip = found if skip is None else torch.maximum(found, copy_async(skip, found.device))
         self._step(norms, skip)
+        self.found_inf = skip
         if loss_scale is not None:
             loss_scale.update(copy_async(skip, loss_scale.device))
         unscaled = measured.of_groups / _number_on(found.device, self._scale)

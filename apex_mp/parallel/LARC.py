@@ -15,7 +15,7 @@ from apex_mp.core.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
-from apex_mp.core.step import Lists, StepRequest, dropping_amp_tensors
+from apex_mp.core.step import Lists, ScaledStep, dropping_amp_tensors, take, takes_scaled_step
 from apex_mp.core.tensors import copy_async
 
 
@@ -101,15 +101,8 @@ class LARC(ForwardingOptimizer):
     def _step_inside(self, grads: Lists | None) -> Any:
         if grads is None:
             return self.optim.step()
-        # GradScaler sets it here, around the call.
-        found_inf = vars(self).get("found_inf")
-        if found_inf is not None:
-            vars(self.optim)["found_inf"] = found_inf
-        try:
-            self.optim.step(grads=StepRequest(grads=grads))
-        finally:
-            vars(self.optim).pop("found_inf", None)
-        return None
+        # GradScaler sets found_inf here, around the call.
+        return take(self.optim, ScaledStep(grads=grads, found_inf=vars(self).get("found_inf")))
 
     def _scaled(self, param: Tensor, group: dict[str, Any], copies: bool) -> Tensor | None:
         """Return a gradient times its local rate; None if there is none.
@@ -148,7 +141,7 @@ class LARC(ForwardingOptimizer):
     @property
     def _steps_with_copies(self) -> bool:
         """Whether a fused optimizer of this package is inside, and gradients have 16 bits."""
-        if not getattr(self.optim.step, "takes_request", False):
+        if not takes_scaled_step(self.optim):
             return False
         params = (param for group in self.param_groups for param in group["params"])
         return any(param.grad is not None and param.grad.dtype in LOW_PRECISION for param in params)

@@ -56,7 +56,10 @@ void define_plan(py::module_& module) {
       .def_property_readonly("can_run", &Plan::can_run)
       .def_property_readonly("has_run", &Plan::has_run)
       .def_property_readonly("has_parts", &Plan::has_parts)
+      .def_property_readonly("has_grads", &Plan::has_grads)
+      .def_property_readonly("has_16_bit_grads", &Plan::has_16_bit_grads)
       .def_property_readonly("outcome", &Plan::outcome)
+      .def_property_readonly("found_inf", &Plan::found_inf)
       .def_static("read_outcome", &read_outcome)
       .def("refresh_groups", &Plan::refresh_groups);
 }

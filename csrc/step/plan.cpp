@@ -142,6 +142,12 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
     ++group;
   }
   read_rows(make_state, given);
+  const auto is_grad = [](const Row& row) { return row.grad.data != nullptr; };
+  const auto has_16_bits = [](const Row& row) {
+    return row.grad.data != nullptr && size_of(row.grad.dtype) == 2;
+  };
+  has_grads_ = std::any_of(task_.rows.begin(), task_.rows.end(), is_grad);
+  has_16_bit_grads_ = std::any_of(task_.rows.begin(), task_.rows.end(), has_16_bits);
   if (!given.unscale.empty()) separate_shared_grads(caller_, tensors_, task_.rows, kept_);
   task_.scale = numbers.read("scale", given.scale.ptr());
   is_read_ = true;
@@ -490,6 +496,14 @@ Outcome Plan::run_on_device(const LossScale& loss_scale, [[maybe_unused]] bool w
 at::Tensor Plan::outcome() const {
 #ifdef APEX_MP_WITH_CUDA
   return stepper_.outcome();
+#else
+  TORCH_CHECK(false, "apex_mp: this build has no CUDA");
+#endif
+}
+
+at::Tensor Plan::found_inf() const {
+#ifdef APEX_MP_WITH_CUDA
+  return stepper_.found_inf();
 #else
   TORCH_CHECK(false, "apex_mp: this build has no CUDA");
 #endif

@@ -72,6 +72,9 @@ class Plan {
   // the host for read_outcome().
   at::Tensor outcome() const;
 
+  // The first number of that: float32, not 0 if the step was skipped.
+  at::Tensor found_inf() const;
+
   // Instead of `run`: makes the step of a captured CUDA graph use the present options of groups.
   void refresh_groups();
 
@@ -96,6 +99,10 @@ class Plan {
   // index, false) where the master is new or the dtype has changed, so nothing can be compared with
   // that step.
   std::vector<std::tuple<int64_t, int64_t, bool>> written() const;
+
+  // Of what was read: whether there is a gradient, and one that is float16 or bfloat16.
+  bool has_grads() const { return has_grads_; }
+  bool has_16_bit_grads() const { return has_16_bit_grads_; }
 
   // Whether parts of DTensors were read; `run` does not combine inf, NaN and norms over processes.
   bool has_parts() const { return has_parts_; }
@@ -159,6 +166,8 @@ class Plan {
   bool can_run_ = true;
   bool has_run_ = false;
   bool has_parts_ = false;
+  bool has_grads_ = false;
+  bool has_16_bit_grads_ = false;
   bool running_ = false;  // beside Python: without the lock that it holds otherwise
 #ifdef APEX_MP_WITH_CUDA
   cuda::Stepper stepper_;

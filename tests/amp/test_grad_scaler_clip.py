@@ -159,9 +159,9 @@ def test_unscale_loses_what_float16_cannot_hold_and_clipping_does_not(
 
 @pytest.mark.parametrize(
     ("way", "measured", "unscaled"),
-    [("step", 1, 0), ("clip_grad_norm_", 1, 0), ("unscale_", 0, 1), ("both", 1, 1)],
+    [("step", 0, 0), ("clip_grad_norm_", 1, 0), ("unscale_", 0, 1), ("both", 1, 1)],
 )
-def test_a_fused_step_needs_one_look_at_gradients_before_it(
+def test_gradients_are_looked_at_once_and_a_step_alone_does_so_itself(
     way: str, measured: int, unscaled: int, device: torch.device
 ) -> None:
     counts = {"check_": 0, "unscale_": 0}

@@ -34,8 +34,6 @@ def test_gradients_are_read_with_the_numbers_of_their_parameters(device: torch.d
     assert [*grads.plain] == [params[0].grad.device]  # type: ignore[union-attr]
     assert rows == [0, 2, 3]
     assert all(grad is params[row].grad for row, grad in zip(rows, tensors, strict=True))
-    assert [*map(id, grads.params())] == [id(params[row]) for row in rows]
-    assert slots.counts(rows) == [1, 0, 2]
     assert grads.others == []
 
 
@@ -68,7 +66,6 @@ def test_a_master_steps_with_the_gradient_of_its_model() -> None:
     assert slots.models[1][0] is model
     assert slots.with_master == [1]
     assert slots.read().rows() == {1}
-    assert slots.read().params()[0] is model
 
 
 @pytest.mark.cpu_only

@@ -48,7 +48,7 @@ DRAWN = {
         "fused_sgd_state",
     ),
     "all options but loss_scale are loss scales": Mutant(
-        "_reason_against", "name == 'master_weights'", "name == 'master_weights'", "amp_initialize"
+        "_plain", "name == 'loss_scale'", "name != 'loss_scale'", "amp_initialize"
     ),
     "several devices measure what is not asked for": Mutant(
         "SeveralDevices._run",
@@ -87,12 +87,12 @@ DRAWN = {
         "convert_module", "setattr(module, name, buffer.to(dtype))", "", "fp16util"
     ),
     "one norm for each group is refused": Mutant(
-        "_per_group",
-        "[len(one) for one in lists] != sizes",
-        "[len(one) for one in lists] != sizes",
+        "_norm_per_group",
+        "len(norms) != len(groups)",
+        "len(norms) == len(groups)",
         "fused_adam_legacy_call",
     ),
     "a clip is forgotten": Mutant(
-        "GradScaler._check_buffers", "model is not None", "model is not None", "grad_scaler_clip"
+        "GradScaler._step_scaled", "scale * clip", "scale", "grad_scaler_clip"
     ),
 }

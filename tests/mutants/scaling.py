@@ -206,8 +206,8 @@ SCALER = {
     "a float16 loss is warned of at any scale": Mutant(
         "ScaledLosses.take", "scale > _LARGEST", "True", "grad_scaler_order"
     ),
-    "some gradients of 0 are taken for all": Mutant(
-        "ScaledSteps._take_note", "any(sum_sq)", "all(sum_sq)", "grad_scaler_order"
+    "gradients of any norm are taken for 0": Mutant(
+        "ScaledSteps._take_note", "norm == 0.0", "norm is not None", "grad_scaler_order"
     ),
     "a learning rate of 0 counts as lost updates": Mutant(
         "_stands_still", "isinstance(lr, (int, float)) and lr == 0.0", "False", "grad_scaler_skips"
@@ -301,9 +301,9 @@ SCALER = {
         "grad_scaler_skips",
     ),
     "names of a step are those of gradients that came since": Mutant(
-        "locate",
-        "have_grads and (not self._versions.changed(self._params()))",
-        "have_grads",
+        "_on_result.locate",
+        "optimizer is None or not versions.changed(self._params())",
+        "True",
         "grad_scaler_skips",
     ),
     "a skipped step counts as one that moved nothing": Mutant(

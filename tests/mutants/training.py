@@ -291,8 +291,8 @@ OPTIMIZERS = {
     ),
     "norms of groups that are given count in FusedLAMB": Mutant(
         "FusedOptimizer._norms",
-        "None if self._clips_by_global_norm else request.norms",
-        "request.norms",
+        "None if self._clips_by_global_norm else step.norms",
+        "step.norms",
         "fused_lamb",
     ),
     "FusedLAMB always decays the weights": Mutant(

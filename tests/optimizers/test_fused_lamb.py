@@ -17,9 +17,9 @@ from fused_adam_cases import (
     train,
 )
 from rule_cases import assert_stepped, references_after_step
+from scaled_steps import take_step
 from torch.nn import Parameter
 
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedLAMB
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.7), "eps": 1e-3, "weight_decay": 0.1}
@@ -112,15 +112,15 @@ def test_a_state_dict_of_apex_goes_on_where_it_was_saved(device: torch.device) -
     assert_same_state(optimizer, other)
 
 
-@pytest.mark.parametrize("way", ["", "norms are given", "by request"])
+@pytest.mark.parametrize("way", ["", "norms are given", "with a check"])
 def test_all_groups_are_clipped_by_the_norm_of_all(way: str, device: torch.device) -> None:
     params = [weight_and_grad(device), weight_and_grad(device)]
     groups = [{"params": params[:1]}, {"params": params[1:], "max_grad_norm": 0.25}]
     optimizer = FusedLAMB(groups, **OPTIONS, max_grad_norm=0.5)
     grads = [param.grad for param in params]
     expected = references_after_step(optimizer, reference.LAMB, grads)
-    if way == "by request":
-        result = optimizer.step(grads=StepRequest(check=True))
+    if way == "with a check":
+        result = take_step(optimizer, check=True)
         assert result.outcome.norms == pytest.approx([math.sqrt(5.0)] * 2)
     elif way:
         optimizer.step(grads=grads, grad_norms=[math.sqrt(5.0)] * 2)

@@ -54,18 +54,22 @@ def test_messages_have_the_published_name_in_a_subclass_too(fused: Any) -> None:
         optimizer.load_state_dict(saved)
 
 
-def test_a_step_that_was_replaced_must_return_the_result() -> None:
+def test_a_function_in_the_place_of_a_step_must_call_it() -> None:
     param = Parameter(torch.ones(3, dtype=torch.float16))
     optimizer = fp16_utils.FP16_Optimizer(FusedAdam([param]), verbose=False)
-    step = optimizer.optimizer.step
+    step, calls = optimizer.optimizer.step, []
 
     @functools.wraps(step)
-    def silent(*args: Any, **options: Any) -> None:
-        step(*args, **options)
+    def counting(*args: Any, **options: Any) -> None:
+        calls.append(step(*args, **options))
 
-    optimizer.optimizer.step = silent
+    optimizer.optimizer.step = counting
     optimizer.backward((param.float() * 2).sum())
-    with pytest.raises(RuntimeError, match=r"FusedAdam.step returned None; a function that repl"):
+    optimizer.step()
+    assert calls == [None]
+    assert not optimizer.overflow
+    optimizer.optimizer.step = functools.wraps(step)(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"FusedAdam.step was replaced by a function that has"):
         optimizer.step()
 
 

@@ -22,6 +22,7 @@ from fp16_cases import (
     pull,
 )
 from fused_adam_cases import assert_same_state, copies_of, give_grads, make_params
+from scaled_steps import take_step
 from several_devices_cases import side_of, spread
 from tolerances import assert_same_bits
 from torch.nn import Parameter
@@ -29,7 +30,6 @@ from waits import Waits
 
 from apex_mp import _C, fp16_utils
 from apex_mp.core import device_scale, readback
-from apex_mp.core.step import StepRequest
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedSGD, _device_part
 
@@ -277,7 +277,7 @@ def test_a_loss_scale_on_the_device_is_updated_where_the_host_waits_too(
     weight = Parameter(torch.ones(3, device=device))
     weight.grad = torch.full((3,), value, device=device)
     optimizer = FusedSGD([weight], **DAMPENED)
-    result = optimizer.step(grads=StepRequest(check=True, loss_scale=scale))
+    result = take_step(optimizer, check=True, loss_scale=scale)
     assert scale.scale.item() == (16.0 if value == 1.0 else 4.0)
     assert (result.outcome.found_inf, result.outcome.is_known) == (value == INF, True)
     state = optimizer.state[weight] if value == 1.0 else {}

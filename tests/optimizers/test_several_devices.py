@@ -18,13 +18,14 @@ from fused_adam_cases import (
     make_params,
 )
 from plan_cases import KINDS, fresh_grad, make_run, parameter
+from scaled_steps import take_step
 from several_devices_cases import count_of_plans, side_of, spread
 from tolerances import TRAJECTORY_TOLERANCES, assert_near
 from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.step import StepRequest, StepResult
+from apex_mp.core.step import StepResult
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam, _device_part
 from apex_mp.optimizers._several_devices import SeveralDevices
@@ -132,8 +133,7 @@ def test_groups_are_clipped_by_their_norm_over_all_devices(
 
 
 def result_of(optimizer: FusedAdam, **options: Any) -> StepResult:
-    result: StepResult = optimizer.step(grads=StepRequest(check=True, **options))
-    return result
+    return take_step(optimizer, check=True, **options)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
@@ -176,13 +176,12 @@ def step_in_a_scaler(optimizer: FusedAdam, device: torch.device) -> None:
 
 def clip_by_the_norm_of_all(optimizer: FusedAdam, device: torch.device) -> None:
     scale = torch.full((1,), 8.0, device=device)
-    optimizer.step(grads=StepRequest(clip_by_global_norm=True), scale=scale)
+    take_step(optimizer, clip_by_global_norm=True, scale=scale)
 
 
 def check_before(optimizer: FusedAdam, device: torch.device) -> None:
     scale = DeviceScale(DynamicLossScale(), device)
-    request = StepRequest(check=True, wait=False, loss_scale=scale)
-    result = optimizer.step(grads=request, scale=scale.scale)
+    result = result_of(optimizer, wait=False, loss_scale=scale, scale=scale.scale)
     assert not result.outcome.is_known
 
 
@@ -298,10 +297,15 @@ def test_scaled_and_unscaled_gradients_are_measured_together(
                     model.grad = (grad * factor).half()
             rest = iter(models)
             lists: Any = [[next(rest) for _ in group["params"]] for group in one.param_groups]
-            request = StepRequest(
-                grads_of=lists, copies=lists, check=check, clip_by_global_norm=everywhere
+            result = take_step(
+                one,
+                grads_of=lists,
+                copies=lists,
+                scale=scale(),
+                check=check,
+                clip_by_global_norm=everywhere,
             )
-            outcomes.append(one.step(grads=request, scale=scale()).outcome)
+            outcomes.append(result.outcome)
     assert_same_trajectory(optimizer, params, expected, twins)
     for ours, theirs in zip(outcomes[:3], outcomes[3:], strict=True):
         assert ours.found_inf is False

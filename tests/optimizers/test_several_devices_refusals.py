@@ -11,10 +11,10 @@ import pytest
 import torch
 from fused_adam_cases import Unchanged, give_grads
 from plan_cases import Run, fresh_grad, parameter
+from scaled_steps import take_step
 from several_devices_cases import side_of, spread
 from torch.nn import Parameter
 
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam, _device_part
 from apex_mp.optimizers._device_part import Part
 
@@ -90,7 +90,7 @@ def test_lists_that_do_not_fit_the_groups_are_refused(lists: Any, name: str) -> 
     run = make_run()
     wish = r"given for group \d is not a list with one item for each of its \d parameters"
     with pytest.raises(ValueError, match=wish):
-        run.optimizer.step(grads=StepRequest(**{name: lists}))
+        take_step(run.optimizer, **{name: lists})
     assert not run.optimizer.state
 
 

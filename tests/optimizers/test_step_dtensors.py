@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from fp16_cases import F16, F32
+from scaled_steps import take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from apex_mp.amp import GradScaler
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("one_process")]
@@ -85,7 +85,7 @@ def test_a_step_clips_and_looks_for_inf() -> None:
         grad[0, 0] = torch.inf if bad else 1.0
         plain.grad, other.grad = grad.clone(), spread(grad.clone())
         results = [
-            each.step(grads=StepRequest(check=True, grads_of=[[param]]))
+            take_step(each, check=True, grads_of=[[param]])
             for each, param in ((expected, plain), (optimizer, other))
         ]
         assert [result.outcome.found_inf for result in results] == [bad, bad]

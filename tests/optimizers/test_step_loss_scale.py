@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fp16_cases import F32, INF, parameter
+from scaled_steps import take_step
 
 from apex_mp import _C
 from apex_mp.core import device_scale
 from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.step import StepRequest
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
 
@@ -29,8 +29,10 @@ def test_a_step_updates_it_by_the_rule_of_the_host(wait: bool, device: torch.dev
     optimizer = FusedAdam([weight])
     for overflow in random.Random(3).choices([True, False], [1, 2], k=40):
         weight.grad = torch.full_like(weight, INF if overflow else 256.0)
-        request = StepRequest(check=True, wait=wait, loss_scale=scale)
-        outcome = optimizer.step(grads=request, scale=scale.scale.clone()).outcome
+        divisor = scale.scale.clone()
+        outcome = take_step(
+            optimizer, check=True, wait=wait, loss_scale=scale, scale=divisor
+        ).outcome
         rule = rule.update(overflow)
         assert scale.read() == rule
         if wait or device.type not in device_scale.DEVICE_TYPES:
@@ -43,7 +45,7 @@ def test_gradients_are_divided_by_the_scale_before_its_update(device: torch.devi
     weight = parameter([1.0], F32, device)
     optimizer = FusedAdam([weight], betas=(0.0, 0.999))
     weight.grad = torch.full_like(weight, 512.0)
-    optimizer.step(grads=StepRequest(check=True, loss_scale=scale), scale=scale.scale)
+    take_step(optimizer, check=True, loss_scale=scale, scale=scale.scale)
     assert optimizer.state[weight]["exp_avg"] == 2.0
     assert scale.scale == 768.0
 

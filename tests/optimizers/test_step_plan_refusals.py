@@ -15,10 +15,10 @@ import torch
 from fused_adam_cases import F16, Unchanged, copies_of
 from plain_tensor_cases import Wrapper, fake
 from plan_cases import Run, fresh_grad, make_run, parameter
+from scaled_steps import take_step
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam
 
 
@@ -228,7 +228,7 @@ def test_a_warm_plan_keeps_no_parameter_gradient_or_state_alive() -> None:
 
 
 @pytest.mark.parametrize("lists", [[[None]], [[None, None], [None]], [None], [[None] * 3]])
-def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
+def test_a_step_whose_lists_do_not_fit_the_groups_is_refused(
     lists: Any, device: torch.device
 ) -> None:
     params = [Parameter(torch.ones(2, device=device)) for _ in range(3)]
@@ -236,11 +236,11 @@ def test_a_request_whose_lists_do_not_fit_the_groups_is_refused(
         param.grad = torch.ones_like(param)
     optimizer = FusedAdam([{"params": params[:2]}, {"params": params[2:]}])
     if lists == [[None, None], [None]]:  # the one that fits
-        optimizer.step(grads=StepRequest(grads_of=lists))
+        take_step(optimizer, grads_of=lists)
         assert [state["step"].item() for state in optimizer.state.values()] == [1.0] * 3
         return
     with pytest.raises(ValueError, match="is not a list with one item for each of its"):
-        optimizer.step(grads=StepRequest(grads_of=lists))
+        take_step(optimizer, grads_of=lists)
     assert not optimizer.state
 
 

@@ -16,6 +16,7 @@ def test_each_part_of_the_package_has_ten_mutants() -> None:
     assert len(MUTANTS) >= 60
     assert min(map(len, PARTS)) >= 10
     assert len(MUTANTS) == sum(map(len, PARTS))
+    assert not [name for name, mutant in MUTANTS.items() if mutant.before == mutant.after]
 
 
 def test_a_mutant_changes_an_expression_that_is_there_once() -> None:

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -40,7 +41,8 @@ void wait_for(cudaStream_t other, cudaStream_t stream) {
 struct Resident {
   StepTable table;
   at::Tensor memory;
-  at::Tensor outcome;  // a part of it
+  at::Tensor outcome;    // a part of it
+  at::Tensor found_inf;  // a part of that
   size_t groups;
   bool captured = false;  // a graph replays it
   bool ready = false;     // the memory holds what the table says
@@ -96,7 +98,9 @@ void Stepper::Impl::build(const step::Task& task, const c10::cuda::CUDAStream& c
   const auto options = at::TensorOptions().dtype(at::kByte).device(current.device());
   const at::Tensor memory = at::empty({table.bytes()}, options);
   const at::Tensor outcome = memory.narrow(0, table.outcome_offset(), table.outcome_bytes());
-  resident.emplace(Resident{std::move(table), memory, outcome, task.groups.size()});
+  static_assert(offsetof(StepOutcome, found_inf) == 0);
+  const at::Tensor found_inf = outcome.narrow(0, 0, sizeof(float)).view(at::kFloat).squeeze(0);
+  resident.emplace(Resident{std::move(table), memory, outcome, found_inf, task.groups.size()});
 }
 
 // Groups do not depend on which parameters have a gradient now.
@@ -147,6 +151,11 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
 at::Tensor Stepper::outcome() const {
   TORCH_CHECK(impl_->resident.has_value(), "apex_mp: there has been no step with an outcome");
   return impl_->resident->outcome;
+}
+
+at::Tensor Stepper::found_inf() const {
+  outcome();  // Throws if there is none.
+  return impl_->resident->found_inf;
 }
 
 void Stepper::refresh_groups(const step::Task& task, const c10::Device& device) {

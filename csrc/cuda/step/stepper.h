@@ -21,8 +21,10 @@ class Stepper {
   step::Outcome run(const step::Task& task, const step::LossScale& loss_scale, bool wait, bool once,
                     const c10::Device& device);
 
-  // The result of the last step on the device, valid until the next one: bytes, for read_outcome().
+  // The result of the last step on the device, valid until the next one: bytes, for read_outcome();
+  // and its first number, a float that is not 0 if the step was skipped.
   at::Tensor outcome() const;
+  at::Tensor found_inf() const;
 
   // Makes a captured step use the present options of the groups.
   void refresh_groups(const step::Task& task, const c10::Device& device);

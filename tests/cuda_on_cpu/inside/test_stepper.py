@@ -15,12 +15,12 @@ import pytest
 import step_list_cases
 import torch
 from fused_adam_cases import Unchanged, assert_same_state, grad_for
+from scaled_steps import take_step
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
 from apex_mp import _C
 from apex_mp.core import step_lists
-from apex_mp.core.step import StepRequest
 from apex_mp.optimizers import FusedAdam, FusedSGD
 from apex_mp.optimizers._fused import FusedOptimizer
 
@@ -203,7 +203,7 @@ def unscale_by_one(optimizer: FusedOptimizer) -> None:
 
 def step_and_see_the_table(optimizer: FusedOptimizer, **options: Any) -> torch.Tensor:
     """Take a step; return a part of the table's memory, which lives as long as it is held."""
-    optimizer.step(grads=StepRequest(**options))
+    take_step(optimizer, **options)
     return optimizer._plan.outcome
 
 
@@ -306,9 +306,9 @@ def make_like(params: list[Parameter]) -> FusedOptimizer:
 def test_a_step_of_which_the_host_wants_to_hear_cannot_be_captured() -> None:
     optimizer = make()
     give(optimizer, 0)
-    optimizer.step(grads=StepRequest(check=True))
+    take_step(optimizer, check=True)
     with capture(), pytest.raises(RuntimeError, match=CAPTURE_REFUSED):
-        optimizer.step(grads=StepRequest(check=True))
+        take_step(optimizer, check=True)
 
 
 def test_changed_options_count_in_replays_once_they_are_refreshed() -> None:
@@ -412,7 +412,7 @@ def test_the_host_hears_of_norms_and_of_inf() -> None:
     optimizer = make(max_grad_norm=1.0)
     for step in range(2):
         give(optimizer, step)
-        outcome = optimizer.step(grads=StepRequest(check=True), scale=4.0).outcome
+        outcome = take_step(optimizer, check=True, scale=4.0).outcome
         assert not outcome.found_inf
         wanted = [
             math.sqrt(sum(param.grad.double().square().sum().item() for param in group["params"]))
@@ -421,7 +421,7 @@ def test_the_host_hears_of_norms_and_of_inf() -> None:
         assert outcome.norms == pytest.approx([norm / 4 for norm in wanted], rel=1e-6)
     params_of(optimizer)[3].grad.fill_(math.inf)
     with Unchanged(optimizer):
-        outcome = optimizer.step(grads=StepRequest(check=True)).outcome
+        outcome = take_step(optimizer, check=True).outcome
     assert outcome.found_inf
 
 
