@@ -7,8 +7,8 @@
 
 namespace apex_mp {
 
-inline DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kHalf:
       return DType::kHalf;
     case at::kBFloat16:
@@ -20,10 +20,12 @@ inline DType dtype_of(const at::Tensor& tensor) {
     case at::kShort:
       return DType::kRemainder;
     default:  // GCOVR_EXCL_START: the checks let no other dtype pass.
-      TORCH_INTERNAL_ASSERT(false, "dtype passed the checks: ", tensor.scalar_type());
+      TORCH_INTERNAL_ASSERT(false, "dtype passed the checks: ", dtype);
       // GCOVR_EXCL_STOP
   }
 }
+
+inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
 // The number in a one-element CPU tensor of float32 or float64.
 inline double number(const at::Tensor& tensor) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,20 +25,29 @@ class FoldedClip:
         max_norm: Gradients of a larger norm are scaled down to this one.
 
     Attributes:
-        divisor: 0-dim float32.
+        max_norm: As given.
         is_late: Whether `update` came before the step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
-        # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
-        divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
-        self.divisor = torch.where(norm.isfinite(), divisor, 1.0)  # The step is skipped then.
+        self.max_norm = max_norm
+        self._norm = norm
         self.is_late = False
         self._is_stepping = False
         self._versions = _C.GradVersions()
         self._versions.record(params_of(optimizer))
         self._is_pending = False
         self._guard: RemovableHandle | None = None
+
+    @functools.cached_property
+    def divisor(self) -> Tensor:
+        """By what gradients are to be divided beside the loss scale: 0-dim float32.
+
+        `clipped_scale` of csrc/math/step_scalars.h, for optimizers that do not clip by themselves.
+        """
+        # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
+        divisor = torch.clamp((self._norm + 1e-6) / self.max_norm, min=1.0).float()
+        return torch.where(self._norm.isfinite(), divisor, 1.0)  # The step is skipped then.
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse steps without the scaler; call it once the scaler has the clip."""

@@ -281,7 +281,7 @@ class ScaledSteps:
 
 def _norm_of(result: StepResult, outcome: Outcome) -> float | None:
     """Return the norm of all unscaled gradients; None if there were none."""
-    return math.hypot(*outcome.norms) if result.has_grads else None
+    return math.hypot(*outcome.norms) if result.grad_dtypes else None
 
 
 def _norm(sum_sq: Sequence[float], measured: Measured | None) -> _Norm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from apex_mp.amp._torch_fused import is_fused
 from apex_mp.core import readback, step_log, tensors
 from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.grad_slots import Grads, GradSlots
+from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.step import ScaledStep, takes_scaled_step
+from apex_mp.optimizers._legacy_call import unscaled_dtypes
 
 # Keys that we add to torch's state of an optimizer, which update() drops.
 MEASURED = "apex_mp_measured"  # what the last pass over the gradients has found
@@ -110,8 +113,9 @@ class UnscalingGradScaler(BoundedGradScaler):
             self._clip_of(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is not OptState.UNSCALED:
-                grads = GradSlots(optimizer.param_groups).read()
-                if not grads.others:
+                is_ours = takes_scaled_step(optimizer)
+                grads = None if is_ours else GradSlots(optimizer.param_groups).read()
+                if grads is None or not grads.others:
                     return self._clip_scaled(
                         optimizer, grads, max_norm, norm_type, error_if_nonfinite
                     )
@@ -129,12 +133,15 @@ class UnscalingGradScaler(BoundedGradScaler):
     def _clip_scaled(
         self,
         optimizer: torch.optim.Optimizer,
-        grads: Grads,
+        grads: Grads | None,
         max_norm: float,
         norm_type: float,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """Clip gradients that are scaled; arguments and result are those of `clip_grad_norm_`."""
+        """Clip gradients that are scaled; arguments and result are those of `clip_grad_norm_`.
+
+        `grads` is None for a fused optimizer of this package, which measures them itself.
+        """
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -153,13 +160,16 @@ class UnscalingGradScaler(BoundedGradScaler):
                 f"GradScaler.clip_grad_norm_: norm_type is {norm_type}; only the l2 norm is "
                 "measured while gradients are scaled. Call scaler.unscale_(optimizer) before"
             )
-        norm = self._measure(optimizer, grads).norm(scale.device) / scale
+        if grads is None:
+            norm, is_wide = self._norm_of_scaled(optimizer, max_norm)
+        else:
+            norm = self._measure(optimizer, grads).norm(scale.device) / scale
+            is_wide = torch.float64 in grads.dtypes()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"GradScaler.clip_grad_norm_: the norm of the gradients is {norm.item()}, so they "
                 "cannot be clipped; with error_if_nonfinite=False the step is skipped"
             )
-        wide = any(here.has_double for here in grads.plain.values())
         state[_CLIPPED] = True
         clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
         clip.guard(optimizer)
@@ -167,11 +177,36 @@ class UnscalingGradScaler(BoundedGradScaler):
             state[NOTED] = norm, clip.divisor.reciprocal()
         if not is_fused(optimizer):
             self.unscale_(optimizer)
-        return norm if wide else norm.float()
+        return norm.clone() if is_wide else norm.float()
+
+    def _norm_of_scaled(self, optimizer: Any, max_norm: float) -> tuple[Tensor, bool]:
+        """Check gradients for a step that clips them.
+
+        Returns:
+            Their norm, unscaled, which is valid until the step; and whether one is float64.
+        """
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        found = optimizer.check_gradients(self._scaled_step(optimizer, max_norm))
+        self._note_dtypes(found.dtypes)
+        if found.dtypes:
+            flag = found.found_inf
+            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {flag.device: flag}
+        return tensors.copy_async(found.norm, scale.device), torch.float64 in found.dtypes
+
+    def _scaled_step(self, optimizer: Any, clip_to: float | None) -> ScaledStep:
+        """Return the step of a fused optimizer of this package with scaled gradients."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        return ScaledStep(
+            scale=scale,
+            check=True,
+            clip_to=clip_to,
+            unscale=unscaled_dtypes(optimizer),
+            wait=False,
+        )
 
     def _measure(self, optimizer: torch.optim.Optimizer, grads: Grads) -> _scaled_grads.Measured:
         scale, _ = self._check_scale_growth_tracker("_measure")
-        self._note_dtypes(grads)
+        self._note_dtypes(grads.dtypes())
         measured = _scaled_grads.measure(grads, scale)
         state = self._per_optimizer_states[id(optimizer)]
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
@@ -202,8 +237,9 @@ class UnscalingGradScaler(BoundedGradScaler):
             elif optimizer not in self._waiting or not self._waiting[optimizer].are_kept:
                 self._waiting[optimizer] = WaitingGrads(params, self._scale)
 
-    def _note_dtypes(self, grads: Grads) -> None:
-        self._has_16_bit_grads = self._has_16_bit_grads or grads.have_16_bit()
+    def _note_dtypes(self, dtypes: Collection[torch.dtype]) -> None:
+        is_narrow = not {*dtypes}.isdisjoint(LOW_PRECISION)
+        self._has_16_bit_grads = self._has_16_bit_grads or is_narrow
 
     # Methods that torch calls in `unscale_` and in `step`.
 
@@ -215,12 +251,12 @@ class UnscalingGradScaler(BoundedGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         grads = GradSlots(optimizer.param_groups).read()
-        self._note_dtypes(grads)
+        self._note_dtypes(grads.dtypes())
         fused = is_fused(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         with self._applying_clip(optimizer) as clip:
             if clip is not None:
-                inv_scale = inv_scale / clip
+                inv_scale = inv_scale / clip.divisor
             found = FoundInf()
             _unscale_others(found, grads.other_params(), inv_scale)
             measured = _scaled_grads.unscale(grads, inv_scale, found, scale, sums=fused)
@@ -230,8 +266,8 @@ class UnscalingGradScaler(BoundedGradScaler):
         return found.join(scale.device)
 
     @contextlib.contextmanager
-    def _applying_clip(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor | None]:
-        """Yield the divisor that clips gradients in this step; None if there is no clip.
+    def _applying_clip(self, optimizer: torch.optim.Optimizer) -> Iterator[FoldedClip | None]:
+        """Yield the clip that this step applies; None if there is none.
 
         Raises:
             RuntimeError: Gradients have changed since the clip, or `update` was called.
@@ -241,7 +277,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             yield None
             return
         with clip.stepping():
-            yield clip.divisor
+            yield clip
         del self._clips[optimizer]
 
     def _clip_of(self, optimizer: torch.optim.Optimizer) -> FoldedClip | None:

@@ -29,7 +29,6 @@ from apex_mp.core.found_inf import one_flag
 from apex_mp.core.grads import NonFinite
 from apex_mp.core.step import ScaledStep, take, takes_scaled_step
 from apex_mp.core.tensors import copy_async
-from apex_mp.optimizers._legacy_call import unscaled_dtypes
 
 _NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -206,24 +205,21 @@ class GradScaler(UnscalingGradScaler):
         if "closure" in kwargs:
             raise RuntimeError(_NO_CLOSURE)
         is_unscaled = state["stage"] is OptState.UNSCALED
-        known: dict[torch.device, Tensor] = state["found_inf_per_device"]
         with self._applying_clip(optimizer) as clip:
-            step = ScaledStep(
-                scale=1.0 if is_unscaled else scale if clip is None else scale * clip,
-                found_inf=one_flag(known, scale.device) if known else None,
-                check=not known,
-                unscale=() if is_unscaled else unscaled_dtypes(optimizer),
-                wait=False,
-            )
+            if is_unscaled:
+                known: dict[torch.device, Tensor] = state["found_inf_per_device"]
+                step = ScaledStep(found_inf=one_flag(known, scale.device))
+            else:
+                step = self._scaled_step(optimizer, None if clip is None else clip.max_norm)
             value: float | None = take(optimizer, step, *args, **kwargs)
         result = step.result
         assert result is not None  # `take` has made sure.
-        if not known and result.has_grads:
+        if not is_unscaled and result.grad_dtypes:
             flag = result.flag()
             state["found_inf_per_device"] = {flag.device: flag}
-            self._has_16_bit_grads = self._has_16_bit_grads or result.has_16_bit_grads
+            self._note_dtypes(result.grad_dtypes)
         state["stage"] = OptState.STEPPED
-        if known:
+        if is_unscaled:
             steps.end_fused_step(known, state.get(MEASURED))
         else:
             steps.end_scaled_step(result)
@@ -241,7 +237,7 @@ class GradScaler(UnscalingGradScaler):
                 removing_new_momentum(optimizer, state),
             ):
                 if clip is not None:
-                    optimizer.grad_scale = clip * getattr(optimizer, "grad_scale", 1)
+                    optimizer.grad_scale = clip.divisor * getattr(optimizer, "grad_scale", 1)
                 value = super().step(optimizer, *args, **kwargs)
         finally:
             # torch removes the first two, but not if the step raises an error.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import tensors
-from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.step import Groups, Lists
 
 
@@ -87,11 +86,10 @@ class Grads:
         """Return the numbers of all parameters with a gradient."""
         return set(self.others).union(*(here.rows for here in self.plain.values()))
 
-    def have_16_bit(self) -> bool:
-        """Return whether there is a float16 or bfloat16 gradient."""
-        return any(here.has_16_bit for here in self.plain.values()) or any(
-            param.dtype in LOW_PRECISION for param in self.other_params()
-        )
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the gradients, or of their parameters in `others`."""
+        plain = (dtype for here in self.plain.values() for dtype in here.dtypes)
+        return {*plain, *(param.dtype for param in self.other_params())}
 
     def other_params(self) -> list[Tensor]:
         """Return the parameters whose gradients are in `others`."""

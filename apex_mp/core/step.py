@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -58,6 +58,8 @@ class ScaledStep:
         found_inf: One float32 number on any device: if it is not 0, nothing is changed. None: it is
             not known.
         check: Look for inf and NaN, and change nothing if there is any.
+        clip_to: Before groups are clipped, clip all scaled gradients together to this l2 norm, with
+            a check; None: do not.
         clip_by_global_norm: Clip each group by the norm of all.
         loss_scale: Updated on its device by what `check` finds; None: there is none.
         unscale: If the step is not skipped, scaled gradients of these dtypes are unscaled in place.
@@ -72,6 +74,7 @@ class ScaledStep:
     norms: list[float | Tensor | None] | None = None
     found_inf: Tensor | None = None
     check: bool = False
+    clip_to: float | None = None
     clip_by_global_norm: bool = False
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
@@ -128,14 +131,28 @@ def dropping_amp_tensors(optimizer: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class GradCheck:
+    """What a check of gradients has found before their step; on their device.
+
+    Attributes:
+        found_inf: One float32 number, not 0 if gradients hold inf or NaN; valid until the step.
+        norm: l2 norm of all gradients, unscaled: 0-dim float64, valid until the step.
+        dtypes: The dtypes of the gradients.
+    """
+
+    found_inf: Tensor
+    norm: Tensor
+    dtypes: Collection[torch.dtype]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
     """What became of a `ScaledStep`.
 
     Attributes:
         outcome: The step's outcome.
         without_grad: Group and index of the parameters that had no gradient.
-        has_grads: Whether there was a gradient.
-        has_16_bit_grads: Whether one was float16 or bfloat16.
+        grad_dtypes: The dtypes of the gradients; empty if there was none.
         found_inf: If the outcome is not known yet, one float32 number on the device that is not 0
             if the step was skipped, valid until the next step; else None.
         sent: If the outcome is not known yet, the tensor on the device that will hold it until the
@@ -147,8 +164,7 @@ class StepResult:
 
     outcome: Outcome
     without_grad: list[tuple[int, int]]
-    has_grads: bool
-    has_16_bit_grads: bool
+    grad_dtypes: Collection[torch.dtype]
     found_inf: Tensor | None = None
     sent: Tensor | None = None
     read: Callable[[Tensor], Outcome] | None = None

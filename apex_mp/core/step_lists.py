@@ -84,6 +84,8 @@ def step_lists(
             norms=None if norm is None else [norm],
             found_inf=found_inf,
             check=False,
+            clip_to=None,
+            clip_norm=None,
             clip_by_global_norm=False,
             loss_scale=None,
             wait=False,

@@ -16,7 +16,14 @@ from apex_mp import _C
 from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import Lists, Outcome, ScaledStep, StepResult, dropping_amp_tensors
+from apex_mp.core.step import (
+    GradCheck,
+    Lists,
+    Outcome,
+    ScaledStep,
+    StepResult,
+    dropping_amp_tensors,
+)
 from apex_mp.optimizers import _legacy_call, _written
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
@@ -167,16 +174,10 @@ class FusedOptimizer(SavedOptimizer):
 
     def _step_by_plan(self, step: ScaledStep) -> StepResult:
         """Step all groups at once."""
-        plan = self.__dict__.get("_plan")
-        if plan is None:  # also after pickle and deepcopy
-            plan = self._plan = self._new_plan()
         before: Before = {}
+        plan = self._present_plan()
         try:
-            self._read(plan, step, before)
-            # Parameters were moved to several devices, or back to one.
-            if not plan.can_run or self._must_agree(plan, step):
-                plan = self._plan = self._other_plan(plan)
-                self._read(plan, step, before)
+            plan = self._read_by_plan(plan, step, before)
             if written := plan.written:
                 _written.take(self, written, before)
             self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
@@ -189,7 +190,7 @@ class FusedOptimizer(SavedOptimizer):
             self._take_back(before)
         elif outcome.is_known or not (step.check or step.found_inf is not None):
             self._after_step(plan.without_grad)
-        result = StepResult(outcome, plan.without_grad, plan.has_grads, plan.has_16_bit_grads)
+        result = StepResult(outcome, plan.without_grad, plan.grad_dtypes)
         if outcome.is_known or not step.check:
             return result
         undo = self._undo(before) if before else None
@@ -200,6 +201,40 @@ class FusedOptimizer(SavedOptimizer):
             read=plan.read_outcome,
             undo_state=undo,
         )
+
+    @torch.no_grad()
+    def check_gradients(self, step: ScaledStep) -> GradCheck:
+        """Check and measure gradients for a step that is taken later, by `take` with an equal one.
+
+        That step does not read them for this again if all is as it was; nothing changes until then.
+
+        Args:
+            step: The step; it has `check` and `clip_to`.
+        """
+        before: Before = {}
+        plan = self._present_plan()
+        try:
+            plan = self._read_by_plan(plan, step, before)
+            assert step.clip_to is not None
+            plan.check(clip_by_global_norm=self._clips_by_global_norm, clip_to=step.clip_to)
+        finally:
+            self._take_back(before)
+        return GradCheck(plan.found_inf, plan.norm, plan.grad_dtypes)
+
+    def _present_plan(self) -> _Plan:
+        plan = self.__dict__.get("_plan")
+        if plan is None:  # also after pickle and deepcopy
+            plan = self._plan = self._new_plan()
+        return plan
+
+    def _read_by_plan(self, plan: _Plan, step: ScaledStep, before: Before) -> _Plan:
+        """Make the plan read a step; return it, or another one if it cannot take the step."""
+        self._read(plan, step, before)
+        # Parameters were moved to several devices, or back to one.
+        if not plan.can_run or self._must_agree(plan, step):
+            plan = self._plan = self._other_plan(plan)
+            self._read(plan, step, before)
+        return plan
 
     @contextlib.contextmanager
     def _watching_updates(self, step: ScaledStep) -> Iterator[None]:
@@ -241,12 +276,14 @@ class FusedOptimizer(SavedOptimizer):
             "found_inf": step.found_inf,
             "check": step.check,
             "clip_by_global_norm": step.clip_by_global_norm or self._clips_by_global_norm,
+            "clip_to": step.clip_to,
             "wait": step.check and step.wait,
         }
         scale = step.loss_scale
         if isinstance(plan, SeveralDevices):
             return plan.run(loss_scale=scale, **kwargs)
-        return plan.run(loss_scale=None if scale is None else scale.for_step(), **kwargs)
+        on_device = None if scale is None else scale.for_step()
+        return plan.run(loss_scale=on_device, clip_norm=None, **kwargs)
 
     def _norms(self, step: ScaledStep) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""

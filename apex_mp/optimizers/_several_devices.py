@@ -48,6 +48,7 @@ class SeveralDevices:
     # The outcome of the last step, if that checked and the host did not wait.
     outcome: Tensor
     found_inf: Tensor
+    norm: Tensor
     read_outcome: Callable[[Tensor], Outcome]
 
     def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan]) -> None:
@@ -57,8 +58,11 @@ class SeveralDevices:
         self.written: list[Written] = []
         self.can_run = True
         self.has_run = False
-        self.has_parts = self.has_grads = self.has_16_bit_grads = False
+        self.has_parts = False
+        self.grad_dtypes: set[torch.dtype] = set()
         self._plans: dict[torch.device, _C.StepPlan] = {}
+        # The gradients and their scale, and what `check` has found in them.
+        self._checked: tuple[_C.GradVersions, Places, float | Tensor, _Measured] | None = None
         # Set by `read`, used by `run`.
         self._parts: list[Part] = []
         self._scale: float | Tensor = 1.0
@@ -104,8 +108,7 @@ class SeveralDevices:
         self._plans = {part.device: part.plan for part in parts}
         self._scale = scale
         self.has_parts = any(part.plan.has_parts for part in parts)
-        self.has_grads = any(part.plan.has_grads for part in parts)
-        self.has_16_bit_grads = any(part.plan.has_16_bit_grads for part in parts)
+        self.grad_dtypes = set().union(*(part.plan.grad_dtypes for part in parts))
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.written = sorted(place for part in parts for place in part.written())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
@@ -114,6 +117,45 @@ class SeveralDevices:
         """Return the plan of earlier steps, which knows its part already, or a new one."""
         return self._plans.get(device) or self._new_plan()
 
+    def check(self, *, clip_by_global_norm: bool, clip_to: float) -> None:
+        """As `_C.StepPlan.check`."""
+        try:
+            if not self._parts:
+                self.found_inf = torch.zeros((), device="cpu")
+                self.norm = torch.zeros((), dtype=torch.float64, device="cpu")
+                return
+            versions, measured = self._grad_versions(), self._measure()
+            self._checked = versions, self.without_grad, self._scale, measured
+            self.found_inf = as_flag(measured.found_inf, self._who)
+            self.norm = self._unscaled(measured.of_all)
+        finally:
+            self._let_go()
+
+    def _grad_versions(self) -> _C.GradVersions:
+        versions = _C.GradVersions()
+        versions.record(self._params())
+        return versions
+
+    def _params(self) -> list[Tensor]:
+        return [param for part in self._parts for group in part.groups for param in group["params"]]
+
+    def _unscaled(self, norm: Tensor) -> Tensor:
+        unscaled: Tensor = norm / _number_on(norm.device, self._scale)
+        return unscaled
+
+    def _measure(self) -> _Measured:
+        return _measure(self._parts, self._scale, len(self._parts[0].groups))
+
+    def _measured(self) -> _Measured:
+        """Return what `check` has found in these gradients, or measure them."""
+        checked, self._checked = self._checked, None
+        if checked is not None:
+            versions, without_grad, scale, measured = checked
+            is_same = without_grad == self.without_grad and scale is self._scale
+            if is_same and not versions.changed(self._params()):
+                return measured
+        return self._measure()
+
     def run(
         self,
         *,
@@ -121,12 +163,13 @@ class SeveralDevices:
         found_inf: Tensor | None,
         check: bool,
         clip_by_global_norm: bool,
+        clip_to: float | None,
         loss_scale: DeviceScale | None,
         wait: bool,
     ) -> Outcome:
         """As `_C.StepPlan.run`."""
         try:
-            outcome = self._run(norms, found_inf, check, clip_by_global_norm, loss_scale)
+            outcome = self._run(norms, found_inf, check, clip_by_global_norm, clip_to, loss_scale)
         except BaseException:
             self.has_run = any(part.plan.has_run for part in self._parts)
             self._forget()
@@ -149,6 +192,7 @@ class SeveralDevices:
         found_inf: Tensor | None,
         check: bool,
         clip_by_global_norm: bool,
+        clip_to: float | None,
         loss_scale: DeviceScale | None,
     ) -> Outcome | None:
         """Step; return the outcome, or None if the host does not know it."""
@@ -166,23 +210,29 @@ class SeveralDevices:
         ]
         if not (check or self._must_measure(missing, clip_by_global_norm)):
             return self._step(norms, skip)
-        measured = _measure(self._parts, self._scale, len(groups))
+        measured = self._measured()
         for number in missing:
             norms[number] = measured.of_all if clip_by_global_norm else measured.of_groups[number]
         if not check:
             return self._step(norms, skip)
         found = as_flag(measured.found_inf, self._who)
         skip = found if skip is None else torch.maximum(found, copy_async(skip, found.device))
-        self._step(norms, skip)
+        self._step(norms, skip, clip_to, self._unscaled(measured.of_all))
         self.found_inf = skip
         if loss_scale is not None:
             loss_scale.update(copy_async(skip, loss_scale.device))
-        unscaled = measured.of_groups / _number_on(found.device, self._scale)
-        self.outcome = torch.cat([skip.double().view(1), unscaled, measured.nonfinite])
+        norms_of_groups = self._unscaled(measured.of_groups)
+        self.outcome = torch.cat([skip.double().view(1), norms_of_groups, measured.nonfinite])
         self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
         return None
 
-    def _step(self, norms: Norms, skip: Tensor | None) -> Outcome:
+    def _step(
+        self,
+        norms: Norms,
+        skip: Tensor | None,
+        clip_to: float | None = None,
+        clip_norm: Tensor | None = None,
+    ) -> Outcome:
         """Step everything, unless `skip` is set; return what the host knows of the outcome."""
         outcomes = [
             part.plan.run(
@@ -190,6 +240,8 @@ class SeveralDevices:
                 found_inf=skip,
                 check=False,
                 clip_by_global_norm=False,
+                clip_to=clip_to,
+                clip_norm=_number_on(part.device, clip_norm),
                 loss_scale=None,
                 wait=False,
             )

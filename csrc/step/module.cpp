@@ -47,8 +47,23 @@ void define_plan(py::module_& module) {
           py::arg("param_groups"), py::arg("state"), py::arg("make_state"), py::kw_only(),
           py::arg("grads"), py::arg("grads_of"), py::arg("copies"), py::arg("scale"),
           py::arg("unscale") = std::vector<at::ScalarType>())
-      .def("run", &Plan::run, py::kw_only(), py::arg("norms"), py::arg("found_inf"),
-           py::arg("check"), py::arg("clip_by_global_norm"), py::arg("loss_scale"), py::arg("wait"))
+      .def(
+          "check",
+          [](Plan& plan, bool clip_by_global_norm, double clip_to) {
+            return plan.check({clip_by_global_norm, clip_to, py::none()});
+          },
+          py::kw_only(), py::arg("clip_by_global_norm"), py::arg("clip_to"))
+      .def(
+          "run",
+          [](Plan& plan, const py::object& norms, const py::object& found_inf, bool check,
+             bool clip_by_global_norm, std::optional<double> clip_to, py::object clip_norm,
+             const DeviceLossScale* loss_scale, bool wait) {
+            const Clip clip = {clip_by_global_norm, clip_to.value_or(-1.0), std::move(clip_norm)};
+            return plan.run(norms, found_inf, check, clip, loss_scale, wait);
+          },
+          py::kw_only(), py::arg("norms"), py::arg("found_inf"), py::arg("check"),
+          py::arg("clip_by_global_norm"), py::arg("clip_to"), py::arg("clip_norm"),
+          py::arg("loss_scale"), py::arg("wait"))
       .def("clear", &Plan::clear)
       .def_property_readonly("gradients", &Plan::gradients)
       .def_property_readonly("without_grad", &Plan::without_grad)
@@ -56,10 +71,10 @@ void define_plan(py::module_& module) {
       .def_property_readonly("can_run", &Plan::can_run)
       .def_property_readonly("has_run", &Plan::has_run)
       .def_property_readonly("has_parts", &Plan::has_parts)
-      .def_property_readonly("has_grads", &Plan::has_grads)
-      .def_property_readonly("has_16_bit_grads", &Plan::has_16_bit_grads)
+      .def_property_readonly("grad_dtypes", &Plan::grad_dtypes)
       .def_property_readonly("outcome", &Plan::outcome)
       .def_property_readonly("found_inf", &Plan::found_inf)
+      .def_property_readonly("norm", &Plan::norm)
       .def_static("read_outcome", &read_outcome)
       .def("refresh_groups", &Plan::refresh_groups);
 }
@@ -101,8 +116,7 @@ void define_classes(py::module_& module) {
       .def(py::init([](const at::Device& device) { return DeviceGrads{device, {}, {}}; }))
       .def("insert", &DeviceGrads::insert)
       .def("check", &DeviceGrads::check, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("has_double", &DeviceGrads::has_double)
-      .def_property_readonly("has_16_bit", &DeviceGrads::has_16_bit)
+      .def_property_readonly("dtypes", &DeviceGrads::dtypes)
       .def("__len__", [](const DeviceGrads& here) { return here.rows.size(); })
       .def_readonly("rows", &DeviceGrads::rows)
       .def_readonly("grads", &DeviceGrads::grads);

@@ -4,6 +4,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/ScopeExit.h>
 
 #include "checks.h"
@@ -142,12 +143,10 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
     ++group;
   }
   read_rows(make_state, given);
-  const auto is_grad = [](const Row& row) { return row.grad.data != nullptr; };
-  const auto has_16_bits = [](const Row& row) {
-    return row.grad.data != nullptr && size_of(row.grad.dtype) == 2;
-  };
-  has_grads_ = std::any_of(task_.rows.begin(), task_.rows.end(), is_grad);
-  has_16_bit_grads_ = std::any_of(task_.rows.begin(), task_.rows.end(), has_16_bits);
+  grad_dtypes_ = 0;
+  for (const Row& row : task_.rows) {
+    if (row.grad.data != nullptr) grad_dtypes_ |= 1u << static_cast<uint32_t>(row.grad.dtype);
+  }
   if (!given.unscale.empty()) separate_shared_grads(caller_, tensors_, task_.rows, kept_);
   task_.scale = numbers.read("scale", given.scale.ptr());
   is_read_ = true;
@@ -407,27 +406,42 @@ void Plan::each_row(const Visit& visit) const {
   });
 }
 
+void Plan::read_clip(const Clip& clip, const NumberReader& numbers) {
+  task_.clip_by_global_norm = clip.by_global_norm;
+  task_.clip_to = clip.to;
+  task_.has_clip_norm = !clip.norm.is_none();
+  if (task_.has_clip_norm) task_.clip_norm = numbers.read("clip_norm", clip.norm.ptr());
+}
+
+Outcome Plan::check(const Clip& clip) {
+  TORCH_INTERNAL_ASSERT(is_read_ && can_run_);
+  const auto end = c10::make_scope_exit([this] { clear(); });
+  checked_.forget();
+  read_clip(clip, NumberReader(caller_, device_, kept_));
+  task_.check = true;
+  task_.found_inf = nullptr;
+  const Outcome outcome = run_passes(Passes::kCheck, {}, false);
+  checked_.record(task_, tensors_);
+  return outcome;
+}
+
 Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool check,
-                  bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait) {
+                  const Clip& clip, const DeviceLossScale* loss_scale, bool wait) {
   TORCH_INTERNAL_ASSERT(is_read_ && can_run_);
   TORCH_INTERNAL_ASSERT(loss_scale == nullptr || found_inf.is_none());
   const auto end = c10::make_scope_exit([this] { clear(); });
-  read_norms(norms, NumberReader(caller_, device_, kept_));
-  task_.clip_by_global_norm = clip_by_global_norm;
+  const NumberReader numbers(caller_, device_, kept_);
+  read_norms(norms, numbers);
+  read_clip(clip, numbers);
   task_.check = check;
   const LossScale scale =
       loss_scale == nullptr ? LossScale{} : loss_scale->memory(caller_, device_);
   Outcome outcome;
   outcome.found_inf = read_found_inf(found_inf);
   if (outcome.found_inf) return outcome;
-  if (takes_long(wait)) {
-    outcome = run_beside_python(scale, wait);
-  } else {
-    outcome = run_on_device(scale, wait);
-    if (!outcome.found_inf) {
-      each_row([this](int64_t row) { tensors_[row].each_written(&bump_version); });
-    }
-  }
+  const bool is_checked = loss_scale == nullptr && checked_.fits(task_, tensors_);
+  checked_.forget();
+  outcome = run_passes(is_checked ? Passes::kUpdate : Passes::kAll, scale, wait);
   has_run_ = !outcome.found_inf;
   if (!outcome.found_inf) {
     each_row([this](int64_t row) { weights_.record(tensors_[row], task_.rows[row]); });
@@ -445,6 +459,14 @@ std::vector<std::tuple<at::Tensor, int64_t, bool>> Plan::gradients() const {
     if (row.grad != nullptr) gradients.emplace_back(*row.grad, row.group, row.scaled);
   }
   return gradients;
+}
+
+std::vector<at::ScalarType> Plan::grad_dtypes() const {
+  std::vector<at::ScalarType> dtypes;
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble}) {
+    if (grad_dtypes_ >> static_cast<uint32_t>(dtype_of(dtype)) & 1u) dtypes.push_back(dtype);
+  }
+  return dtypes;
 }
 
 std::vector<std::tuple<int64_t, int64_t, bool>> Plan::written() const {
@@ -467,9 +489,18 @@ bool Plan::takes_long(bool wait) const {
   return elements >= kManyElements;
 }
 
+Outcome Plan::run_passes(Passes passes, const LossScale& loss_scale, bool wait) {
+  if (takes_long(wait)) return run_beside_python(passes, loss_scale, wait);
+  Outcome outcome = run_on_device(passes, loss_scale, wait);
+  if (!outcome.found_inf && passes != Passes::kCheck) {
+    each_row([this](int64_t row) { tensors_[row].each_written(&bump_version); });
+  }
+  return outcome;
+}
+
 // Lets other Python threads run during the step. They may set a gradient to None, so the step owns
 // its tensors meanwhile, which would be expensive for many tiny ones.
-Outcome Plan::run_beside_python(const LossScale& loss_scale, bool wait) {
+Outcome Plan::run_beside_python(Passes passes, const LossScale& loss_scale, bool wait) {
   std::vector<at::Tensor> written;
   std::vector<at::Tensor> read;
   for (const RowTensors& row : tensors_) {
@@ -479,16 +510,17 @@ Outcome Plan::run_beside_python(const LossScale& loss_scale, bool wait) {
   running_ = true;
   const auto end = c10::make_scope_exit([this] { running_ = false; });
   const py::gil_scoped_release released;
-  Outcome outcome = run_on_device(loss_scale, wait);
-  if (!outcome.found_inf) bump_versions(written);
+  Outcome outcome = run_on_device(passes, loss_scale, wait);
+  if (!outcome.found_inf && passes != Passes::kCheck) bump_versions(written);
   return outcome;
 }
 
-Outcome Plan::run_on_device(const LossScale& loss_scale, [[maybe_unused]] bool wait) {
+Outcome Plan::run_on_device(Passes passes, const LossScale& loss_scale,
+                            [[maybe_unused]] bool wait) {
 #ifdef APEX_MP_WITH_CUDA
-  if (device_.is_cuda()) return stepper_.run(task_, loss_scale, wait, once_, device_);
+  if (device_.is_cuda()) return stepper_.run(task_, passes, loss_scale, wait, once_, device_);
 #endif
-  Outcome outcome = cpu::run(task_, workspace_);
+  Outcome outcome = cpu::run(task_, passes, workspace_);
   update(loss_scale, outcome.found_inf);
   return outcome;
 }
@@ -503,10 +535,16 @@ at::Tensor Plan::outcome() const {
 
 at::Tensor Plan::found_inf() const {
 #ifdef APEX_MP_WITH_CUDA
-  return stepper_.found_inf();
-#else
-  TORCH_CHECK(false, "apex_mp: this build has no CUDA");
+  if (device_.is_cuda()) return stepper_.found_inf();
 #endif
+  return at::scalar_tensor(workspace_.outcome.found_inf, at::TensorOptions().dtype(at::kFloat));
+}
+
+at::Tensor Plan::norm() const {
+#ifdef APEX_MP_WITH_CUDA
+  if (device_.is_cuda()) return stepper_.norm();
+#endif
+  return at::scalar_tensor(workspace_.outcome.norm, at::TensorOptions().dtype(at::kDouble));
 }
 
 Outcome read_outcome([[maybe_unused]] const at::Tensor& bytes) {

@@ -16,6 +16,7 @@
 #ifdef APEX_MP_WITH_CUDA
 #include "cuda/step/stepper.h"
 #endif
+#include "step/checked.h"
 #include "step/device_loss_scale.h"
 #include "step/hyperparameters.h"
 #include "step/row_memory.h"
@@ -44,6 +45,13 @@ struct Given {
   }
 };
 
+// How a step clips.
+struct Clip {
+  bool by_global_norm;    // groups are clipped by the norm of all of them
+  double to;              // before that, scaled gradients are clipped to this norm; negative: not
+  pybind11::object norm;  // their norm, unscaled; None: it is measured
+};
+
 // Owns no tensor. Between steps it keeps the order of the state, and empty lists with their
 // capacity. Everything else is read from Python's objects in each step, so nothing must be
 // invalidated when a tensor is replaced, moved, reshaped or reloaded.
@@ -61,19 +69,26 @@ class Plan {
   void read(const pybind11::list& param_groups, const pybind11::dict& state,
             const pybind11::function& make_state, const Given& given);
 
-  // Takes the step that was read. Writes nothing if `found_inf` (None, or one number) is not 0, or
+  // Checks and measures the gradients that were read, for a step of the same task, and does not
+  // take it. The outcome is known on the CPU; found_inf() and norm() are on the device.
+  Outcome check(const Clip& clip);
+
+  // Takes the step that was read; what `check` has found is used if all is as it was then. Writes
+  // nothing if `found_inf` (None, or one number) is not 0, or
   // with `check` if gradients hold inf or NaN. `norms` is None, or for each group None or the norm
   // of its gradients before unscaling. `loss_scale` is updated, unless it is nullptr; it excludes
   // `found_inf`. The outcome is known with `wait`, and always on the CPU.
   Outcome run(const pybind11::object& norms, const pybind11::object& found_inf, bool check,
-              bool clip_by_global_norm, const DeviceLossScale* loss_scale, bool wait);
+              const Clip& clip, const DeviceLossScale* loss_scale, bool wait);
 
   // The result of the last step on a CUDA device, valid until the next one: bytes, to be copied to
   // the host for read_outcome().
   at::Tensor outcome() const;
 
-  // The first number of that: float32, not 0 if the step was skipped.
+  // Of the last step or check: one float32 number, not 0 if the step was or will be skipped; and
+  // the norm of all unscaled gradients, float64.
   at::Tensor found_inf() const;
+  at::Tensor norm() const;
 
   // Instead of `run`: makes the step of a captured CUDA graph use the present options of groups.
   void refresh_groups();
@@ -100,9 +115,8 @@ class Plan {
   // that step.
   std::vector<std::tuple<int64_t, int64_t, bool>> written() const;
 
-  // Of what was read: whether there is a gradient, and one that is float16 or bfloat16.
-  bool has_grads() const { return has_grads_; }
-  bool has_16_bit_grads() const { return has_16_bit_grads_; }
+  // The dtypes of the gradients that were read.
+  std::vector<at::ScalarType> grad_dtypes() const;
 
   // Whether parts of DTensors were read; `run` does not combine inf, NaN and norms over processes.
   bool has_parts() const { return has_parts_; }
@@ -135,8 +149,10 @@ class Plan {
   bool takes_long(bool wait) const;
   template <typename Visit>
   void each_row(const Visit& visit) const;
-  Outcome run_beside_python(const LossScale& loss_scale, bool wait);
-  Outcome run_on_device(const LossScale& loss_scale, bool wait);
+  void read_clip(const Clip& clip, const NumberReader& numbers);
+  Outcome run_passes(Passes passes, const LossScale& loss_scale, bool wait);
+  Outcome run_beside_python(Passes passes, const LossScale& loss_scale, bool wait);
+  Outcome run_on_device(Passes passes, const LossScale& loss_scale, bool wait);
   void check_given(const Item& item, const at::Tensor& grad) const;
   PyObject* grad_of(const Source& source);
   const at::Tensor& laid_like(const at::Tensor& param, const at::Tensor& grad, bool writes_grad);
@@ -153,6 +169,7 @@ class Plan {
   std::vector<ItemFacts> items_;
   std::vector<RequiredState> required_state_;  // of each group
   Task task_;
+  Checked checked_;
   cpu::Workspace workspace_;
   std::vector<RowTensors> tensors_;  // of task_.rows
   std::deque<at::Tensor> kept_;      // what one step has made for itself; rows point to it
@@ -166,9 +183,8 @@ class Plan {
   bool can_run_ = true;
   bool has_run_ = false;
   bool has_parts_ = false;
-  bool has_grads_ = false;
-  bool has_16_bit_grads_ = false;
-  bool running_ = false;  // beside Python: without the lock that it holds otherwise
+  uint32_t grad_dtypes_ = 0;  // bit i: there is one of DType i
+  bool running_ = false;      // beside Python: without the lock that it holds otherwise
 #ifdef APEX_MP_WITH_CUDA
   cuda::Stepper stepper_;
 #endif

@@ -37,15 +37,13 @@ void DeviceGrads::insert(int64_t row, const at::Tensor& grad) {
   grads.insert(grads.begin() + place, grad);
 }
 
-bool DeviceGrads::has_double() const {
-  return std::any_of(grads.begin(), grads.end(),
-                     [](const at::Tensor& grad) { return grad.scalar_type() == at::kDouble; });
-}
-
-bool DeviceGrads::has_16_bit() const {
-  return std::any_of(grads.begin(), grads.end(), [](const at::Tensor& grad) {
-    return grad.scalar_type() == at::kHalf || grad.scalar_type() == at::kBFloat16;
-  });
+std::vector<at::ScalarType> DeviceGrads::dtypes() const {
+  std::vector<at::ScalarType> found;
+  for (const at::Tensor& grad : grads) {
+    const at::ScalarType dtype = grad.scalar_type();
+    if (std::find(found.begin(), found.end(), dtype) == found.end()) found.push_back(dtype);
+  }
+  return found;
 }
 
 // Called from C++, because Python would make a list of the gradients, and the operator another one.

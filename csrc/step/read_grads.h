@@ -17,8 +17,7 @@ struct DeviceGrads {
   // Inserts a gradient in the order of rows.
   void insert(int64_t row, const at::Tensor& grad);
 
-  bool has_double() const;
-  bool has_16_bit() const;
+  std::vector<at::ScalarType> dtypes() const;
 
   // Calls the operator check_, which adds the squares of gradient i to sum_sq[i].
   void check(const at::Tensor& found_inf, const at::Tensor& sum_sq) const;

@@ -2,7 +2,9 @@
 // C++, no torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include "dtype.h"
@@ -16,6 +18,10 @@ struct Array {
   void* data;
   DType dtype;
 };
+
+inline bool operator==(const Array& one, const Array& other) {
+  return one.data == other.data && one.dtype == other.dtype;
+}
 
 // One parameter. Element i of one array belongs to element i of the others.
 struct Row {
@@ -32,12 +38,25 @@ struct Row {
   bool writes_grad = false;  // write the unscaled gradient over it; else it is only read
 };
 
+inline bool operator==(const Row& one, const Row& other) {
+  return one.param == other.param && one.grad == other.grad && one.copy == other.copy &&
+         std::equal(one.tensors, std::end(one.tensors), other.tensors) &&
+         std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
+         one.group == other.group && one.position == other.position && one.scaled == other.scaled &&
+         one.writes_grad == other.writes_grad;
+}
+
 // A number that the host knows (pointer == nullptr), or a factor on one in the device's memory.
 struct Number {
   const void* pointer = nullptr;
   bool is_double = false;  // what pointer points to; else a float
   double value = 1.0;
 };
+
+inline bool operator==(const Number& one, const Number& other) {
+  return one.pointer == other.pointer && one.is_double == other.is_double &&
+         one.value == other.value;
+}
 
 // The options of one parameter group.
 struct Group {
@@ -49,6 +68,13 @@ struct Group {
   bool has_norm;             // whether the caller has given the norm of the gradients, as they lie
   Number norm;
 };
+
+inline bool operator==(const Group& one, const Group& other) {
+  return std::equal(one.options, std::end(one.options), other.options) && one.lr == other.lr &&
+         one.max_norm == other.max_norm && one.maximize == other.maximize &&
+         one.stochastic_rounding == other.stochastic_rounding && one.has_norm == other.has_norm &&
+         one.norm == other.norm;
+}
 
 // A dynamic loss scale in the device's memory, which the step updates after it has read
 // Task::scale, the divisor of gradients.
@@ -69,13 +95,21 @@ struct Task {
   bool clip_by_global_norm = false;  // by the norm of all groups, not by each group's own
   bool check = false;                // look for inf and NaN; if there is any, do nothing
   const float* found_inf = nullptr;  // the same, already known; nullptr: nothing is known
+  double clip_to = -1.0;             // all scaled gradients are clipped to this norm before groups
+                                     // are; negative: they are not
+  bool has_clip_norm = false;        // whether the caller has given their norm, unscaled
+  Number clip_norm;
 };
 
-// The outcome of a step.
+// The parts of a step. A check of gradients may come some time before the rest of the same step.
+enum class Passes { kAll, kCheck, kUpdate };
+
+// The outcome of a step, or of its check.
 struct Outcome {
   bool is_known = true;  // else the host has not waited for it, and the rest says nothing
   bool found_inf = false;
-  std::vector<double> norms;  // of each group's unscaled gradients; empty if none was measured
+  double norm = 0.0;          // of all unscaled gradients before clipping, if norms were measured
+  std::vector<double> norms;  // likewise of each group's; empty if none was measured
   // The first ones, by number among the rows with a gradient; on CUDA only.
   std::vector<int32_t> nonfinite_rows;
 };

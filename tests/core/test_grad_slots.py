@@ -50,7 +50,7 @@ def test_what_the_operators_do_not_read_is_left_to_others(device: torch.device) 
     params[-1].grad = negative
     grads = GradSlots([{"params": params}]).read()
     (here,) = grads.plain.values()
-    assert (here.rows, len(here), here.has_double) == ([1, 3], 2, False)
+    assert (here.rows, len(here), here.dtypes) == ([1, 3], 2, [torch.float32])
     assert grads.others == [0, 2, 4]
     assert [*map(id, grads.other_params())] == [id(params[row]) for row in (0, 2, 4)]
 

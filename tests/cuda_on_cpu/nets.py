@@ -25,6 +25,7 @@ AROUND_OPERATORS = (
 PLAN = (
     f"{INSIDE}/test_stepper.py",
     f"{INSIDE}/test_unwaited_steps.py",
+    f"{INSIDE}/test_scaled_launches.py",
     *(
         f"tests/optimizers/test_fused_adam_{name}.py"
         for name in ("equivalence", "errors", "in_a_loop", "legacy_call", "state")
@@ -41,7 +42,7 @@ PLAN = (
                 "fused_rules_in_wrappers",
             ),
             *("narrow_moments", "split_masters", "stochastic_rounding"),
-            *("step_loss_scale", "step_plan_fp16", "step_plan_params"),
+            *("checked_steps", "step_loss_scale", "step_plan_fp16", "step_plan_params"),
         )
     ),
     "tests/operators/test_step_lists.py",
@@ -54,6 +55,7 @@ PLAN = (
 # What an ordinary test asks of the CPU and not of CUDA: that the host knows found_inf, and that
 # the profiler sees passes by their names. And 2**32 numbers, which are too many here.
 NOT_FOR_CUDA = (
+    "tests/optimizers/test_checked_steps.py::test_a_step_after_a_check_reads_gradients_once_more",
     "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
     "tests/optimizers/test_fused_adam_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",

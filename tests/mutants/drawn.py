@@ -93,6 +93,9 @@ DRAWN = {
         "fused_adam_legacy_call",
     ),
     "a clip is forgotten": Mutant(
-        "GradScaler._step_scaled", "scale * clip", "scale", "grad_scaler_clip"
+        "GradScaler._step_scaled",
+        "None if clip is None else clip.max_norm",
+        "None",
+        "grad_scaler_clip",
     ),
 }

@@ -151,20 +151,20 @@ AMP = {
 SCALER = {
     "a clip is forgotten by the step": Mutant(
         "GradScaler._step_fused",
-        "optimizer.grad_scale = clip * getattr(optimizer, 'grad_scale', 1)",
+        "optimizer.grad_scale = clip.divisor * getattr(optimizer, 'grad_scale', 1)",
         "",
         "grad_scaler_clip",
     ),
     "a clip is forgotten by unscale_": Mutant(
         "UnscalingGradScaler._unscale_grads_",
-        "inv_scale = inv_scale / clip",
+        "inv_scale = inv_scale / clip.divisor",
         "",
         "grad_scaler_clip",
     ),
     "a clip makes small gradients larger": Mutant(
-        "FoldedClip.__init__",
-        "torch.clamp((norm + 1e-06) / max_norm, min=1.0)",
-        "(norm + 1e-06) / max_norm",
+        "FoldedClip.divisor",
+        "torch.clamp((self._norm + 1e-06) / self.max_norm, min=1.0)",
+        "(self._norm + 1e-06) / self.max_norm",
         "grad_scaler_clip",
     ),
     "the norm is that of scaled gradients": Mutant(
@@ -174,8 +174,8 @@ SCALER = {
         "grad_scaler_clip",
     ),
     "an infinite norm makes gradients NaN before they are counted": Mutant(
-        "FoldedClip.__init__",
-        "torch.where(norm.isfinite(), divisor, 1.0)",
+        "FoldedClip.divisor",
+        "torch.where(self._norm.isfinite(), divisor, 1.0)",
         "divisor",
         "grad_scaler_skips",
     ),

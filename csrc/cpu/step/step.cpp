@@ -87,12 +87,16 @@ void decide(const Task& task, Workspace& work) {
     all.scaled += sum.scaled;
     all.plain += sum.plain;
   }
+  const double scale = task.scale.value;
+  work.outcome.norm = math::unscaled_norm(all, scale);
+  work.scale = math::clipped_scale(
+      scale, task.has_clip_norm ? task.clip_norm.value : work.outcome.norm, task.clip_to);
   work.groups.clear();
   for (size_t i = 0; i < task.groups.size(); ++i) {
     const step::Group& group = task.groups[i];
     const math::ClipRule rule = {group.max_norm, group.maximize, group.has_norm, group.norm.value};
     const math::SumSq& clipped = task.clip_by_global_norm ? all : work.sums[i];
-    work.groups.push_back(math::group_outcome(rule, work.sums[i], clipped, task.scale.value));
+    work.groups.push_back(math::group_outcome(rule, work.sums[i], clipped, scale, work.scale));
   }
 }
 
@@ -211,24 +215,28 @@ void update(const Task& task, const Workspace& work) {
     if (!row.writes_grad) return;
     // Here, because the chunk is still in the cache.
     level.unscale(part(row.grad, chunk.begin), part_to_write(row.grad, chunk.begin), chunk.count,
-                  1.0 / task.scale.value, false);
+                  1.0 / work.scale, false);
   });
 }
 
-}  // namespace
-
-step::Outcome run(const Task& task, Workspace& work) {
+void check(const Task& task, Workspace& work) {
   cut(task.rows, work.chunks);
   work.sums.assign(task.groups.size(), {0.0, 0.0});
   const bool reads_grads =
       task.check || needs_norms(task) || math::AllRules::facts(task.rule).takes_norms;
-  step::Outcome outcome;
-  outcome.found_inf = reads_grads && check_grads(task, work) && task.check;
+  work.outcome = {};
+  work.outcome.found_inf = reads_grads && check_grads(task, work) && task.check;
   decide(task, work);
   for (size_t i = 0; reads_grads && i < work.groups.size(); ++i) {
-    outcome.norms.push_back(work.groups[i].norm);
+    work.outcome.norms.push_back(work.groups[i].norm);
   }
-  if (outcome.found_inf) return outcome;
+}
+
+}  // namespace
+
+step::Outcome run(const Task& task, step::Passes passes, Workspace& work) {
+  if (passes != step::Passes::kUpdate) check(task, work);
+  if (passes == step::Passes::kCheck || work.outcome.found_inf) return work.outcome;
   math::AllRules::with(task.rule, [&](auto rule) {
     using Rule = decltype(rule);
     if constexpr (kHasNorms<Rule>) work.norms.assign(task.rows.size(), {0.0, 0.0, 0.0});
@@ -240,7 +248,7 @@ step::Outcome run(const Task& task, Workspace& work) {
     prepare<Rule>(task, work);
     update<Rule>(task, work);
   });
-  return outcome;
+  return work.outcome;
 }
 
 }  // namespace apex_mp::cpu

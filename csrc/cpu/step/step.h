@@ -22,9 +22,12 @@ struct Workspace {
   math::AllRules::FactorsOfEach factors;  // rows that have the same share them
   std::vector<int32_t> factors_of_row;
   std::vector<math::Rounding> rounding;  // of each row
+  step::Outcome outcome;                 // of pass 1
+  double scale;                          // the divisor of scaled gradients, which may clip them
 };
 
-// Takes the step; writes nothing if the task has a check and gradients hold inf or NaN.
-step::Outcome run(const step::Task& task, Workspace& workspace);
+// Takes the step, or these passes of it; kUpdate must follow kCheck of an equal task. Writes
+// nothing if the task has a check and gradients hold inf or NaN.
+step::Outcome run(const step::Task& task, step::Passes passes, Workspace& workspace);
 
 }  // namespace apex_mp::cpu

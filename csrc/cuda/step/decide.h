@@ -79,8 +79,14 @@ __device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group
           options.has_norm ? value_of(options.norm) : 0.0};
 }
 
-// Each thread decides on some groups, and knows all sums. Returns the norm of all gradients.
-__device__ inline double decide_on_groups(const StepCheck& check, double scale) {
+// What gradients are divided by, and the norm of all of them, unscaled, before clipping.
+struct ScaleAndNorm {
+  double scale;
+  double norm;
+};
+
+// Each thread decides on some groups, and knows all sums.
+__device__ inline ScaleAndNorm decide_on_groups(const StepCheck& check, double loss_scale) {
   const StepMemory& memory = check.memory;
   const auto sum_of = [&](int32_t group) {  // NaN: not summed.
     return check.decision.sums ? memory.group_sums[group] : math::SumSq{NAN, NAN};
@@ -90,14 +96,18 @@ __device__ inline double decide_on_groups(const StepCheck& check, double scale) 
     const math::SumSq sum = sum_of(group);
     all = {all.scaled + sum.scaled, all.plain + sum.plain};
   }
+  const StepDecision& decision = check.decision;
+  const double norm = math::unscaled_norm(all, loss_scale);
+  const double scale = math::clipped_scale(
+      loss_scale, decision.has_clip_norm ? value_of(decision.clip_norm) : norm, decision.clip_to);
   for (int32_t group = threadIdx.x; group < memory.counts.groups; group += kBlockSize) {
     const math::SumSq own = sum_of(group);
     math::SumSq clipped = own;
-    if (check.decision.clip_by_global_norm) clipped = all;
+    if (decision.clip_by_global_norm) clipped = all;
     memory.group_outcomes[group] =
-        math::group_outcome(clip_rule(check, group), own, clipped, scale);
+        math::group_outcome(clip_rule(check, group), own, clipped, loss_scale, scale);
   }
-  return math::unscaled_norm(all, scale);
+  return {scale, norm};
 }
 
 // Returns the norm of the row's gradient before unscaling, in lane 0. Called by all lanes of a
@@ -196,16 +206,18 @@ __device__ inline void name_nonfinite_rows(const StepMemory& memory) {
 __device__ inline void decide(const StepCheck& check) {
   const StepDecision& decision = check.decision;
   StepControl& control = *check.memory.control;
-  const double scale = value_of(decision.scale);
   const bool known = decision.found_inf != nullptr && *decision.found_inf != 0.0f;
   const bool found_inf = known || __ldcg(&control.found_inf) != 0;
-  const double norm = decide_on_groups(check, scale);
+  const ScaleAndNorm found = decide_on_groups(check, value_of(decision.scale));
   __syncthreads();
   if (threadIdx.x == 0) {
     control.found_inf = 0;
     StepOutcome& outcome = *check.memory.outcome;
-    outcome = {
-        found_inf ? 1.0f : 0.0f, next_loss_scale(decision.loss_scale, found_inf), scale, norm, {}};
+    outcome = {found_inf ? 1.0f : 0.0f,
+               next_loss_scale(decision.loss_scale, found_inf),
+               found.scale,
+               found.norm,
+               {}};
     for (int32_t& row : outcome.nonfinite_rows) row = -1;
   }
   if (found_inf && decision.sums) name_nonfinite_rows(check.memory);

@@ -15,6 +15,9 @@ struct StepDecision {
   bool sums;   // sums of squares are wanted
   bool clip_by_global_norm;
   step::Number scale;
+  double clip_to;
+  bool has_clip_norm;
+  step::Number clip_norm;
   const float* found_inf;
   step::LossScale loss_scale;
 };

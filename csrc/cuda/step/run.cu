@@ -1,26 +1,11 @@
 // StepTable, continued: its upload to the device, changed options of groups, and the launches of a
 // step.
 #include <algorithm>
-#include <tuple>
 
 #include "cuda/step/passes.h"
 
 namespace apex_mp::cuda {
 namespace {
-
-auto facts_of(const step::Number& number) {
-  return std::tie(number.pointer, number.is_double, number.value);
-}
-
-bool same_group(const step::Group& one, const step::Group& other) {
-  const auto facts = [](const step::Group& group) {
-    return std::tuple_cat(
-        std::tie(group.max_norm, group.maximize, group.stochastic_rounding, group.has_norm),
-        facts_of(group.lr), facts_of(group.norm));
-  };
-  return facts(one) == facts(other) &&
-         std::equal(one.options, std::end(one.options), other.options);
-}
 
 // The first group that has changed, and the number of groups from it to the last changed one.
 struct ChangedGroups {
@@ -33,7 +18,7 @@ ChangedGroups changed_groups(const std::vector<step::Group>& known,
   auto first = static_cast<int32_t>(groups.size());
   int32_t end = 0;
   for (int32_t i = 0; i < static_cast<int32_t>(groups.size()); ++i) {
-    if (same_group(known[i], groups[i])) continue;
+    if (known[i] == groups[i]) continue;
     first = std::min(first, i);
     end = i + 1;
   }
@@ -133,12 +118,20 @@ void StepTable::refresh_groups(const step::Task& task, void* memory, cudaStream_
 }
 
 void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t stream) {
+  if (run.passes != step::Passes::kUpdate) check(task, run, stream);
+  if (run.passes != step::Passes::kCheck) launch_step_update(memory_at(run.memory), stream);
+}
+
+void StepTable::check(const step::Task& task, const StepRun& run, cudaStream_t stream) {
   FullCheck check;
   check.memory = memory_at(run.memory);
   check.decision = {task.check,
                     run.norms || wants_sums(task) || math::AllRules::facts(task.rule).takes_norms,
                     task.clip_by_global_norm,
                     task.scale,
+                    task.clip_to,
+                    task.has_clip_norm,
+                    task.clip_norm,
                     task.found_inf,
                     run.loss_scale};
   const bool reads_grads = (task.check || check.decision.sums) && !rows_.empty();
@@ -166,7 +159,6 @@ void StepTable::run(const step::Task& task, const StepRun& run, cudaStream_t str
     }
     launch_step_check(check, reads_grads, stream);
   });
-  launch_step_update(check.memory, stream);
 }
 
 }  // namespace apex_mp::cuda

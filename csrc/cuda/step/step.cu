@@ -26,10 +26,6 @@ StepFacts facts_of(const step::Row& row) {
           row.writes_grad};
 }
 
-bool same_array(const step::Array& one, const step::Array& other) {
-  return one.data == other.data && one.dtype == other.dtype;
-}
-
 int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
   std::vector<int64_t> sizes;
   sizes.reserve(rows.size());
@@ -39,8 +35,8 @@ int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
 
 // Whether rows are equal except for the gradient's address. A missing gradient fits any row.
 bool same_row(const step::Row& one, const step::Row& other) {
-  return same_array(one.param, other.param) && same_array(one.copy, other.copy) &&
-         std::equal(one.tensors, std::end(one.tensors), other.tensors, &same_array) &&
+  return one.param == other.param && one.copy == other.copy &&
+         std::equal(one.tensors, std::end(one.tensors), other.tensors) &&
          std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
          one.group == other.group && one.position == other.position &&
          (other.grad.data == nullptr ||

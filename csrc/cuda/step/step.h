@@ -22,7 +22,8 @@ struct StepOutcome {
   float found_inf;                     // 1: nothing was stepped
   math::LossScaleState loss_scale;     // for the next step; 0 if there is none
   double scale;                        // what scaled gradients were divided by
-  double norm;                         // of all gradients, unscaled; NaN if norms were not wanted
+  double norm;                         // of all gradients, unscaled, before clipping; NaN if norms
+                                       // were not wanted
   int32_t nonfinite_rows[kRowsNamed];  // the first ones, of those that have a gradient, then -1;
                                        // none if norms were not wanted
 };
@@ -34,6 +35,7 @@ struct StepRun {
   step::LossScale loss_scale;
   bool norms = false;     // take norms even without clipping
   bool captured = false;  // groups stay in memory as they are: a replay must read them there
+  step::Passes passes = step::Passes::kAll;  // kUpdate must follow kCheck of an equal task
 };
 // A graph fixes what is not in memory: gradients' addresses, whether to check and to measure norms,
 // numbers of the task that are not pointers, and the rule of the loss scale. To begin to clip
@@ -66,7 +68,7 @@ class StepTable {
   // Updates groups in device memory: between replays of a graph. Not under capture.
   void refresh_groups(const step::Task& task, void* memory, cudaStream_t stream);
 
-  // Launches the step. The table must fit the task.
+  // Launches the step, or some of its passes. The table must fit the task.
   void run(const step::Task& task, const StepRun& run, cudaStream_t stream);
 
   // Where in the memory the StepOutcome lies, and how many bytes it and the groups' take.
@@ -76,6 +78,7 @@ class StepTable {
  private:
   StepMemory memory_at(const void* memory) const;
   void build_image();
+  void check(const step::Task& task, const StepRun& run, cudaStream_t stream);
   void remember(const std::vector<step::Group>& groups);
   void upload_groups(void* memory, cudaStream_t stream) const;
 

@@ -42,7 +42,8 @@ struct Resident {
   StepTable table;
   at::Tensor memory;
   at::Tensor outcome;    // a part of it
-  at::Tensor found_inf;  // a part of that
+  at::Tensor found_inf;  // these two: a part of that
+  at::Tensor norm;
   size_t groups;
   bool captured = false;  // a graph replays it
   bool ready = false;     // the memory holds what the table says
@@ -54,6 +55,7 @@ struct Stepper::Impl {
   // are no more of them than kinds of captured steps.
   std::vector<Resident> replayed;
   std::optional<c10::cuda::CUDAStream> stream;
+  bool checked_in_capture = false;  // whether the last check was captured
 
   bool fits(const step::Task& task) const {
     return resident.has_value() && resident->table.fits(task);
@@ -98,9 +100,13 @@ void Stepper::Impl::build(const step::Task& task, const c10::cuda::CUDAStream& c
   const auto options = at::TensorOptions().dtype(at::kByte).device(current.device());
   const at::Tensor memory = at::empty({table.bytes()}, options);
   const at::Tensor outcome = memory.narrow(0, table.outcome_offset(), table.outcome_bytes());
-  static_assert(offsetof(StepOutcome, found_inf) == 0);
-  const at::Tensor found_inf = outcome.narrow(0, 0, sizeof(float)).view(at::kFloat).squeeze(0);
-  resident.emplace(Resident{std::move(table), memory, outcome, found_inf, task.groups.size()});
+  const auto number = [&](size_t offset, at::ScalarType dtype) {
+    const auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
+    return outcome.narrow(0, static_cast<int64_t>(offset), bytes).view(dtype).squeeze(0);
+  };
+  resident.emplace(Resident{std::move(table), memory, outcome,
+                            number(offsetof(StepOutcome, found_inf), at::kFloat),
+                            number(offsetof(StepOutcome, norm), at::kDouble), task.groups.size()});
 }
 
 // Groups do not depend on which parameters have a gradient now.
@@ -112,8 +118,9 @@ void Stepper::Impl::refresh(Resident& old, const step::Task& task, cudaStream_t 
 Stepper::Stepper() : impl_(std::make_unique<Impl>()) {}
 Stepper::~Stepper() = default;
 // Usually the table fits, and nothing is built, allocated or copied.
-step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_scale, bool wait,
-                           bool once, const c10::Device& device) {
+step::Outcome Stepper::run(const step::Task& task, step::Passes passes,
+                           const step::LossScale& loss_scale, bool wait, bool once,
+                           const c10::Device& device) {
   const c10::cuda::CUDAGuard guard(device);
   const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device.index());
   const bool fits = impl_->fits(task);
@@ -121,6 +128,12 @@ step::Outcome Stepper::run(const step::Task& task, const step::LossScale& loss_s
   run.loss_scale = loss_scale;
   run.norms = task.check;  // They cost nothing then, and say which rows are not finite.
   run.captured = is_capturing();
+  // Pass 2 reads the groups in memory, and a graph replays both passes or none.
+  const bool is_checked = passes == step::Passes::kUpdate && fits && impl_->resident->ready &&
+                          impl_->resident->table.knows_groups(task) &&
+                          run.captured == impl_->checked_in_capture;
+  run.passes = passes == step::Passes::kUpdate && !is_checked ? step::Passes::kAll : passes;
+  if (passes == step::Passes::kCheck) impl_->checked_in_capture = run.captured;
   if (run.captured && !once) {
     TORCH_CHECK(!wait, task.caller,
                 ": this step cannot be captured in a CUDA graph, because the host waits "
@@ -158,6 +171,11 @@ at::Tensor Stepper::found_inf() const {
   return impl_->resident->found_inf;
 }
 
+at::Tensor Stepper::norm() const {
+  outcome();
+  return impl_->resident->norm;
+}
+
 void Stepper::refresh_groups(const step::Task& task, const c10::Device& device) {
   if (!impl_->resident.has_value()) return;
   const c10::cuda::CUDAGuard guard(device);
@@ -173,6 +191,7 @@ step::Outcome read_outcome(const at::Tensor& bytes) {
   std::memcpy(&outcome, begin, sizeof(outcome));
   step::Outcome result;
   result.found_inf = outcome.found_inf != 0.0f;
+  result.norm = outcome.norm;
   for (const int32_t row : outcome.nonfinite_rows) {
     if (row >= 0) result.nonfinite_rows.push_back(row);
   }

@@ -15,16 +15,18 @@ class Stepper {
   Stepper();
   ~Stepper();
 
-  // Launches the step on the device's current stream. Without `wait` the host does not wait, and
-  // does not know the outcome. A stepper that steps `once` may step in a capture: its table is then
-  // a part of the graph.
-  step::Outcome run(const step::Task& task, const step::LossScale& loss_scale, bool wait, bool once,
-                    const c10::Device& device);
+  // Launches the step, or these passes of it, on the device's current stream. Without `wait` the
+  // host does not wait, and does not know the outcome. A stepper that steps `once` may step in a
+  // capture: its table is then a part of the graph.
+  step::Outcome run(const step::Task& task, step::Passes passes, const step::LossScale& loss_scale,
+                    bool wait, bool once, const c10::Device& device);
 
   // The result of the last step on the device, valid until the next one: bytes, for read_outcome();
-  // and its first number, a float that is not 0 if the step was skipped.
+  // a float that is not 0 if the step was skipped; and the norm of all unscaled gradients, a
+  // double.
   at::Tensor outcome() const;
   at::Tensor found_inf() const;
+  at::Tensor norm() const;
 
   // Makes a captured step use the present options of the groups.
   void refresh_groups(const step::Task& task, const c10::Device& device);

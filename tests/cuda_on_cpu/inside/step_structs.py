@@ -71,6 +71,7 @@ class CRun(Structure):
         ("rule", CLossScaleRule),
         ("norms", c_bool),
         ("captured", c_bool),
+        ("passes", c_int),
     ]
 
 

@@ -7,7 +7,7 @@
 
 namespace apex_mp::cpu {
 
-step::Outcome run(const step::Task&, Workspace&) {
+step::Outcome run(const step::Task&, step::Passes, Workspace&) {
   TORCH_CHECK(false, "cuda_on_cpu: this step was taken on the CPU");
 }
 
