@@ -27,7 +27,7 @@ from apex_mp.core import readback, step_log
 from apex_mp.core.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.found_inf import one_flag
 from apex_mp.core.grads import NonFinite
-from apex_mp.core.step import ScaledStep, take, takes_scaled_step
+from apex_mp.core.step import ScaledStep, StepResult, take, takes_scaled_step
 from apex_mp.core.tensors import copy_async
 
 _NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
@@ -220,9 +220,9 @@ class GradScaler(UnscalingGradScaler):
             self._note_dtypes(result.grad_dtypes)
         state["stage"] = OptState.STEPPED
         if is_unscaled:
-            steps.end_fused_step(known, state.get(MEASURED))
+            steps.submit_flags(known, state.get(MEASURED), result.undo_state)
         else:
-            steps.end_scaled_step(result)
+            steps.submit(result)
         return value
 
     def _step_fused(
@@ -244,7 +244,7 @@ class GradScaler(UnscalingGradScaler):
             for name in ("grad_scale", "found_inf"):
                 with contextlib.suppress(AttributeError):
                     delattr(optimizer, name)
-        steps.end_fused_step(state["found_inf_per_device"], state.get(MEASURED))
+        steps.submit_flags(state["found_inf_per_device"], state.get(MEASURED))
         return value
 
     def _step_other(
@@ -269,9 +269,9 @@ class GradScaler(UnscalingGradScaler):
         **kwargs: Any,
     ) -> float | None:
         measured = optimizer_state.get(MEASURED)
-        skipped, sum_sq = outcome(optimizer_state["found_inf_per_device"], measured)
-        value = None if skipped else optimizer.step(*args, **kwargs)
-        self._steps_of(optimizer).end_step(skipped, sum_sq, measured)
+        found = outcome(optimizer_state["found_inf_per_device"], measured)
+        value = None if found.found_inf else optimizer.step(*args, **kwargs)
+        self._steps_of(optimizer).submit(StepResult(found), measured)
         return value
 
     def _steps_of(self, optimizer: torch.optim.Optimizer) -> ScaledSteps:

@@ -20,6 +20,8 @@ from apex_mp.core import readback, step_log
 from apex_mp.core.closure import Snapshot, StepAbandonedError
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.skips import Overflow
+from apex_mp.core.step import ScaledStep, StepResult, handing, takes_scaled_step
+from apex_mp.core.step_record import StepRecord
 from apex_mp.fp16_utils import FP16_Optimizer
 
 _WIDE = (torch.float32, torch.float64)
@@ -64,7 +66,7 @@ class StepGuard:
         # The overflow of the present gradients; a flag on a device, if the host does not know.
         self._overflow: Overflow | None = None
         self._found_inf: Tensor | None = None
-        self._log = step_log.StepLog(optimizer, f"amp: {type(optimizer).__name__}")
+        self._record = StepRecord(optimizer, f"amp: {type(optimizer).__name__}")
         self._is_leaving = False
         self._optimizer = weakref.ref(optimizer)
         self._had_own_step = "step" in vars(optimizer)
@@ -88,7 +90,7 @@ class StepGuard:
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped; the host waits until it knows."""
-        return self._log.was_skipped
+        return self._record.was_skipped
 
     @property
     def in_block(self) -> bool:
@@ -193,23 +195,33 @@ class StepGuard:
         return overflow
 
     def _step_on_device(self, optimizer: Any) -> Any:
-        """Set found_inf on the optimizer, as torch.amp.GradScaler does; its step reads it."""
+        """Leave it to the optimizer's step to look at the flag; the host does not wait for it."""
         found_inf, self._found_inf = self._found_inf, None
         assert found_inf is not None
-        optimizer.found_inf = found_inf
+        result = StepResult.of_flag(found_inf)
         try:
-            value = self._step(optimizer)
+            if takes_scaled_step(optimizer):
+                step = ScaledStep(found_inf=found_inf, watch_updates=True)
+                with handing(optimizer, step):
+                    value = self._step(optimizer)
+                assert step.result is not None  # `handing` has made sure.
+                result = dataclasses.replace(result, undo_state=step.result.undo_state)
+            else:
+                optimizer.found_inf = found_inf  # As torch.amp.GradScaler does.
+                try:
+                    value = self._step(optimizer)
+                finally:
+                    del optimizer.found_inf
         except BaseException:
             self.may_have_overflowed(found_inf)  # These gradients are there still.
             raise
-        finally:
-            del optimizer.found_inf
         scaler = self.scaler
-
-        def record(found: list[float]) -> None:
-            self._end_step(self.last_overflow if found[0] else None, scaler, None)
-
-        readback.submit([found_inf], record)
+        self._record.submit(
+            result,
+            lambda outcome: self._end_step(
+                self.last_overflow if outcome.found_inf else None, scaler, None
+            ),
+        )
         readback.poll()
         return value
 
@@ -237,7 +249,7 @@ class StepGuard:
                 optimizer=optimizer,
             )
 
-        self._log.end(
+        self._record.end(
             skipped,
             report,
             scale=lambda: math.nan if overflow is None else overflow.scale_after,
@@ -316,7 +328,7 @@ def step_was_skipped(optimizer: Any) -> bool:
         TypeError: It is not an optimizer.
     """
     if isinstance(optimizer, FP16_Optimizer):
-        return optimizer._log.was_skipped
+        return optimizer._record.was_skipped
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"step_was_skipped: optimizer is a {type(optimizer).__name__}; it must be an optimizer"

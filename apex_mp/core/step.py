@@ -64,6 +64,7 @@ class ScaledStep:
         loss_scale: Updated on its device by what `check` finds; None: there is none.
         unscale: If the step is not skipped, scaled gradients of these dtypes are unscaled in place.
         wait: Whether the host knows the outcome of a check when the step returns.
+        watch_updates: Warn of 16-bit parameters without masters, as a step by itself does.
         result: What became of the step; None until it is taken.
     """
 
@@ -79,6 +80,7 @@ class ScaledStep:
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
     wait: bool = True
+    watch_updates: bool = False
     result: StepResult | None = None
 
 
@@ -102,9 +104,16 @@ def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: A function that replaces `step` has not called it.
     """
+    with handing(optimizer, step):
+        return optimizer.step(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def handing(optimizer: Any, step: ScaledStep) -> Iterator[None]:
+    """A context in which `optimizer.step` is called, as by `take`."""
     optimizer.scaled_step = step
     try:
-        value = optimizer.step(*args, **kwargs)
+        yield
     finally:
         del optimizer.scaled_step
     if step.result is None:
@@ -112,7 +121,6 @@ def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
             f"{type(optimizer).__name__}.step was replaced by a function that has its attributes "
             "and has not called it; a function that replaces step must call it"
         )
-    return value
 
 
 @contextlib.contextmanager
@@ -128,6 +136,16 @@ def dropping_amp_tensors(optimizer: Any) -> Iterator[None]:
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
         raise
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownOutcome:
+    """An outcome as numbers on the host; see `Outcome`."""
+
+    found_inf: bool
+    norms: list[float] = dataclasses.field(default_factory=list)
+    nonfinite_rows: list[int] = dataclasses.field(default_factory=list)
+    is_known: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,12 +181,22 @@ class StepResult:
     """
 
     outcome: Outcome
-    without_grad: list[tuple[int, int]]
-    grad_dtypes: Collection[torch.dtype]
+    without_grad: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    grad_dtypes: Collection[torch.dtype] = ()
     found_inf: Tensor | None = None
     sent: Tensor | None = None
     read: Callable[[Tensor], Outcome] | None = None
     undo_state: Callable[[], None] | None = None
+
+    @classmethod
+    def of_flag(cls, found_inf: Tensor) -> StepResult:
+        """Return the result of a step that was given `found_inf`, one number on a device."""
+        return cls(
+            KnownOutcome(False, is_known=False),
+            found_inf=found_inf,
+            sent=found_inf.reshape(1),
+            read=lambda values: KnownOutcome(bool(values.any())),
+        )
 
     def flag(self) -> Tensor:
         """Return one float32 number, not 0 if the step was skipped; see `found_inf`."""

@@ -1,8 +1,8 @@
 """Outcomes of an optimizer's steps, of which listeners such as apex_mp.monitor are notified.
 
-The owner of a loss scale takes a step within `announced`, and calls `StepLog.end` once it knows the
-outcome, in the order of the steps: later, if the host does not wait for the device. Listeners are
-kept in a dict beside their owner, so that a copy of an optimizer has none. Without listeners each
+The owner of a loss scale takes a step within `announced`, and calls `StepRecord.end` once it knows
+the outcome, in the order of the steps: later, if the host does not wait for the device. Listeners
+are kept in a dict beside their owner, so that a copy of an optimizer has none. Without them each
 call costs one test.
 """
 
@@ -12,17 +12,13 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from apex_mp.core import readback
 from apex_mp.core.grads import NonFinite
-from apex_mp.core.log import warn
-
-SKIPS_BEFORE_WARNING = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,87 +130,8 @@ def measured(
         listener.note(grad_norm=grad_norm, clip=clip)
 
 
-class StepLog:
-    """The outcomes of one optimizer's steps, for its user, schedulers and listeners.
-
-    Args:
-        optimizer: The optimizer that schedulers watch; a weak reference is kept.
-        who: The beginning of the warning of endless skips.
-
-    Attributes:
-        report: Which gradients held inf or NaN in the last skipped step, as far as the host knows.
-        skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
-        steps: How many steps there were, skipped ones included.
-        captured: If a CUDA graph took the last step, a tensor on the device: not 0 if the step was
-            skipped, which the host does not know. Else None.
-    """
-
-    def __init__(self, optimizer: Any, who: str) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._who = who
-        self.report: Sequence[NonFinite] = ()
-        self.skips_in_a_row = self.steps = 0
-        self.captured: Tensor | None = None
-
-    @property
-    def was_skipped(self) -> bool:
-        """Return whether the last step was skipped; the host waits until it knows."""
-        readback.wait()
-        return self.skips_in_a_row > 0 if self.captured is None else bool(self.captured)
-
-    def skips(self) -> str:
-        """Return how many steps were skipped in a row, and since when, to begin a message."""
-        first = self.steps - self.skips_in_a_row + 1
-        count = self.skips_in_a_row
-        return f"{self._who} has skipped {count} steps in a row, from its step {first} on"
-
-    def end(
-        self,
-        skipped: bool,
-        report: Sequence[NonFinite],
-        *,
-        scale: Callable[[], float],
-        owners: Sequence[Any],
-        note: Callable[[], StepNote],
-    ) -> None:
-        """Record the outcome of a step; steps end in the order in which they were taken.
-
-        Args:
-            skipped: Whether it was skipped.
-            report: Which gradients held inf or NaN.
-            scale: Returns the loss scale of the next step, for the warning.
-            owners: The owners whose listeners are notified. Listeners may raise, so call this when
-                all else is done. All are notified; then the first error is raised.
-            note: Returns what listeners are given; called if there are any.
-        """
-        self.steps += 1
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
-        if skipped:
-            self.report = report
-            _mark_step_called(self._optimizer())
-        if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
-            worst = f" The worst: {report[0]}." if report else ""
-            warn(
-                f"{self.skips()}; the loss scale is now {scale()}. Gradients hold inf or NaN at "
-                f"every scale tried.{worst}",
-                "every-step-is-skipped",
-            )
-        notified = heard(*owners)
-        if notified:
-            _notify(notified, note())
-
-
-def _mark_step_called(optimizer: Any) -> None:
-    """Keep schedulers from warning that `step` was never called, after a step that was skipped.
-
-    A scheduler may watch the optimizer, or one inside it, which is an attribute of it.
-    """
-    for each in (optimizer, *getattr(optimizer, "__dict__", {}).values()):
-        if isinstance(each, torch.optim.Optimizer) and hasattr(each.step, "_wrapped_by_lr_sched"):
-            each._opt_called = True  # type: ignore[attr-defined]
-
-
-def _notify(notified: Sequence[Listener], note: StepNote) -> None:
+def notify(notified: Sequence[Listener], note: StepNote) -> None:
+    """Notify all listeners of a step's outcome; then raise the first error that one raised."""
     errors = []
     for listener in notified:
         try:

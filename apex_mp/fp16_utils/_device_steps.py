@@ -1,13 +1,11 @@
-"""Steps of an FP16_Optimizer on a device for which the host does not wait.
+"""The loss scale of an FP16_Optimizer on a device for which the host does not wait.
 
-The loss scale is on the device, and each step updates it there. The `DynamicLossScaler` on the host
+The scale is on the device, and each step updates it there. The `DynamicLossScaler` on the host
 is updated when outcomes are read back, by the same rule and so with the same numbers.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,32 +13,21 @@ from torch import Tensor
 
 from apex_mp.core import forks, readback
 from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.log import logger, see
-from apex_mp.core.step import Outcome, StepResult
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
 
-_LOG = logger("apex_mp.fp16_utils")
-
 
 class DeviceSteps:
-    """The loss scale on the device, and steps whose outcome the host does not know yet.
+    """The loss scale on the device, which steps update there."""
 
-    Args:
-        callback: A method, called with each step's outcome and result, in the order of the steps.
-    """
-
-    def __init__(self, callback: Callable[[Outcome, StepResult], None]) -> None:
-        self._callback = callback
+    def __init__(self) -> None:
         self._scale: DeviceScale | None = None
         self._scaler: DynamicLossScaler | None = None  # whose scale that is
         self._synced: dict[str, Any] = {}  # its attributes as they agree with the device
         # Two tensors: gradients scaled by one may have to be rescaled to the other.
         self._copies: list[Tensor] = []
         self._is_stale = True
-        self._captured: StepResult | None = None  # A graph takes this step whenever it likes.
-
-    # The scale.
+        self._is_captured = False  # a step, by a graph
 
     def scale(self, scaler: LossScaler | DynamicLossScaler, device: torch.device) -> float | Tensor:
         """Return the factor on the next loss: a number if it never changes, else 0-dim float32.
@@ -52,7 +39,7 @@ class DeviceSteps:
         if not isinstance(scaler, DynamicLossScaler):
             return scaler.cur_scale
         live = self._live(scaler, device).scale
-        if self._captured is not None or readback.is_capturing():
+        if self._is_captured or readback.is_capturing():
             self._copies[1].copy_(self._copies[0])
             self._copies[0].copy_(live)
         elif self._is_stale:
@@ -64,7 +51,7 @@ class DeviceSteps:
     @property
     def last_scale(self) -> Tensor | None:
         """The value of the tensor of `scale` before it was written; None without a capture."""
-        return self._copies[1] if self._copies and self._captured is not None else None
+        return self._copies[1] if self._copies and self._is_captured else None
 
     def for_step(
         self, scaler: LossScaler | DynamicLossScaler, device: torch.device
@@ -115,7 +102,7 @@ class DeviceSteps:
 
     def write_through(self, scaler: LossScaler | DynamicLossScaler) -> None:
         """Make replays of a captured graph use the values that were written to the scaler."""
-        if self._captured is not None and self._scale is not None and scaler is self._scaler:
+        if self._is_captured and self._scale is not None and scaler is self._scaler:
             self._live(self._scaler, self._scale.device)
 
     def catch_up(self, scaler: LossScaler | DynamicLossScaler) -> None:
@@ -127,7 +114,7 @@ class DeviceSteps:
         if self._scale is not None:
             forks.refuse_read("FP16_Optimizer: the loss scale", self._scale.device)
         readback.wait()
-        if self._captured is None or self._scale is None or not self._agrees(scaler):
+        if not self._is_captured or self._scale is None or not self._agrees(scaler):
             return
         value = self._scale.read()
         if isinstance(value, DynamicLossScale) and isinstance(scaler, DynamicLossScaler):
@@ -135,37 +122,6 @@ class DeviceSteps:
             scaler.last_overflow_iter = scaler.cur_iter - 1 - value.good_steps
             self._synced = dict(vars(scaler))
 
-    # Outcomes of steps.
-
-    def submit(self, result: StepResult, *, verbose: bool) -> None:
-        """Submit the readback of a step's outcome.
-
-        If the optimizer no longer exists when it arrives, an overflow is logged if `verbose`.
-        """
-        sent, read = result.sent, result.read
-        assert sent is not None  # Else its outcome is known.
-        assert read is not None
-        if readback.is_capturing():
-            self._captured = result
-            return
-        weak_callback = weakref.WeakMethod(self._callback)
-
-        def finish(arrived: Tensor) -> None:
-            method = weak_callback()
-            if method is not None:
-                method(read(arrived), result)
-            elif verbose and read(arrived).found_inf:
-                _LOG.warning(
-                    "FP16_Optimizer: a gradient overflowed and its step was skipped, which the "
-                    "device reported after the optimizer was deleted"
-                    + see("results-that-were-lost")
-                )
-
-        readback.submit_tensor(sent, finish)
-
-    def captured_overflow(self) -> bool | None:
-        """Whether the last step of a captured graph was skipped; None if none was captured."""
-        result = self._captured
-        if result is None or result.sent is None or result.read is None:
-            return None
-        return result.read(result.sent.cpu()).found_inf
+    def note_captured(self) -> None:
+        """Note that a graph takes a step whenever it likes, and reads the scale where it is now."""
+        self._is_captured = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
 
 from apex_mp.core import grads, readback, step_log
 from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.log import see
 from apex_mp.core.master_grads import Stage
 from apex_mp.core.skips import Overflow
 from apex_mp.core.step import Outcome, StepResult
@@ -29,10 +31,9 @@ class Outcomes(OldNames):
         """
         if self._overflow is None:
             readback.wait()
-        if self._overflow is None and self._grads.stage is Stage.STEPPED:
-            captured = self._steps.captured_overflow()
-            if captured is not None:
-                return captured  # Until the next replay.
+        is_stepped = self._overflow is None and self._grads.stage is Stage.STEPPED
+        if is_stepped and self._record.captured is not None:
+            return self._record.was_skipped  # Until the next replay.
         if self._overflow is None:
             lists, scale = self._grads.collect(self.param_groups)
             found = check_groups(lists)
@@ -54,7 +55,7 @@ class Outcomes(OldNames):
         devices.
         """
         readback.wait()
-        return [*self._log.report]
+        return [*self._record.report]
 
     def _forget_overflow(self) -> None:
         self._overflow = None
@@ -68,15 +69,35 @@ class Outcomes(OldNames):
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
-            # _on_readback may be called from now on.
-            self._steps.submit(self._awaited, verbose=self.verbose)
+            if readback.is_capturing():
+                self._steps.note_captured()
+            # _on_arrival may be called from now on.
+            self._record.submit(self._awaited, self._arrival(self._awaited))
             return
+        self._record.captured = None
         self._awaited = None
         norms, self._group_norms = self._group_norms, []
         self._take_note(skipped, self._loss_scaler.update_scale, lambda: found, norms)
 
-    def _on_readback(self, outcome: Outcome, result: StepResult) -> None:
-        """Handle the result of a step that completed asynchronously."""
+    def _arrival(self, result: StepResult) -> Callable[[Outcome], None]:
+        """Return a function that handles a step's outcome, without keeping this object alive."""
+        weak, verbose = weakref.ref(self), self.verbose
+
+        def arrive(outcome: Outcome) -> None:
+            optimizer = weak()
+            if optimizer is not None:
+                optimizer._on_arrival(outcome, result)
+            elif verbose and outcome.found_inf:
+                LOG.warning(
+                    "FP16_Optimizer: a gradient overflowed and its step was skipped, which the "
+                    "device reported after the optimizer was deleted"
+                    + see("results-that-were-lost")
+                )
+
+        return arrive
+
+    def _on_arrival(self, outcome: Outcome, result: StepResult) -> None:
+        """Handle the outcome of a step that completed asynchronously."""
 
         def locate() -> list[grads.NonFinite]:
             if is_last and self._grads.stage is Stage.STEPPED and not self._grads.has_new_grads():
@@ -87,8 +108,6 @@ class Outcomes(OldNames):
         if is_last:
             self._overflow = outcome.found_inf
             self._awaited = None
-        if outcome.found_inf and result.undo_state is not None:
-            result.undo_state()
         self._take_note(
             outcome.found_inf,
             lambda skipped: self._steps.update(self._loss_scaler, skipped=skipped),
@@ -115,7 +134,7 @@ class Outcomes(OldNames):
             if self.verbose:
                 overflow = Overflow(report, scale, scaler.cur_scale)
                 overflow.log(LOG, self._skip_message(iteration, scale))
-        self._log.end(
+        self._record.end(
             skipped,
             report,
             scale=lambda: self._scaler_now().cur_scale,
@@ -138,7 +157,7 @@ class Outcomes(OldNames):
             lowest=value.min_scale if isinstance(value, DynamicLossScale) else None,
             grad_norm=norm,
             clip=clip,
-            overflow=self._log.report if skipped else (),
+            overflow=self._record.report if skipped else (),
         )
 
     def _locate(self) -> list[grads.NonFinite]:

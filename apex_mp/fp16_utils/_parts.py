@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from apex_mp.core import step_log
 from apex_mp.core.inner import StepWatch
 from apex_mp.core.log import logger
 from apex_mp.core.master_grads import MasterGrads
 from apex_mp.core.masters import GroupedMasters
 from apex_mp.core.skips import ParamNames
 from apex_mp.core.step import StepResult
+from apex_mp.core.step_record import StepRecord
 from apex_mp.core.weight_watch import WeightWatch
 from apex_mp.fp16_utils._delegates import Delegates
 from apex_mp.fp16_utils._device_steps import DeviceSteps
@@ -51,7 +51,7 @@ class Parts(Delegates):
     _misuse: Misuse
     _watch: StepWatch
     _weights: WeightWatch
-    _log: step_log.StepLog
+    _record: StepRecord
     _overflow: bool | None  # None: unknown since the last backward
     _awaited: StepResult | None  # the last step, until its outcome is known
     _group_norms: list[float]  # of the last step's unscaled gradients, if measured

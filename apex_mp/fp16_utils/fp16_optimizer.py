@@ -22,6 +22,7 @@ from apex_mp.core.master_grads import MasterGrads
 from apex_mp.core.masters import LOW_PRECISION, MasterGroup
 from apex_mp.core.skips import ParamNames
 from apex_mp.core.step import StepResult
+from apex_mp.core.step_record import StepRecord
 from apex_mp.core.weight_watch import WeightWatch
 from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._given_scale import new_scaler
@@ -132,13 +133,13 @@ class FP16_Optimizer(Checkpoints):
         self._loss_scaler, self._dynamic_args = new_scaler(
             static_loss_scale, dynamic_loss_scale, dynamic_loss_args, self._DYNAMIC_DEFAULTS
         )
-        self._steps = DeviceSteps(self._on_readback)
+        self._steps = DeviceSteps()
         self.optimizer = inner
         self.verbose = verbose
         self.clip = clip
         self.first_closure_call_this_step = True
         self.clip_grad_norm = torch.nn.utils.clip_grad_norm_
-        self._log = step_log.StepLog(inner, "FP16_Optimizer")
+        self._record = StepRecord(inner, "FP16_Optimizer")
         self._grads = MasterGrads(
             lazy=bool(self._legacy_arguments),
             dense=getattr(inner, "_writes_output_params", False),

@@ -191,7 +191,7 @@ class FusedOptimizer(SavedOptimizer):
         elif outcome.is_known or not (step.check or step.found_inf is not None):
             self._after_step(plan.without_grad)
         result = StepResult(outcome, plan.without_grad, plan.grad_dtypes)
-        if outcome.is_known or not step.check:
+        if outcome.is_known or not (step.check or step.found_inf is not None):
             return result
         undo = self._undo(before) if before else None
         return dataclasses.replace(
@@ -240,12 +240,10 @@ class FusedOptimizer(SavedOptimizer):
     def _watching_updates(self, step: ScaledStep) -> Iterator[None]:
         """A context in which a step is taken; warn once that 16-bit parameters have no masters.
 
-        Not under apex_mp.amp.GradScaler, which warns itself, nor after amp.initialize, where O3
-        asks for this. LARC gives gradients.
+        Not if `step` does not ask for it, nor after amp.initialize, where O3 asks for this.
         """
         attributes = self.__dict__
-        is_watched = step.grads is None and "scaled_step" in attributes
-        if is_watched or "_amp_initialized" in attributes:
+        if not step.watch_updates or "_amp_initialized" in attributes:
             yield
             return
         lost = attributes.get("_lost_updates")

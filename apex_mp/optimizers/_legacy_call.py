@@ -50,6 +50,7 @@ def scaled_step(
         norms=None if grad_norms is None else _norm_per_group(who, grad_norms, groups),
         found_inf=found_inf,
         unscale=() if grad_scale is None else unscaled_dtypes(optimizer),
+        watch_updates=True,
     )
 
 

@@ -14,20 +14,10 @@ from apex_mp import _C
 from apex_mp.core import shards
 from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.step import Lists
+from apex_mp.core.step import KnownOutcome, Lists
 from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 from apex_mp.optimizers._written import Written
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The outcome of a step, as `_C.StepOutcome` is for one device."""
-
-    found_inf: bool
-    norms: list[float]
-    is_known: bool = True
-    nonfinite_rows: list[int] = dataclasses.field(default_factory=list)
 
 
 class SeveralDevices:
@@ -49,7 +39,7 @@ class SeveralDevices:
     outcome: Tensor
     found_inf: Tensor
     norm: Tensor
-    read_outcome: Callable[[Tensor], Outcome]
+    read_outcome: Callable[[Tensor], KnownOutcome]
 
     def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan]) -> None:
         self._who = who
@@ -166,7 +156,7 @@ class SeveralDevices:
         clip_to: float | None,
         loss_scale: DeviceScale | None,
         wait: bool,
-    ) -> Outcome:
+    ) -> KnownOutcome:
         """As `_C.StepPlan.run`."""
         try:
             outcome = self._run(norms, found_inf, check, clip_by_global_norm, clip_to, loss_scale)
@@ -178,7 +168,7 @@ class SeveralDevices:
         self._let_go()
         if outcome is not None:
             return outcome
-        return self.read_outcome(self.outcome) if wait else Outcome(False, [], is_known=False)
+        return self.read_outcome(self.outcome) if wait else KnownOutcome(False, is_known=False)
 
     def refresh_groups(self) -> None:
         """As `_C.StepPlan.refresh_groups`."""
@@ -194,13 +184,13 @@ class SeveralDevices:
         clip_by_global_norm: bool,
         clip_to: float | None,
         loss_scale: DeviceScale | None,
-    ) -> Outcome | None:
+    ) -> KnownOutcome | None:
         """Step; return the outcome, or None if the host does not know it."""
         skip = None if found_inf is None else as_flag(found_inf, self._who)
         if not self._parts:
             if loss_scale is not None:
                 loss_scale.update(torch.zeros((), device=loss_scale.device))
-            return Outcome(False, [])
+            return KnownOutcome(False)
         groups = self._parts[0].groups
         norms = norms or [None] * len(groups)
         missing = [
@@ -209,12 +199,12 @@ class SeveralDevices:
             if norm is None and groups[number]["max_grad_norm"] > 0.0
         ]
         if not (check or self._must_measure(missing, clip_by_global_norm)):
-            return self._step(norms, skip)
+            return self._step_given(norms, skip)
         measured = self._measured()
         for number in missing:
             norms[number] = measured.of_all if clip_by_global_norm else measured.of_groups[number]
         if not check:
-            return self._step(norms, skip)
+            return self._step_given(norms, skip)
         found = as_flag(measured.found_inf, self._who)
         skip = found if skip is None else torch.maximum(found, copy_async(skip, found.device))
         self._step(norms, skip, clip_to, self._unscaled(measured.of_all))
@@ -226,13 +216,20 @@ class SeveralDevices:
         self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
         return None
 
+    def _step_given(self, norms: Norms, skip: Tensor | None) -> KnownOutcome:
+        """Step everything, unless `skip`, which the caller has given, is set."""
+        if skip is not None:
+            self.found_inf, self.outcome = skip, skip.double().view(1)
+            self.read_outcome = functools.partial(_read_outcome, 0, [])
+        return self._step(norms, skip)
+
     def _step(
         self,
         norms: Norms,
         skip: Tensor | None,
         clip_to: float | None = None,
         clip_norm: Tensor | None = None,
-    ) -> Outcome:
+    ) -> KnownOutcome:
         """Step everything, unless `skip` is set; return what the host knows of the outcome."""
         outcomes = [
             part.plan.run(
@@ -249,7 +246,7 @@ class SeveralDevices:
         ]
         found_inf = any(outcome.found_inf for outcome in outcomes)
         is_known = skip is None or all(outcome.is_known for outcome in outcomes)
-        return Outcome(found_inf, [], is_known or found_inf)
+        return KnownOutcome(found_inf, is_known=is_known or found_inf)
 
     def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
         """Return whether a group is clipped by a norm that no plan can measure alone."""
@@ -310,12 +307,12 @@ def as_flag(found_inf: float | Tensor, who: str) -> Tensor:
     return (found_inf != 0).reshape(()).float()
 
 
-def _read_outcome(groups: int, order: list[int], values: Tensor) -> Outcome:
+def _read_outcome(groups: int, order: list[int], values: Tensor) -> KnownOutcome:
     """Return what a copy of `SeveralDevices.outcome` on the CPU says."""
     found_inf, *numbers = values.tolist()
     flags = zip(order, numbers[groups:], strict=True)
     rows = sorted(number for number, flag in flags if flag)
-    return Outcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
+    return KnownOutcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
 
 
 @dataclasses.dataclass(frozen=True)

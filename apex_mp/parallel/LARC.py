@@ -102,7 +102,8 @@ class LARC(ForwardingOptimizer):
         if grads is None:
             return self.optim.step()
         # GradScaler sets found_inf here, around the call.
-        return take(self.optim, ScaledStep(grads=grads, found_inf=vars(self).get("found_inf")))
+        found_inf = vars(self).get("found_inf")
+        return take(self.optim, ScaledStep(grads=grads, found_inf=found_inf, watch_updates=True))
 
     def _scaled(self, param: Tensor, group: dict[str, Any], copies: bool) -> Tensor | None:
         """Return a gradient times its local rate; None if there is none.

@@ -17,6 +17,7 @@ from several_devices_cases import step_unwaited
 from torch import nn
 from torch.nn import Parameter
 
+from apex_mp import amp
 from apex_mp.amp import GradScaler
 from apex_mp.core import device_scale, readback
 from apex_mp.core.readback import Readback
@@ -246,6 +247,52 @@ def test_gradients_that_came_since_are_not_taken_for_those_of_the_step(
     for param in model.parameters():
         param.grad = torch.full_like(param, math.inf)
     assert [str(one) for one in scaler.overflow_report(optimizer)] == ["first.bias [2]: inf or NaN"]
+
+
+@pytest.mark.usefixtures("left_alone")
+@pytest.mark.parametrize(
+    ("unscale", "to_none"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_gradients_that_were_cleared_are_named_without_counts(
+    unscale: bool, to_none: bool, device: torch.device
+) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler = new_scaler(device, model=model)
+    if unscale:
+        step = scaler.step
+        scaler.step = lambda each: (scaler.unscale_(each), step(each))
+    overflow(scaler, optimizer, model, {"first.bias": [math.nan], "second.weight": [math.inf]})
+    optimizer.zero_grad(set_to_none=to_none)
+    assert [str(one) for one in scaler.overflow_report(optimizer)] == [
+        "first.bias [2]: inf or NaN",
+        "second.weight [1, 2]: inf or NaN",
+    ]
+
+
+@pytest.mark.usefixtures("left_alone")
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_", "scale_loss"])
+def test_a_skipped_first_step_leaves_no_state(way: str, device: torch.device) -> None:
+    model = Net(device)
+    optimizer = FusedAdam(model.parameters())
+    scaler, handle = new_scaler(device, model=model), amp.init(verbose=False)
+    for bad in (True, True, False):
+        factor = math.inf if bad else 1.0
+        loss = sum(param.sum() for param in model.parameters()) * factor
+        optimizer.zero_grad()
+        if way == "scale_loss":
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer) == bad
+        else:
+            scaler.scale(loss).backward()
+            if way != "step":
+                getattr(scaler, way)(optimizer, *([1.0] if way == "clip_grad_norm_" else []))
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.step_was_skipped(optimizer) == bad
+        assert len(optimizer.state) == (0 if bad else 4)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

@@ -207,7 +207,7 @@ SCALER = {
         "ScaledLosses.take", "scale > _LARGEST", "True", "grad_scaler_order"
     ),
     "gradients of any norm are taken for 0": Mutant(
-        "ScaledSteps._take_note", "norm == 0.0", "norm is not None", "grad_scaler_order"
+        "ScaledSteps._finish", "norm == 0.0", "norm is not None", "grad_scaler_order"
     ),
     "a learning rate of 0 counts as lost updates": Mutant(
         "_stands_still", "isinstance(lr, (int, float)) and lr == 0.0", "False", "grad_scaler_skips"
@@ -294,17 +294,14 @@ SCALER = {
     "overflows on two devices add up to no overflow of torch": Mutant(
         "FoundInf.join", "flag.zero_()", "", "grad_slots"
     ),
-    "the outcome is a tensor that update writes": Mutant(
-        "ScaledSteps.end_fused_step",
-        "torch.stack(flags).sum()",
-        "found_inf[scalar_device]",
-        "grad_scaler_skips",
-    ),
     "names of a step are those of gradients that came since": Mutant(
-        "_on_result.locate",
-        "optimizer is None or not versions.changed(self._params())",
+        "ScaledSteps._report_of",
+        "sum((param.grad is None for param in params)) == len(result.without_grad)",
         "True",
         "grad_scaler_skips",
+    ),
+    "state of a first step that was skipped stays": Mutant(
+        "StepRecord.submit.arrive", "result.undo_state()", "", "grad_scaler_skips"
     ),
     "a skipped step counts as one that moved nothing": Mutant(
         "LostUpdates._warn", "found_inf or self._is_done", "self._is_done", "grad_scaler_skips"

@@ -45,13 +45,13 @@ FP16_UTILS = {
         "fp16_optimizer_accumulation",
     ),
     "skips are counted over good steps": Mutant(
-        "StepLog.end",
+        "StepRecord.end",
         "self.skips_in_a_row + 1 if skipped else 0",
         "self.skips_in_a_row + skipped",
         "fp16_optimizer_overflow",
     ),
     "a skipped step is no step for schedulers": Mutant(
-        "StepLog.end", "_mark_step_called(self._optimizer())", "", "fp16_optimizer_in_torch"
+        "StepRecord.end", "_mark_step_called(self._optimizer())", "", "fp16_optimizer_in_torch"
     ),
     "the first overflow is dated one step late": Mutant(
         "DynamicLossScaler.update_scale",

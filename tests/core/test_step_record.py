@@ -1,4 +1,4 @@
-"""StepLog: what became of one optimizer's steps."""
+"""StepRecord: what became of one optimizer's steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from apex_mp.core import step_log
 from apex_mp.core.grads import NonFinite
+from apex_mp.core.step_record import StepRecord
 
 pytestmark = pytest.mark.cpu_only
 
@@ -34,8 +35,8 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-def end(log: step_log.StepLog, skipped: bool, *owners: Any) -> None:
-    log.end(
+def end(record: StepRecord, skipped: bool, *owners: Any) -> None:
+    record.end(
         skipped,
         REPORT if skipped else (),
         scale=lambda: 0.5,
@@ -47,11 +48,11 @@ def end(log: step_log.StepLog, skipped: bool, *owners: Any) -> None:
 def test_the_fiftieth_skip_in_a_row_warns_with_the_worst_and_the_scale(
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    log = step_log.StepLog(optimizer, "it")
+    record = StepRecord(optimizer, "it")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for skipped in [True] * 49 + [False] + [True] * 60:
-            end(log, skipped)
+            end(record, skipped)
     (message,) = [str(each.message) for each in caught]
     assert message == (
         "it has skipped 50 steps in a row, from its step 51 on; the loss scale is now 0.5. "
@@ -66,10 +67,10 @@ def test_a_skipped_step_counts_for_schedulers_of_the_optimizer_and_of_one_inside
 ) -> None:
     outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     outer.inside = optimizer  # type: ignore[attr-defined]
-    log = step_log.StepLog(outer, "it")
+    record = StepRecord(outer, "it")
     for each in (outer, optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(each, 1)
-        end(log, True)
+        end(record, True)
         scheduler.step()
     assert not recwarn
 
@@ -77,14 +78,14 @@ def test_a_skipped_step_counts_for_schedulers_of_the_optimizer_and_of_one_inside
 def test_all_listeners_are_notified_once_the_step_is_recorded_though_one_raises(
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    log, other = step_log.StepLog(optimizer, "it"), type("Owner", (), {})()
+    record, other = StepRecord(optimizer, "it"), type("Owner", (), {})()
     first, second = Listening(ValueError("first")), Listening(ValueError("second"))
     step_log.listen(optimizer, first)  # type: ignore[arg-type]
     step_log.listen(other, second)  # type: ignore[arg-type]
     step_log.listen(other, first)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="first"):
-        end(log, True, optimizer, None, other)
-    assert log.was_skipped
+        end(record, True, optimizer, None, other)
+    assert record.was_skipped
     assert (
         [note.skipped for note in first.notes] == [note.skipped for note in second.notes] == [True]
     )
