@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.amp import GradScaler
+from apex_mp.amp.scaler import LossScaler
+from apex_mp.amp.scaling import scaled_backward
 from apex_mp.core import device_scale, readback
 from apex_mp.core.readback import Readback
 from apex_mp.optimizers import FusedAdam
@@ -250,20 +252,18 @@ def test_gradients_that_came_since_are_not_taken_for_those_of_the_step(
 
 
 @pytest.mark.usefixtures("left_alone")
-@pytest.mark.parametrize(
-    ("unscale", "to_none"), [(False, False), (False, True), (True, False), (True, True)]
-)
+@pytest.mark.parametrize("way", ["zeros", "None", "unscale_, zeros", "unscale_, None"])
 def test_gradients_that_were_cleared_are_named_without_counts(
-    unscale: bool, to_none: bool, device: torch.device
+    way: str, device: torch.device
 ) -> None:
     model = Net(device)
     optimizer = FusedAdam(model.parameters())
     scaler = new_scaler(device, model=model)
-    if unscale:
+    if "unscale_" in way:
         step = scaler.step
         scaler.step = lambda each: (scaler.unscale_(each), step(each))
     overflow(scaler, optimizer, model, {"first.bias": [math.nan], "second.weight": [math.inf]})
-    optimizer.zero_grad(set_to_none=to_none)
+    optimizer.zero_grad(set_to_none="None" in way)
     assert [str(one) for one in scaler.overflow_report(optimizer)] == [
         "first.bias [2]: inf or NaN",
         "second.weight [1, 2]: inf or NaN",
@@ -275,13 +275,13 @@ def test_gradients_that_were_cleared_are_named_without_counts(
 def test_a_skipped_first_step_leaves_no_state(way: str, device: torch.device) -> None:
     model = Net(device)
     optimizer = FusedAdam(model.parameters())
-    scaler, handle = new_scaler(device, model=model), amp.init(verbose=False)
+    scaler, loss_scaler = new_scaler(device, model=model), LossScaler("dynamic")
     for bad in (True, True, False):
         factor = math.inf if bad else 1.0
         loss = sum(param.sum() for param in model.parameters()) * factor
         optimizer.zero_grad()
         if way == "scale_loss":
-            with handle.scale_loss(loss, optimizer) as scaled:
+            with scaled_backward(loss, [optimizer], loss_scaler) as scaled:
                 scaled.backward()
             optimizer.step()
             assert amp.step_was_skipped(optimizer) == bad
