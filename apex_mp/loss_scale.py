@@ -185,7 +185,11 @@ class DynamicLossScale:
         return round_to_float32(larger) if self.scale < larger <= FLOAT32_MAX else self.scale
 
     def _next(self, scale: float, *, good_steps: int, overflows: int) -> DynamicLossScale:
-        return dataclasses.replace(self, scale=scale, good_steps=good_steps, overflows=overflows)
+        # Not by replace(): what the rule makes of numbers in range need not be checked.
+        following = object.__new__(type(self))
+        changes = {"scale": scale, "good_steps": good_steps, "overflows": overflows}
+        vars(following).update(vars(self), **changes)
+        return following
 
 
 LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale

@@ -58,9 +58,8 @@ class WeightWatch:
         """Remember the weights, just after masters were written to the model."""
         models = self._masters.model_params()
         if not self._warned_of_writes:
-            step = -(-len(models) // _SAMPLES) or 1
-            self._sample = [param for param in models[::step] if not param.is_inference()]
-            self._versions = [param._version for param in self._sample]
+            self._sample = models[:: -(-len(models) // _SAMPLES) or 1]
+            self._versions = _versions_of(self._sample)
         if self._steps & (self._steps - 1) == 0 and not readback.is_capturing():
             self._norms = self._norms_now()
             if not all(map(math.isfinite, self._norms.values())):
@@ -72,8 +71,10 @@ class WeightWatch:
         self._steps += 1
         if self._warned_of_writes or readback.is_capturing():
             return
-        pairs = zip(self._sample, self._versions, strict=True)
-        written = {param for param, version in pairs if param._version != version}
+        written, versions = set(), _versions_of(self._sample)
+        if versions != self._versions:
+            each = zip(self._sample, versions, self._versions, strict=True)
+            written = {param for param, now, before in each if now != before}
         if norms:
             written |= {p for p, norm in self._norms_now().items() if norms.get(p, norm) != norm}
         if not written:
@@ -148,6 +149,14 @@ class WeightWatch:
                     "a-weight-beyond-65504",
                 )
                 return
+
+
+def _versions_of(params: list[Parameter]) -> list[int]:
+    """Return what counts the writes to each parameter; 0 for tensors of inference mode."""
+    try:
+        return [param._version for param in params]
+    except RuntimeError:  # Those have no version.
+        return [0 if param.is_inference() else param._version for param in params]
 
 
 def _peak(tensor: torch.Tensor) -> float:
