@@ -23,15 +23,22 @@ class FoldedClip:
         optimizer: Owner of the gradients.
         norm: Norm of the unscaled gradients: 0-dim.
         max_norm: Gradients of a larger norm are scaled down to this one.
+        found_inf: For an optimizer that clips by itself, one number that is not 0 if gradients hold
+            inf or NaN [None].
 
     Attributes:
-        max_norm: As given.
+        norm: As given; likewise `max_norm` and `found_inf`.
         is_late: Whether `update` came before the step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
-        self.max_norm = max_norm
-        self._norm = norm
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        norm: Tensor,
+        max_norm: float,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        self.norm, self.max_norm, self.found_inf = norm, max_norm, found_inf
         self.is_late = False
         self._is_stepping = False
         self._versions = _C.GradVersions()
@@ -46,8 +53,8 @@ class FoldedClip:
         `clipped_scale` of csrc/math/step_scalars.h, for optimizers that do not clip by themselves.
         """
         # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
-        divisor = torch.clamp((self._norm + 1e-6) / self.max_norm, min=1.0).float()
-        return torch.where(self._norm.isfinite(), divisor, 1.0)  # The step is skipped then.
+        divisor = torch.clamp((self.norm + 1e-6) / self.max_norm, min=1.0).float()
+        return torch.where(self.norm.isfinite(), divisor, 1.0)  # The step is skipped then.
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse steps without the scaler; call it once the scaler has the clip."""

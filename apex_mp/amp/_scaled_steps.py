@@ -22,7 +22,7 @@ from apex_mp.core.found_inf import one_flag
 from apex_mp.core.grads import NonFinite, locate_nonfinite
 from apex_mp.core.log import warn
 from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import KnownOutcome, Outcome, StepResult
+from apex_mp.core.step import HostOutcome, Outcome, StepResult
 from apex_mp.core.step_record import SKIPS_BEFORE_WARNING, StepRecord
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._lost_updates import LostUpdates
@@ -258,7 +258,7 @@ class ScaledSteps:
         )
 
 
-def outcome(flags: Mapping[torch.device, Tensor], measured: Measured | None) -> KnownOutcome:
+def outcome(flags: Mapping[torch.device, Tensor], measured: Measured | None) -> HostOutcome:
     """Return what was found; the host waits, once for each device.
 
     Args:
@@ -279,13 +279,13 @@ def outcome(flags: Mapping[torch.device, Tensor], measured: Measured | None) -> 
             skipped |= math.isnan(sum_sq)
         else:
             skipped |= found.item() != 0.0
-    return KnownOutcome(skipped, norms)
+    return HostOutcome(skipped, norms)
 
 
-def _read_numbers(numbers: Tensor) -> KnownOutcome:
+def _read_numbers(numbers: Tensor) -> HostOutcome:
     """Return an outcome with a norm for each gradient, from a flag and sums of squares."""
     found_inf, *sums = numbers.tolist()
-    return KnownOutcome(found_inf != 0.0, [math.sqrt(sum_sq) for sum_sq in sums])
+    return HostOutcome(found_inf != 0.0, [math.sqrt(sum_sq) for sum_sq in sums])
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -160,8 +160,9 @@ class UnscalingGradScaler(BoundedGradScaler):
                 f"GradScaler.clip_grad_norm_: norm_type is {norm_type}; only the l2 norm is "
                 "measured while gradients are scaled. Call scaler.unscale_(optimizer) before"
             )
+        found_inf = None
         if grads is None:
-            norm, is_wide = self._norm_of_scaled(optimizer, max_norm)
+            norm, found_inf, is_wide = self._check_scaled(optimizer, max_norm)
         else:
             norm = self._measure(optimizer, grads).norm(scale.device) / scale
             is_wide = torch.float64 in grads.dtypes()
@@ -171,7 +172,7 @@ class UnscalingGradScaler(BoundedGradScaler):
                 "cannot be clipped; with error_if_nonfinite=False the step is skipped"
             )
         state[_CLIPPED] = True
-        clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm)
+        clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm, found_inf)
         clip.guard(optimizer)
         if step_log.listeners:
             state[NOTED] = norm, clip.divisor.reciprocal()
@@ -179,25 +180,30 @@ class UnscalingGradScaler(BoundedGradScaler):
             self.unscale_(optimizer)
         return norm.clone() if is_wide else norm.float()
 
-    def _norm_of_scaled(self, optimizer: Any, max_norm: float) -> tuple[Tensor, bool]:
+    def _check_scaled(self, optimizer: Any, max_norm: float) -> tuple[Tensor, Tensor, bool]:
         """Check gradients for a step that clips them.
 
         Returns:
-            Their norm, unscaled, which is valid until the step; and whether one is float64.
+            Their norm, unscaled, and found_inf, which are valid until the step; and whether one of
+            them is float64.
         """
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         found = optimizer.check_gradients(self._scaled_step(optimizer, max_norm))
         self._note_dtypes(found.dtypes)
         if found.dtypes:
-            flag = found.found_inf
-            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {flag.device: flag}
-        return tensors.copy_async(found.norm, scale.device), torch.float64 in found.dtypes
+            self._note_flag(optimizer, found.found_inf)
+        norm = tensors.copy_async(found.norm, scale.device)
+        return norm, found.found_inf, torch.float64 in found.dtypes
+
+    def _note_flag(self, optimizer: Any, flag: Tensor) -> None:
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {flag.device: flag}
 
     def _scaled_step(self, optimizer: Any, clip_to: float | None) -> ScaledStep:
         """Return the step of a fused optimizer of this package with scaled gradients."""
         scale, _ = self._check_scale_growth_tracker("step")
+        more = vars(optimizer).get("grad_scale")  # The user's own, as torch allows.
         return ScaledStep(
-            scale=scale,
+            scale=scale if more is None else scale * more,
             check=True,
             clip_to=clip_to,
             unscale=unscaled_dtypes(optimizer),
@@ -350,3 +356,16 @@ def refuse_own_scaling(optimizer: Any) -> None:
     `FP16_Optimizer` and `OptimWrapper` raise it when `_step_supports_amp_scaling` is read.
     """
     is_fused(optimizer)
+
+
+def refuse_step_of_another(optimizer: Any) -> None:
+    """Raise a TypeError if `optimizer.step` is that of a fused optimizer inside.
+
+    That one would step with scaled gradients: what is set on the optimizer outside it does not see.
+    """
+    inner = getattr(optimizer.step, "__self__", optimizer)
+    if inner is not optimizer and is_fused(inner):
+        raise TypeError(
+            f"GradScaler.step: the step of this {type(optimizer).__name__} is that of the "
+            f"{type(inner).__name__} inside; give the scaler that one"
+        )

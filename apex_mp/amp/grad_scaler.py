@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +22,7 @@ from apex_mp.amp._unscaling import (
     UnscalingGradScaler,
     refuse_no_optimizer,
     refuse_own_scaling,
+    refuse_step_of_another,
 )
 from apex_mp.core import readback, step_log
 from apex_mp.core.cast_parameters import warn_of_rounded_buffers
@@ -30,8 +31,17 @@ from apex_mp.core.grads import NonFinite
 from apex_mp.core.step import ScaledStep, StepResult, take, takes_scaled_step
 from apex_mp.core.tensors import copy_async
 
-_NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
+_FLAG_OF = "apex_mp_flag_of"  # in torch's state: the optimizer that has found_inf, and its steps
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@contextlib.contextmanager
+def _taking_grad_scale(optimizer: Any) -> Iterator[None]:
+    """A context for a step, which uses up a `grad_scale` that the user has set, as torch's does."""
+    try:
+        yield
+    finally:
+        vars(optimizer).pop("grad_scale", None)
 
 
 class GradScaler(UnscalingGradScaler):
@@ -158,14 +168,15 @@ class GradScaler(UnscalingGradScaler):
             AssertionError: No parameter of an optimizer that is not fused has a gradient.
             RuntimeError: It was called before since the last `update`, a closure was given, the
                 optimizer scales by itself, or gradients came after `clip_grad_norm_`.
-            TypeError: `optimizer` is something else.
+            TypeError: `optimizer` is something else, or its step is that of a fused one inside.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         refuse_no_optimizer("step", optimizer)
         refuse_own_scaling(optimizer)
-        if args and callable(args[0]):
-            raise RuntimeError(_NO_CLOSURE)
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        refuse_step_of_another(optimizer)
         readback.poll()
         self._clip_of(optimizer)  # What it raises comes before a warning.
         self._refuse_mixed(optimizer, "step")
@@ -202,27 +213,38 @@ class GradScaler(UnscalingGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if "closure" in kwargs:
-            raise RuntimeError(_NO_CLOSURE)
         is_unscaled = state["stage"] is OptState.UNSCALED
-        with self._applying_clip(optimizer) as clip:
+        known: dict[torch.device, Tensor] = state["found_inf_per_device"] if is_unscaled else {}
+        with self._applying_clip(optimizer) as clip, _taking_grad_scale(optimizer):
             if is_unscaled:
-                known: dict[torch.device, Tensor] = state["found_inf_per_device"]
                 step = ScaledStep(found_inf=one_flag(known, scale.device))
             else:
                 step = self._scaled_step(optimizer, None if clip is None else clip.max_norm)
-            value: float | None = take(optimizer, step, *args, **kwargs)
-        result = step.result
-        assert result is not None  # `take` has made sure.
-        if not is_unscaled and result.grad_dtypes:
-            flag = result.flag()
-            state["found_inf_per_device"] = {flag.device: flag}
-            self._note_dtypes(result.grad_dtypes)
+            if clip is not None:  # Gradients that a hook edits are clipped as they were measured.
+                step.clip_norm, step.found_inf = clip.norm, clip.found_inf
+            value = self._take(optimizer, step, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        if is_unscaled:
-            steps.submit_flags(known, state.get(MEASURED), result.undo_state)
+        result = step.result
+        if result is None or is_unscaled:
+            undo_state = None if result is None else result.undo_state
+            steps.submit_flags(state["found_inf_per_device"], state.get(MEASURED), undo_state)
         else:
+            self._note_dtypes(result.grad_dtypes)
             steps.submit(result)
+        return value
+
+    def _take(self, optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> float | None:
+        """Take a step, and note its flag for `update`, whatever was put around `optimizer.step`."""
+        state = self._per_optimizer_states[id(optimizer)]
+        try:
+            value: float | None = take(optimizer, step, *args, **kwargs)
+        finally:
+            if step.result is None:  # A function around the step leaves it out, or has raised.
+                if not state["found_inf_per_device"]:
+                    self._check_inf_per_device(optimizer)
+            elif step.check and step.result.grad_dtypes:
+                self._note_flag(optimizer, step.result.flag())
+                state[_FLAG_OF] = weakref.ref(optimizer), optimizer._steps_taken
         return value
 
     def _step_fused(
@@ -298,11 +320,23 @@ class GradScaler(UnscalingGradScaler):
             AssertionError: No optimizer with gradients was stepped since the last update.
         """
         if self._enabled:
+            self._refuse_lost_flags()
             self._note_waiting()
         super().update(new_scale)
         self._losses.forget()
         for clip in self._clips.values():
             clip.is_late = True
+
+    def _refuse_lost_flags(self) -> None:
+        """Raise a RuntimeError if a later step has overwritten whether one was skipped."""
+        for state in self._per_optimizer_states.values():
+            reference, steps_taken = state.get(_FLAG_OF, (lambda: None, 0))
+            optimizer = reference()
+            if optimizer is not None and optimizer._steps_taken != steps_taken:
+                raise RuntimeError(
+                    f"GradScaler.update: {type(optimizer).__name__} was stepped again after "
+                    "scaler.step(optimizer), without this scaler; call scaler.update() before that"
+                )
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's last step was skipped, because a gradient held inf or NaN.

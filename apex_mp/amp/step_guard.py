@@ -20,7 +20,7 @@ from apex_mp.core import readback, step_log
 from apex_mp.core.closure import Snapshot, StepAbandonedError
 from apex_mp.core.masters import LOW_PRECISION
 from apex_mp.core.skips import Overflow
-from apex_mp.core.step import ScaledStep, StepResult, handing, takes_scaled_step
+from apex_mp.core.step import HostOutcome, ScaledStep, StepResult, handing, takes_scaled_step
 from apex_mp.core.step_record import StepRecord
 from apex_mp.fp16_utils import FP16_Optimizer
 
@@ -159,7 +159,7 @@ class StepGuard:
             slots = slots_of(optimizer)
             for row in slots.with_master:  # The user may clear only the model's gradients.
                 slots.params[row].grad = None
-            self._end_step(overflow, self.scaler, self.scale)
+            self._end_step(overflow)
             return None
         if args and callable(args[0]):
             return self._step_with_closure(
@@ -171,7 +171,7 @@ class StepGuard:
                 lambda closure: self._step(optimizer, *args, **{**kwargs, "closure": closure}),
             )
         value = self._step(optimizer, *args, **kwargs)
-        self._end_step(None, self.scaler, self.scale)
+        self._end_step(None)
         return value
 
     def _refuse_scaled_gradients(self, optimizer: Any) -> None:
@@ -204,8 +204,8 @@ class StepGuard:
                 step = ScaledStep(found_inf=found_inf, watch_updates=True)
                 with handing(optimizer, step):
                     value = self._step(optimizer)
-                assert step.result is not None  # `handing` has made sure.
-                result = dataclasses.replace(result, undo_state=step.result.undo_state)
+                if step.result is not None:
+                    result = dataclasses.replace(result, undo_state=step.result.undo_state)
             else:
                 optimizer.found_inf = found_inf  # As torch.amp.GradScaler does.
                 try:
@@ -218,17 +218,24 @@ class StepGuard:
         scaler = self.scaler
         self._record.submit(
             result,
-            lambda outcome: self._end_step(
+            lambda outcome: self._finish(
                 self.last_overflow if outcome.found_inf else None, scaler, None
             ),
         )
         readback.poll()
         return value
 
-    def _end_step(
+    def _end_step(self, overflow: Overflow | None) -> None:
+        """Record a step whose outcome the host knows; `overflow` is why it was skipped, or None."""
+        self._record.submit(
+            StepResult(HostOutcome(overflow is not None)),
+            lambda _: self._finish(overflow, self.scaler, self.scale),
+        )
+
+    def _finish(
         self, overflow: Overflow | None, scaler: LossScaler | None, scale: float | Tensor | None
     ) -> None:
-        """Record a step.
+        """Record the outcome of a step.
 
         Args:
             overflow: The overflow for which it was skipped, or None.
@@ -267,7 +274,7 @@ class StepGuard:
         except StepAbandonedError:
             before.restore(state)
             value = None
-        self._end_step(finite.overflow, self.scaler, self.scale)
+        self._end_step(finite.overflow)
         return value
 
 

@@ -20,7 +20,8 @@ class Outcome(Protocol):
     """The outcome of a step.
 
     Attributes:
-        is_known: Whether the host knows it; if not, the other attributes mean nothing.
+        is_known: Whether the host knows it, as it does if nothing was checked; if not, the other
+            attributes mean nothing.
         found_inf: Whether the step was skipped, as far as the host knows without a check.
         norms: l2 norm of each group's unscaled gradients; empty if none was measured.
         nonfinite_rows: The first parameters, by number among those that had a gradient, whose
@@ -60,6 +61,7 @@ class ScaledStep:
         check: Look for inf and NaN, and change nothing if there is any.
         clip_to: Before groups are clipped, clip all scaled gradients together to this l2 norm, with
             a check; None: do not.
+        clip_norm: Their l2 norm, unscaled, by which to clip; None: it is measured.
         clip_by_global_norm: Clip each group by the norm of all.
         loss_scale: Updated on its device by what `check` finds; None: there is none.
         unscale: If the step is not skipped, scaled gradients of these dtypes are unscaled in place.
@@ -76,6 +78,7 @@ class ScaledStep:
     found_inf: Tensor | None = None
     check: bool = False
     clip_to: float | None = None
+    clip_norm: Tensor | None = None
     clip_by_global_norm: bool = False
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
@@ -85,8 +88,13 @@ class ScaledStep:
 
 
 def takes_scaled_step(optimizer: Any) -> bool:
-    """Return whether `take` works: a subclass with a `step` of its own takes no `ScaledStep`."""
-    return getattr(optimizer.step, "takes_scaled_step", False)
+    """Return whether `take` works.
+
+    A subclass with a `step` of its own takes no `ScaledStep`; nor does an object that returns the
+    `step` of another one.
+    """
+    is_own = getattr(optimizer.step, "__self__", optimizer) is optimizer
+    return is_own and getattr(optimizer.step, "takes_scaled_step", False)
 
 
 def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
@@ -94,15 +102,12 @@ def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         optimizer: One for which `takes_scaled_step` is true.
-        step: What to do; its result is set.
+        step: What to do; its result is set, unless what is around `optimizer.step` leaves it out.
         args: Passed on to `optimizer.step`.
         kwargs: Likewise.
 
     Returns:
         What `optimizer.step` returned.
-
-    Raises:
-        RuntimeError: A function that replaces `step` has not called it.
     """
     with handing(optimizer, step):
         return optimizer.step(*args, **kwargs)
@@ -116,11 +121,6 @@ def handing(optimizer: Any, step: ScaledStep) -> Iterator[None]:
         yield
     finally:
         del optimizer.scaled_step
-    if step.result is None:
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step was replaced by a function that has its attributes "
-            "and has not called it; a function that replaces step must call it"
-        )
 
 
 @contextlib.contextmanager
@@ -139,13 +139,16 @@ def dropping_amp_tensors(optimizer: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class KnownOutcome:
-    """An outcome as numbers on the host; see `Outcome`."""
+class HostOutcome:
+    """An outcome in Python; see `Outcome`."""
 
     found_inf: bool
     norms: list[float] = dataclasses.field(default_factory=list)
     nonfinite_rows: list[int] = dataclasses.field(default_factory=list)
     is_known: bool = True
+
+
+UNKNOWN = HostOutcome(False, is_known=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,9 +175,9 @@ class StepResult:
         without_grad: Group and index of the parameters that had no gradient.
         grad_dtypes: The dtypes of the gradients; empty if there was none.
         found_inf: If the outcome is not known yet, one float32 number on the device that is not 0
-            if the step was skipped, valid until the next step; else None.
+            if the step was skipped, valid until the next step or check; else None.
         sent: If the outcome is not known yet, the tensor on the device that will hold it until the
-            next step; else None.
+            next step or check; else None.
         read: If the outcome is not known yet, makes it from a copy of `sent` on the CPU.
         undo_state: If the outcome is not known yet and the step has made state, removes that state;
             the caller calls it if the step was skipped. None: there is nothing to remove.
@@ -192,10 +195,10 @@ class StepResult:
     def of_flag(cls, found_inf: Tensor) -> StepResult:
         """Return the result of a step that was given `found_inf`, one number on a device."""
         return cls(
-            KnownOutcome(False, is_known=False),
+            UNKNOWN,
             found_inf=found_inf,
             sent=found_inf.reshape(1),
-            read=lambda values: KnownOutcome(bool(values.any())),
+            read=lambda values: HostOutcome(bool(values.any())),
         )
 
     def flag(self) -> Tensor:

@@ -33,11 +33,13 @@ class OldScale(Parts):
 
     def _scaler_now(self) -> LossScaler | DynamicLossScaler:
         """Return the up-to-date loss scaler; does not count as a read by the user."""
-        self._steps.catch_up(self._loss_scaler)
+        self._device_scale.catch_up(self._loss_scaler)
         return self._loss_scaler
 
     def _set_scaler(self, value: LossScaler | DynamicLossScaler) -> None:
-        self._steps.catch_up(self._loss_scaler)  # Outcomes of earlier steps are for the old one.
+        self._device_scale.catch_up(
+            self._loss_scaler
+        )  # Outcomes of earlier steps are for the old one.
         self._loss_scaler = value
 
     @property
@@ -49,7 +51,7 @@ class OldScale(Parts):
     def loss_scale(self, value: float) -> None:
         scaler = self.loss_scaler
         scaler.cur_scale = StaticLossScale(value).scale  # Refuses what is no scale.
-        self._steps.write_through(scaler)
+        self._device_scale.write_through(scaler)
 
     cur_scale = loss_scale
 

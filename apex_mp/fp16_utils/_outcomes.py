@@ -12,7 +12,7 @@ from apex_mp.core.found_inf import FoundInf
 from apex_mp.core.log import see
 from apex_mp.core.master_grads import Stage
 from apex_mp.core.skips import Overflow
-from apex_mp.core.step import Outcome, StepResult
+from apex_mp.core.step import HostOutcome, Outcome, StepResult
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._parts import LOG, eager
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
@@ -62,22 +62,24 @@ class Outcomes(OldNames):
         self._awaited = None
 
     def _end_step(self, *, skipped: bool | None) -> None:
-        if skipped is not None:
-            readback.wait()  # The steps before this one come first.
         self._overflow = skipped
         found = self._locate() if skipped else []  # While masters still have gradients.
         self._grads.end_step()
         if skipped is None:
             assert self._awaited is not None  # The step has left it there.
             if readback.is_capturing():
-                self._steps.note_captured()
+                self._device_scale.note_captured()
             # _on_arrival may be called from now on.
             self._record.submit(self._awaited, self._arrival(self._awaited))
             return
-        self._record.captured = None
         self._awaited = None
         norms, self._group_norms = self._group_norms, []
-        self._take_note(skipped, self._loss_scaler.update_scale, lambda: found, norms)
+        self._record.submit(
+            StepResult(HostOutcome(skipped, norms)),
+            lambda _: self._take_note(
+                skipped, self._loss_scaler.update_scale, lambda: found, norms
+            ),
+        )
 
     def _arrival(self, result: StepResult) -> Callable[[Outcome], None]:
         """Return a function that handles a step's outcome, without keeping this object alive."""
@@ -110,7 +112,7 @@ class Outcomes(OldNames):
             self._awaited = None
         self._take_note(
             outcome.found_inf,
-            lambda skipped: self._steps.update(self._loss_scaler, skipped=skipped),
+            lambda skipped: self._device_scale.update(self._loss_scaler, skipped=skipped),
             locate,
             outcome.norms,
         )

@@ -17,8 +17,8 @@ from apex_mp.core.step import StepResult
 from apex_mp.core.step_record import StepRecord
 from apex_mp.core.weight_watch import WeightWatch
 from apex_mp.fp16_utils._delegates import Delegates
-from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._misuse import Misuse
+from apex_mp.fp16_utils._scale_on_device import ScaleOnDevice
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
 LOG = logger("apex_mp.fp16_utils")
@@ -44,7 +44,7 @@ class Parts(Delegates):
     _legacy_arguments: tuple[str, ...]  # that the inner optimizer's step takes
     _loss_scaler: LossScaler | DynamicLossScaler
     _dynamic_args: dict[str, Any]
-    _steps: DeviceSteps
+    _device_scale: ScaleOnDevice
     _grads: MasterGrads
     _masters: GroupedMasters
     _names: ParamNames

@@ -32,7 +32,7 @@ class Stepping(Outcomes):
         device = self._device_to_leave_alone()
         if device is None:
             return self._scaler_now().cur_scale
-        return self._steps.scale(self._loss_scaler, device)
+        return self._device_scale.scale(self._loss_scaler, device)
 
     def _device_to_leave_alone(self) -> torch.device | None:
         """Return the device on which the host need not wait for steps, or None."""
@@ -85,12 +85,18 @@ class Stepping(Outcomes):
             scale=scale,
             check=True,
             clip_by_global_norm=self.clip == "global",
-            loss_scale=None if device is None else self._steps.for_step(self._loss_scaler, device),
+            loss_scale=None
+            if device is None
+            else self._device_scale.for_step(self._loss_scaler, device),
             wait=device is None,
         )
         take(self.optimizer, step)
         result = step.result
-        assert result is not None  # `take` has made sure.
+        if result is None:
+            raise RuntimeError(
+                f"FP16_Optimizer: {type(self.optimizer).__name__}.step was replaced by a function "
+                "that has its attributes and has not called it; it must call it"
+            )
         outcome = result.outcome
         if not outcome.found_inf:
             # The user may have written to masters that have no gradient.

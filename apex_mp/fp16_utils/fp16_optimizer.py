@@ -24,11 +24,11 @@ from apex_mp.core.skips import ParamNames
 from apex_mp.core.step import StepResult
 from apex_mp.core.step_record import StepRecord
 from apex_mp.core.weight_watch import WeightWatch
-from apex_mp.fp16_utils._device_steps import DeviceSteps
 from apex_mp.fp16_utils._given_scale import new_scaler
 from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils._parts import LOG, eager
 from apex_mp.fp16_utils._saving import Checkpoints
+from apex_mp.fp16_utils._scale_on_device import ScaleOnDevice
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import LossScale
 
@@ -133,7 +133,7 @@ class FP16_Optimizer(Checkpoints):
         self._loss_scaler, self._dynamic_args = new_scaler(
             static_loss_scale, dynamic_loss_scale, dynamic_loss_args, self._DYNAMIC_DEFAULTS
         )
-        self._steps = DeviceSteps()
+        self._device_scale = ScaleOnDevice()
         self.optimizer = inner
         self.verbose = verbose
         self.clip = clip
@@ -234,7 +234,7 @@ class FP16_Optimizer(Checkpoints):
         readback.poll()
         self._adopt_new()
         scale = self._scale_now()
-        self._grads.begin_backward(scale, self._steps.last_scale)
+        self._grads.begin_backward(scale, self._device_scale.last_scale)
         self._forget_overflow()
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if isinstance(scale, Tensor):

@@ -65,7 +65,7 @@ class Part:
         state: dict[Any, Any],
         make_state: Callable[[int, int], dict[str, Any]],
         scale: float | Tensor,
-        unscale: Sequence[torch.dtype] = (),
+        unscale: Sequence[torch.dtype],
     ) -> None:
         """Make the plan read this part; errors name places in the whole groups."""
 

@@ -18,6 +18,7 @@ from apex_mp.core.checkpoint_view import is_called_for_state
 from apex_mp.core.skips import ParamNames
 from apex_mp.core.step import (
     GradCheck,
+    HostOutcome,
     Lists,
     Outcome,
     ScaledStep,
@@ -54,6 +55,7 @@ class FusedOptimizer(SavedOptimizer):
     # FP16_Optimizer need not copy masters to the model after step(output_params=...).
     _writes_output_params = True
     unscale_grads: bool | None = None  # for optimizers pickled before the option existed
+    _steps_taken = 0  # or tried
     _plan: _Plan
 
     # --- Defined by each optimizer.
@@ -180,18 +182,20 @@ class FusedOptimizer(SavedOptimizer):
             plan = self._read_by_plan(plan, step, before)
             if written := plan.written:
                 _written.take(self, written, before)
-            self._steps_taken = self.__dict__.get("_steps_taken", 0) + 1
+            self._steps_taken += 1
             outcome = self._run(plan, step)
         except BaseException:
             if not plan.has_run:  # Else the weights were stepped, and need their state.
                 self._take_back(before)
             raise
+        if not (step.check or step.found_inf is not None):
+            outcome = HostOutcome(False)  # What is not looked for is not found.
         if outcome.found_inf:
             self._take_back(before)
-        elif outcome.is_known or not (step.check or step.found_inf is not None):
+        elif outcome.is_known:
             self._after_step(plan.without_grad)
         result = StepResult(outcome, plan.without_grad, plan.grad_dtypes)
-        if outcome.is_known or not (step.check or step.found_inf is not None):
+        if outcome.is_known:
             return result
         undo = self._undo(before) if before else None
         return dataclasses.replace(
@@ -275,13 +279,14 @@ class FusedOptimizer(SavedOptimizer):
             "check": step.check,
             "clip_by_global_norm": step.clip_by_global_norm or self._clips_by_global_norm,
             "clip_to": step.clip_to,
+            "clip_norm": step.clip_norm,
             "wait": step.check and step.wait,
         }
         scale = step.loss_scale
         if isinstance(plan, SeveralDevices):
             return plan.run(loss_scale=scale, **kwargs)
         on_device = None if scale is None else scale.for_step()
-        return plan.run(loss_scale=on_device, clip_norm=None, **kwargs)
+        return plan.run(loss_scale=on_device, **kwargs)
 
     def _norms(self, step: ScaledStep) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""

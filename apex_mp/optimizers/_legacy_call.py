@@ -1,4 +1,4 @@
-"""The arguments of the legacy call `step(grads=, output_params=, scale=, grad_norms=)`."""
+"""What a call of `step` asks for: legacy arguments, or attributes that a loss scaler has set."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def scaled_step(
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if grads is not None and (step is not None or found_inf is not None):
         raise ValueError(
-            f"{who}.step: grads was given inside GradScaler, which has looked for inf and "
-            "NaN in each parameter's .grad only; leave grads out"
+            f"{who}.step: grads was given inside GradScaler or another loss scaler, which looks "
+            "for inf and NaN in each parameter's .grad only; leave grads out"
         )
     if step is not None:
         return step

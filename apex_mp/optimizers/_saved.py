@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import options
+from apex_mp.core import options, readback
 from apex_mp.core.state_checks import as_dict, check_optimizer_state
 from apex_mp.optimizers import _state
 
@@ -83,6 +83,7 @@ class SavedOptimizer(torch.optim.Optimizer):
                 valid only with the same weights; else as float32, which other optimizers load
                 too [False].
         """
+        readback.wait()  # A first step that was skipped leaves no state.
         saved = super().state_dict()
         states = saved["state"]
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):

@@ -14,7 +14,7 @@ from apex_mp import _C
 from apex_mp.core import shards
 from apex_mp.core.device_scale import DeviceScale
 from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.step import KnownOutcome, Lists
+from apex_mp.core.step import UNKNOWN, HostOutcome, Lists
 from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 from apex_mp.optimizers._written import Written
@@ -28,7 +28,7 @@ class SeveralDevices:
     waiting. The host waits only for numbers that a step on the CPU needs from a GPU, and for the
     outcome of a check. Processes that hold parts of DTensors sum the same numbers.
 
-    Like a plan, it keeps no tensor between steps except the outcome.
+    Like a plan, it keeps no parameter, gradient or state between steps, but what was found.
 
     Args:
         who: The optimizer's name, for messages.
@@ -37,9 +37,10 @@ class SeveralDevices:
 
     # The outcome of the last step, if that checked and the host did not wait.
     outcome: Tensor
+    # Of the last step or check.
     found_inf: Tensor
     norm: Tensor
-    read_outcome: Callable[[Tensor], KnownOutcome]
+    read_outcome: Callable[[Tensor], HostOutcome]
 
     def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan]) -> None:
         self._who = who
@@ -67,7 +68,7 @@ class SeveralDevices:
         grads_of: Lists | None,
         copies: Lists | None,
         scale: float | Tensor,
-        unscale: Sequence[torch.dtype] = (),
+        unscale: Sequence[torch.dtype],
     ) -> None:
         """As `_C.StepPlan.read`; afterwards `can_run` is False if one plan can step everything.
 
@@ -99,6 +100,9 @@ class SeveralDevices:
         self._scale = scale
         self.has_parts = any(part.plan.has_parts for part in parts)
         self.grad_dtypes = set().union(*(part.plan.grad_dtypes for part in parts))
+        if self.has_parts:  # Another process may have a gradient.
+            groups = [group for part in parts for group in part.groups]
+            self.grad_dtypes |= {param.dtype for group in groups for param in group["params"]}
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.written = sorted(place for part in parts for place in part.written())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
@@ -108,7 +112,7 @@ class SeveralDevices:
         return self._plans.get(device) or self._new_plan()
 
     def check(self, *, clip_by_global_norm: bool, clip_to: float) -> None:
-        """As `_C.StepPlan.check`."""
+        """As `_C.StepPlan.check`; how the step clips does not change what is measured."""
         try:
             if not self._parts:
                 self.found_inf = torch.zeros((), device="cpu")
@@ -136,7 +140,7 @@ class SeveralDevices:
     def _measure(self) -> _Measured:
         return _measure(self._parts, self._scale, len(self._parts[0].groups))
 
-    def _measured(self) -> _Measured:
+    def _checked_or_measured(self) -> _Measured:
         """Return what `check` has found in these gradients, or measure them."""
         checked, self._checked = self._checked, None
         if checked is not None:
@@ -154,12 +158,15 @@ class SeveralDevices:
         check: bool,
         clip_by_global_norm: bool,
         clip_to: float | None,
+        clip_norm: Tensor | None,
         loss_scale: DeviceScale | None,
         wait: bool,
-    ) -> KnownOutcome:
+    ) -> HostOutcome:
         """As `_C.StepPlan.run`."""
         try:
-            outcome = self._run(norms, found_inf, check, clip_by_global_norm, clip_to, loss_scale)
+            outcome = self._run(
+                norms, found_inf, check, clip_by_global_norm, clip_to, clip_norm, loss_scale
+            )
         except BaseException:
             self.has_run = any(part.plan.has_run for part in self._parts)
             self._forget()
@@ -168,7 +175,7 @@ class SeveralDevices:
         self._let_go()
         if outcome is not None:
             return outcome
-        return self.read_outcome(self.outcome) if wait else KnownOutcome(False, is_known=False)
+        return self.read_outcome(self.outcome) if wait else UNKNOWN
 
     def refresh_groups(self) -> None:
         """As `_C.StepPlan.refresh_groups`."""
@@ -183,14 +190,15 @@ class SeveralDevices:
         check: bool,
         clip_by_global_norm: bool,
         clip_to: float | None,
+        clip_norm: Tensor | None,
         loss_scale: DeviceScale | None,
-    ) -> KnownOutcome | None:
+    ) -> HostOutcome | None:
         """Step; return the outcome, or None if the host does not know it."""
         skip = None if found_inf is None else as_flag(found_inf, self._who)
         if not self._parts:
             if loss_scale is not None:
                 loss_scale.update(torch.zeros((), device=loss_scale.device))
-            return KnownOutcome(False)
+            return HostOutcome(False)
         groups = self._parts[0].groups
         norms = norms or [None] * len(groups)
         missing = [
@@ -200,14 +208,16 @@ class SeveralDevices:
         ]
         if not (check or self._must_measure(missing, clip_by_global_norm)):
             return self._step_given(norms, skip)
-        measured = self._measured()
+        measured = self._checked_or_measured()
         for number in missing:
             norms[number] = measured.of_all if clip_by_global_norm else measured.of_groups[number]
         if not check:
             return self._step_given(norms, skip)
         found = as_flag(measured.found_inf, self._who)
         skip = found if skip is None else torch.maximum(found, copy_async(skip, found.device))
-        self._step(norms, skip, clip_to, self._unscaled(measured.of_all))
+        if clip_to is not None and clip_norm is None:
+            clip_norm = self._unscaled(measured.of_all)
+        self._step(norms, skip, clip_to, clip_norm)
         self.found_inf = skip
         if loss_scale is not None:
             loss_scale.update(copy_async(skip, loss_scale.device))
@@ -216,7 +226,7 @@ class SeveralDevices:
         self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
         return None
 
-    def _step_given(self, norms: Norms, skip: Tensor | None) -> KnownOutcome:
+    def _step_given(self, norms: Norms, skip: Tensor | None) -> HostOutcome:
         """Step everything, unless `skip`, which the caller has given, is set."""
         if skip is not None:
             self.found_inf, self.outcome = skip, skip.double().view(1)
@@ -229,7 +239,7 @@ class SeveralDevices:
         skip: Tensor | None,
         clip_to: float | None = None,
         clip_norm: Tensor | None = None,
-    ) -> KnownOutcome:
+    ) -> HostOutcome:
         """Step everything, unless `skip` is set; return what the host knows of the outcome."""
         outcomes = [
             part.plan.run(
@@ -246,7 +256,7 @@ class SeveralDevices:
         ]
         found_inf = any(outcome.found_inf for outcome in outcomes)
         is_known = skip is None or all(outcome.is_known for outcome in outcomes)
-        return KnownOutcome(found_inf, is_known=is_known or found_inf)
+        return HostOutcome(found_inf, is_known=is_known or found_inf)
 
     def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
         """Return whether a group is clipped by a norm that no plan can measure alone."""
@@ -307,12 +317,12 @@ def as_flag(found_inf: float | Tensor, who: str) -> Tensor:
     return (found_inf != 0).reshape(()).float()
 
 
-def _read_outcome(groups: int, order: list[int], values: Tensor) -> KnownOutcome:
+def _read_outcome(groups: int, order: list[int], values: Tensor) -> HostOutcome:
     """Return what a copy of `SeveralDevices.outcome` on the CPU says."""
     found_inf, *numbers = values.tolist()
     flags = zip(order, numbers[groups:], strict=True)
     rows = sorted(number for number, flag in flags if flag)
-    return KnownOutcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
+    return HostOutcome(found_inf != 0.0, numbers[:groups], nonfinite_rows=rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,16 +2,14 @@
 // The same formulas for the CPU and for the last block of a CUDA pass.
 #pragma once
 
-#include "math/check.h"
 #include "math/clip.h"
 
 namespace apex_mp::math {
 
 // The divisor of scaled gradients that also clips them, of this norm before clipping and unscaled,
-// to `clip_to`. Negative: they are not clipped; nor are they if the norm is not finite, for then
-// nothing is stepped. Rounded as the product of two float tensors.
+// to `clip_to`; negative: they are not clipped. Rounded as the product of two float tensors.
 APEX_MP_MATH double clipped_scale(double scale, double norm, double clip_to) {
-  if (!(clip_to >= 0.0) || not_finite(norm)) return scale;
+  if (!(clip_to >= 0.0)) return scale;
   const double excess = (norm + 1e-6) / clip_to;
   return excess > 1.0 ? double{static_cast<float>(excess) * static_cast<float>(scale)} : scale;
 }

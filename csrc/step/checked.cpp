@@ -2,22 +2,36 @@
 #include "step/checked.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace apex_mp::step {
+namespace {
+
+// Counts all writes to the numbers of a row's state.
+int64_t versions_of(const at::Tensor* const (&numbers)[math::kMaxNumbers]) {
+  int64_t versions = 0;
+  for (const at::Tensor* number : numbers) {
+    if (number == nullptr || number->is_inference()) continue;
+    versions += number->unsafeGetTensorImpl()->version_counter().current_version();
+  }
+  return versions;
+}
+
+}  // namespace
 
 void Checked::record(const Task& task, const std::vector<RowTensors>& tensors) {
   forget();
   for (const RowTensors& row : tensors) {
-    if (row.grad != nullptr && row.grad->is_inference()) {  // A write could not be detected.
-      forget();
-      return;
+    Grad grad;
+    grad.number_versions = versions_of(row.numbers);
+    if (row.grad != nullptr) {
+      if (row.grad->is_inference()) {  // A write could not be detected.
+        forget();
+        return;
+      }
+      grad.tensor = TensorVersion(*row.grad);
     }
-    if (row.grad == nullptr) {
-      grads_.push_back({nullptr, c10::VariableVersion(), 0});
-      continue;
-    }
-    const c10::VariableVersion& counter = row.grad->unsafeGetTensorImpl()->version_counter();
-    grads_.push_back({row.grad->unsafeGetTensorImpl(), counter, counter.current_version()});
+    grads_.push_back(std::move(grad));
   }
   rows_ = task.rows;
   groups_ = task.groups;
@@ -26,18 +40,15 @@ void Checked::record(const Task& task, const std::vector<RowTensors>& tensors) {
   clip_by_global_norm_ = task.clip_by_global_norm;
 }
 
-bool Checked::Grad::is(const at::Tensor* grad) const {
-  if (grad == nullptr || tensor == nullptr) return grad == nullptr && tensor == nullptr;
-  return grad->unsafeGetTensorImpl() == tensor && !counter.unique() &&
-         counter.current_version() == version;
+bool Checked::Grad::is_of(const RowTensors& row) const {
+  if (versions_of(row.numbers) != number_versions) return false;
+  return row.grad == nullptr ? tensor.is_empty() : tensor.is(*row.grad);
 }
 
 bool Checked::fits(const Task& task, const std::vector<RowTensors>& tensors) const {
-  if (grads_.empty() || !task.check || task.found_inf != nullptr || task.has_clip_norm) {
-    return false;
-  }
+  if (grads_.empty() || !task.check) return false;
   return std::equal(grads_.begin(), grads_.end(), tensors.begin(), tensors.end(),
-                    [](const Grad& grad, const RowTensors& row) { return grad.is(row.grad); }) &&
+                    [](const Grad& grad, const RowTensors& row) { return grad.is_of(row); }) &&
          rows_ == task.rows && groups_ == task.groups && scale_ == task.scale &&
          clip_to_ == task.clip_to && clip_by_global_norm_ == task.clip_by_global_norm;
 }

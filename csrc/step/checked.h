@@ -1,17 +1,15 @@
 // The task whose gradients were checked last: an equal one need not check them again. For the plan.
 #pragma once
 
-#include <c10/core/TensorImpl.h>
-
 #include <vector>
 
 #include "step/row_memory.h"
 #include "step/task.h"
+#include "step/tensor_version.h"
 
 namespace apex_mp::step {
 
-// Owns no tensor. A write to a gradient increments its version counter; if nothing else owns the
-// counter, the gradient is gone, whatever lies at its address now.
+// Owns no tensor.
 class Checked {
  public:
   void record(const Task& task, const std::vector<RowTensors>& tensors);
@@ -22,11 +20,10 @@ class Checked {
 
  private:
   struct Grad {
-    const at::TensorImpl* tensor;
-    c10::VariableVersion counter;
-    int64_t version;
+    TensorVersion tensor;
+    int64_t number_versions = 0;  // of the row's state: pass 1 prepares by these numbers
 
-    bool is(const at::Tensor* grad) const;
+    bool is_of(const RowTensors& row) const;
   };
 
   std::vector<Grad> grads_;  // of each row; empty if nothing was recorded

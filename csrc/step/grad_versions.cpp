@@ -8,10 +8,6 @@
 namespace apex_mp::step {
 namespace {
 
-const void* memory_of(const at::Tensor& tensor) {
-  return tensor.has_storage() ? tensor.storage().data() : nullptr;
-}
-
 const at::Tensor& grad_of(PyObject* param) { return tensor_of(param).grad(); }
 
 }  // namespace
@@ -33,9 +29,7 @@ void GradVersions::record(PyObject* params) {
 void GradVersions::add(const PyObject* param, const at::Tensor& grad, bool is_part) {
   // An inference tensor has no version, so a write could not be detected.
   if (grad.is_inference()) return;
-  const at::TensorImpl* impl = grad.unsafeGetTensorImpl();
-  const c10::VariableVersion& counter = impl->version_counter();
-  entries_.push_back({param, is_part, impl, memory_of(grad), counter, counter.current_version()});
+  entries_.push_back({param, is_part, TensorVersion(grad)});
 }
 
 bool GradVersions::changed(PyObject* params) const {
@@ -55,7 +49,7 @@ bool GradVersions::changed(PyObject* params) const {
 bool GradVersions::is_changed(const PyObject* param, const at::Tensor& grad, bool is_part,
                               size_t& likely_index) const {
   const Entry* entry = find(param, is_part, likely_index);
-  if (entry == nullptr || !fits(*entry, grad)) return true;
+  if (entry == nullptr || !entry->grad.is(grad)) return true;
   likely_index = entry - entries_.data() + 1;
   return false;
 }
@@ -69,11 +63,6 @@ const GradVersions::Entry* GradVersions::find(const PyObject* param, bool is_par
     return &entries_[likely_index];
   const auto found = std::find_if(entries_.begin(), entries_.end(), is_it);
   return found == entries_.end() ? nullptr : &*found;
-}
-
-bool GradVersions::fits(const Entry& entry, const at::Tensor& grad) {
-  return grad.unsafeGetTensorImpl() == entry.grad && memory_of(grad) == entry.data &&
-         !entry.counter.unique() && entry.counter.current_version() == entry.version;
 }
 
 }  // namespace apex_mp::step

@@ -50,7 +50,7 @@ void define_plan(py::module_& module) {
       .def(
           "check",
           [](Plan& plan, bool clip_by_global_norm, double clip_to) {
-            return plan.check({clip_by_global_norm, clip_to, py::none()});
+            plan.check({clip_by_global_norm, clip_to, py::none()});
           },
           py::kw_only(), py::arg("clip_by_global_norm"), py::arg("clip_to"))
       .def(

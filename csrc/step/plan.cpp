@@ -413,16 +413,18 @@ void Plan::read_clip(const Clip& clip, const NumberReader& numbers) {
   if (task_.has_clip_norm) task_.clip_norm = numbers.read("clip_norm", clip.norm.ptr());
 }
 
-Outcome Plan::check(const Clip& clip) {
+void Plan::check(const Clip& clip) {
   TORCH_INTERNAL_ASSERT(is_read_ && can_run_);
   const auto end = c10::make_scope_exit([this] { clear(); });
   checked_.forget();
   read_clip(clip, NumberReader(caller_, device_, kept_));
   task_.check = true;
   task_.found_inf = nullptr;
-  const Outcome outcome = run_passes(Passes::kCheck, {}, false);
-  checked_.record(task_, tensors_);
-  return outcome;
+  // As gradients are now: another thread may write them while this one does not hold Python's lock.
+  Checked checked;
+  checked.record(task_, tensors_);
+  run_passes(Passes::kCheck, {}, false);
+  checked_ = std::move(checked);
 }
 
 Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool check,
@@ -438,9 +440,9 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
       loss_scale == nullptr ? LossScale{} : loss_scale->memory(caller_, device_);
   Outcome outcome;
   outcome.found_inf = read_found_inf(found_inf);
-  if (outcome.found_inf) return outcome;
   const bool is_checked = loss_scale == nullptr && checked_.fits(task_, tensors_);
   checked_.forget();
+  if (outcome.found_inf) return outcome;
   outcome = run_passes(is_checked ? Passes::kUpdate : Passes::kAll, scale, wait);
   has_run_ = !outcome.found_inf;
   if (!outcome.found_inf) {

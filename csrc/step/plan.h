@@ -70,23 +70,23 @@ class Plan {
             const pybind11::function& make_state, const Given& given);
 
   // Checks and measures the gradients that were read, for a step of the same task, and does not
-  // take it. The outcome is known on the CPU; found_inf() and norm() are on the device.
-  Outcome check(const Clip& clip);
+  // take it: found_inf() and norm() say what was found.
+  void check(const Clip& clip);
 
   // Takes the step that was read; what `check` has found is used if all is as it was then. Writes
-  // nothing if `found_inf` (None, or one number) is not 0, or
-  // with `check` if gradients hold inf or NaN. `norms` is None, or for each group None or the norm
-  // of its gradients before unscaling. `loss_scale` is updated, unless it is nullptr; it excludes
-  // `found_inf`. The outcome is known with `wait`, and always on the CPU.
+  // nothing if `found_inf` (None, or one number) is not 0, or with `check` if gradients hold inf or
+  // NaN. `norms` is None, or for each group None or the norm of its gradients before unscaling.
+  // `loss_scale` is updated, unless it is nullptr; it excludes `found_inf`. The outcome is known
+  // with `wait`, and always on the CPU.
   Outcome run(const pybind11::object& norms, const pybind11::object& found_inf, bool check,
               const Clip& clip, const DeviceLossScale* loss_scale, bool wait);
 
-  // The result of the last step on a CUDA device, valid until the next one: bytes, to be copied to
-  // the host for read_outcome().
+  // The result of the last step on a CUDA device, valid until the next step or check: bytes, to be
+  // copied to the host for read_outcome().
   at::Tensor outcome() const;
 
-  // Of the last step or check: one float32 number, not 0 if the step was or will be skipped; and
-  // the norm of all unscaled gradients, float64.
+  // Of the last step or check whose outcome the host was not given: one float32 number, not 0 if
+  // the step was or will be skipped; and the norm of all unscaled gradients, float64.
   at::Tensor found_inf() const;
   at::Tensor norm() const;
 

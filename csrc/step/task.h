@@ -101,7 +101,8 @@ struct Task {
   Number clip_norm;
 };
 
-// The parts of a step. A check of gradients may come some time before the rest of the same step.
+// The parts of a step. kCheck may come some time before kUpdate, which must follow it with an equal
+// task.
 enum class Passes { kAll, kCheck, kUpdate };
 
 // The outcome of a step, or of its check.

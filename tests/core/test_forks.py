@@ -58,7 +58,7 @@ def of_grad_scaler(scale: DeviceScale) -> object:
 
 def of_fp16_optimizer(scale: DeviceScale) -> object:
     optimizer = FP16_Optimizer(FusedAdam([torch.nn.Parameter(torch.ones(1))]))
-    optimizer._steps._scale = scale
+    optimizer._device_scale._scale = scale
     return optimizer.loss_scale
 
 

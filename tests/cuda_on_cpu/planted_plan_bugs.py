@@ -14,6 +14,7 @@ NOT_NEAR = r"assert \S+ == \S+ ± "
 NOT_REFUSED = "Failed: DID NOT RAISE"
 FREED = r"AddressSanitizer: heap-use-after-free"
 
+CHECKED = "tests/optimizers/test_checked_steps.py"
 SPLIT = "tests/optimizers/test_split_masters.py"
 ROUNDING = "tests/optimizers/test_stochastic_rounding.py"
 SAME_BITS = f"{ROUNDING}::test_random_bits_are_those_of_the_hash"
@@ -174,6 +175,28 @@ PLANTED_PLAN_BUGS = {
         "",
         "tests/optimizers/test_fused_adam_in_a_loop.py",
         r"assert not torch\.equal\(param, before\)",
+        net=NET,
+        scope="bool Plan::read_found_inf(",
+    ),
+    "a check of gradients is used after they were written": PlantedBug(
+        "tensor.is(*row.grad)",
+        "true",
+        f"{CHECKED}::test_what_changes_in_between_counts -k one-write_a_gradient",
+        "assert",
+        net=NET,
+    ),
+    "a check of gradients is used after options have changed": PlantedBug(
+        "groups_ == task.groups",
+        "true",
+        f"{CHECKED}::test_what_changes_in_between_counts -k one-set_max_norm",
+        "assert",
+        net=NET,
+    ),
+    "a step after a check does not clip": PlantedBug(
+        "excess > 1.0 ?",
+        "excess > 1e9 ?",
+        f"{CHECKED}::test_clipping_is_that_of_torch",
+        "assert|not close",
         net=NET,
     ),
     "numbers on the device are freed before the step": PlantedBug(

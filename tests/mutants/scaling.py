@@ -163,8 +163,8 @@ SCALER = {
     ),
     "a clip makes small gradients larger": Mutant(
         "FoldedClip.divisor",
-        "torch.clamp((self._norm + 1e-06) / self.max_norm, min=1.0)",
-        "(self._norm + 1e-06) / self.max_norm",
+        "torch.clamp((self.norm + 1e-06) / self.max_norm, min=1.0)",
+        "(self.norm + 1e-06) / self.max_norm",
         "grad_scaler_clip",
     ),
     "the norm is that of scaled gradients": Mutant(
@@ -175,7 +175,7 @@ SCALER = {
     ),
     "an infinite norm makes gradients NaN before they are counted": Mutant(
         "FoldedClip.divisor",
-        "torch.where(self._norm.isfinite(), divisor, 1.0)",
+        "torch.where(self.norm.isfinite(), divisor, 1.0)",
         "divisor",
         "grad_scaler_skips",
     ),

@@ -69,7 +69,7 @@ def test_a_function_in_the_place_of_a_step_must_call_it() -> None:
     assert calls == [None]
     assert not optimizer.overflow
     optimizer.optimizer.step = functools.wraps(step)(lambda *_: None)
-    with pytest.raises(RuntimeError, match=r"FusedAdam.step was replaced by a function that has"):
+    with pytest.raises(RuntimeError, match=r"FusedAdam.step was replaced by a function "):
         optimizer.step()
 
 

@@ -1,12 +1,15 @@
-"""The table of mutants fits the package; `make mutants` runs tests with each of them."""
+"""The tables of mutants and planted bugs fit the code; `make mutants` and `cuda-on-cpu` run them."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "mutants"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mutants", "cuda_on_cpu")]
 
+from planted_bugs import PLANTED_BUGS
+from planted_plan_bugs import PLANTED_PLAN_BUGS
+from planted_step_bugs import PLANTED_STEP_BUGS
 from table import MUTANTS, PARTS
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.cpu_only]
@@ -31,3 +34,10 @@ def test_a_mutant_is_code_that_differs() -> None:
     assert after in source
     assert after not in before
     assert mutant.source() == (path, source)
+
+
+def test_a_planted_bug_changes_text_of_a_file_that_is_there() -> None:
+    bugs = {**PLANTED_BUGS, **PLANTED_STEP_BUGS, **PLANTED_PLAN_BUGS}
+    assert len(bugs) >= 120
+    for bug in bugs.values():
+        assert bug.file.endswith((".h", ".cu", ".cpp"))  # Else it says what is missing.

@@ -26,8 +26,8 @@ struct Workspace {
   double scale;                          // the divisor of scaled gradients, which may clip them
 };
 
-// Takes the step, or these passes of it; kUpdate must follow kCheck of an equal task. Writes
-// nothing if the task has a check and gradients hold inf or NaN.
+// Takes the step, or these passes of it. Writes nothing if the task has a check and gradients hold
+// inf or NaN.
 step::Outcome run(const step::Task& task, step::Passes passes, Workspace& workspace);
 
 }  // namespace apex_mp::cpu

@@ -35,7 +35,7 @@ struct StepRun {
   step::LossScale loss_scale;
   bool norms = false;     // take norms even without clipping
   bool captured = false;  // groups stay in memory as they are: a replay must read them there
-  step::Passes passes = step::Passes::kAll;  // kUpdate must follow kCheck of an equal task
+  step::Passes passes = step::Passes::kAll;
 };
 // A graph fixes what is not in memory: gradients' addresses, whether to check and to measure norms,
 // numbers of the task that are not pointers, and the rule of the loss scale. To begin to clip

@@ -21,9 +21,9 @@ class Stepper {
   step::Outcome run(const step::Task& task, step::Passes passes, const step::LossScale& loss_scale,
                     bool wait, bool once, const c10::Device& device);
 
-  // The result of the last step on the device, valid until the next one: bytes, for read_outcome();
-  // a float that is not 0 if the step was skipped; and the norm of all unscaled gradients, a
-  // double.
+  // The result of the last step on the device, valid until the next step or check: bytes, for
+  // read_outcome(); a float that is not 0 if the step was skipped; and the norm of all unscaled
+  // gradients, a double.
   at::Tensor outcome() const;
   at::Tensor found_inf() const;
   at::Tensor norm() const;

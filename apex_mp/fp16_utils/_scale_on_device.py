@@ -17,7 +17,7 @@ from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
 
 
-class DeviceSteps:
+class ScaleOnDevice:
     """The loss scale on the device, which steps update there."""
 
     def __init__(self) -> None:
