@@ -1,4 +1,4 @@
-"""The tables of mutants and planted bugs fit the code; `make mutants` and `cuda-on-cpu` run them."""
+"""Mutants and planted bugs fit the code; `make mutants` and `make cuda-on-cpu` run them."""
 
 import sys
 from pathlib import Path
