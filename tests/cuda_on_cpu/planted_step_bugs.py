@@ -51,8 +51,8 @@ PLANTED_STEP_BUGS = {
         r"AssertionError: \[.*\] for \d+",
     ),
     "the scale is read after its update": PlantedBug(
-        "found.scale, found.norm, {}};",
-        "value_of(decision.scale), found.norm, {}};",
+        "totals.scale, totals.norm, {}};",
+        "value_of(decision.scale), totals.norm, {}};",
         LOSS_SCALES,
         r"assert outcome\.scale == scale",
     ),
@@ -168,7 +168,7 @@ PLANTED_STEP_BUGS = {
         WRONG_BITS,
     ),
     "all groups are clipped by their own norm": PlantedBug(
-        "if (decision.clip_by_global_norm) clipped = all;",
+        "if (check.decision.clip_by_global_norm) clipped = totals.sums;",
         "",
         f"{CLIPPING} -k unchecked-global",
         WRONG_NUMBER,

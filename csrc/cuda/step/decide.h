@@ -79,35 +79,44 @@ __device__ inline math::ClipRule clip_rule(const StepCheck& check, int32_t group
           options.has_norm ? value_of(options.norm) : 0.0};
 }
 
-// What gradients are divided by, and the norm of all of them, unscaled, before clipping.
-struct ScaleAndNorm {
-  double scale;
-  double norm;
+// Numbers over all groups. They lie in shared memory: as many in registers would spill.
+struct Totals {
+  math::SumSq sums;
+  double loss_scale;
+  double norm;   // unscaled, before clipping
+  double scale;  // what scaled gradients are divided by
 };
 
-// Each thread decides on some groups, and knows all sums.
-__device__ inline ScaleAndNorm decide_on_groups(const StepCheck& check, double loss_scale) {
-  const StepMemory& memory = check.memory;
-  const auto sum_of = [&](int32_t group) {  // NaN: not summed.
-    return check.decision.sums ? memory.group_sums[group] : math::SumSq{NAN, NAN};
-  };
+__device__ inline math::SumSq sums_of(const StepCheck& check, int32_t group) {  // NaN: not summed.
+  return check.decision.sums ? check.memory.group_sums[group] : math::SumSq{NAN, NAN};
+}
+
+// Called by one thread.
+__device__ inline void add_up_groups(const StepCheck& check, Totals& totals) {
+  const StepDecision& decision = check.decision;
   math::SumSq all = {0.0, 0.0};
-  for (int32_t group = 0; group < memory.counts.groups; ++group) {
-    const math::SumSq sum = sum_of(group);
+  for (int32_t group = 0; group < check.memory.counts.groups; ++group) {
+    const math::SumSq sum = sums_of(check, group);
     all = {all.scaled + sum.scaled, all.plain + sum.plain};
   }
-  const StepDecision& decision = check.decision;
-  const double norm = math::unscaled_norm(all, loss_scale);
-  const double scale = math::clipped_scale(
-      loss_scale, decision.has_clip_norm ? value_of(decision.clip_norm) : norm, decision.clip_to);
+  totals.sums = all;
+  totals.loss_scale = value_of(decision.scale);
+  totals.norm = math::unscaled_norm(all, totals.loss_scale);
+  totals.scale = math::clipped_scale(
+      totals.loss_scale, decision.has_clip_norm ? value_of(decision.clip_norm) : totals.norm,
+      decision.clip_to);
+}
+
+// Each thread decides on some groups.
+__device__ inline void decide_on_groups(const StepCheck& check, const Totals& totals) {
+  const StepMemory& memory = check.memory;
   for (int32_t group = threadIdx.x; group < memory.counts.groups; group += kBlockSize) {
-    const math::SumSq own = sum_of(group);
+    const math::SumSq own = sums_of(check, group);
     math::SumSq clipped = own;
-    if (decision.clip_by_global_norm) clipped = all;
+    if (check.decision.clip_by_global_norm) clipped = totals.sums;
     memory.group_outcomes[group] =
-        math::group_outcome(clip_rule(check, group), own, clipped, loss_scale, scale);
+        math::group_outcome(clip_rule(check, group), own, clipped, totals.loss_scale, totals.scale);
   }
-  return {scale, norm};
 }
 
 // Returns the norm of the row's gradient before unscaling, in lane 0. Called by all lanes of a
@@ -203,20 +212,23 @@ __device__ inline void name_nonfinite_rows(const StepMemory& memory) {
 }
 
 // Called by all threads of the last block, after the sums of groups.
-__device__ inline void decide(const StepCheck& check) {
+static __device__ inline void decide(const StepCheck& check) {
+  __shared__ Totals totals;
   const StepDecision& decision = check.decision;
   StepControl& control = *check.memory.control;
   const bool known = decision.found_inf != nullptr && *decision.found_inf != 0.0f;
   const bool found_inf = known || __ldcg(&control.found_inf) != 0;
-  const ScaleAndNorm found = decide_on_groups(check, value_of(decision.scale));
+  if (threadIdx.x == 0) add_up_groups(check, totals);
+  __syncthreads();
+  decide_on_groups(check, totals);
   __syncthreads();
   if (threadIdx.x == 0) {
     control.found_inf = 0;
     StepOutcome& outcome = *check.memory.outcome;
     outcome = {found_inf ? 1.0f : 0.0f,
                next_loss_scale(decision.loss_scale, found_inf),
-               found.scale,
-               found.norm,
+               totals.scale,
+               totals.norm,
                {}};
     for (int32_t& row : outcome.nonfinite_rows) row = -1;
   }

@@ -107,7 +107,7 @@ def test_an_overflow_is_reported_by_the_next_backward_if_it_has_arrived(
     monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: arrives == "at once")
     optimizer = make(params)
     train(optimizer, params, INF, 1.0)
-    assert len(optimizer._log.report) == (3 if arrives == "at once" else 0)
+    assert len(optimizer._record.report) == (3 if arrives == "at once" else 0)
 
 
 # The same numbers as where the host waits.
