@@ -88,13 +88,12 @@ class ScaledStep:
 
 
 def takes_scaled_step(optimizer: Any) -> bool:
-    """Return whether `take` works.
+    """Return whether `take` works, whatever was put around `step` of this object.
 
     A subclass with a `step` of its own takes no `ScaledStep`; nor does an object that returns the
     `step` of another one.
     """
-    is_own = getattr(optimizer.step, "__self__", optimizer) is optimizer
-    return is_own and getattr(optimizer.step, "takes_scaled_step", False)
+    return getattr(getattr(type(optimizer), "step", None), "takes_scaled_step", False)
 
 
 def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:

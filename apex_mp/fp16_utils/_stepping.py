@@ -66,13 +66,19 @@ class Stepping(Outcomes):
 
     def _can_step_fused(self) -> bool:
         # Hooks run only for steps that are not skipped, so overflows must be known before them.
-        return takes_scaled_step(self.optimizer) and not (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or self.optimizer._optimizer_step_pre_hooks
-            or self.optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
+        # Another function in the place of `step` may read `.grad`.
+        is_plain = getattr(self.optimizer.step, "takes_scaled_step", False)
+        return (
+            takes_scaled_step(self.optimizer)
+            and is_plain
+            and not (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or self.optimizer._optimizer_step_pre_hooks
+                or self.optimizer._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+            )
         )
 
     def _step_fused(self) -> bool | None:

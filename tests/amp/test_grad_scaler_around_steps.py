@@ -70,6 +70,11 @@ def leave_out(optimizer: Any, params: Any) -> None:
     optimizer.step = functools.wraps(optimizer.step)(lambda *_, **__: None)
 
 
+def call_it(optimizer: Any, params: Any) -> None:
+    step = optimizer.step
+    optimizer.step = lambda *args, **kwargs: step(*args, **kwargs)  # As accelerate does.
+
+
 def scale_more(optimizer: Any, params: Any) -> None:
     optimizer.grad_scale = torch.tensor(4.0, device=params[0].device)
 
@@ -92,6 +97,7 @@ INF = math.inf
         (edit_in_a_hook, {}),
         *((each, {"clip": clip}) for each in (raise_before, raise_after) for clip in (0, 1)),
         (raise_before, {"grads": (3.0, INF), "clip": False}),
+        *((call_it, {"grads": (3.0, bad)}) for bad in (4.0, INF)),
         (leave_out, {"clip": False}),
         (leave_out, {"grads": (3.0, INF), "clip": False}),
         (scale_more, {"clip": False}),
