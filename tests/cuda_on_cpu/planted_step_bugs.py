@@ -44,11 +44,12 @@ PLANTED_STEP_BUGS = {
         net="narrow grid, backward",
         scope="bool is_last_block(",
     ),
-    "the scale is updated before all have read it": PlantedBug(
-        "  __syncthreads();\n  if (threadIdx.x == 0) {\n    control",
-        "  if (threadIdx.x == 0) {\n    control",
-        LOSS_SCALES,
-        r"AssertionError: \[.*\] for \d+",
+    "groups are decided on before their totals are there": PlantedBug(
+        "if (threadIdx.x == 0) add_up_groups(check, totals);\n  __syncthreads();",
+        "if (threadIdx.x == 0) add_up_groups(check, totals);",
+        CLIPPING,
+        WRONG_NUMBER,
+        net="narrow grid, backward",
     ),
     "the scale is read after its update": PlantedBug(
         "totals.scale, totals.norm, {}};",
