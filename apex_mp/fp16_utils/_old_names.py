@@ -37,9 +37,8 @@ class OldScale(Parts):
         return self._loss_scaler
 
     def _set_scaler(self, value: LossScaler | DynamicLossScaler) -> None:
-        self._device_scale.catch_up(
-            self._loss_scaler
-        )  # Outcomes of earlier steps are for the old one.
+        # Outcomes of earlier steps are for the old one.
+        self._device_scale.catch_up(self._loss_scaler)
         self._loss_scaler = value
 
     @property
