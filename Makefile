@@ -54,13 +54,6 @@ tests_of = $(foreach name,$(1),$(or $(wildcard tests/*/test_$(name).py),$(error 
 # Tests whose results depend on torch's CPU kernels.
 PROCESSOR_TESTS = $(call tests_of,amp_casts amp_fp16_compute amp_policy benchmark_amp \
   language_model normalization point_of_mixed_precision published_snippets rnn_training)
-# Tests of what leans on private names of torch, or on what its documentation does not promise.
-TORCH_TESTS = $(call tests_of,amp_cast_cache amp_engine amp_patching amp_registry amp_threads distributed_checkpoint \
-  example_custom_op forks fp16_optimizer_accumulation fp16_optimizer_in_torch fp16util \
-  fused_adam_in_a_loop grad_scaler_devices grad_scaler_in_torch grad_scaler_torch_cases grad_slots grad_versions \
-  multiproc operator_autograd operators packaging parallel plain_tensors reparameterization \
-  rnn_modules rnn_state run_modernize shards sync_batchnorm torch_optimizer_database \
-  two_processes)
 # What nvcc makes of csrc/cuda/: for cuda-link, which CI runs when csrc/ has changed.
 NVCC_TESTS = $(call tests_of,sass)
 DOCS_READY := $(VENV)/.done-docs
@@ -90,7 +83,7 @@ help:
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make release-check  make what could be uploaded, install it afresh, and run the lines of README'
 	@echo 'make format     let ruff and clang-format write their changes'
-	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), run the tests of what leans on torch or on nvcc'
+	@echo 'make cuda-link  compile and link for CUDA (no GPU needed), and see what nvcc made of it'
 	@echo 'make cuda-tests run all CPU tests on that build'
 	@echo 'make nightly    run all targets of .ci/run.py, and write benchmarks/results/nightly.json'
 	@echo 'make torch-oldest  run all CPU tests on the oldest torch that setup.py takes'
@@ -271,7 +264,7 @@ cuda-link: $(CUDA_BUILT)
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
 	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
-	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(TORCH_TESTS) $(NVCC_TESTS) $(PYTEST_ARGS)
+	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(NVCC_TESTS) $(call tests_of,example_custom_op) $(PYTEST_ARGS)
 
 cuda-tests: $(CUDA_BUILT)
 	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)

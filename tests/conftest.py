@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "every_case: has parameters that interact; all of its cases run each time"
     )
     config.addinivalue_line(
-        "markers", "any_torch: is as true of one torch as of another; make cuda-link leaves it out"
+        "markers", "any_torch: is as true of one torch as of another; make cuda-tests leaves it out"
     )
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(DeadContext())

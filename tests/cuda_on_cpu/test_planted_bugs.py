@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import re
-import subprocess
 
 import pytest
-from builder import OUT, ROOT, Library, build
+from builder import OUT, Library, build
 from nets import RunNet, run
 from planted_bugs import PLANTED_BUGS, PlantedBug
 from planted_plan_bugs import PLANTED_PLAN_BUGS
@@ -17,8 +14,6 @@ from planted_step_bugs import PLANTED_STEP_BUGS
 
 ALL_BUGS = {**PLANTED_BUGS, **PLANTED_STEP_BUGS, **PLANTED_PLAN_BUGS}
 FAILED, ABORTED = 1, -6
-NIGHTLY = ROOT / "benchmarks" / "results" / "nightly.json"
-MOST = 24  # bugs of a short run; each takes about five seconds on two cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +35,6 @@ class RunBug:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bug" not in metafunc.fixturenames:
         return
-    bugs = bugs_of_changed_files() if metafunc.config.getoption("short") else ALL_BUGS
     params = [
         pytest.param(
             bug,
@@ -50,25 +44,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ],
             id=name,
         )
-        for name, bug in bugs.items()
+        for name, bug in ALL_BUGS.items()
     ]
     metafunc.parametrize("bug", params)
-
-
-def bugs_of_changed_files() -> dict[str, PlantedBug]:
-    """Return the bugs of files that changed since the nightly run, `MOST` at most.
-
-    The files give one each in turn. All have changed if git does not know the nightly commit.
-    """
-    commit = json.loads(NIGHTLY.read_text())["cuda-on-cpu"]["commit"]
-    command = ["git", "diff", "--name-only", "--relative=csrc", commit]
-    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    by_file: dict[str, list[str]] = {}
-    for name, bug in ALL_BUGS.items():
-        if diff.returncode or bug.file in diff.stdout.split():
-            by_file.setdefault(bug.file, []).append(name)
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_file.values()))
-    return {name: ALL_BUGS[name] for name in [name for name in in_turn if name][:MOST]}
 
 
 def last_test(output: str) -> str:
