@@ -2,7 +2,6 @@
 
     python -m benchmarks.amp                    print the table
     python -m benchmarks.amp --save-results benchmarks/results/amp-cpu.json
-    python -m benchmarks.amp --caching --save-results benchmarks/results/amp-caching-cpu.json
 
 All ways to run a model take turns, round after round, so that a busy machine is busy for each. On
 a CPU the time of the process counts, without what other programs take.
@@ -29,10 +28,8 @@ from apex_mp import _C, amp
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 REFERENCE = "torch.autocast"
-UNCACHED = "enable_caching=False"
 RATIOS = [
     ("amp.init", REFERENCE),
-    ("amp.init", UNCACHED),
     ("NoOpHandle", "fp32"),
     ("amp.init", "fp32"),
 ]
@@ -67,20 +64,6 @@ class LastStep(nn.Module):
         return output
 
 
-class CellInALoop(nn.Module):
-    """A recurrent cell of linear layers, called once for each of 32 steps."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.of_input, self.of_state = nn.Linear(size, size), nn.Linear(size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x)
-        for _ in range(32):
-            state = torch.tanh(self.of_input(x) + self.of_state(state))
-        return state
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A model and the shape of its input."""
@@ -107,22 +90,10 @@ WORKLOADS = [
 ]
 
 
-# For `--caching`: weights that are used once in a forward, and 32 times.
-CACHING_WORKLOADS = [
-    WORKLOADS[0],
-    Workload("MLP, batch of 1", _mlp, (1, 256)),
-    *WORKLOADS[1:3],
-    Workload("cell in a loop", lambda: CellInALoop(128), (64, 128)),
-    Workload("cell in a loop, batch of 1", lambda: CellInALoop(128), (1, 128)),
-]
-
-
 @contextlib.contextmanager
-def initialised(
-    enabled: bool, dtype: torch.dtype, device: str, *, enable_caching: bool = True
-) -> Iterator[None]:
+def initialised(enabled: bool, dtype: torch.dtype, device: str) -> Iterator[None]:
     """Run a block under amp.init()."""
-    handle = amp.init(enabled, enable_caching=enable_caching, dtype=dtype, device_type=device)
+    handle = amp.init(enabled, dtype=dtype, device_type=device)
     try:
         yield
     finally:
@@ -130,14 +101,9 @@ def initialised(
 
 
 def contexts(
-    dtype: torch.dtype, device: str, *, caching: bool = False
+    dtype: torch.dtype, device: str
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Each way to run a model, as a context around forward and backward."""
-    if caching:
-        return {
-            "amp.init": lambda: initialised(True, dtype, device),
-            UNCACHED: lambda: initialised(True, dtype, device, enable_caching=False),
-        }
     return {
         "fp32": contextlib.nullcontext,
         "NoOpHandle": lambda: initialised(False, dtype, device),
@@ -168,14 +134,12 @@ def time_one(model: nn.Module, x: Tensor, way: str, context: Any) -> float:
     return min(times) * 1e3
 
 
-def measure(
-    workload: Workload, dtype: torch.dtype, device: str, rounds: int, *, caching: bool = False
-) -> dict[str, Any]:
+def measure(workload: Workload, dtype: torch.dtype, device: str, rounds: int) -> dict[str, Any]:
     """Times of all ways in turn: the median of each, and its ratio to autocast round by round."""
     torch.manual_seed(0)
     model = workload.make().to(device)
     x = torch.randn(workload.shape, device=device)
-    ways = contexts(dtype, device, caching=caching)
+    ways = contexts(dtype, device)
     times: dict[str, list[float]] = {way: [] for way in ways}
     failures: dict[str, str] = {}
     for number in range(rounds + 1):
@@ -210,8 +174,7 @@ def _ratio(times: Sequence[float], reference: Sequence[float]) -> float | None:
 
 def table(results: dict[str, Any]) -> str:
     """Render the results as a Markdown table."""
-    caching = UNCACHED in results["rows"][0]["ms"]
-    ways = [*contexts(torch.float16, "cpu", caching=caching)]
+    ways = [*contexts(torch.float16, "cpu")]
     ratios = [name for name in results["rows"][0]["ratio"] if name != "amp.init / fp32"]
     head = ["dtype", "model", *(f"{way}, ms" for way in ways), *ratios]
     lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(head) - 2)}"]
@@ -246,7 +209,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     parser.add_argument("--rounds", type=int, default=31, help="of which medians are taken")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--caching", action="store_true", help="what keeping casts is worth")
     parser.add_argument("--save-results", type=Path, metavar="JSON")
     return parser.parse_args(argv)
 
@@ -257,10 +219,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     rows = [
         {
             "dtype": name,
-            **measure(workload, DTYPES[name], args.device, args.rounds, caching=args.caching),
+            **measure(workload, DTYPES[name], args.device, args.rounds),
         }
         for name in args.dtypes
-        for workload in (CACHING_WORKLOADS if args.caching else WORKLOADS)
+        for workload in WORKLOADS
     ]
     results = {"environment": {**environment(args.device), "rounds": args.rounds}, "rows": rows}
     print(table(results))

@@ -135,16 +135,6 @@ def test_the_pages_of_casts_and_monitor_quote_their_ratios() -> None:
     assert said in page("monitor.md")
 
 
-def test_the_page_of_norms_quotes_the_slowest_and_the_worst() -> None:
-    runs = results("normalization-cpu.json")["runs"]
-    mixed = [r for r in runs if r["norm"] == "FusedLayerNorm" and r["input"] != r["weights"]]
-    slowest = max(1 / run["times_ours"]["both"]["torch"] for run in mixed)
-    worst = max(run["off"]["torch"] for run in mixed)
-    said = f"up to {slowest:.1f} times as long as torch's own with backward"
-    assert said in page("normalization.md")
-    assert f"where torch's are off by up to {100 * worst:.0f} %" in page("normalization.md")
-
-
 def test_the_recipe_of_reinforcement_learning_shows_what_it_is_for() -> None:
     rows = {row["run"]: row for row in results("rl-fp16-cpu.json")["rows"]}
     assert len(rows["fp16"]["seeds"]) == 3

@@ -14,7 +14,7 @@ Job = Callable[[Libraries], Outcome]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "nets with each value of each parameter, and bugs of changed files"
+    words = "nets with each value of each parameter"
     parser.addoption("--short", action="store_true", help=words)
 
 
