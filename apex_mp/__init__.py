@@ -24,8 +24,8 @@ else:
     from apex_mp._as_apex.install import install_as_apex, uninstall_as_apex
     from apex_mp.averaged_masters import AveragedMasters
     from apex_mp.checkpoint import load_checkpoint, save_checkpoint
-    from apex_mp.core.cast_parameters import cast_parameters
-    from apex_mp.core.float32_parts import keep_fp32
+    from apex_mp.core.masters.cast_parameters import cast_parameters
+    from apex_mp.core.masters.float32_parts import keep_fp32
 
 __all__ = [
     "RNN",

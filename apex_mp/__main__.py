@@ -6,9 +6,9 @@
 import argparse
 import sys
 
+from apex_mp._check.environment import survey
 from apex_mp._run.command import main
 from apex_mp._version import __version__
-from apex_mp.core.environment import survey
 
 if sys.argv[1:2] == ["run"]:
     main(sys.argv[2:])

@@ -19,8 +19,8 @@ from apex_mp.checkpointing.convert_checks import (
     check_value,
 )
 from apex_mp.checkpointing.rename import renamed
-from apex_mp.core.masters import LOW_PRECISION
-from apex_mp.core.written_weights import current
+from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.written_weights import current
 from apex_mp.optimizers import _state
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.masters import MasterGroup
+from apex_mp.core.masters.masters import MasterGroup
 from apex_mp.fp16_utils import FP16_Optimizer, LossScaler
 from apex_mp.loss_scale import (
     FLOAT32_MAX,

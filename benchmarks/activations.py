@@ -27,8 +27,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.amp import _current
-from apex_mp.core.masters import stored_grad
+from apex_mp.amp.casts import current as _current
+from apex_mp.core.masters.masters import stored_grad
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import activation_report, memory_probe, step_machine
 from benchmarks.activation_models import QUICK, TASKS, Task

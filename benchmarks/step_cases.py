@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp import amp
-from apex_mp.core import step_log
+from apex_mp.core.step import step_log
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import step_device, step_plain

@@ -22,7 +22,9 @@ from each_value import cases_with_each_value
 from torch import distributed as dist
 
 from apex_mp import _C
-from apex_mp.amp import _amp_state, _current, registry
+from apex_mp.amp import _amp_state
+from apex_mp.amp.casts import current as _current
+from apex_mp.amp.casts import registry
 
 # By default cuDNN multiplies float32 in TF32, with 10 bits of mantissa.
 torch.backends.cudnn.allow_tf32 = False

@@ -27,7 +27,8 @@ from two_process_cases import (
 )
 
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.amp import GradScaler, _current
+from apex_mp.amp import GradScaler
+from apex_mp.amp.casts import current as _current
 from apex_mp.core import tensors
 from apex_mp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.amp import _amp_state, _current
+from apex_mp.amp import _amp_state
+from apex_mp.amp.casts import current as _current
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
 STEPS = 10

@@ -15,8 +15,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apex_mp.amp import GradScaler
-from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.shards import agree
+from apex_mp.core.grads.found_inf import FoundInf
+from apex_mp.core.grads.shards import agree
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2

@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from apex_mp.amp import _current, registry
+from apex_mp.amp.casts import current as _current
+from apex_mp.amp.casts import registry
 
 FOLDER = Path(__file__).parent / "published_snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))

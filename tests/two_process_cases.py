@@ -87,7 +87,7 @@ def with_handle(model: nn.Module, wrap: Any) -> Trainer:
 
 def with_handle_and_reducer(model: nn.Module, _: Any) -> Trainer:
     trainer = with_handle(model, no_reduction)
-    handle: Any = amp._current.handle
+    handle: Any = amp.casts.current.handle
     reducer = parallel.Reducer(model)
 
     def backward(loss: Tensor) -> None:
@@ -280,8 +280,8 @@ def train(way: str, rank: int, world: int, accumulation: str | None = None) -> d
         ]
         found["rounded"].append(all(map(torch.equal, weights, rounded)))
     found["end"] = values(trainer)
-    if amp._current.handle is not None:
-        amp._current.handle._deactivate()
+    if amp.casts.current.handle is not None:
+        amp.casts.current.handle._deactivate()
     return found
 
 
@@ -330,8 +330,8 @@ def joined(way: str, rank: int) -> dict[str, Any]:
             trainer.backward(loss_of(trainer.model, x[rank::WORLD], y[rank::WORLD]))
             trainer.optimizer.step()
         before = values(trainer), trainer.scale()
-    if amp._current.handle is not None:
-        amp._current.handle._deactivate()
+    if amp.casts.current.handle is not None:
+        amp.casts.current.handle._deactivate()
     model = [param.detach().clone() for param in trainer.model.parameters()]
     return {"before": before, "after": (values(trainer), trainer.scale()), "model": model}
 

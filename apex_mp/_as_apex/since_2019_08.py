@@ -9,7 +9,7 @@ from torch import Tensor
 
 from apex_mp import amp, optimizers
 from apex_mp.amp._amp_state import _amp_state
-from apex_mp.amp._master_state import MasterState
+from apex_mp.amp.levels.master_state import MasterState
 from apex_mp.multi_tensor_apply import amp_C
 
 

@@ -2,7 +2,15 @@
 
 from apex_mp.amp._amp_state import _amp_state, master_params
 from apex_mp.amp.amp import init
-from apex_mp.amp.compute import fp16_compute
+from apex_mp.amp.casts.compute import fp16_compute
+from apex_mp.amp.casts.registry import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from apex_mp.amp.frontend import (
     clear_cache,
     disable_casts,
@@ -13,16 +21,8 @@ from apex_mp.amp.frontend import (
 )
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
+from apex_mp.amp.loss_scaling.step_guard import step_was_skipped
 from apex_mp.amp.opt import OptimWrapper
-from apex_mp.amp.registry import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from apex_mp.amp.step_guard import step_was_skipped
 
 __all__ = [
     "AmpHandle",

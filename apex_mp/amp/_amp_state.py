@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp._options import Options
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
+from apex_mp.amp.levels.options import Options
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.log import logger
 

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from apex_mp.amp import amp
 from apex_mp.amp._amp_state import _amp_state, warn_or_err
-from apex_mp.amp._eps import warn_of_eps
-from apex_mp.amp._master_state import MasterState
-from apex_mp.amp._masters import check_group, class_with_masters, give_masters
-from apex_mp.amp._options import Options
-from apex_mp.amp.casting import is_low
+from apex_mp.amp.casts.casting import is_low
+from apex_mp.amp.levels.eps import warn_of_eps
+from apex_mp.amp.levels.master_state import MasterState
+from apex_mp.amp.levels.masters import check_group, class_with_masters, give_masters
+from apex_mp.amp.levels.options import Options
+from apex_mp.amp.loss_scaling.step_guard import guard_of
 from apex_mp.amp.opt import OptimWrapper
-from apex_mp.amp.step_guard import guard_of
-from apex_mp.core import local_gradients, parallel_masters, tensors
-from apex_mp.core.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.inner import check_lists
+from apex_mp.core import tensors
+from apex_mp.core.grads import local_gradients
+from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.core.step.inner import check_lists
 from apex_mp.core.tensors import FLOATING
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils.fp16util import cast_network

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex_mp.amp import _current
-from apex_mp.amp.handle import AmpHandle, NoOpHandle
-from apex_mp.amp.registry import (
+from apex_mp.amp.casts import current as _current
+from apex_mp.amp.casts.registry import (
     float_function,
     half_function,
     promote_function,
@@ -18,8 +17,9 @@ from apex_mp.amp.registry import (
     register_half_function,
     register_promote_function,
 )
-from apex_mp.core import parallel_masters
+from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.core.log import logger, see
+from apex_mp.core.masters import parallel_masters
 from apex_mp.loss_scale import LossScale
 
 __all__ = [

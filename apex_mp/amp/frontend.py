@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp import _current, _options
 from apex_mp.amp._amp_state import LOG, _amp_state, maybe_print, warn_or_err
-from apex_mp.amp._checkpoint import load_state_dict, state_dict
 from apex_mp.amp._initialize import Setup, stop_casts
 from apex_mp.amp.amp import check_enabled
-from apex_mp.amp.casting import is_low
+from apex_mp.amp.casts import current as _current
+from apex_mp.amp.casts.casting import is_low
+from apex_mp.amp.levels import options as _options
+from apex_mp.amp.levels.checkpoint import load_state_dict, state_dict
+from apex_mp.amp.loss_scaling.scaling import scaled_backward
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.amp.scaling import scaled_backward
-from apex_mp.core import parallel_masters
-from apex_mp.core.skips import Overflow
+from apex_mp.core.masters import parallel_masters
+from apex_mp.core.step.skips import Overflow
 from apex_mp.loss_scale import LossScale
 
 __all__ = [

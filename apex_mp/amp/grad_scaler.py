@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp.amp._scale_bounds import ScaleBounds, eager, with_advice
-from apex_mp.amp._scaled_losses import ScaledLosses
-from apex_mp.amp._scaled_steps import ScaledSteps, outcome
-from apex_mp.amp._torch_fused import is_fused, removing_new_momentum, wait_for_amp_tensors
-from apex_mp.amp._unscaling import (
+from apex_mp.amp.grad_scaling.scale_bounds import ScaleBounds, eager, with_advice
+from apex_mp.amp.grad_scaling.scaled_losses import ScaledLosses
+from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps, outcome
+from apex_mp.amp.grad_scaling.torch_fused import (
+    is_fused,
+    removing_new_momentum,
+    wait_for_amp_tensors,
+)
+from apex_mp.amp.grad_scaling.unscaling import (
     MEASURED,
     NOTED,
     UnscalingGradScaler,
@@ -24,11 +28,11 @@ from apex_mp.amp._unscaling import (
     refuse_own_scaling,
     refuse_step_of_another,
 )
-from apex_mp.core import readback, step_log
-from apex_mp.core.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.found_inf import one_flag
-from apex_mp.core.grads import NonFinite
-from apex_mp.core.step import ScaledStep, StepResult, take, takes_scaled_step
+from apex_mp.core.grads.checks import NonFinite
+from apex_mp.core.grads.found_inf import one_flag
+from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.core.step import readback, step_log
+from apex_mp.core.step.scaled_step import ScaledStep, StepResult, take, takes_scaled_step
 from apex_mp.core.tensors import copy_async
 
 _FLAG_OF = "apex_mp_flag_of"  # in torch's state: the optimizer that has found_inf, and its steps

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from apex_mp.amp.scaling import scaled_backward
-from apex_mp.amp.step_guard import step_was_skipped
-from apex_mp.core.checkpoint_view import CheckpointView, with_checkpoint_view
+from apex_mp.amp.loss_scaling.scaling import scaled_backward
+from apex_mp.amp.loss_scaling.step_guard import step_was_skipped
+from apex_mp.core.checkpoints.checkpoint_view import CheckpointView, with_checkpoint_view
+from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.delegating import ForwardingOptimizer
-from apex_mp.core.state_checks import as_dict
 from apex_mp.fp16_utils import _inner_state
 from apex_mp.loss_scale import is_of_grad_scaler
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from apex_mp import fp16_utils
-from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.state_checks import as_dict
+from apex_mp.core.checkpoints.state_checks import as_dict
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import (
     AMP_PRESET,
     FLOAT32_SMALLEST_NORMAL,

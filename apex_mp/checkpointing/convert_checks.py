@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_mp.core.state_checks import file_advice
+from apex_mp.core.checkpoints.state_checks import file_advice
 
 
 def check_state(function: str, state_dict: Any) -> None:

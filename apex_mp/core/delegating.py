@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from apex_mp.core.checkpoint_view import with_checkpoint_view
+from apex_mp.core.checkpoints.checkpoint_view import with_checkpoint_view
 
 
 class DelegatingOptimizer(torch.optim.Optimizer):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.masters import MasterGroup
-from apex_mp.core.state_checks import check_optimizer_state
+from apex_mp.core.checkpoints.state_checks import check_optimizer_state
+from apex_mp.core.masters.masters import MasterGroup
 from apex_mp.core.tensors import no_numbers
 from apex_mp.fp16_utils import _inner_state
 from apex_mp.fp16_utils._saved_scaler import read_loss_scaler, required

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex_mp.core.state_checks import check_optimizer_state
+from apex_mp.core.checkpoints.state_checks import check_optimizer_state
 
 # State of torch's optimizers that has the parameter's shape. torch does not check shapes when it
 # loads; the next step would fail, or broadcast.

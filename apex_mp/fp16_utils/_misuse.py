@@ -7,10 +7,10 @@ import weakref
 from typing import ClassVar
 
 from apex_mp import _C
-from apex_mp.core import readback
-from apex_mp.core.grads import Edits
+from apex_mp.core.grads.checks import Edits
 from apex_mp.core.log import warn
-from apex_mp.core.master_grads import MasterGrads
+from apex_mp.core.masters.master_grads import MasterGrads
+from apex_mp.core.step import readback
 
 _STEPS_OF_ZEROS = 4  # before a warning
 _LEAST = 64.0  # What a clip makes gradients smaller by, and the loss scale, to be worth a warning.

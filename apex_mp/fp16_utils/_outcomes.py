@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from apex_mp.core import grads, readback, step_log
-from apex_mp.core.found_inf import FoundInf
+from apex_mp.core.grads import checks as grads
+from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.log import see
-from apex_mp.core.master_grads import Stage
-from apex_mp.core.skips import Overflow
-from apex_mp.core.step import HostOutcome, Outcome, StepResult
+from apex_mp.core.masters.master_grads import Stage
+from apex_mp.core.step import readback, step_log
+from apex_mp.core.step.scaled_step import HostOutcome, Outcome, StepResult
+from apex_mp.core.step.skips import Overflow
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._parts import LOG, eager
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler

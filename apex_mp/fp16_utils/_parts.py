@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from apex_mp.core.inner import StepWatch
 from apex_mp.core.log import logger
-from apex_mp.core.master_grads import MasterGrads
-from apex_mp.core.masters import GroupedMasters
-from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import StepResult
-from apex_mp.core.step_record import StepRecord
-from apex_mp.core.weight_watch import WeightWatch
+from apex_mp.core.masters.master_grads import MasterGrads
+from apex_mp.core.masters.masters import GroupedMasters
+from apex_mp.core.masters.weight_watch import WeightWatch
+from apex_mp.core.step.inner import StepWatch
+from apex_mp.core.step.record import StepRecord
+from apex_mp.core.step.scaled_step import StepResult
+from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils._delegates import Delegates
 from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils._scale_on_device import ScaleOnDevice

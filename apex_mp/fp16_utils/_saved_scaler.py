@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from apex_mp.core.state_checks import part_advice
+from apex_mp.core.checkpoints.state_checks import part_advice
 from apex_mp.fp16_utils._given_scale import scaler_of
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import from_grad_scaler, is_of_grad_scaler

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from apex_mp.core.checkpoint_view import CheckpointView, with_checkpoint_view
-from apex_mp.core.state_checks import as_dict
+from apex_mp.core.checkpoints.checkpoint_view import CheckpointView, with_checkpoint_view
+from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.fp16_utils import _checkpoint, _inner_state
 from apex_mp.fp16_utils._saved_scaler import whole_scaler
 from apex_mp.fp16_utils._stepping import Stepping

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import forks, readback
-from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core import forks
+from apex_mp.core.step import readback
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import DynamicLossScale
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from apex_mp.core import device_scale, step_log
-from apex_mp.core.closure import Snapshot, StepAbandonedError, evaluate
-from apex_mp.core.master_grads import Stage
-from apex_mp.core.masters import write
-from apex_mp.core.skips import Overflow
-from apex_mp.core.step import ScaledStep, take, takes_scaled_step
+from apex_mp.core.masters.master_grads import Stage
+from apex_mp.core.masters.masters import write
+from apex_mp.core.step import device_scale, step_log
+from apex_mp.core.step.closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.core.step.scaled_step import ScaledStep, take, takes_scaled_step
+from apex_mp.core.step.skips import Overflow
 from apex_mp.fp16_utils._outcomes import Outcomes, check_groups, unscaled_norms
 from apex_mp.fp16_utils._parts import LOG
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler

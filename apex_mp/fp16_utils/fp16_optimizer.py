@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core import parallel_masters, readback, step_log, tensors
-from apex_mp.core.inner import (
+from apex_mp.core import tensors
+from apex_mp.core.log import see
+from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.master_grads import MasterGrads
+from apex_mp.core.masters.masters import LOW_PRECISION, MasterGroup
+from apex_mp.core.masters.weight_watch import WeightWatch
+from apex_mp.core.step import readback, step_log
+from apex_mp.core.step.inner import (
     StepWatch,
     check_loss,
     inner_of,
     legacy_arguments,
 )
-from apex_mp.core.log import see
-from apex_mp.core.master_grads import MasterGrads
-from apex_mp.core.masters import LOW_PRECISION, MasterGroup
-from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import StepResult
-from apex_mp.core.step_record import StepRecord
-from apex_mp.core.weight_watch import WeightWatch
+from apex_mp.core.step.record import StepRecord
+from apex_mp.core.step.scaled_step import StepResult
+from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils._given_scale import new_scaler
 from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils._parts import LOG, eager

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp.core import tensors
-from apex_mp.core.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.float32_parts import Float32Part
-from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.core.masters.float32_parts import Float32Part
+from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.tensors import cast_floating
 from apex_mp.RNN.RNNBackend import RNNCell
 

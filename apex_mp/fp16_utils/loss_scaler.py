@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from apex_mp.core.state_checks import as_dict
+from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.loss_scale import (
     FLOAT32_SMALLEST_NORMAL,
     FP16_UTILS_PRESET,

@@ -14,9 +14,9 @@ from torch import Tensor
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
-from apex_mp.core import device_scale, readback, step_log
 from apex_mp.core.log import logger, see, warn
-from apex_mp.core.step_log import StepNote
+from apex_mp.core.step import device_scale, readback, step_log
+from apex_mp.core.step.step_log import StepNote
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.monitor import _report
 from apex_mp.monitor.exponents import Sampler

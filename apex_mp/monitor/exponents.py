@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from apex_mp.core import device_scale, ops, readback, tensors
+from apex_mp.core import ops, tensors
+from apex_mp.core.step import device_scale, readback
 
 # float16 has all its digits from 2**-14 on, fewer below it, and none below 2**-25.
 SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15

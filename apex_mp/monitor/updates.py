@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.masters import LOW_PRECISION
-from apex_mp.core.skips import ParamNames
+from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._state import MASTER, has_master
 

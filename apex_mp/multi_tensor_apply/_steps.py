@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.step_lists import step_lists
 from apex_mp.multi_tensor_apply._arguments import (
     Lists,
     check_choice,
@@ -26,6 +25,7 @@ from apex_mp.multi_tensor_apply._arguments import (
     raising,
     speaking_of,
 )
+from apex_mp.multi_tensor_apply._step_lists import step_lists
 
 DECAY = {0: "L2", 1: "AdamW"}
 ADAM_LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex_mp.core.step_lists import step_lists
 from apex_mp.multi_tensor_apply._arguments import (
     check_choice,
     check_lists,
@@ -13,6 +12,7 @@ from apex_mp.multi_tensor_apply._arguments import (
     number,
     speaking_of,
 )
+from apex_mp.multi_tensor_apply._step_lists import step_lists
 from apex_mp.multi_tensor_apply._steps import steps_before
 
 __all__ = [

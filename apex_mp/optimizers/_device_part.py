@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import extension
-from apex_mp.core.step import Lists
+from apex_mp.core.step.scaled_step import Lists
 from apex_mp.optimizers._written import Written
 
 Groups: TypeAlias = list[dict[str, Any]]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import forks, tensors
-from apex_mp.core.checkpoint_view import is_called_for_state
-from apex_mp.core.skips import ParamNames
-from apex_mp.core.step import (
+from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
+from apex_mp.core.step.scaled_step import (
     GradCheck,
     HostOutcome,
     Lists,
@@ -25,6 +24,7 @@ from apex_mp.core.step import (
     StepResult,
     dropping_amp_tensors,
 )
+from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers import _legacy_call, _written
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.step import Groups, Lists, ScaledStep
+from apex_mp.core.step.scaled_step import Groups, Lists, ScaledStep
 
 
 def scaled_step(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import readback, tensors
+from apex_mp.core import tensors
 from apex_mp.core.log import counted, warn
-from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.step import readback
 from apex_mp.optimizers._state import has_master
 
 _NAMED = 3

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import options, readback
-from apex_mp.core.state_checks import as_dict, check_optimizer_state
+from apex_mp.core import options
+from apex_mp.core.checkpoints.state_checks import as_dict, check_optimizer_state
+from apex_mp.core.step import readback
 from apex_mp.optimizers import _state
 
 

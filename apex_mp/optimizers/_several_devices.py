@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import shards
-from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.step import UNKNOWN, HostOutcome, Lists
+from apex_mp.core.grads import shards
+from apex_mp.core.grads.found_inf import FoundInf
+from apex_mp.core.step.device_scale import DeviceScale
+from apex_mp.core.step.scaled_step import UNKNOWN, HostOutcome, Lists
 from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
 from apex_mp.optimizers._written import Written

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.core import grads as _grads
 from apex_mp.core import tensors
-from apex_mp.core.masters import LOW_PRECISION
-from apex_mp.core.written_weights import current
+from apex_mp.core.grads import checks as _grads
+from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.written_weights import current
 
 MASTER = "master_param"
 

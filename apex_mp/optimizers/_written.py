@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp.core import readback, tensors
+from apex_mp.core import tensors
 from apex_mp.core.log import counted, warn
-from apex_mp.core.written_weights import differ
+from apex_mp.core.masters.written_weights import differ
+from apex_mp.core.step import readback
 from apex_mp.optimizers._state import MASTER
 
 # Group, index, and whether the weight was compared with that of the last step.

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import tensors
-from apex_mp.core.checkpoint_view import with_checkpoint_view
+from apex_mp.core.checkpoints.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
-from apex_mp.core.masters import LOW_PRECISION
+from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
-from apex_mp.core.step import Lists, ScaledStep, dropping_amp_tensors, take, takes_scaled_step
+from apex_mp.core.step.scaled_step import (
+    Lists,
+    ScaledStep,
+    dropping_amp_tensors,
+    take,
+    takes_scaled_step,
+)
 from apex_mp.core.tensors import copy_async
 
 

@@ -137,7 +137,7 @@ def assert_same_training(
     found = tensors_in(run(module))
     assert {t.dtype for t in found} == {low}
     backward_through(found)
-    amp._current.handle._deactivate()
+    amp.casts.current.handle._deactivate()
     torch.manual_seed(1)
     expected = [t.to(low) for t in tensors_in(run(reference))]
     backward_through(expected)

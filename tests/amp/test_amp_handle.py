@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from apex_mp import amp
-from apex_mp.amp import AmpHandle, NoOpHandle, _current
+from apex_mp.amp import AmpHandle, NoOpHandle
+from apex_mp.amp.casts import current as _current
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

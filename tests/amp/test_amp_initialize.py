@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from apex_mp import amp, fp16_utils
-from apex_mp.amp import _amp_state, _current
+from apex_mp.amp import _amp_state
+from apex_mp.amp.casts import current as _current
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from apex_mp.amp.patching import Patches
+from apex_mp.amp.casts.patching import Patches
 
 pytestmark = pytest.mark.cpu_only
 

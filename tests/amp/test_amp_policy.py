@@ -13,9 +13,9 @@ from amp_cases import Maker
 from torch._subclasses import FakeTensorMode
 
 from apex_mp import amp
-from apex_mp.amp import policy
+from apex_mp.amp.casts import policy
+from apex_mp.amp.casts.policy import Rule
 from apex_mp.amp.lists import tensor_overrides
-from apex_mp.amp.policy import Rule
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.amp import _output_buffers, registry
+from apex_mp.amp.casts import output_buffers as _output_buffers
+from apex_mp.amp.casts import registry
 
 H, S, D, B = torch.float16, torch.float32, torch.float64, torch.bfloat16
 
@@ -290,7 +291,7 @@ def test_a_registration_wins_over_the_lists(
     init()
     assert call(h, s).dtype is listed
     if when == "before init":
-        amp._current.handle._deactivate()
+        amp.casts.current.handle._deactivate()
     REGISTERS[register](owner, name)
     if when == "before init":
         init()
@@ -352,7 +353,7 @@ def test_a_registration_holds_for_each_init_to_come(init: Any, h: Tensor) -> Non
     for _ in range(2):
         init()
         assert torch.sigmoid(h).dtype is S
-    amp._current.handle._deactivate()
+    amp.casts.current.handle._deactivate()
     assert torch.sigmoid(h).dtype is H
     init()
     assert torch.sigmoid(h).dtype is S

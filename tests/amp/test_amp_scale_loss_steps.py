@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from apex_mp import amp
-from apex_mp.amp import scaling
+from apex_mp.amp.loss_scaling import scaling
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.optimizers import FusedAdam
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import DataLoader, Dataset
 
 from apex_mp import amp
-from apex_mp.amp import _current
+from apex_mp.amp.casts import current as _current
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from apex_mp.amp import GradScaler
-from apex_mp.core import device_scale, readback
+from apex_mp.core.step import device_scale, readback
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}

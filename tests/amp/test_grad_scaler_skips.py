@@ -19,10 +19,10 @@ from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.amp import GradScaler
+from apex_mp.amp.loss_scaling.scaling import scaled_backward
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.amp.scaling import scaled_backward
-from apex_mp.core import device_scale, readback
-from apex_mp.core.readback import Readback
+from apex_mp.core.step import device_scale, readback
+from apex_mp.core.step.readback import Readback
 from apex_mp.optimizers import FusedAdam
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}

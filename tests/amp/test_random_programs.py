@@ -34,7 +34,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.amp import _amp_state, _current
+from apex_mp.amp import _amp_state
+from apex_mp.amp.casts import current as _current
 from apex_mp.optimizers import FusedAdam, FusedSGD
 
 # The same programs each time, so that CI is red for a reason; RANDOM_PROGRAMS=2000 tries others.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex_mp.amp import _current
+from apex_mp.amp.casts import current as _current
 from benchmarks import amp as benchmark
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -61,7 +61,7 @@ def larc_around_fp16(face: Any) -> Run:
 
 
 def wrapped() -> Run:
-    handle: Any = amp._current.handle or amp.init(device_type="cpu")
+    handle: Any = amp.casts.current.handle or amp.init(device_type="cpu")
     model = net()
     optimizer = handle.wrap_optimizer(FusedAdam(model.parameters(), lr=0.1))
     optimizer._loss_scaler[0]._loss_scale = 2.0**10

@@ -20,8 +20,8 @@ from waits import Waits
 
 import apex_mp
 from apex_mp import amp
-from apex_mp.core import device_scale, readback
-from apex_mp.core.readback import Readback
+from apex_mp.core.step import device_scale, readback
+from apex_mp.core.step.readback import Readback
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
@@ -191,7 +191,7 @@ PROGRAM = """
 import os
 import torch
 from apex_mp import amp
-from apex_mp.core import device_scale, readback
+from apex_mp.core.step import device_scale, readback
 from apex_mp.optimizers import FusedAdam
 
 device_scale.DEVICE_TYPES = {"cpu"}

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import apex_mp
 from apex_mp.amp import GradScaler
-from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam

@@ -108,17 +108,22 @@ def test_outputs_go_back_to_what_came_in_or_to_what_was_asked_for(dtype: torch.d
     assert model[0].weight.dtype is dtype
 
 
-def pickled_by_an_earlier_build(model: nn.Module) -> nn.Module:
+def pickled_by_an_earlier_build(model: nn.Module, then: bytes) -> nn.Module:
     """Pickle with the module path that keep_fp32 had, in the protocol that names it in one line."""
-    now, then = b"capex_mp.core.float32_parts\n", b"capex_mp._float32_parts\n"
+    now = b"capex_mp.core.masters.float32_parts\n"
     data = pickle.dumps(model, protocol=0)
     assert now in data
-    return pickle.loads(data.replace(now, then))
+    return pickle.loads(data.replace(now, b"capex_mp." + then + b"\n"))
 
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), pickled_by_an_earlier_build],
+    [
+        copy.deepcopy,
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: pickled_by_an_earlier_build(m, b"_float32_parts"),
+        lambda m: pickled_by_an_earlier_build(m, b"core.float32_parts"),
+    ],
 )
 def test_copies_and_pickles_keep_float32_too(copied: Callable[[nn.Module], Any]) -> None:
     model = keep_fp32(net(), ["head", "norm"]).half().eval()

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex_mp.amp import GradScaler
+from apex_mp.amp.loss_scaling.scaling import scaled_backward
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.amp.scaling import scaled_backward
-from apex_mp.core.found_inf import FoundInf
-from apex_mp.core.shards import agree
+from apex_mp.core.grads.found_inf import FoundInf
+from apex_mp.core.grads.shards import agree
 from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.cpu_only

@@ -135,8 +135,8 @@ def test_every_warning_ends_in_a_part_of_troubleshooting_that_is_there() -> None
     assert len(named) > 12
     # What apex said, in its words; and a message that is put together in the lines before.
     assert sorted(without) == [
-        "amp/scaling.py",
-        "core/skips.py",
+        "amp/loss_scaling/scaling.py",
+        "core/step/skips.py",
         "fp16_utils/_stepping.py",
         "fp16_utils/fp16_optimizer.py",
         "monitor/_monitor.py",

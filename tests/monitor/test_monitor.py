@@ -16,7 +16,7 @@ import torch
 from fp16_cases import INF, PROBES, ones, pull, wrap
 
 from apex_mp import amp
-from apex_mp.core import device_scale, step_log
+from apex_mp.core.step import device_scale, step_log
 from apex_mp.monitor import History, Monitor, Step
 from apex_mp.optimizers import FusedAdam, FusedLAMB
 

@@ -11,7 +11,8 @@ from fp16_cases import BF16, F16, F32, PROBES, parameter, pull, wrap
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.core import device_scale, ops
+from apex_mp.core import ops
+from apex_mp.core.step import device_scale
 from apex_mp.monitor import Exponents, Monitor, Sample, lost_updates
 from apex_mp.monitor.exponents import Sampler
 from apex_mp.optimizers import FusedAdam, FusedSGD

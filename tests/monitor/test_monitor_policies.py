@@ -13,7 +13,7 @@ from fp16_cases import INF, PROBES, ones, pull, wrap
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.core import device_scale, readback
+from apex_mp.core.step import device_scale, readback
 from apex_mp.monitor import LossScaleExhaustedError, Monitor
 from apex_mp.optimizers import FusedAdam
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
-from apex_mp.core.step import GradCheck, ScaledStep, take
+from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, take
 from apex_mp.optimizers import FusedAdam, FusedLAMB, FusedSGD, _device_part
 
 SHAPES = ((5,), (40, 30), (), (6,), (7, 2))

@@ -11,7 +11,7 @@ import torch
 from fp16_cases import F16, F32, INF, parameter, pull
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from apex_mp.core import readback
+from apex_mp.core.step import readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
 

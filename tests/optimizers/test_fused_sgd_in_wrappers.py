@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import _C, fp16_utils
-from apex_mp.core import device_scale, readback
+from apex_mp.core.step import device_scale, readback
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedSGD, _device_part
 

@@ -24,8 +24,8 @@ from tolerances import TRAJECTORY_TOLERANCES, assert_near
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp.core.device_scale import DeviceScale
-from apex_mp.core.step import StepResult
+from apex_mp.core.step.device_scale import DeviceScale
+from apex_mp.core.step.scaled_step import StepResult
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam, _device_part
 from apex_mp.optimizers._several_devices import SeveralDevices

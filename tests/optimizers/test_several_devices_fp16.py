@@ -12,7 +12,7 @@ from plan_cases import parameter
 from several_devices_cases import count_of_plans, side_of, spread
 from test_step_plan_fp16 import CHANGES, DTYPES, SHAPES, Fp16Run
 
-from apex_mp.core import device_scale, readback
+from apex_mp.core.step import device_scale, readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import _device_part
 

@@ -12,8 +12,8 @@ from fp16_cases import F32, INF, parameter
 from scaled_steps import take_step
 
 from apex_mp import _C
-from apex_mp.core import device_scale
-from apex_mp.core.device_scale import DeviceScale
+from apex_mp.core.step import device_scale
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
 

@@ -100,7 +100,7 @@ def test_loss_scale_knows_nothing_of_torch() -> None:
 def test_what_only_one_file_may_call_is_called_there() -> None:
     for name, *where in (
         ("torch.ops.apex_mp", "core/ops.py"),
-        ("ops.unscale_", "core/found_inf.py", "multi_tensor_apply/amp_C.py"),
+        ("ops.unscale_", "core/grads/found_inf.py", "multi_tensor_apply/amp_C.py"),
     ):
         calling = [path.relative_to(PACKAGE).as_posix() for path in TREES if calls(path, name)]
         assert calling == where, name
@@ -114,7 +114,7 @@ def test_only_two_modules_copy_without_waiting() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.keyword) and node.arg == "non_blocking"
     }
-    assert found == {"apex_mp.core.tensors", "apex_mp.core.readback"}
+    assert found == {"apex_mp.core.tensors", "apex_mp.core.step.readback"}
 
 
 def test_files_classes_and_functions_are_short() -> None:

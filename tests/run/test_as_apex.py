@@ -17,7 +17,7 @@ import torch
 import apex_mp
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._as_apex.table import MISSING, MODULES
-from apex_mp.amp import _current
+from apex_mp.amp.casts import current as _current
 
 pytestmark = pytest.mark.cpu_only
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from apex_mp.amp import policy
+from apex_mp.amp.casts import policy
 from apex_mp.amp.lists import tensor_overrides
 
 _TITLES = {

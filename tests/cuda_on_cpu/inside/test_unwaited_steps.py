@@ -16,7 +16,7 @@ from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, pull
 from waits import Waits
 
 from apex_mp import fp16_utils
-from apex_mp.core import device_scale, readback
+from apex_mp.core.step import device_scale, readback
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
 from apex_mp.optimizers import FusedAdam, FusedSGD
 

@@ -1,0 +1,1 @@
+"""Casts for a whole process: what is cast, to which dtype, and where casts are on."""

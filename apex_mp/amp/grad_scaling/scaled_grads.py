@@ -1,0 +1,108 @@
+"""The scaled gradients of one optimizer: measured, or unscaled in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp.core.grads import shards
+from apex_mp.core.grads.found_inf import FoundInf
+from apex_mp.core.grads.grad_slots import Grads, GradSlots
+from apex_mp.core.tensors import copy_async
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one pass over gradients found, in all processes that hold parts of them.
+
+    It keeps no gradient alive.
+
+    Attributes:
+        slots: The parameters.
+        rows: By device, the numbers of the parameters that have a sum of squares: with a DTensor
+            all, because another process may have a gradient.
+        found: What the pass found. Sums of squares, if measured, are those of the gradients after
+            the pass, in the order of `rows`.
+        unscaled: Whether the pass has unscaled the gradients.
+    """
+
+    slots: GradSlots
+    rows: dict[torch.device, Sequence[int]]
+    found: FoundInf
+    unscaled: bool
+
+    @classmethod
+    def of(
+        cls, grads: Grads, found: FoundInf, scale: Tensor, *, unscaled: bool, sums: bool
+    ) -> Measured:
+        """Return what all processes have found in gradients; call it right after the pass.
+
+        Args:
+            grads: The gradients.
+            found: What this process has found; added to.
+            scale: The loss scale, one element.
+            unscaled: Whether the pass has unscaled them.
+            sums: Whether the pass has summed squares.
+        """
+        params = grads.slots.params
+        rows: dict[torch.device, Sequence[int]]
+        rows = {device: here.rows for device, here in grads.plain.items()}
+        if grads.has_parts:
+            scalar_device = shards.agree(params, [found], rows if sums else None, scale=scale)
+            if sums:
+                rows = {scalar_device: range(len(params))}
+        return cls(grads.slots, rows, found, unscaled)
+
+    def params(self) -> list[Tensor]:
+        """Return the parameters that have a sum of squares, device by device."""
+        return [self.slots.params[row] for rows in self.rows.values() for row in rows]
+
+    def norm(self, device: torch.device) -> Tensor:
+        """Return the l2 norm of all gradients after the pass: 0-dim float64 on a device."""
+        sums = [copy_async(each.sum(), device) for each in self.found.sum_sq.values()]
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(sums).sum().sqrt()
+
+
+def measure(grads: Grads, scale: Tensor) -> Measured:
+    """Test the plain gradients for inf and NaN and sum their squares; the host does not wait.
+
+    Args:
+        grads: The gradients.
+        scale: The loss scale, one element.
+    """
+    found = FoundInf()
+    for device, here in grads.plain.items():
+        found.check_each(device, here)
+    return Measured.of(grads, found, scale, unscaled=False, sums=True)
+
+
+@torch.no_grad()
+def unscale(
+    grads: Grads, inv_scale: Tensor, found: FoundInf, scale: Tensor, *, sums: bool
+) -> Measured:
+    """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
+
+    Args:
+        grads: The gradients.
+        inv_scale: One float32 element on any device.
+        found: What was found in other gradients; added to.
+        scale: The loss scale, one element.
+        sums: Whether to sum squares in the same pass.
+
+    Returns:
+        What was found here and in `found`.
+    """
+    for device, here in grads.plain.items():
+        on_device = here.grads
+        # Parameters may share a gradient, which is to be unscaled once.
+        distinct = {id(grad): grad for grad in on_device}
+        found.unscale_on(device, [*distinct.values()], inv_scale, sums=sums)
+        if sums and len(distinct) < len(on_device):
+            of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
+            found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
+    return Measured.of(grads, found, scale, unscaled=True, sums=sums)

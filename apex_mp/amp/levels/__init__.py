@@ -1,0 +1,1 @@
+"""The optimization levels of `amp.initialize`: options, masters in an optimizer, checkpoints."""

@@ -1,0 +1,347 @@
+"""float32 masters inside an optimizer that stays the user's own object."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from apex_mp import _C
+from apex_mp.amp.levels.master_state import MasterState
+from apex_mp.amp.loss_scaling.loss_grads import dense_values
+from apex_mp.amp.loss_scaling.step_guard import guard_of
+from apex_mp.core import tensors
+from apex_mp.core.checkpoints.checkpoint_view import (
+    CheckpointView,
+    attribute_with_checkpoint_view,
+    with_checkpoint_view,
+)
+from apex_mp.core.log import logger, see
+from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.masters import Masters
+from apex_mp.core.masters.weight_watch import WeightWatch
+from apex_mp.core.masters.written_weights import current
+from apex_mp.core.step.inner import StepWatch
+
+_LOG = logger("apex_mp.amp")
+_ADVICE_FOR_WRITES = (
+    "Write weights to amp.master_params(optimizer) too, or load them by model.load_state_dict"
+)
+
+
+class _Grads(enum.Enum):
+    """The last event of the masters' gradients."""
+
+    NEW = "they got those of a block"
+    USED = "a step has used them"
+    CLEARED = "zero_grad has cleared them"
+
+
+class OptimizerMasters(Masters):
+    """The masters in an optimizer's groups, which each step copies to the model.
+
+    It has no reference to the optimizer, so that a shallow copy of that shares it.
+
+    Args:
+        model_state: What the models' hooks save and load; not kept alive.
+
+    Attributes:
+        weights: Detects writes to the model between steps.
+    """
+
+    def __init__(self, model_state: MasterState) -> None:
+        super().__init__()
+        if model_state.masters is None:
+            model_state.masters = {}
+        self._masters = model_state.masters
+        self._model_state = weakref.ref(model_state)
+        self._is_copy = False
+        self._grads = _Grads.NEW
+        self._known_grads = _C.GradVersions()
+        self._has_warned = False
+        self._steps = StepWatch("amp", self)
+        self.weights = WeightWatch("amp", self, _described, _ADVICE_FOR_WRITES)
+        parallel_masters.add(self)
+
+    # Copies.
+
+    def __reduce__(self) -> Any:
+        return _linked, ([*self.model_of.items()], self._model_state())
+
+    def link_copy(self, pairs: Iterable[tuple[Parameter, Parameter]]) -> None:
+        """Adopt pairs of master and model parameter that were copied together."""
+        self._is_copy = True
+        self.model_of.update(pairs)
+        self._masters.update({model: master for master, model in self.model_of.items()})
+
+    def check_linked(self, name: str) -> None:
+        """Raise if the optimizer is a copy, and the model was not copied with it.
+
+        Args:
+            name: The optimizer's class, for the message.
+        """
+        if self._is_copy and self._model_state() is None:
+            raise RuntimeError(
+                f"scale_loss: this {name} was copied or pickled without its model, so its float32 "
+                "masters belong to no model and would train nothing; copy both in one call, "
+                "copy.deepcopy((model, optimizer)), or pickle both in one tuple"
+            )
+
+    # Parameters.
+
+    def adopt_all(self, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
+        """Put masters into the parameter lists of all groups.
+
+        Args:
+            optimizer: Its groups and state are changed.
+            originals: float32 values of parameters before the model was cast, which become the
+                masters, so nothing is lost by the cast.
+        """
+
+        def master_of(param: Parameter) -> Parameter:
+            master = self._masters.get(param)
+            if master is None:
+                master = Parameter(originals.get(param, param).data.float())
+                self._masters[param] = master
+            else:  # An earlier optimizer's, whose weight may have been written.
+                master.data.copy_(current(master, param))
+            return master
+
+        for group in optimizer.param_groups:
+            self.adopt(group["params"], optimizer.state, master_of)
+
+    def copy_to_model(self, except_for: Collection[int] = ()) -> None:
+        """Write each master, rounded, to the model."""
+        super().copy_to_model(except_for)
+        if self.model_of:
+            self.weights.note_masters()
+
+    # Gradients of masters are made when a block of scale_loss ends.
+
+    def begin_block(self, optimizer: Any) -> None:
+        """Prepare for a block: clear masters' gradients that a step has used.
+
+        Parameters that require grad only now get masters.
+        """
+        self.adopt_all(optimizer, {})
+        self.weights.check_masters()
+        if self._grads is _Grads.USED:
+            for master in self.model_of:
+                master.grad = None
+        self._grads = _Grads.NEW
+
+    def end_block(self) -> None:
+        """Mark the gradients of the model as known, whether the block raised or not."""
+        self._known_grads.record([*self.model_of.values()])
+
+    def cleared(self, *, to_none: bool) -> None:
+        """Note that the masters' gradients are cleared, and clear the model's: None, or zero."""
+        self._grads = _Grads.CLEARED
+        for master, model in self.model_of.items():
+            if model.grad is None:
+                continue
+            model.grad = None if to_none else model.grad.detach().zero_()
+            if model.grad is not None and master.grad is None:  # After a step that was skipped.
+                master.grad = torch.zeros_like(model.grad, dtype=master.dtype)
+        self.end_block()
+
+    # Steps.
+
+    def before_step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Check weights and gradients, and let a closure compute with new weights; a pre-hook."""
+        self.weights.before_step()
+        self._steps.before_step()
+        if len(args) < 2 and "closure" not in kwargs:
+            self._check_grads()
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._with_new_weights(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._with_new_weights(kwargs["closure"])}
+        return None
+
+    def _check_grads(self) -> None:
+        """Raise, or warn once, if the model has gradients that the masters' do not include."""
+        models = [*self.model_of.values()]
+        if not self._known_grads.changed(models):
+            return
+        if self._grads is _Grads.NEW and any(master.grad is not None for master in self.model_of):
+            self._warn_of_edits()
+            return
+        grads = [model.grad for model in models if model.grad is not None]
+        if any(dense_values(grad).any() for grad in grads):  # All zeros: cleared by the user.
+            raise RuntimeError(
+                "step() found gradients of the model that are not in those of its float32 masters; "
+                "call backward in `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+            )
+
+    def _warn_of_edits(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "step() uses the gradients that scale_loss gave to the float32 masters; those of "
+                "the model were changed since then, which has no effect: clip, edit and average "
+                "those of amp.master_params(optimizer), and call backward in scale_loss"
+                + see("gradients-edited-twice")
+            )
+
+    def _with_new_weights(self, closure: Any) -> Any:
+        @functools.wraps(closure)
+        def wrapper() -> Any:
+            self.copy_to_model()
+            return closure()
+
+        return wrapper
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Write the new weights to the model; a hook after each step."""
+        self._grads = _Grads.USED
+        self._steps.after_step(optimizer)
+        self.weights.begin()
+
+
+def _described(master: Parameter) -> str:
+    return f"parameter of size {[*master.shape]}"
+
+
+def _linked(
+    pairs: list[tuple[Parameter, Parameter]], model_state: MasterState | None
+) -> OptimizerMasters:
+    # Without a model this MasterState is freed when the copy is complete: see check_linked.
+    masters = OptimizerMasters(model_state or MasterState())
+    masters.link_copy(pairs)
+    return masters
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copied:
+    """What `copy` and `pickle` take of an optimizer: its own class's state, and the masters."""
+
+    own: Any
+    masters: OptimizerMasters
+
+
+class OptimizerWithMasters(torch.optim.Optimizer):
+    """A base class that is put before an optimizer's own class when the optimizer gets masters."""
+
+    _amp_initialized = True
+    _amp_masters: OptimizerMasters
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an optimizer of the own class: `type(optimizer)(params)` has no masters."""
+        return _own_class(cls)(*args, **kwargs)
+
+    @property
+    def _amp_model_of(self) -> Mapping[Parameter, Parameter]:
+        return self._amp_masters.model_of
+
+    # The arguments are those of the optimizer's own class, which may differ from torch's.
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        to_none = next(iter((*args, *kwargs.values())), True)
+        self._amp_masters.cleared(to_none=to_none)
+
+    def add_param_group(self, param_group: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        params, names = tensors.listed(param_group)
+        if any(param is model for param in params for model in self._amp_model_of.values()):
+            raise ValueError("some parameters appear in more than one parameter group")
+        check_group(len(self.param_groups), params, names)
+        super().add_param_group(param_group, *args, **kwargs)
+        self._amp_masters.adopt_all(self, {})
+
+    @with_checkpoint_view
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().state_dict(*args, **kwargs)
+
+    @with_checkpoint_view
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _checkpoint_view(self) -> CheckpointView:
+        # The model saves the masters.
+        return CheckpointView(
+            self, lambda inner, *_: self.load_state_dict(inner), self._amp_model_of
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle as the optimizer's own class does, with the masters."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
+            raise TypeError(
+                f"{type(self).__name__}.__reduce__ returns no state, so a copy or pickle would "
+                "lose the float32 masters; copy model.state_dict() and optimizer.state_dict()"
+            )
+        make, args, own, *items = reduced
+        own_class = _own_class(type(self))
+        plain = tuple(own_class if each is type(self) else each for each in args)
+        return _make_with_masters, (make, plain), _Copied(own, self._amp_masters), *items
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, _Copied):  # load_state_dict calls this, too.
+            super().__setstate__(state)
+            return
+        super().__setstate__(state.own)
+        _install(self, state.masters)
+        guard_of(self)
+
+
+def check_group(number: int, params: Iterable[Any], names: Sequence[str] | None) -> None:
+    """Raise a TypeError if a parameter of a group cannot have a master."""
+    tensors.check_params("amp.initialize", number, params, tensors.not_castable, names)
+
+
+def give_masters(
+    optimizer: torch.optim.Optimizer, originals: Mapping[Tensor, Tensor], model_state: MasterState
+) -> None:
+    """Put masters into an optimizer, and make its class one whose copies keep them.
+
+    The object stays what it was, for schedulers that hold it; its class becomes a subclass of the
+    same name.
+
+    Args:
+        optimizer: Its groups, state and class are changed.
+        originals: As for `OptimizerMasters.adopt_all`.
+        model_state: What the models' hooks save and load.
+    """
+    masters = OptimizerMasters(model_state)
+    masters.adopt_all(optimizer, originals)
+    masters.weights.begin()
+    masters.weights.note_masters()
+    optimizer.__class__ = class_with_masters(optimizer)
+    _install(optimizer, masters)
+
+
+def class_with_masters(optimizer: Any) -> Any:
+    """Return the subclass of an optimizer's class for those with masters."""
+    own = optimizer.__class__
+    for known in own.__subclasses__():  # Weak references, so that classes are freed.
+        if OptimizerWithMasters in known.__bases__:
+            return known
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    for name in ("param_groups", "state"):
+        names[name] = attribute_with_checkpoint_view(name, own)
+    return types.new_class(own.__name__, (OptimizerWithMasters, own), {}, lambda d: d.update(names))
+
+
+def _own_class(with_masters: type) -> type:
+    return with_masters.__bases__[1]
+
+
+def _make_with_masters(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    optimizer = make(*args)
+    optimizer.__class__ = class_with_masters(optimizer)
+    return optimizer
+
+
+def _install(optimizer: Any, masters: OptimizerMasters) -> None:
+    optimizer._amp_masters = masters
+    optimizer.register_step_pre_hook(masters.before_step)
+    optimizer.register_step_post_hook(masters.after_step)

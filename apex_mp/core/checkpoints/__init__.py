@@ -1,0 +1,1 @@
+"""Checks of loaded states, and views of optimizers for torch.distributed.checkpoint."""

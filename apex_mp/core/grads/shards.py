@@ -1,0 +1,153 @@
+"""Combine what processes find in their parts of DTensors, in one collective."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from apex_mp.core import tensors
+from apex_mp.core.grads.found_inf import FoundInf
+from apex_mp.core.tensors import copy_async
+
+
+@torch.no_grad()
+def agree(
+    params: Sequence[Tensor],
+    founds: Sequence[FoundInf],
+    rows: Mapping[torch.device, Sequence[int]] | None = None,
+    *,
+    scale: float | Tensor,
+) -> torch.device:
+    """Combine what the processes that hold parts of DTensors have found, in all of them.
+
+    A flag of inf and NaN is set if it is set in any process, and sums of squares become those of
+    whole tensors. There is one collective, of a number for each parameter and flag, for each
+    process group that a DTensor is sharded over; none if no parameter is sharded. The host does not
+    wait. All processes must call it with the same parameters; which of these have gradients may
+    differ. At the first call with some parameters the host waits, and compares them and the loss
+    scale.
+
+    Args:
+        params: All parameters, in the same order in all processes.
+        founds: What was found; the flags of each are combined.
+        rows: By device, the number of the parameter of each element of `founds[0].sum_sq` [None:
+            sums are not combined].
+        scale: The loss scale, one element; 1 without one.
+
+    Returns:
+        The device where `founds[0].sum_sq` has an element for each of `params` afterwards.
+
+    Raises:
+        RuntimeError: Parameters or loss scales differ between processes.
+    """
+    divided_over = _groups(params)
+    groups = dict.fromkeys(group for groups in divided_over for group in groups)
+    pairs = zip(params, divided_over, strict=True)
+    first = next((param for param, over in pairs if over), params[0])
+    scalar_device = first.device
+    if groups and first not in _COMPARED:
+        mesh: Any = first._spec.mesh  # type: ignore[attr-defined]
+        for dim in range(mesh.ndim):  # Copies of the model, too, have to be the same.
+            _compare(params, float(scale), mesh.get_group(dim))
+        _COMPARED[first] = True
+    numbers = torch.stack([found.on(scalar_device).double() for found in founds])
+    if rows is not None:
+        sums = torch.zeros(len(params), dtype=torch.float64, device=scalar_device)
+        for device, of_device in rows.items():
+            sums.add_(
+                _spread(
+                    copy_async(founds[0].sum_sq[device], scalar_device), (*of_device,), len(params)
+                )
+            )
+        numbers = torch.cat([numbers, sums])
+    for group in groups:
+        if rows is not None:
+            pattern = (*(group in over for over in divided_over),)
+            numbers.mul_(_shares(pattern, len(founds), group.size(), scalar_device))
+        dist.all_reduce(numbers, group=group)
+    for found, flag in zip(founds, numbers, strict=False):
+        found.add({scalar_device: (flag != 0.0).float()})
+    if rows is not None:
+        founds[0].replace_sums(scalar_device, numbers[len(founds) :])
+    return scalar_device
+
+
+# The first parameter of each list that is known to be the same in all processes.
+_COMPARED = WeakIdKeyDictionary()
+
+
+def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
+    """Raise a RuntimeError if loss scales or parameters differ between processes."""
+    mine = [f"{[*param.shape]} in {param.dtype}" for param in params]
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, (scale, mine), group)
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank()
+    for rank, (their_scale, theirs) in zip(ranks, of_ranks, strict=True):
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        differ = next((number for number, (here, there) in pairs if here != there), None)
+        if their_scale != scale:
+            found = f"the loss scale is {scale} in rank {me} and {their_scale} in rank {rank}"
+        elif differ is not None:
+            here, there = mine[differ], theirs[differ]
+            found = f"parameter {differ} is {here} in rank {me} and {there} in rank {rank}"
+        elif len(mine) != len(theirs):
+            found = f"rank {me} has {len(mine)} parameters and rank {rank} has {len(theirs)}"
+        else:
+            continue
+        raise RuntimeError(
+            f"{found}. Processes that hold parts of the same parameters need the same loss scale, "
+            "and the same parameters in the same order"
+        )
+
+
+def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Return for each parameter the process groups that it is sharded over."""
+    # For this call only: a mesh compares equal to one whose process group was destroyed.
+    known: dict[tuple[int, Any], tuple[Any, ...]] = {}
+    found: list[tuple[Any, ...]] = []
+    for param in params:
+        spec = getattr(param, "_spec", None) if tensors.is_wrapper(param) else None
+        if spec is None:
+            found.append(())
+            continue
+        key = (id(spec.mesh), spec.placements)
+        if key not in known:
+            known[key] = tuple(
+                spec.mesh.get_group(dim)
+                for dim, placement in enumerate(spec.placements)
+                if not placement.is_replicate() and spec.mesh.size(dim) > 1
+            )
+        found.append(known[key])
+    return found
+
+
+def _spread(values: Tensor, numbers: tuple[int, ...], count: int) -> Tensor:
+    """Return `count` elements: the values at their numbers, 0 elsewhere."""
+    if len(numbers) == count:
+        return values
+    return values.new_zeros(count).index_copy_(0, _index(numbers, values.device), values)
+
+
+def gathered(values: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Return the elements with these numbers, which are sorted; the host does not wait."""
+    return values if len(numbers) == len(values) else values[_index((*numbers,), values.device)]
+
+
+# Cached: to copy a new tensor to a GPU the host would wait.
+@functools.lru_cache(maxsize=64)
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(is_divided: tuple[bool, ...], flags: int, size: int, device: torch.device) -> Tensor:
+    """Return weights for a sum over processes: 1 for sharded tensors, 1 / `size` for the others."""
+    shares = [1.0] * flags + [1.0 if divided else 1.0 / size for divided in is_divided]
+    return torch.tensor(shares, dtype=torch.float64, device=device)
