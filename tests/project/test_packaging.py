@@ -130,7 +130,7 @@ def test_old_commands_give_the_pip_command(command: str) -> None:
 @pytest.mark.parametrize(
     ("path", "naming"),
     [
-        ("Makefile", r"^OLDEST_TORCH \?= torch==(.*)\.0$"),
+        ("tests/environments/oldest.txt", r"^torch==(.*)\.0$"),
         ("README.md", r"torch>=([\d.]+)"),
         ("README.md", r"PyTorch \(([\d.]+) or later\)"),
         ("apex_mp/core/extension.py", r"torch>=([\d.]+)"),
