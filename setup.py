@@ -175,7 +175,7 @@ def flags(system_includes):
 
 
 def extension(with_cuda):
-    patterns = ["csrc/*.cpp", "csrc/cpu/**/*.cpp", "csrc/step/*.cpp"]
+    patterns = ["csrc/*.cpp", "csrc/cpu/**/*.cpp", "csrc/plan/*.cpp"]
     patterns += ["csrc/cuda/**/*.cpp", "csrc/cuda/**/*.cu"] * with_cuda
     sources = sorted(path for pattern in patterns for path in glob(pattern, recursive=True))
     macros = [("APEX_MP_TORCH_VERSION", torch.__version__)]

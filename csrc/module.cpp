@@ -1,6 +1,6 @@
 // The Python module apex_mp._C: facts of the build, and the objects of the step plan. Importing it
 // registers the operators.
-#include "step/module.h"
+#include "plan/module.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

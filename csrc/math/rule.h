@@ -1,4 +1,4 @@
-// The interface of an optimizer for the engine (csrc/step, cpu/step, cuda/step). A rule is a struct
+// The interface of an optimizer for the engine (csrc/plan, cpu/step, cuda/step). A rule is a struct
 // of static members, such as Adam in math/adam.h; math/rules.h lists all rules. Members of RuleBase
 // may be left out.
 //

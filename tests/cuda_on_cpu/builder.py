@@ -21,7 +21,7 @@ CSRC = ROOT / "csrc"
 SHIM = Path(__file__).resolve().parent / "shim"
 OUT = ROOT / "build" / "cuda_on_cpu"
 GENERATED = "generated"  # csrc/cuda/ as the host compiler reads it, in a build's folder
-PLAN_HEADER = "plan_on_cpu.h"  # compiled before the sources of csrc/step/, which include torch
+PLAN_HEADER = "plan_on_cpu.h"  # compiled before the sources of csrc/plan/, which include torch
 
 JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
 CXX = os.environ.get("CXX", "g++")
@@ -33,7 +33,7 @@ class Grid:
 
     cudart_version: int  # csrc/cuda/table.h: tables of 32,400 bytes from 12010 on, else of 3,600
     max_blocks: int | None = None  # in place of kMaxBlocks of csrc/cuda/launch.h
-    plan: bool = True  # with the step plan of csrc/step/, to which all grids are one
+    plan: bool = True  # with the step plan of csrc/plan/, to which all grids are one
 
 
 GRIDS = {"wide": Grid(13000), "narrow": Grid(12000, max_blocks=64, plan=False)}
@@ -186,7 +186,7 @@ def _plan_commands(
     command.insert(1, f"-I{header_folder}")
     command += [*(SANITIZE if sanitize else []), *extra_flags, "-DAPEX_MP_WITH_CUDA"]
     command += ["-Wno-parentheses", *(f"-isystem{path}" for path in system)]
-    sources = [*sorted((sources_root / "step").glob("*.cpp")), SHIM / "plan_module.cpp"]
+    sources = [*sorted((sources_root / "plan").glob("*.cpp")), SHIM / "plan_module.cpp"]
     sources += [out / GENERATED / "cuda" / "step" / "stepper.cpp"]
     commands = {
         f"plan_{path.stem}": [*command, "-include", PLAN_HEADER, str(path)] for path in sources

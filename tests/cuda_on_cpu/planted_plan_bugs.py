@@ -1,4 +1,4 @@
-"""Bugs planted where the step plan meets CUDA: csrc/cuda/step/stepper.cpp, csrc/step/."""
+"""Bugs planted where the step plan meets CUDA: csrc/cuda/step/stepper.cpp, csrc/plan/."""
 
 from __future__ import annotations
 

@@ -86,10 +86,10 @@ def test_kernels_do_not_spill_and_access_vectors_as_published(file: str) -> None
 
 
 PLANTS = {
-    "generic": ("step/update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
+    "generic": ("plan/update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
     "spill": (
-        "step/update.cu",
-        "step/update.cu",
+        "plan/update.cu",
+        "plan/update.cu",
         r"(?<=\(kBlockSize, )\w+(?=\)\s+step_kernel)",
         "8",
     ),

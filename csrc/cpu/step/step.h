@@ -1,4 +1,4 @@
-// A whole optimizer step on the CPU. step/plan.cpp calls it.
+// A whole optimizer step on the CPU. plan/plan.cpp calls it.
 #pragma once
 
 #include <vector>
@@ -6,7 +6,7 @@
 #include "cpu/kernels/kernels.h"
 #include "launch_plan.h"
 #include "math/step_scalars.h"
-#include "step/task.h"
+#include "plan/task.h"
 
 namespace apex_mp::cpu {
 

@@ -10,7 +10,7 @@
 
 #include "math/step_scalars.h"
 #include "math/update_scale.h"
-#include "step/task.h"
+#include "plan/task.h"
 
 namespace apex_mp::cuda {
 

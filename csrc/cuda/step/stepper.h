@@ -1,12 +1,12 @@
 // Takes optimizer steps on one CUDA device for a plan; owns the device's table of what to step.
-// step/plan.cpp calls it.
+// plan/plan.cpp calls it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
 
-#include "step/task.h"
+#include "plan/task.h"
 
 namespace apex_mp::cuda {
 

@@ -1,9 +1,9 @@
-// The Python module _plan_on_kernels: the classes of csrc/step/, whose steps are those of
+// The Python module _plan_on_kernels: the classes of csrc/plan/, whose steps are those of
 // csrc/cuda/.
 #include <c10/util/Exception.h>
 
 #include "cpu/step/step.h"
-#include "step/module.h"
+#include "plan/module.h"
 
 namespace apex_mp::cpu {
 

@@ -1,4 +1,4 @@
-// Before each source of csrc/step/: to it, and to its own headers, CPU tensors are on a CUDA
+// Before each source of csrc/plan/: to it, and to its own headers, CPU tensors are on a CUDA
 // device. First everything of torch that they include: the macros below are for csrc/ alone.
 // Compiled once for all of them; so nothing of csrc/ may be included here.
 #include <ATen/Parallel.h>

@@ -1,5 +1,5 @@
 // Whether a state fits its parameter.
-#include "step/state.h"
+#include "plan/state.h"
 
 #include <algorithm>
 

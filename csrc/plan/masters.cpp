@@ -1,9 +1,9 @@
 // Joins and splits masters on their device.
-#include "step/masters.h"
+#include "plan/masters.h"
 
 #include "checks.h"
 #include "cpu/tensors.h"
-#include "step/row_checks.h"
+#include "plan/row_checks.h"
 #ifdef APEX_MP_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>

@@ -4,7 +4,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "step/row_checks.h"
+#include "plan/row_checks.h"
 
 namespace apex_mp::step {
 

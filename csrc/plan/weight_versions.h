@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "step/row_memory.h"
-#include "step/task.h"
+#include "plan/row_memory.h"
+#include "plan/task.h"
 
 namespace apex_mp::step {
 

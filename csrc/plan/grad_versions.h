@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "step/tensor_version.h"
+#include "plan/tensor_version.h"
 
 namespace apex_mp::step {
 

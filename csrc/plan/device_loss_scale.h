@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "step/task.h"
+#include "plan/task.h"
 
 namespace apex_mp::step {
 

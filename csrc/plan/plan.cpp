@@ -1,5 +1,5 @@
 // The step plan: one walk over parameters, gradients and states for each step.
-#include "step/plan.h"
+#include "plan/plan.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
@@ -9,8 +9,8 @@
 
 #include "checks.h"
 #include "cpu/step/step.h"
-#include "step/row_memory.h"
-#include "step/shared_grads.h"
+#include "plan/row_memory.h"
+#include "plan/shared_grads.h"
 
 namespace apex_mp::step {
 namespace {

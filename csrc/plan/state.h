@@ -2,9 +2,9 @@
 #pragma once
 
 #include "math/rules.h"
-#include "step/hyperparameters.h"
-#include "step/python_tensors.h"
-#include "step/row_checks.h"
+#include "plan/hyperparameters.h"
+#include "plan/python_tensors.h"
+#include "plan/row_checks.h"
 
 namespace apex_mp::step {
 

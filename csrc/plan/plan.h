@@ -16,13 +16,13 @@
 #ifdef APEX_MP_WITH_CUDA
 #include "cuda/step/stepper.h"
 #endif
-#include "step/checked.h"
-#include "step/device_loss_scale.h"
-#include "step/hyperparameters.h"
-#include "step/row_memory.h"
-#include "step/state_order.h"
-#include "step/task.h"
-#include "step/weight_versions.h"
+#include "plan/checked.h"
+#include "plan/device_loss_scale.h"
+#include "plan/hyperparameters.h"
+#include "plan/row_memory.h"
+#include "plan/state_order.h"
+#include "plan/task.h"
+#include "plan/weight_versions.h"
 
 namespace apex_mp::step {
 

@@ -1,5 +1,5 @@
 // The error messages for tensors that a step cannot take.
-#include "step/row_checks.h"
+#include "plan/row_checks.h"
 
 #include <string>
 

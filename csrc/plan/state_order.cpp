@@ -1,5 +1,5 @@
 // Remembers the order of optimizer.state.
-#include "step/state_order.h"
+#include "plan/state_order.h"
 
 #include <pybind11/pybind11.h>
 

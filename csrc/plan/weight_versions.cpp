@@ -1,5 +1,5 @@
 // Records and compares weights under masters.
-#include "step/weight_versions.h"
+#include "plan/weight_versions.h"
 
 #include <algorithm>
 

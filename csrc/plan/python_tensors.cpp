@@ -1,5 +1,5 @@
 // The local tensors of DTensors.
-#include "step/python_tensors.h"
+#include "plan/python_tensors.h"
 
 #include <pybind11/pybind11.h>
 

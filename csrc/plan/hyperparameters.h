@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "step/task.h"
+#include "plan/task.h"
 
 namespace apex_mp::step {
 

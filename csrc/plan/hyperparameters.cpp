@@ -1,9 +1,9 @@
 // Converts options of a parameter group from Python's numbers to ours.
-#include "step/hyperparameters.h"
+#include "plan/hyperparameters.h"
 
 #include <torch/csrc/Dtype.h>
 
-#include "step/python_tensors.h"
+#include "plan/python_tensors.h"
 #include "tensor_facts.h"
 
 namespace apex_mp::step {

@@ -2,9 +2,9 @@
 // the plan.
 #pragma once
 
-#include "step/row_checks.h"
-#include "step/state.h"
-#include "step/task.h"
+#include "plan/row_checks.h"
+#include "plan/state.h"
+#include "plan/task.h"
 #include "tensor_facts.h"
 
 namespace apex_mp::step {

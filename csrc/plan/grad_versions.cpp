@@ -1,9 +1,9 @@
 // Version counters of gradients, recorded and compared.
-#include "step/grad_versions.h"
+#include "plan/grad_versions.h"
 
 #include <algorithm>
 
-#include "step/python_tensors.h"
+#include "plan/python_tensors.h"
 
 namespace apex_mp::step {
 namespace {

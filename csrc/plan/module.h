@@ -1,4 +1,4 @@
-// Python bindings of the classes of csrc/step/. csrc/module.cpp adds them.
+// Python bindings of the classes of csrc/plan/. csrc/module.cpp adds them.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
 // Finds shared gradients by their addresses.
-#include "step/shared_grads.h"
+#include "plan/shared_grads.h"
 
 #include <algorithm>
 #include <utility>

@@ -3,9 +3,9 @@
 
 #include <vector>
 
-#include "step/row_memory.h"
-#include "step/task.h"
-#include "step/tensor_version.h"
+#include "plan/row_memory.h"
+#include "plan/task.h"
+#include "plan/tensor_version.h"
 
 namespace apex_mp::step {
 

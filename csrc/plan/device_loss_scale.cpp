@@ -1,5 +1,5 @@
 // Checks the tensors of a loss scale, and finds their memory.
-#include "step/device_loss_scale.h"
+#include "plan/device_loss_scale.h"
 
 #include "checks.h"
 

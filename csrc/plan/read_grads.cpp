@@ -1,5 +1,5 @@
 // Reads gradients, device by device.
-#include "step/read_grads.h"
+#include "plan/read_grads.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "step/python_tensors.h"
-#include "step/row_checks.h"
+#include "plan/python_tensors.h"
+#include "plan/row_checks.h"
 
 namespace apex_mp::step {
 namespace {

@@ -1,5 +1,5 @@
 // What a check of gradients was made for.
-#include "step/checked.h"
+#include "plan/checked.h"
 
 #include <algorithm>
 #include <utility>

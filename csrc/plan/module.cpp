@@ -1,14 +1,14 @@
-// Python bindings of the classes of csrc/step/; apex_mp/_C.pyi has their types.
-#include "step/module.h"
+// Python bindings of the classes of csrc/plan/; apex_mp/_C.pyi has their types.
+#include "plan/module.h"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "step/device_loss_scale.h"
-#include "step/grad_versions.h"
-#include "step/masters.h"
-#include "step/plan.h"
-#include "step/read_grads.h"
+#include "plan/device_loss_scale.h"
+#include "plan/grad_versions.h"
+#include "plan/masters.h"
+#include "plan/plan.h"
+#include "plan/read_grads.h"
 
 namespace apex_mp::step {
 
