@@ -4,10 +4,13 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <vector>
+
 #include "plan/device_loss_scale.h"
 #include "plan/grad_versions.h"
 #include "plan/masters.h"
 #include "plan/plan.h"
+#include "plan/python_tensors.h"
 #include "plan/read_grads.h"
 
 namespace apex_mp::step {
@@ -130,6 +133,16 @@ void define_classes(py::module_& module) {
              py::arg("master"));
   module.def("split_master", &split_master, py::arg("master"), py::arg("weight"),
              py::arg("remainder"));
+  // What counts the writes to each tensor; 0 for those of inference mode, which have no count.
+  module.def("versions", [](const py::list& tensors) {
+    std::vector<int64_t> versions;
+    versions.reserve(tensors.size());
+    for (const py::handle& each : tensors) {
+      const at::Tensor& tensor = tensor_of(each.ptr());
+      versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+    }
+    return versions;
+  });
   // Whether two lists hold the same objects: == would compare tensors by their elements.
   module.def("same_items", [](const py::list& one, const py::list& other) {
     const size_t size = one.size();

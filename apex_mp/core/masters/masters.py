@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -271,15 +272,15 @@ class GroupedMasters(Masters):
 
     def model_params(self) -> list[Parameter]:
         """The model's low-precision parameters of all groups."""
-        return [param for group in self.groups for param in group.model_params]
+        return [*chain.from_iterable(group.model_params for group in self.groups)]
 
     def master_params(self) -> list[Parameter]:
         """Their masters, in the same order."""
-        return [param for group in self.groups for param in group.master_params]
+        return [*chain.from_iterable(group.master_params for group in self.groups)]
 
     def fp32_params(self) -> list[Parameter]:
         """The parameters of all groups that are their own masters."""
-        return [param for group in self.groups for param in group.fp32_params]
+        return [*chain.from_iterable(group.fp32_params for group in self.groups)]
 
     def flats(self) -> list[Tensor]:
         """The flat tensors of all groups, in which the masters lie."""

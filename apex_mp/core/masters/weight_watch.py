@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch.nn import Parameter
 
+from apex_mp import _C
 from apex_mp.core.grads import found_inf
 from apex_mp.core.log import counted, warn
 from apex_mp.core.masters.masters import Masters
@@ -60,7 +61,7 @@ class WeightWatch:
         models = self._masters.model_params()
         if not self._warned_of_writes:
             self._sample = models[:: -(-len(models) // _SAMPLES) or 1]
-            self._versions = _versions_of(self._sample)
+            self._versions = _C.versions(self._sample)
         if self._steps & (self._steps - 1) == 0 and not readback.is_capturing():
             self._norms = self._norms_now()
             if not all(map(math.isfinite, self._norms.values())):
@@ -72,7 +73,7 @@ class WeightWatch:
         self._steps += 1
         if self._warned_of_writes or readback.is_capturing():
             return
-        written, versions = set(), _versions_of(self._sample)
+        written, versions = set(), _C.versions(self._sample)
         if versions != self._versions:
             each = zip(self._sample, versions, self._versions, strict=True)
             written = {param for param, now, before in each if now != before}
@@ -150,14 +151,6 @@ class WeightWatch:
                     "a-weight-beyond-65504",
                 )
                 return
-
-
-def _versions_of(params: list[Parameter]) -> list[int]:
-    """Return what counts the writes to each parameter; 0 for tensors of inference mode."""
-    try:
-        return [param._version for param in params]
-    except RuntimeError:  # Those have no version.
-        return [0 if param.is_inference() else param._version for param in params]
 
 
 def _peak(tensor: torch.Tensor) -> float:
