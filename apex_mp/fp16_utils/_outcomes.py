@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from apex_mp.core.grads import checks as grads
+from apex_mp.core.grads import checks
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.log import see
 from apex_mp.core.masters.master_grads import Stage
@@ -48,7 +48,7 @@ class Outcomes(OldNames):
         self._overflow = bool(value)
 
     @property
-    def overflow_report(self) -> list[grads.NonFinite]:
+    def overflow_report(self) -> list[checks.NonFinite]:
         """For the last skipped step, which gradients held how many inf and NaN, the worst first.
 
         On a GPU the host waits for it. If the gradients were cleared before it is read, there are
@@ -102,7 +102,7 @@ class Outcomes(OldNames):
     def _on_arrival(self, outcome: Outcome, result: StepResult) -> None:
         """Handle the outcome of a step that completed asynchronously."""
 
-        def locate() -> list[grads.NonFinite]:
+        def locate() -> list[checks.NonFinite]:
             if is_last and self._grads.stage is Stage.STEPPED and not self._grads.has_new_grads():
                 return self._locate()
             return self._names.rows(outcome.nonfinite_rows, result.without_grad, self.param_groups)
@@ -122,7 +122,7 @@ class Outcomes(OldNames):
         self,
         skipped: bool,
         update_scale: Callable[[bool], None],
-        locate: Callable[[], list[grads.NonFinite]],
+        locate: Callable[[], list[checks.NonFinite]],
         norms: list[float],
     ) -> None:
         """Update scaler and counts, and log what was skipped."""
@@ -163,8 +163,8 @@ class Outcomes(OldNames):
             overflow=self._record.report if skipped else (),
         )
 
-    def _locate(self) -> list[grads.NonFinite]:
-        return grads.locate_nonfinite(self._names.grads(self.param_groups))
+    def _locate(self) -> list[checks.NonFinite]:
+        return checks.locate_nonfinite(self._names.grads(self.param_groups))
 
     def _skip_message(self, iteration: int, scale: float) -> str:
         message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"

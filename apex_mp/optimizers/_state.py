@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import tensors
-from apex_mp.core.grads import checks as _grads
+from apex_mp.core.grads import checks
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.masters.written_weights import current
 
@@ -128,7 +128,7 @@ class StateLayout:
         for name in self.tensors:
             dtype = moment_dtype(param, group)
             if torch.is_tensor(whole.get(name)):
-                whole[name] = _grads.match_strides(whole[name], param).to(dtype)
+                whole[name] = checks.match_strides(whole[name], param).to(dtype)
             else:
                 whole[name] = _like(param, dtype)
         kept_as = master_dtype(param, group)
@@ -181,7 +181,7 @@ def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the master of a state, or a new one, in `dtype`: float32, or int16 for a remainder."""
     if not torch.is_tensor(value):
         return _like(param, dtype) if dtype == torch.int16 else param.detach().float()
-    laid: Tensor = _grads.match_strides(value, param)
+    laid: Tensor = checks.match_strides(value, param)
     if laid.dtype == dtype:
         return laid
     return split(current(laid, param), param) if dtype == torch.int16 else joined(param, laid)

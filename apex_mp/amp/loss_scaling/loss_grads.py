@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from apex_mp.core import tensors
-from apex_mp.core.grads import checks as _grads
-from apex_mp.core.grads import shards
+from apex_mp.core.grads import checks, shards
 from apex_mp.core.grads.found_inf import FoundInf, inverse
 from apex_mp.core.grads.grad_slots import GradSlots
 from apex_mp.core.tensors import is_wrapper, local_part
@@ -249,7 +248,7 @@ class LossGrads:
             summed.append((target, grad, before))
         elif before is not None:
             part = local_part(before)
-            _append(added, _grads.match_strides(grad, part), part)
+            _append(added, checks.match_strides(grad, part), part)
             target.grad = before
         elif source is not target:
             target.grad = torch.empty_like(grad, dtype=target.dtype)

@@ -18,8 +18,7 @@ from apex_mp.amp.levels.masters import OptimizerMasters
 from apex_mp.amp.loss_scaling.loss_grads import LossGrads, Unscaling, named_grads
 from apex_mp.amp.loss_scaling.step_guard import Block, StepGuard, guard_of
 from apex_mp.amp.scaler import LossScaler
-from apex_mp.core.grads import checks as _grads
-from apex_mp.core.grads import local_gradients
+from apex_mp.core.grads import checks, local_gradients
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.grad_slots import GradSlots
 from apex_mp.core.log import logger
@@ -193,7 +192,7 @@ class _OverflowDecision:
 
     def _overflow(self, before: float, after: float) -> Overflow:
         named = named_grads(self.optimizers, self.names())
-        return Overflow(_grads.locate_nonfinite(named), before, after)
+        return Overflow(checks.locate_nonfinite(named), before, after)
 
 
 def _wide(loss: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
-from apex_mp.core.grads import checks as _grads
+from apex_mp.core.grads import checks
 from apex_mp.core.grads.checks import Edits
 from apex_mp.core.grads.found_inf import FoundInf, inverse, norms
 from apex_mp.core.grads.grad_slots import GradSlots
@@ -74,7 +74,7 @@ class MasterGrads:
         self._current_scale = current_scale
         self._scale: Scale | None = None  # of the gradients in the model, once we know
         self._model_versions, self._fp32_versions = _C.GradVersions(), _C.GradVersions()
-        self._edits = _grads.EditWatch()
+        self._edits = checks.EditWatch()
         self._rescaled = self._sources_are_rescaled = False
         self._slots = GradSlots([])
         parallel_masters.add(self.masters)
