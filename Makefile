@@ -36,9 +36,10 @@ CUDA_BUILT := $(CUDA_VENV)/.done-build
 CLIENTS_READY := $(CLIENTS_VENV)/.done-clients
 TRAINERS_READY := $(TRAINERS_VENV)/.done-trainers
 COVERAGE := build/coverage
-# A test that hangs fails by name after five minutes; the others go on in a new process.
-PYTEST_OPTIONS := -q --timeout 300 --timeout-method thread
-IN_PARALLEL := -n auto --dist loadfile
+# After this a test that hangs ends its process, which prints the stacks; the others go on in a new one.
+SECONDS_OF := -o faulthandler_timeout=
+PYTEST_OPTIONS := -q -o faulthandler_exit_on_timeout=true $(SECONDS_OF)300
+IN_PARALLEL := -n auto --dist loadfile --max-worker-restart 2
 PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(IN_PARALLEL)
 tests_of = $(foreach name,$(1),$(or $(wildcard tests/*/test_$(name).py),$(error There is no test_$(name).py)))
 # Tests whose results depend on torch's CPU kernels.
@@ -105,11 +106,11 @@ processors: $(BUILT)
 	  $(PYTEST) $(PROCESSOR_TESTS) $(PYTEST_ARGS)
 
 mutants: $(BUILT)
-	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) --timeout 900 -n auto tests/mutants $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(SECONDS_OF)900 -n auto tests/mutants $(PYTEST_ARGS)
 
 # 20,000 programs of today's training, others each time.
 random-programs: $(BUILT)
-	RANDOM_PROGRAMS=20000 $(PYTEST) --dist load --timeout 2400 tests/amp/test_random_programs_today.py $(PYTEST_ARGS)
+	RANDOM_PROGRAMS=20000 $(PYTEST) --dist load $(SECONDS_OF)2400 tests/amp/test_random_programs_today.py $(PYTEST_ARGS)
 
 lint: $(BUILT)
 	$(VENV)/bin/ruff check . .ci/run.py
@@ -174,7 +175,7 @@ trainers: $(TRAINERS_READY)
 	$(TRAINERS_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) tests/trainers $(PYTEST_ARGS)
 
 recipes: $(TRAINERS_READY)
-	$(TRAINERS_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(IN_PARALLEL) tests/recipes $(PYTEST_ARGS)
+	$(TRAINERS_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) $(SECONDS_OF)1200 $(IN_PARALLEL) tests/recipes $(PYTEST_ARGS)
 
 cuda-on-cpu: $(BUILT)
 	$(VENV)/bin/python -m pytest -q tests/cuda_on_cpu $(PYTEST_ARGS)

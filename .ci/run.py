@@ -110,6 +110,8 @@ def run(target: Target, *arguments: str) -> dict[str, Any]:
         try:
             ending = "passed" if process.wait(LIMIT) == 0 else "FAILED"
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # pytest prints the stacks of its processes.
+            time.sleep(1)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             ending = f"FAILED, stopped after {LIMIT} s"

@@ -89,13 +89,11 @@ def accuracies() -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_float32_reaches_three_times_chance(accuracies: dict[str, float]) -> None:
     assert accuracies["none"] >= 3 * 100 / 6
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("api", [name for name in bert.APIS if name != "none"])
 def test_mixed_precision_reaches_the_accuracy_of_float32(
     api: str, accuracies: dict[str, float]
