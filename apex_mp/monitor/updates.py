@@ -64,7 +64,7 @@ def lost_updates(
         for name, param in named
         if param.dtype in LOW_PRECISION
         and param.grad is not None
-        and not has_master(param, group_of[id(param)])
+        and not has_master(param, group_of[id(param)], optimizer)
     ]
     if not without_master:
         return []

@@ -6,6 +6,7 @@ from apex_mp.optimizers.fused_adam import FusedAdam
 from apex_mp.optimizers.fused_lamb import FusedLAMB
 from apex_mp.optimizers.fused_novograd import FusedNovoGrad
 from apex_mp.optimizers.fused_sgd import FusedSGD
+from apex_mp.optimizers.master_weights import MasterWeights
 
 __all__ = [
     "FP16_Optimizer",
@@ -14,4 +15,5 @@ __all__ = [
     "FusedLAMB",
     "FusedNovoGrad",
     "FusedSGD",
+    "MasterWeights",
 ]

@@ -51,7 +51,9 @@ class LostUpdates:
             id(param)
             for group in moving
             for param in group["params"]
-            if param.dtype in LOW_PRECISION and param.requires_grad and not has_master(param, group)
+            if param.dtype in LOW_PRECISION
+            and param.requires_grad
+            and not has_master(param, group, optimizer)
         }
         named = [(name, p) for name, p in self._named() if id(p) in without_master]
         self._is_done = not named and len(moving) == len(optimizer.param_groups)

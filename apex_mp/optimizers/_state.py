@@ -42,9 +42,9 @@ def unpack(
     return plain
 
 
-def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return whether the options of a group give a parameter a float32 master in its state."""
-    return master_dtype(param, group) is not None
+def has_master(param: Tensor, group: Mapping[str, Any], optimizer: Any) -> bool:
+    """Return whether an optimizer keeps a master of a 16-bit parameter that is in a group."""
+    return master_dtype(param, group) is not None or getattr(optimizer, "has_all_masters", False)
 
 
 def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:

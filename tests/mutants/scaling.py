@@ -308,8 +308,8 @@ SCALER = {
     ),
     "masters count as missing": Mutant(
         "LostUpdates.before_step",
-        "param.dtype in LOW_PRECISION and param.requires_grad and (not has_master(param, group))",
-        "param.dtype in LOW_PRECISION and param.requires_grad",
+        "not has_master(param, group, optimizer)",
+        "True",
         "grad_scaler_skips",
     ),
     "the model is kept alive": Mutant(

@@ -96,7 +96,7 @@ FP16_UTILS = {
         "MasterGrads.zero", "self._scale = None", "", "fp16_optimizer_accumulation"
     ),
     "state that moves to masters stays in float16": Mutant(
-        "masters._widened", "value.float()", "value", "fp16_optimizer_masters"
+        "masters.widened", "value.float()", "value", "fp16_optimizer_masters"
     ),
     "masters do not lie in the flat vector": Mutant(
         "MasterGroup._flatten", "master.data = view", "", "fp16_optimizer_masters"

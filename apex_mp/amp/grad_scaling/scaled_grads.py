@@ -101,7 +101,7 @@ def unscale(
         on_device = here.grads
         # Parameters may share a gradient, which is to be unscaled once.
         distinct = {id(grad): grad for grad in on_device}
-        found.unscale_on(device, [*distinct.values()], inv_scale, sums=sums)
+        found.unscale([*distinct.values()], [*distinct.values()], inv_scale, sums=sums)
         if sums and len(distinct) < len(on_device):
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
             found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])

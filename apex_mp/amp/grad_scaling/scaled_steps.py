@@ -56,8 +56,8 @@ class ScaledSteps:
         name = type(optimizer).__name__
         keeper = name if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
         advice = (
-            f"{keeper}(..., master_weights=True) keeps masters; for other optimizers make them "
-            "with apex_mp.fp16_utils.prep_param_lists or use FP16_Optimizer"
+            f"{keeper}(..., master_weights=True) keeps masters; "
+            "apex_mp.optimizers.MasterWeights(optimizer) gives them to any other optimizer"
         )
         self._lost_updates = LostUpdates(
             optimizer, f"GradScaler: {name}", advice, self._named_params

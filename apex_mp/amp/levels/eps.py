@@ -8,6 +8,7 @@ import torch
 
 from apex_mp.core.log import warn
 from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers.master_weights import MasterWeights
 
 _HALF_OF_THE_SMALLEST = 2.0**-25  # Below it a number is 0 in float16.
 
@@ -17,10 +18,11 @@ def warn_of_eps(caller: str, optimizer: Any) -> None:
 
     Args:
         caller: The class or function, for the message.
-        optimizer: Any object with param_groups. Fused optimizers, ours and torch's, divide in
-            float32.
+        optimizer: Any object with param_groups. Fused optimizers, ours and torch's, and those in
+            MasterWeights divide in float32.
     """
-    if isinstance(getattr(optimizer, "optim", optimizer), FusedOptimizer):  # LARC has it there.
+    inner = getattr(optimizer, "optim", optimizer)  # LARC has it there.
+    if isinstance(inner, (FusedOptimizer, MasterWeights)):
         return
     for group in optimizer.param_groups:
         eps, is_fused = group.get("eps"), group.get("fused")
@@ -30,8 +32,9 @@ def warn_of_eps(caller: str, optimizer: Any) -> None:
             warn(
                 f"{caller}: {name} steps parameters of float16 with eps={eps:g}, which is 0 in "
                 "float16, so that it divides by 0 and weights become NaN. Use FusedAdam or another "
-                "fused optimizer, which compute in float32, or eps=1e-4; opt_level O2 and "
-                "FP16_Optimizer step float32 masters",
+                "fused optimizer, which compute in float32, or eps=1e-4; "
+                "apex_mp.optimizers.MasterWeights(optimizer), opt_level O2 and FP16_Optimizer step "
+                "float32 masters",
                 "nan-from-the-first-step",
             )
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from apex_mp.core.checkpoints.checkpoint_view import (
 )
 from apex_mp.core.log import logger, see
 from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.class_with import class_with, own_class
 from apex_mp.core.masters.masters import Masters
 from apex_mp.core.masters.weight_watch import WeightWatch
 from apex_mp.core.masters.written_weights import current
@@ -236,7 +236,7 @@ class OptimizerWithMasters(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an optimizer of the own class: `type(optimizer)(params)` has no masters."""
-        return _own_class(cls)(*args, **kwargs)
+        return own_class(cls)(*args, **kwargs)
 
     @property
     def _amp_model_of(self) -> Mapping[Parameter, Parameter]:
@@ -280,8 +280,8 @@ class OptimizerWithMasters(torch.optim.Optimizer):
                 "lose the float32 masters; copy model.state_dict() and optimizer.state_dict()"
             )
         make, args, own, *items = reduced
-        own_class = _own_class(type(self))
-        plain = tuple(own_class if each is type(self) else each for each in args)
+        own_type = own_class(type(self))
+        plain = tuple(own_type if each is type(self) else each for each in args)
         return _make_with_masters, (make, plain), _Copied(own, self._amp_masters), *items
 
     def __setstate__(self, state: Any) -> None:
@@ -322,17 +322,10 @@ def give_masters(
 def class_with_masters(optimizer: Any) -> Any:
     """Return the subclass of an optimizer's class for those with masters."""
     own = optimizer.__class__
-    for known in own.__subclasses__():  # Weak references, so that classes are freed.
-        if OptimizerWithMasters in known.__bases__:
-            return known
-    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    for name in ("param_groups", "state"):
-        names[name] = attribute_with_checkpoint_view(name, own)
-    return types.new_class(own.__name__, (OptimizerWithMasters, own), {}, lambda d: d.update(names))
-
-
-def _own_class(with_masters: type) -> type:
-    return with_masters.__bases__[1]
+    members = {
+        name: attribute_with_checkpoint_view(name, own) for name in ("param_groups", "state")
+    }
+    return class_with(OptimizerWithMasters, own, members)
 
 
 def _make_with_masters(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:

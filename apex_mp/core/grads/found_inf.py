@@ -17,7 +17,7 @@ class FoundInf:
     """Whether gradients held inf or NaN, and their sums of squares: numbers on their devices.
 
     Each method reads gradients once, and adds to what others have found; the host does not wait.
-    `bool()` and `norms` wait, once for each device; `on` does not.
+    `bool()`, `norms` and `norm` wait, once for each device; `on` does not.
 
     Attributes:
         flags: By device, 0-dim float32: not 0 if a gradient there held inf or NaN.
@@ -65,7 +65,12 @@ class FoundInf:
         grads.check(self._flag(device), sum_sq)
 
     def unscale(
-        self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor
+        self,
+        src: Sequence[Tensor],
+        dst: Sequence[Tensor],
+        inv_scale: float | Tensor,
+        *,
+        sums: bool = False,
     ) -> None:
         """Write `src[i] * inv_scale` to `dst[i]`.
 
@@ -73,26 +78,14 @@ class FoundInf:
             src: Scaled gradients on any devices.
             dst: Where they go, each on the device of its source; may be `src` itself.
             inv_scale: 1 / loss scale: a number, or 0-dim on a device.
+            sums: Set `sum_sq` to the sum of squares of each of `dst` on a device [False].
         """
         for device, (sources, targets) in _by_device(src, dst).items():
-            ops.unscale_(sources, targets, _on(inv_scale, device), self._flag(device))
-
-    def unscale_on(
-        self, device: torch.device, grads: Sequence[Tensor], inv_scale: Tensor, *, sums: bool
-    ) -> None:
-        """Multiply gradients of one device in place by `inv_scale`.
-
-        Args:
-            device: The device.
-            grads: Scaled gradients there, each once.
-            inv_scale: As in `unscale`.
-            sums: Set `sum_sq` to the sum of squares of each unscaled gradient.
-        """
-        sum_sq = None
-        if sums:
-            sum_sq = torch.zeros(len(grads), dtype=torch.float64, device=device)
-            self.sum_sq[device] = sum_sq
-        ops.unscale_(grads, grads, _on(inv_scale, device), self._flag(device), sum_sq)
+            sum_sq = None
+            if sums:
+                sum_sq = torch.zeros(len(targets), dtype=torch.float64, device=device)
+                self.sum_sq[device] = sum_sq
+            ops.unscale_(sources, targets, _on(inv_scale, device), self._flag(device), sum_sq)
 
     def add_unscaled(
         self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor
@@ -166,6 +159,11 @@ class FoundInf:
         for _, *sum_sq in self._numbers():
             sums = [a + b for a, b in zip(sums, sum_sq, strict=True)]
         return [math.sqrt(each) for each in sums]
+
+    @property
+    def norm(self) -> float:
+        """The root of the sum of all `sum_sq`; the host waits."""
+        return math.sqrt(sum(sum(sum_sq) for _, *sum_sq in self._numbers()))
 
     def on(self, device: torch.device) -> Tensor:
         """Return one flag of all devices: 0-dim float32, 0 or 1; the host does not wait."""

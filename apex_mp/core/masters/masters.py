@@ -54,7 +54,7 @@ class Masters:
                 params[index] = new[param] = new_master(param)
         for param, master in new.items():
             if param in state:
-                state[master] = {key: _widened(value) for key, value in state.pop(param).items()}
+                state[master] = {key: widened(value) for key, value in state.pop(param).items()}
         self.model_of.update({master: model for model, master in new.items()})
 
     def masters_of(self, params: Collection[int]) -> list[Tensor]:
@@ -79,7 +79,8 @@ class Masters:
         write([(model, master) for model, master in pairs if id(model) not in except_for])
 
 
-def _widened(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """Return a floating tensor in float32, and anything else as it is."""
     return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
 
 

@@ -1,0 +1,153 @@
+"""The float32 gradients with which `MasterWeights` steps, made of 16-bit ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from apex_mp.core.grads import shards
+from apex_mp.core.grads.found_inf import FoundInf, inverse
+from apex_mp.core.grads.grad_slots import Grads
+from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, ScaledStep, StepResult
+from apex_mp.core.tensors import copy_async, local_part
+from apex_mp.optimizers._own_masters import is_low
+
+_NameOf: TypeAlias = Callable[[Tensor], str]
+
+
+class Float32Grads:
+    """Makes the gradients of steps.
+
+    Args:
+        keep: Keep their memory between steps.
+
+    Attributes:
+        kept: The gradient of each 16-bit parameter; None if memory is not kept.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self.kept: dict[Tensor, Tensor] | None = {} if keep else None
+
+    @torch.no_grad()
+    def of(
+        self, grads: Grads, step: ScaledStep, name_of: _NameOf
+    ) -> tuple[FoundInf, dict[Tensor, Tensor]]:
+        """Make unscaled float32 gradients of 16-bit ones; others are unscaled in place.
+
+        Args:
+            grads: The gradients of all parameters.
+            step: Scale and clip.
+            name_of: Returns the name of a parameter, for messages.
+
+        Returns:
+            What was found in the gradients, in all processes; and the new ones by parameter.
+
+        Raises:
+            RuntimeError: The gradient of a 16-bit parameter is sparse.
+        """
+        params = grads.slots.params
+        factor = inverse(step.scale)
+        if step.clip_to is not None and step.clip_norm is not None:
+            factor = factor / _divisor(step.clip_norm, step.clip_to)
+        is_scaled = step.check or isinstance(factor, Tensor) or factor != 1.0
+        others = [(param, self._other(param, name_of)) for param in grads.other_params()]
+        new = {param: grad for param, grad in others if is_low(param)}
+        found, rows = FoundInf(), dict[torch.device, list[int]]()
+        for device, here in grads.plain.items():
+            # By number, or by id: parameters may share a gradient.
+            pairs: dict[int, tuple[int, Tensor, Tensor]] = {}
+            for row, grad in zip(here.rows, here.grads, strict=True):
+                if is_low(params[row]):
+                    new[params[row]] = self._empty(params[row])
+                    pairs[-1 - row] = row, grad, local_part(new[params[row]])
+                elif is_scaled:
+                    pairs.setdefault(id(grad), (row, grad, grad))
+            rows[device] = [row for row, _, _ in pairs.values()]
+            src = [grad for _, grad, _ in pairs.values()]
+            dst = [grad for _, _, grad in pairs.values()]
+            found.unscale(src, dst, factor, sums=step.check)
+        if is_scaled:
+            found.unscale_others([grad for _, grad in others], factor)
+        if step.check and grads.has_parts:
+            shards.agree(params, [found], rows, scale=step.scale)
+        return found, new
+
+    def _other(self, param: Tensor, name_of: _NameOf) -> Tensor:
+        """Return a gradient that torch's operators unscale, in float32 if it has 16 bits."""
+        grad = param.grad
+        assert grad is not None  # It was read.
+        if not is_low(param):
+            return grad
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"MasterWeights: the gradient of {name_of(param)} is sparse ({grad.layout}), and "
+                f"its parameter of dtype {param.dtype}; with a float32 master it must be dense "
+                "(layers with sparse=False have dense gradients)"
+            )
+        return grad.float()
+
+    def _empty(self, param: Tensor) -> Tensor:
+        grad = param.grad
+        assert grad is not None  # It was read.
+        kept = None if self.kept is None else self.kept.get(param)
+        if kept is None or kept.shape != grad.shape or kept.stride() != grad.stride():
+            kept = torch.empty_like(grad, dtype=torch.float32)
+            if self.kept is not None:
+                self.kept[param] = kept
+        return kept
+
+
+@torch.no_grad()
+def check_gradients(grads: Grads, step: ScaledStep, name_of: _NameOf) -> GradCheck:
+    """Check and measure gradients for a step that is taken later.
+
+    Args:
+        grads: The gradients of all parameters.
+        step: It has the scale.
+        name_of: Returns the name of a parameter, for messages.
+
+    Raises:
+        RuntimeError: A gradient is sparse, or on a device without kernels.
+    """
+    if grads.others:
+        raise RuntimeError(
+            f"GradScaler.clip_grad_norm_: the gradient of {name_of(grads.other_params()[0])} is "
+            "sparse, or on a device without kernels; call scaler.unscale_(optimizer) before"
+        )
+    found = FoundInf()
+    for device, here in grads.plain.items():
+        found.check_each(device, here)
+    if grads.has_parts:
+        rows = {device: here.rows for device, here in grads.plain.items()}
+        shards.agree(grads.slots.params, [found], rows, scale=step.scale)
+    device = next(iter(found.flags), torch.device("cpu"))
+    sums = [copy_async(each.sum(), device) for each in found.sum_sq.values()]
+    norm = torch.stack(sums or [torch.zeros((), dtype=torch.float64)]).sum().sqrt()
+    return GradCheck(found.on(device), norm * inverse(step.scale), grads.dtypes())
+
+
+def result_of(grads: Grads, found: FoundInf, step: ScaledStep) -> StepResult:
+    """Return what becomes of a step; the host waits if gradients were checked."""
+    skipped, norms = False, list[float]()
+    if step.found_inf is not None:
+        skipped = bool(step.found_inf)
+        norms = [] if step.clip_norm is None else [float(step.clip_norm)]
+    elif step.check:
+        skipped, norms = bool(found), [found.norm]
+    rows = grads.rows()
+    places = (
+        (number, index)
+        for number, params in enumerate(grads.slots.groups)
+        for index in range(len(params))
+    )
+    without = [place for row, place in enumerate(places) if row not in rows]
+    return StepResult(HostOutcome(skipped, norms), without, grads.dtypes())
+
+
+def _divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return by what gradients of a norm are divided, as torch's clip_grad_norm_ does."""
+    divisor = torch.clamp((norm.double() + 1e-6) / max_norm, min=1.0)
+    return torch.where(norm.isfinite(), divisor, 1.0)

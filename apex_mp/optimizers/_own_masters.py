@@ -1,0 +1,107 @@
+"""The float32 masters that `MasterWeights` keeps for the 16-bit parameters of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_mp import _C
+from apex_mp.core import tensors
+from apex_mp.core.log import counted, warn
+from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.written_weights import current
+from apex_mp.optimizers import _state
+
+
+class OwnMasters:
+    """Masters by parameter: float32 tensors, or remainders of 2 bytes beside the weights.
+
+    Args:
+        split: Keep remainders between steps.
+
+    Attributes:
+        kept: The master or remainder of each parameter that has one.
+    """
+
+    def __init__(self, split: bool) -> None:
+        self.split = split
+        self.kept: dict[Tensor, Tensor] = {}
+        self._known: dict[Tensor, tuple[int, int]] = {}  # version and address after a step
+        self._has_warned = False
+
+    @torch.no_grad()
+    def whole(
+        self, params: Sequence[Tensor], named: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> dict[Tensor, Tensor]:
+        """Return float32 masters for a step; where a weight was written since, it wins.
+
+        Args:
+            params: 16-bit parameters; those without a master get one.
+            named: Returns parameters and their names, for a warning.
+        """
+        masters: dict[Tensor, Tensor] = {}
+        written: list[Tensor] = []
+        for param, place in self._places(params):
+            kept, known = self.kept.get(param), self._known.get(param)
+            if kept is None:
+                masters[param] = param.detach().float()
+            elif known == place or (known is None and _is_remainder(kept)):
+                masters[param] = _whole(param, kept)
+            elif _is_remainder(kept):
+                masters[param] = param.detach().float()
+                written.append(param)
+            else:
+                masters[param] = current(kept, param)
+                if masters[param].data_ptr() != kept.data_ptr():
+                    written.append(param)
+        if written and not self._has_warned:
+            self._has_warned = True
+            _warn_of_writes(written, named())
+        return masters
+
+    @torch.no_grad()
+    def keep(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Keep the masters of a step, after they were rounded to the weights."""
+        for param, master in masters.items():
+            self.kept[param] = _state.split(master, param) if self.split else master
+        self._known.update(self._places([*masters]))
+
+    def load(self, saved: Mapping[Tensor, Tensor]) -> None:
+        """Replace all masters by loaded ones; a parameter without one has its weight."""
+        self.kept, self._known = {**saved}, {}
+
+    def saved(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter and its master in float32."""
+        for param, kept in self.kept.items():
+            yield param, _whole(param, kept)
+
+    def _places(self, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        versions = _C.versions([*params])
+        addresses = (tensors.local_part(param).data_ptr() for param in params)
+        return zip(params, zip(versions, addresses, strict=True), strict=True)
+
+
+def is_low(param: Tensor) -> bool:
+    """Return whether a parameter is one that gets a master."""
+    return param.dtype in LOW_PRECISION
+
+
+def _whole(param: Tensor, kept: Tensor) -> Tensor:
+    return _state.joined(param, kept) if _is_remainder(kept) else kept
+
+
+def _is_remainder(kept: Tensor) -> bool:
+    return kept.dtype == torch.int16
+
+
+def _warn_of_writes(written: list[Tensor], named: Iterable[tuple[str, Tensor]]) -> None:
+    first = next((name for name, param in named if param is written[0]), "a parameter")
+    more = f" and {counted(len(written) - 1, 'more parameter')}" if len(written) > 1 else ""
+    warn(
+        f"MasterWeights: {first}{more} changed since the last step, outside of the optimizer; the "
+        "float32 masters were set to the new weights. To load weights and masters, load the "
+        "model's state_dict and the optimizer's",
+        "weights-changed-outside-of-the-step",
+    )

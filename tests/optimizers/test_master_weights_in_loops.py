@@ -1,0 +1,397 @@
+"""MasterWeights under scalers, in checkpoints and copies, over shards, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from master_weights_cases import BF16, F16, both_kinds, check, give_grads, in_float32, new_params
+from tolerances import assert_same_bits
+from torch import Tensor, nn
+
+from apex_mp.amp import GradScaler
+from apex_mp.optimizers import FusedAdam, MasterWeights
+
+
+class Model(nn.Module):
+    """A small network, a frozen layer, and a part in float32."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.frozen, self.b = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.frozen.requires_grad_(False)
+        self.to(device, dtype)
+        self.scale = nn.Parameter(torch.ones((), device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(torch.tanh(self.a(x.to(self.a.weight.dtype)))))
+        return self.b(hidden).float() * self.scale
+
+
+def trained(
+    optimizer: Any, model: Model, scaler: Any, clip: float | None = None, bad: tuple[int, ...] = ()
+) -> Iterator[int]:
+    """Train six steps, of which some overflow, and yield before each update of the scale."""
+    for step in range(6):
+        torch.manual_seed(step)
+        x = torch.randn(5, 8, device=model.scale.device)
+        loss = model(x).square().mean() * (float("inf") if step in bad else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        yield step
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def adamw_twin(model: Model) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    twins = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    for twin, param in zip(twins, model.parameters(), strict=True):
+        twin.requires_grad_(param.requires_grad)
+    return twins, torch.optim.AdamW(twins, lr=0.01)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("fused", [False, True])
+@both_kinds
+def test_under_our_scaler_no_digit_of_a_gradient_is_lost(
+    clip: float | None, fused: bool, kind: Any, device: torch.device
+) -> None:
+    model = Model(F16, device)
+    twins, twin = adamw_twin(model)
+    optimizer = MasterWeights(
+        model.parameters(), torch.optim.AdamW, lr=0.01, fused=fused, master_weights=kind
+    )
+    scaler = GradScaler(device.type, init_scale=2.0**12)
+    for step in trained(optimizer, model, scaler, clip, bad=(0, 3)):
+        if step in (0, 3):
+            continue
+        for param, of_twin in zip(model.parameters(), twins, strict=True):
+            if param.grad is not None:
+                of_twin.grad = param.grad.float() / scaler.get_scale()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([param for param in twins if param.requires_grad], clip)
+        twin.step()
+    assert scaler.get_scale() == 2.0**10
+    kept = dict(optimizer._masters.saved())
+    for param, of_twin in zip(model.parameters(), twins, strict=True):
+        # A clip factor is rounded otherwise.
+        torch.testing.assert_close(
+            kept.get(param, param).detach().float(), of_twin.detach(), rtol=1e-5, atol=1e-6
+        )
+        assert param.requires_grad == (param in optimizer.state)
+
+
+def test_a_skipped_step_changes_nothing_and_is_reported(device: torch.device) -> None:
+    model = Model(F16, device)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
+    scaler = GradScaler(device.type, init_scale=2.0**12, model=model)
+    before = [param.detach().clone() for param in model.parameters()]
+    for step in trained(optimizer, model, scaler, bad=(0,)):
+        if step == 1:
+            break
+    assert scaler.step_was_skipped(optimizer)
+    assert scaler.overflow_report(optimizer)[0].name == "a.weight"
+    assert not optimizer.state
+    for param, expected in zip(model.parameters(), before, strict=True):
+        assert_same_bits(param.detach(), expected)
+
+
+def test_torchs_scaler_steps_it_as_a_fused_optimizer(device: torch.device) -> None:
+    ours, theirs = Model(F16, device), Model(F16, device)
+    result = []
+    for model, scaler in ((ours, GradScaler), (theirs, torch.amp.GradScaler)):
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
+        [*trained(optimizer, model, scaler(device.type, init_scale=2.0**12), bad=(2,))]
+        result.append([param.detach() for param in model.parameters()])
+    for one, other in zip(*result, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_after_unscale_gradients_of_the_model_are_clipped_and_stepped(device: torch.device) -> None:
+    model = Model(F16, device)
+    twins, twin = adamw_twin(model)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
+    scaler = GradScaler(device.type, init_scale=2.0**12)
+    for _ in trained(optimizer, model, scaler):
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for param, of_twin in zip(model.parameters(), twins, strict=True):
+            of_twin.grad = None if param.grad is None else param.grad.float()
+        twin.step()
+    kept = dict(optimizer._masters.saved())
+    for param, of_twin in zip(model.parameters(), twins, strict=True):
+        assert_same_bits(kept.get(param, param).detach().float(), of_twin.detach())
+
+
+def test_muon_and_adamw_share_a_scaler(device: torch.device) -> None:
+    model = Model(F16, device)
+    matrices = [model.a.weight, model.b.weight]
+    muon = MasterWeights(matrices, torch.optim.Muon, lr=0.01)
+    adamw = MasterWeights([model.a.bias, model.b.bias], torch.optim.AdamW, lr=0.01)
+    scaler = GradScaler(device.type, init_scale=2.0**12)
+    losses = []
+    for _ in range(8):
+        torch.manual_seed(0)
+        loss = model(torch.randn(5, 8, device=device)).square().mean()
+        losses.append(loss.item())
+        muon.zero_grad()
+        adamw.zero_grad()
+        scaler.scale(loss).backward()
+        for optimizer in (muon, adamw):
+            scaler.step(optimizer)
+        scaler.update()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_groups_schedulers_and_hooks_are_the_optimizers_own(device: torch.device) -> None:
+    params = new_params(None, BF16, device)
+    twins = in_float32(params)
+    calls: list[Any] = []
+    pairs = []
+    for each, make in ((params, MasterWeights), (twins, None)):
+        groups = [{"params": each[:1], "lr": 0.5}, {"params": each[1:2]}]
+        args: Any = (groups, torch.optim.SGD) if make else (groups,)
+        optimizer = (make or torch.optim.SGD)(*args, lr=0.1, momentum=0.9)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        pairs.append((optimizer, scheduler))
+    for step in range(4):
+        if step == 2:
+            for (optimizer, _), each in zip(pairs, (params, twins), strict=True):
+                optimizer.add_param_group({"params": each[2:], "lr": 0.2})
+        give_grads(params, twins, step)
+        calls.clear()
+        for optimizer, scheduler in pairs:
+            optimizer.step()
+            scheduler.step()
+        assert calls == ["before", "after"] * 2
+        check(pairs[0][0], params[: 4 if step > 1 else 2], twins[: 4 if step > 1 else 2])
+
+
+@both_kinds
+def test_checkpoints_and_copies_go_on_to_the_bit(kind: Any, device: torch.device) -> None:
+    params = new_params(None, BF16, device)
+    twins = in_float32(params)
+    optimizer = MasterWeights(params, torch.optim.AdamW, lr=0.1, master_weights=kind)
+    for step in range(3):
+        give_grads(params, twins, step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save((optimizer.state_dict(), [param.detach() for param in params]), file)
+    file.seek(0)
+    saved, weights = torch.load(file)
+    assert saved["state"][0]["master_param"].dtype == torch.float32
+    loaded = [nn.Parameter(weight) for weight in weights]
+    of_loaded = MasterWeights(loaded, torch.optim.AdamW, lr=0.7, master_weights=kind)
+    of_loaded.load_state_dict(saved)
+    fused = [nn.Parameter(param.detach().clone()) for param in params]
+    of_fused = FusedAdam(fused, lr=0.1, weight_decay=0.01, master_weights=True)
+    of_fused.load_state_dict(copy.deepcopy(saved))
+    copied, of_copied = copy.deepcopy((params, optimizer))
+    pickled, of_pickled = pickle.loads(pickle.dumps((params, optimizer)))
+    for step in range(3, 6):
+        give_grads(params, twins, step)
+        optimizer.step()
+        others = ((loaded, of_loaded), (copied, of_copied), (pickled, of_pickled))
+        for others_params, other in others:
+            assert type(other) is type(optimizer)
+            give_grads(others_params, twins, step)
+            other.step()
+            for param, expected in zip(others_params, params, strict=True):
+                assert_same_bits(param.detach(), expected.detach())
+        give_grads(fused, twins, step)
+        of_fused.step()
+    masters = dict(optimizer._masters.saved())
+    for param, expected in zip(fused, params, strict=True):
+        torch.testing.assert_close(of_fused.master(param), masters[expected])
+
+
+def test_the_checkpoint_of_the_optimizer_alone_is_loaded_both_ways(device: torch.device) -> None:
+    params = new_params(None, BF16, device)
+    twins = in_float32(params)
+    alone = torch.optim.AdamW(twins, lr=0.1)
+    optimizer = MasterWeights(params, torch.optim.AdamW, lr=0.1)
+    for step in range(2):
+        give_grads(params, twins, step)
+        alone.step()
+    optimizer.load_state_dict(alone.state_dict())
+    for param, twin in zip(params, twins, strict=True):
+        assert_same_bits(optimizer.state[param]["exp_avg"], alone.state[twin]["exp_avg"])
+    optimizer.step()
+    alone.load_state_dict(optimizer.state_dict())
+    assert alone.state[twins[0]]["step"] == 3.0
+
+
+def test_a_weight_that_was_written_replaces_its_master(device: torch.device) -> None:
+    params = new_params(None, BF16, device)
+    twins = in_float32(params)
+    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1)
+    twin = torch.optim.SGD(twins, lr=0.1)
+    give_grads(params, twins, 0)
+    optimizer.step()
+    twin.step()
+    with torch.no_grad():
+        params[1].fill_(3.0)
+        twins[1].fill_(3.0)
+    params[0].data = params[0].data.clone()  # Moved, and not written.
+    with pytest.warns(RuntimeWarning, match="group 0, parameter 1 changed since the last step"):
+        optimizer.step()
+    twin.step()
+    check(optimizer, params, twins)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_what_raises_in_the_step_leaves_weights_in_their_dtype(device: torch.device) -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert self.param_groups[0]["params"][0].dtype == torch.float32
+            raise KeyboardInterrupt
+
+    params = new_params(None, F16, device)
+    before = [param.detach().clone() for param in params]
+    optimizer = MasterWeights(params, Broken, lr=0.1)
+    give_grads(params, in_float32(params), 0)
+    grads = [param.grad for param in params]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for param, expected, grad in zip(params, before, grads, strict=True):
+        assert param.grad is grad
+        assert_same_bits(param.detach(), expected)
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_float32_gradients_are_freed_or_kept(keep_grads: bool, device: torch.device) -> None:
+    params = new_params(None, F16, device)
+    twins = in_float32(params)
+    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1, keep_grads=keep_grads)
+    addresses: list[set[int]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: addresses.append({param.grad.data_ptr() for param in params})
+    )
+    twin = torch.optim.SGD(twins, lr=0.1)
+    for step in range(3):
+        give_grads(params, twins, step)
+        optimizer.step()
+        twin.step()
+    check(optimizer, params, twins)
+    kept = optimizer._float32_grads.kept
+    assert (kept is None) == (not keep_grads)
+    if kept is not None:
+        assert addresses[0] == addresses[1] == {grad.data_ptr() for grad in kept.values()}
+
+
+def test_a_compiled_step_of_the_optimizer_runs_compiled(device: torch.device) -> None:
+    traced: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        traced.append(module)
+        return module.forward
+
+    class Compiled(torch.optim.SGD):
+        step = torch.compile(torch.optim.SGD.step, backend=backend)
+
+    params = new_params(None, BF16, device)
+    twins = in_float32(params)
+    optimizer = MasterWeights(params, Compiled, lr=0.1, momentum=0.9)
+    twin = torch.optim.SGD(twins, lr=0.1, momentum=0.9)
+    for step in range(3):
+        give_grads(params, twins, step)
+        optimizer.step()
+        twin.step()
+    assert traced
+    check(optimizer, params, twins)
+
+
+def test_sharded_parameters_get_sharded_masters(device: torch.device, one_process: None) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device, F16)
+    twin = copy.deepcopy(model)
+    fully_shard(model, mesh=torch.distributed.init_device_mesh(device.type, (1,)))
+    results = []
+    for each in (model, twin):
+        optimizer = MasterWeights(each.parameters(), torch.optim.AdamW, lr=0.01)
+        scaler = GradScaler(device.type, init_scale=2.0**10)
+        for step in range(4):
+            torch.manual_seed(step)
+            loss = each(torch.randn(5, 8, device=device, dtype=F16)).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.clip_grad_norm_(optimizer, 0.05)
+            scaler.step(optimizer)
+            assert scaler.step_was_skipped(optimizer) == (step == 1)
+            scaler.update()
+        results.append([getattr(p, "full_tensor", lambda p=p: p)() for p in each.parameters()])
+        saved = get_optimizer_state_dict(each, optimizer)["state"]["0.weight"]
+        assert isinstance(saved["master_param"], DTensor) == (each is model)
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True, dtype=BF16)
+
+
+def test_what_cannot_be_stepped_is_named(device: torch.device) -> None:
+    model = Sparse().to(device)
+    optimizer = MasterWeights(model.named_parameters(), torch.optim.SGD, lr=0.1)
+    model.table(torch.tensor([1], device=device)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"the gradient of table\.weight is sparse"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((FusedAdam,), {}, "FusedAdam keeps masters by itself"),
+        ((dict,), {}, "optimizer_class is <class 'dict'>; it must be a class of optimizers"),
+        ((), {}, "optimizer_class is None"),
+        ((torch.optim.SGD,), {"master_weights": False}, "master_weights is False; it must be"),
+        ((torch.optim.SGD,), {"keep_grads": 1}, "keep_grads is 1; it must be True or False"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(args: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        MasterWeights([nn.Parameter(torch.ones(2))], *args, **options)
+
+
+def test_an_optimizer_gets_masters_in_place() -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=F16))]
+    given = torch.optim.SGD(params, lr=2.0**-12)
+    assert MasterWeights(given) is given
+    for _ in range(2):
+        params[0].grad = torch.ones_like(params[0])
+        given.step()  # Each update alone is lost in float16.
+    assert params[0][0] == 1.0 - 2.0**-11
+    with pytest.raises(TypeError, match="keeps masters by itself"):
+        MasterWeights(given)
+    with pytest.raises(TypeError, match="give an optimizer alone"):
+        MasterWeights(torch.optim.SGD(params, lr=0.1), lr=0.1)
+    watched = torch.optim.SGD(params, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(watched, 1)
+    with pytest.raises(TypeError, match="the step of this SGD was replaced"):
+        MasterWeights(watched)
+
+
+def test_a_closure_is_refused_inside_a_scaler() -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=F16))]
+    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1)
+    optimizer.found_inf = torch.zeros(())
+    with pytest.raises(RuntimeError, match="no closure can be given inside a GradScaler"):
+        optimizer.step(lambda: 0.0)
