@@ -22,6 +22,7 @@ else:
         reparameterization,
     )
     from apex_mp._as_apex.install import install_as_apex, uninstall_as_apex
+    from apex_mp._run.master_weights import use_master_weights
     from apex_mp.averaged_masters import AveragedMasters
     from apex_mp.checkpoint import load_checkpoint, save_checkpoint
     from apex_mp.core.masters.cast_parameters import cast_parameters
@@ -46,4 +47,5 @@ __all__ = [
     "reparameterization",
     "save_checkpoint",
     "uninstall_as_apex",
+    "use_master_weights",
 ]

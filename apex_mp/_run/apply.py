@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from apex_mp._as_apex.install import ON_THE_COMMAND_LINE, install
-from apex_mp._run import bfloat16, cpu, hints, launched, modernize
+from apex_mp._run import bfloat16, cpu, hints, launched, master_weights, modernize
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
 
@@ -30,6 +30,8 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
         modernize.supply(replacements)
     if settings.dtype == "bfloat16":
         bfloat16.cast_instead(replacements)
+    if settings.master_weights:
+        master_weights.give_everywhere(replacements, says_nothing_found=not child)
     if settings.device == "cpu":
         if not child:
             print(cpu.ANNOUNCEMENT, file=sys.stderr)

@@ -37,7 +37,14 @@ def main(arguments: Sequence[str]) -> None:
     from apex_mp._run.apply import apply
 
     era = _era(name, is_module) if options.era == "auto" else options.era
-    settings = Settings(era, options.force, options.device, options.modernize, options.dtype)
+    settings = Settings(
+        era,
+        options.force,
+        options.device,
+        options.modernize,
+        options.dtype,
+        options.master_weights,
+    )
     program = main_module.Target(name, is_module=is_module)
     program.take_over(rest)
     settings.hand_to_children()
@@ -86,10 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp run",
         usage="%(prog)s [-h] [--era ERA] [--device cpu] [--dtype bfloat16] [--modernize]\n"
-        "       [--force] (script.py | -m module) [what it is given ...]",
+        "       [--force] [--master-weights] (script.py | -m module) [what it is given ...]",
         allow_abbrev=False,
-        description="Run an unmodified script of 2018-2019: import apex finds apex_mp, here and in "
-        "child processes.",
+        description="Run an unmodified script: import apex finds apex_mp, and with "
+        "--master-weights a script of today trains 16-bit weights; here and in child processes.",
     )
     parser.add_argument(
         "--era",
@@ -109,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         "--modernize",
         action="store_true",
         help="supply what later versions of Python, numpy and torch took away",
+    )
+    parser.add_argument(
+        "--master-weights",
+        action="store_true",
+        help="for scripts of today: 16-bit weights get float32 masters, and torch's GradScaler is "
+        "apex_mp's, which takes float16 gradients",
     )
     parser.add_argument(
         "--force", action="store_true", help="hide an apex that is installed, for this run"

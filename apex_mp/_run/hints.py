@@ -52,6 +52,7 @@ _WANTS_GPU = re.compile(
     "|t have NCCL built in|only supported with GPUs, no GPUs found"
     "|Cannot access accelerator device when none is available"
 )
+_MASTERS = "--master-weights trains float16 weights, with float32 masters"
 _DEVICE = "--device cpu puts on the CPU what the script puts on a GPU"
 
 
@@ -69,6 +70,8 @@ def line_for(error: BaseException, settings: Settings) -> str | None:
         return _line(
             "there is no nvidia-smi here; do without it, or put a program of this name on PATH"
         )
+    if "Attempting to unscale FP16 gradients" in said:
+        return _line(_MASTERS)
     if settings.modernize:
         return None
     if re.search(_INTO_INTEGERS, said):

@@ -21,6 +21,7 @@ class Settings:
         device: "cpu" to run code for a GPU on the CPU, or None.
         modernize: Supply what later versions removed.
         dtype: "bfloat16" to cast to it where a script casts to float16, or None.
+        master_weights: Give masters to optimizers of 16-bit parameters.
     """
 
     era: str = "2019-03"
@@ -28,6 +29,7 @@ class Settings:
     device: str | None = None
     modernize: bool = False
     dtype: str | None = None
+    master_weights: bool = False
 
     def hand_to_children(self) -> None:
         """Write the settings to the environment, and put our sitecustomize before others."""

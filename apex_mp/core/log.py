@@ -61,10 +61,11 @@ def logger(name: str) -> logging.Logger:
 
 
 def _is_for_this_process(_: logging.LogRecord) -> bool:
-    return _is_first_process() or _PACKAGE.isEnabledFor(logging.DEBUG)
+    return is_first_process() or _PACKAGE.isEnabledFor(logging.DEBUG)
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
+    """Return whether this process is the first of its group, or alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"  # Set by launchers before there is a group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -15,18 +16,42 @@ from apex_mp.core.masters.written_weights import current
 from apex_mp.optimizers import _state
 
 
+@dataclasses.dataclass
+class StepCounts:
+    """The steps of an optimizer, and its masters.
+
+    Attributes:
+        owner: The optimizer's class.
+        bytes_each: Bytes of a master's element between steps.
+        steps: The steps, skipped ones included.
+        skipped: Those that were skipped.
+        params: The parameters that have a master.
+        elements: Their elements.
+    """
+
+    owner: str
+    bytes_each: int
+    steps: int = 0
+    skipped: int = 0
+    params: int = 0
+    elements: int = 0
+
+
 class OwnMasters:
     """Masters by parameter: float32 tensors, or remainders of 2 bytes beside the weights.
 
     Args:
+        owner: The optimizer's class.
         split: Keep remainders between steps.
 
     Attributes:
+        counts: What was stepped; it does not keep the masters alive.
         kept: The master or remainder of each parameter that has one.
     """
 
-    def __init__(self, split: bool) -> None:
+    def __init__(self, owner: str, split: bool) -> None:
         self.split = split
+        self.counts = StepCounts(owner, 2 if split else 4)
         self.kept: dict[Tensor, Tensor] = {}
         self._known: dict[Tensor, tuple[int, int]] = {}  # version and address after a step
         self._has_warned = False
@@ -67,6 +92,9 @@ class OwnMasters:
         for param, master in masters.items():
             self.kept[param] = _state.split(master, param) if self.split else master
         self._known.update(self._places([*masters]))
+        if len(self.kept) != self.counts.params:
+            self.counts.params = len(self.kept)
+            self.counts.elements = sum(kept.numel() for kept in self.kept.values())
 
     def load(self, saved: Mapping[Tensor, Tensor]) -> None:
         """Replace all masters by loaded ones; a parameter without one has its weight."""

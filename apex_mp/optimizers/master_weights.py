@@ -63,6 +63,7 @@ class MasterWeights(torch.optim.Optimizer):
     has_all_masters = True  # so that no update is lost
     unscale_grads: bool | None = None
     _steps_taken = 0  # or tried
+    _is_stepping = False
     _masters: OwnMasters
     _float32_grads: Float32Grads
 
@@ -89,6 +90,9 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Take one step of the optimizer with masters; arguments and result are its own.
 
+        Returns:
+            What the optimizer's own step returns; None if it was skipped.
+
         Raises:
             RuntimeError: The gradient of a 16-bit parameter is sparse, or a closure was given
                 inside a GradScaler.
@@ -97,6 +101,7 @@ class MasterWeights(torch.optim.Optimizer):
         with dropping_amp_tensors(self):
             step = _legacy_call.scaled_step(name, self, None, None, 1.0, None)
             self._steps_taken += 1
+            self._masters.counts.steps += 1
             if closure is not None:
                 if step.check or step.found_inf is not None:
                     raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")
@@ -105,9 +110,10 @@ class MasterWeights(torch.optim.Optimizer):
             found, new = self._float32_grads.of(grads, step, self._name)
             step.result = result_of(grads, found, step)
             if step.result.outcome.found_inf:
+                self._masters.counts.skipped += 1
                 return None
             masters = self._whole(new)
-            with _without_amp_tensors(self), exchanged(masters, new):
+            with self._stepping(), exchanged(masters, new):
                 value = super().step(*args, **kwargs)
             self._write(masters)
             return value
@@ -143,13 +149,31 @@ class MasterWeights(torch.optim.Optimizer):
         try:
             with torch.no_grad():
                 enter()
-            value = super().step(with_weights, *args, **kwargs)
+            with self._stepping():
+                value = super().step(with_weights, *args, **kwargs)
         finally:
             exchange.leave()
         self._write(masters)
         return value
 
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """A context of the optimizer's own step: torch's fused ones do not unscale again."""
+        attributes = vars(self)
+        names = ("grad_scale", "found_inf", "scaled_step")
+        hidden = {name: attributes.pop(name) for name in names if name in attributes}
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            attributes.update(hidden)
+
     def _whole(self, params: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
+        for param in params:
+            if param not in self._masters.kept and param in self.state:  # Made in 16 bits.
+                state = self.state[param]
+                state.update({key: widened(value) for key, value in state.items()})
         named = ParamNames(None, None).params
         return self._masters.whole([*params], lambda: named(self.param_groups))
 
@@ -164,7 +188,17 @@ class MasterWeights(torch.optim.Optimizer):
         return GradSlots(self.param_groups).read()
 
     def check_gradients(self, step: ScaledStep) -> GradCheck:
-        """Check and measure gradients for a step that is taken later; see `FusedOptimizer`."""
+        """Check and measure gradients for a step that GradScaler takes later.
+
+        Args:
+            step: That step; it has the scale.
+
+        Returns:
+            What was found; gradients stay as they are.
+
+        Raises:
+            RuntimeError: A gradient is sparse, or on a device without kernels.
+        """
         return check_gradients(self._grads(), step, self._name)
 
     def _name(self, param: Tensor) -> str:
@@ -269,11 +303,13 @@ def _new(
             optimizer: Any = cls(params, **options)
     else:
         optimizer = given
-        for param, state in optimizer.state.items():
-            if is_low(param):
-                state.update({key: widened(value) for key, value in state.items()})
-    optimizer.__class__ = class_with(MasterWeights, cls, {})
-    _put_masters(optimizer, master_weights == "split", keep_grads)
+    return give_masters(optimizer, split=master_weights == "split", keep_grads=keep_grads)
+
+
+def give_masters(optimizer: Any, *, split: bool = False, keep_grads: bool = False) -> Any:
+    """Give masters to an optimizer in place, and return it."""
+    optimizer.__class__ = class_with(MasterWeights, type(optimizer), {})
+    _put_masters(optimizer, split, keep_grads)
     return optimizer
 
 
@@ -301,7 +337,7 @@ def _keeps_own(cls: type) -> bool:
 
 
 def _put_masters(optimizer: Any, split: bool, keep_grads: bool) -> None:
-    optimizer._masters = OwnMasters(split)
+    optimizer._masters = OwnMasters(type(optimizer).__name__, split)
     optimizer._float32_grads = Float32Grads(keep_grads)
 
 
@@ -309,15 +345,3 @@ def _remake(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     optimizer = make(*args)
     optimizer.__class__ = class_with(MasterWeights, type(optimizer), {})
     return optimizer
-
-
-@contextlib.contextmanager
-def _without_amp_tensors(optimizer: Any) -> Iterator[None]:
-    """A context in which torch's own fused step does not unscale again."""
-    names = ("grad_scale", "found_inf", "scaled_step")
-    attributes = vars(optimizer)
-    hidden = {name: attributes.pop(name) for name in names if name in attributes}
-    try:
-        yield
-    finally:
-        attributes.update(hidden)

@@ -1,0 +1,214 @@
+"""Scripts of today whose weights have 16 bits: masters for their optimizers, and our GradScaler."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from apex_mp._run.replacements import Replacements
+from apex_mp.amp import GradScaler
+from apex_mp.core.log import counted, is_first_process
+from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.optimizers._own_masters import StepCounts, is_low
+from apex_mp.optimizers.master_weights import MasterWeights, give_masters
+
+_ENDS_ITS_OWN = (FP16_Optimizer,)
+
+
+@contextlib.contextmanager
+def use_master_weights() -> Iterator[None]:
+    """Train 16-bit weights as they are written today, without an edit where they are trained.
+
+        with apex_mp.use_master_weights():
+            main()
+
+    While the block runs, `torch.amp.GradScaler` and those of `torch.cuda.amp` and `torch.cpu.amp`
+    are `apex_mp.amp.GradScaler`, which takes float16 gradients; and each optimizer that is made
+    there gets float32 masters as by `apex_mp.optimizers.MasterWeights` if parameters have 16 bits,
+    or once they do: masters of a model that becomes 16-bit later hold its float32 weights. At the
+    end of the process a line on stderr says what was done.
+
+    Optimizers that keep masters themselves, ours or those of DeepSpeed and Megatron, whose
+    parameters are float32, stay as they are. So do checkpoints: torch's optimizers load them.
+
+    It is what `python -m apex_mp run --master-weights` does to a script.
+    """
+    replacements = Replacements()
+    give_everywhere(replacements, says_nothing_found=True)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
+def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> None:
+    """Replace torch's scalers, and what makes and steps optimizers and casts modules.
+
+    Args:
+        replacements: Undone by its `undo`, which prints what was done, as the end of the process.
+        says_nothing_found: Print a line, too, if no optimizer had 16-bit parameters.
+    """
+    giver = _Giver(says_nothing_found)
+    scaler = _scaler(giver)
+    for owner, device in (
+        (torch.amp, None),
+        (torch.amp.grad_scaler, None),
+        (torch.cuda.amp, "cuda"),
+        (torch.cuda.amp.grad_scaler, "cuda"),
+        (torch.cpu.amp, "cpu"),
+        (torch.cpu.amp.grad_scaler, "cpu"),
+    ):
+        replacements.set(owner, "GradScaler", scaler if device is None else _on(scaler, device))
+    optimizer = torch.optim.Optimizer
+    replacements.set(optimizer, "__init__", giver.after_init(optimizer.__init__))
+    hook = optimizer.profile_hook_step
+    replacements.set(optimizer, "profile_hook_step", staticmethod(giver.around_step(hook)))
+    replacements.set(nn.Module, "_apply", giver.around_apply(nn.Module._apply))
+    atexit.register(giver.report)
+    replacements.at_undo(giver.report)
+    replacements.at_undo(lambda: atexit.unregister(giver.report))
+
+
+def _say(what: str) -> None:
+    if is_first_process():
+        print(f"apex_mp, --master-weights: {what}", file=sys.stderr)
+
+
+class _Giver:
+    """Gives masters to the optimizers of a script, and counts them."""
+
+    def __init__(self, says_nothing_found: bool) -> None:
+        self._says_nothing_found = says_nothing_found
+        self._counts: list[StepCounts] = []
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._originals: MutableMapping[Tensor, Tensor]  # float32 values by parameter
+        self._originals = WeakIdKeyDictionary()
+        self._is_applying = False
+
+    def give(self, optimizer: Any) -> None:
+        """Give masters to an optimizer that has 16-bit parameters and keeps none itself."""
+        if isinstance(optimizer, MasterWeights) or optimizer not in self._optimizers:
+            return
+        low = [p for group in optimizer.param_groups for p in group["params"] if is_low(p)]
+        if not any(param.requires_grad for param in low):
+            return
+        give_masters(optimizer)
+        originals = {p: self._originals.pop(p) for p in low if p in self._originals}
+        if originals:
+            optimizer._masters.load(originals)
+            _say(
+                f"{type(optimizer).__name__} was made before the model became 16-bit; its masters "
+                "hold the float32 weights"
+            )
+        self._counts.append(optimizer._masters.counts)
+
+    def after_init(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def initialize(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            keeps_own = getattr(type(optimizer).step, "takes_scaled_step", False)
+            if not keeps_own and not isinstance(optimizer, _ENDS_ITS_OWN):
+                self._optimizers.add(optimizer)
+                self.give(optimizer)
+
+        return initialize
+
+    def around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
+            own = hook(function)
+
+            # Schedulers and accelerate have this function of an optimizer that got masters later.
+            @functools.wraps(own)
+            def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                self.give(optimizer)
+                if isinstance(optimizer, MasterWeights) and not optimizer._is_stepping:
+                    return MasterWeights.step(optimizer, *args, **kwargs)
+                return own(optimizer, *args, **kwargs)
+
+            return step
+
+        return profile_hook_step
+
+    def around_apply(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep the float32 values of an optimizer's parameters that become 16-bit."""
+
+        @functools.wraps(apply)
+        def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_applying or not self._optimizers:
+                return apply(module, *args, **kwargs)
+            self._is_applying = True
+            try:
+                stepped = {
+                    id(param)
+                    for optimizer in self._optimizers
+                    for group in optimizer.param_groups
+                    for param in group["params"]
+                }
+                before = {
+                    param: param.detach()
+                    for param in module.parameters()
+                    if param.dtype == torch.float32 and id(param) in stepped
+                }
+                result = apply(module, *args, **kwargs)
+                cast: dict[Tensor, Tensor]
+                cast = {p: value.to(p.device) for p, value in before.items() if is_low(p)}
+                self._originals.update(cast)
+            finally:
+                self._is_applying = False
+            for optimizer in [*self._optimizers] if cast else ():
+                self.give(optimizer)
+            return result
+
+        return _apply
+
+    def report(self) -> None:
+        """Print what was done, once."""
+        counts, self._counts = [each for each in self._counts if each.steps], []
+        if not counts and self._says_nothing_found:
+            _say("no optimizer stepped 16-bit parameters, so nothing was changed")
+        for each in counts:
+            _say(
+                f"{each.owner} stepped float32 masters of {counted(each.params, 'parameter')} in "
+                f"16 bits ({each.elements * each.bytes_each:,} bytes); "
+                f"{each.skipped:,} of {counted(each.steps, 'step')} skipped"
+            )
+
+
+def _scaler(giver: _Giver) -> type[GradScaler]:
+    """Return our GradScaler, which gives masters to what it steps."""
+
+    class Scaler(GradScaler):
+        def unscale_(self, optimizer: Any) -> None:
+            giver.give(optimizer)
+            super().unscale_(optimizer)
+
+        def clip_grad_norm_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+            giver.give(optimizer)
+            return super().clip_grad_norm_(optimizer, *args, **kwargs)
+
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+            giver.give(optimizer)
+            return super().step(optimizer, *args, **kwargs)
+
+    Scaler.__name__ = Scaler.__qualname__ = "GradScaler"
+    return Scaler
+
+
+def _on(scaler: type[GradScaler], device: str) -> type[GradScaler]:
+    """Return a scaler with the arguments of torch's earlier one of a device."""
+
+    class OnDevice(scaler):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(device, *args, **kwargs)
+
+    OnDevice.__name__ = OnDevice.__qualname__ = "GradScaler"
+    return OnDevice
