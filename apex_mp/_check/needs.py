@@ -18,6 +18,10 @@ _SUPPLIED: dict[str, set[str]] = {
 _SUPPLIED["torch"] |= {*REPLACED}
 _MASKED = re.compile(r"masked_(fill|scatter|select)_?")
 _BYTES = ("torch.uint8", "torch.ByteTensor", "torch.cuda.ByteTensor")
+_CASTS = ("half", "bfloat16")
+_16_BITS = {"float16", "half", "bfloat16"}
+# In `x.half()` it is inputs that are cast.
+_MODEL = re.compile(r"model|net|transformer|coder|module|policy|actor", re.IGNORECASE)
 _GPU_WORDS = re.compile(r"cuda(:\d+)?|nccl")
 # Modules of apex that are not about mixed precision, and what to use instead.
 _ELSEWHERE = {
@@ -116,6 +120,30 @@ def on_gpu(source: Source) -> Iterator[str]:
             asks = isinstance(value, str) and _GPU_WORDS.fullmatch(value) is not None
         if asks and isinstance(node, ast.expr):
             yield source.where(node)
+
+
+def in_16_bits(source: Source) -> Iterator[Use]:
+    """Yield the calls that make the weights of a model float16 or bfloat16."""
+    for call in source.calls():
+        function = call.node.func
+        if not isinstance(function, ast.Attribute):
+            continue
+        given = [*call.node.args, *(keyword.value for keyword in call.node.keywords)]
+        dtypes = {ast.unparse(each).removeprefix("torch.").strip("'") for each in given}
+        casts = function.attr in _CASTS and not given
+        casts = casts or (function.attr == "to" and bool(dtypes & _16_BITS))
+        if casts and _MODEL.search(ast.unparse(function.value)):
+            yield Use(f"weights in 16 bits by {function.attr}()", call.where)
+        elif function.attr == "from_pretrained" and dtypes & _16_BITS:
+            yield Use("weights in 16 bits by from_pretrained()", call.where)
+
+
+def scaled(source: Source) -> Iterator[Use]:
+    """Yield the uses of torch's GradScaler."""
+    for name, where in source.uses():
+        if name.startswith("torch.") and name.endswith(".GradScaler"):
+            what = "torch's GradScaler, which stops: Attempting to unscale FP16 gradients"
+            yield Use(what, where)
 
 
 def unsupported(source: Source) -> Iterator[Use]:

@@ -43,6 +43,7 @@ class Report:
         evidence: Evidence for the era.
         modernize: What `--modernize` supplies, and where it is used.
         gpu: Where a GPU is needed.
+        masters: What `--master-weights` is for, and where it is, in code that does not use apex.
         unsupported: What will not work with its remedy, and where it is used.
         scripts: Files that can be run, the likeliest first.
     """
@@ -53,13 +54,15 @@ class Report:
     evidence: list[Evidence]
     modernize: Places
     gpu: list[str]
+    masters: Places
     unsupported: Places
     scripts: list[str]
 
     def options(self) -> list[str]:
         """Return the options of `run` that the code needs, on a machine with a GPU."""
         era = ["--era", self.era] if self.evidence and self.era != DEFAULT else []
-        return [*era, *(["--modernize"] if self.modernize else [])]
+        modernize = ["--modernize"] if self.modernize else []
+        return [*era, *modernize, *(["--master-weights"] if self.masters else [])]
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as lists, dicts and strings."""
@@ -78,6 +81,7 @@ class Report:
         yield from _section("--modernize supplies", self.modernize)
         if self.gpu:
             yield f"a GPU is asked for at {_shown(self.gpu)}; --device cpu runs it on a CPU"
+        yield from _section("--master-weights gives float32 masters to", self.masters)
         yield from _section("will not work", self.unsupported)
         on_cpu = [] if has_gpu or not self.gpu else ["--device", "cpu"]
         for script in self.scripts[:1]:
@@ -106,6 +110,9 @@ def examine(path: Path) -> Report:
         decided_by = era_of(evidence)
     unsupported = [use for source in sources for use in needs.unsupported(source)]
     unsupported += _of_eras(evidence, decided_by)
+    halved = [] if names else [use for source in sources for use in needs.in_16_bits(source)]
+    if halved:
+        halved += [use for source in sources for use in needs.scaled(source)]
     return Report(
         files=len(sources) + len(broken),
         names=names,
@@ -113,6 +120,7 @@ def examine(path: Path) -> Report:
         evidence=[each for each in evidence if decided_by in each.eras],
         modernize=_grouped(use for source in sources for use in needs.modernized(source)),
         gpu=[*dict.fromkeys(where for source in sources for where in needs.on_gpu(source))],
+        masters=_grouped(halved),
         unsupported=_grouped([*broken, *unsupported, *_cuda_sources(path)]),
         scripts=_scripts(path, sources),
     )

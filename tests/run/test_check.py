@@ -15,6 +15,34 @@ from apex_mp._check.report import examine
 pytestmark = pytest.mark.cpu_only
 
 
+LOOP = """
+import torch
+from torch.amp import GradScaler
+def main():
+    model = AutoModel.from_pretrained("x", torch_dtype=torch.float16)
+    net.to(device, torch.bfloat16)
+    scaler = GradScaler("cuda")
+    model(x.half())
+"""
+
+
+def test_a_script_of_today_with_16_bit_weights_is_told_of_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    assert main([str(script)]) == 0
+    said = capsys.readouterr().out
+    assert "weights in 16 bits by from_pretrained()" in said
+    assert "weights in 16 bits by to()" in said
+    assert "by half()" not in said
+    assert "Attempting to unscale FP16 gradients  train.py" in said
+    assert f"python -m apex_mp run --master-weights --device cpu {script} ..." in said
+    script.write_text(LOOP + "import apex\napex.amp\n")
+    main([str(script)])
+    assert "--master-weights" not in capsys.readouterr().out
+
+
 MAIN = "if __name__ == '__main__':\n    pass\n"
 
 
