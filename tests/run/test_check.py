@@ -26,7 +26,7 @@ def main():
 """
 
 
-def test_a_script_of_today_with_16_bit_weights_is_told_of_the_error(
+def test_master_weights_are_offered_to_a_script_of_today(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
@@ -38,7 +38,7 @@ def test_a_script_of_today_with_16_bit_weights_is_told_of_the_error(
     assert "by half()" not in said
     assert "Attempting to unscale FP16 gradients  train.py" in said
     assert f"python -m apex_mp run --master-weights --device cpu {script} ..." in said
-    script.write_text(LOOP + "import apex\napex.amp\n")
+    script.write_text(LOOP + "from apex import amp\namp.init()\n")
     main([str(script)])
     assert "--master-weights" not in capsys.readouterr().out
 
