@@ -18,10 +18,9 @@ from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler
 from apex_mp.core.log import counted, is_first_process
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._own_masters import StepCounts, is_low
 from apex_mp.optimizers.master_weights import MasterWeights, give_masters
-
-_ENDS_ITS_OWN = (FP16_Optimizer,)
 
 
 @contextlib.contextmanager
@@ -72,6 +71,8 @@ def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> 
     replacements.set(optimizer, "__init__", giver.after_init(optimizer.__init__))
     hook = optimizer.profile_hook_step
     replacements.set(optimizer, "profile_hook_step", staticmethod(giver.around_step(hook)))
+    for each in {*_hooked(optimizer)}:  # Classes of optimizers that were made before.
+        replacements.set(each, "step", giver.instead_of(each.step))
     replacements.set(nn.Module, "_apply", giver.around_apply(nn.Module._apply))
     atexit.register(giver.report)
     replacements.at_undo(giver.report)
@@ -96,47 +97,58 @@ class _Giver:
 
     def give(self, optimizer: Any) -> None:
         """Give masters to an optimizer that has 16-bit parameters and keeps none itself."""
-        if isinstance(optimizer, MasterWeights) or optimizer not in self._optimizers:
+        if optimizer not in self._optimizers:
             return
         low = [p for group in optimizer.param_groups for p in group["params"] if is_low(p)]
         if not any(param.requires_grad for param in low):
             return
-        give_masters(optimizer)
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, MasterWeights):
+            try:
+                give_masters(optimizer)
+            except TypeError as error:
+                self._optimizers.discard(optimizer)
+                _say(f"{name} stays without masters. {error}")
+                return
+            self._counts.append(optimizer._masters.counts)
         originals = {p: self._originals.pop(p) for p in low if p in self._originals}
         if originals:
-            optimizer._masters.load(originals)
+            optimizer._masters.replace(originals)
             _say(
-                f"{type(optimizer).__name__} was made before the model became 16-bit; its masters "
-                "hold the float32 weights"
+                f"the weights of {name} became 16-bit after it was made; its masters hold the "
+                "float32 weights"
             )
-        self._counts.append(optimizer._masters.counts)
 
     def after_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def initialize(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            keeps_own = getattr(type(optimizer).step, "takes_scaled_step", False)
-            if not keeps_own and not isinstance(optimizer, _ENDS_ITS_OWN):
+            if isinstance(optimizer, FusedOptimizer):
+                for each in (optimizer.defaults, *optimizer.param_groups):
+                    each["master_weights"] = each.get("master_weights") or True
+            elif not isinstance(optimizer, FP16_Optimizer):
                 self._optimizers.add(optimizer)
                 self.give(optimizer)
 
         return initialize
 
     def around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
-            own = hook(function)
+        return lambda function: self.instead_of(hook(function))
 
-            # Schedulers and accelerate have this function of an optimizer that got masters later.
-            @functools.wraps(own)
-            def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                self.give(optimizer)
-                if isinstance(optimizer, MasterWeights) and not optimizer._is_stepping:
-                    return MasterWeights.step(optimizer, *args, **kwargs)
-                return own(optimizer, *args, **kwargs)
+    def instead_of(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a class's step that is the one with masters once the optimizer has some.
 
-            return step
+        Schedulers and accelerate keep this function, and call it later.
+        """
 
-        return profile_hook_step
+        @functools.wraps(own)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self.give(optimizer)
+            if isinstance(optimizer, MasterWeights) and not optimizer._is_stepping:
+                return MasterWeights.step(optimizer, *args, **kwargs)
+            return own(optimizer, *args, **kwargs)
+
+        return step
 
     def around_apply(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the float32 values of an optimizer's parameters that become 16-bit."""
@@ -181,6 +193,15 @@ class _Giver:
                 f"16 bits ({each.elements * each.bytes_each:,} bytes); "
                 f"{each.skipped:,} of {counted(each.steps, 'step')} skipped"
             )
+
+
+def _hooked(kind: Any) -> Iterator[Any]:
+    """Yield the subclasses whose step torch has wrapped, but for those that keep masters."""
+    for each in kind.__subclasses__():
+        step = vars(each).get("step")
+        if getattr(step, "hooked", False) and not getattr(step, "takes_scaled_step", False):
+            yield each
+        yield from _hooked(each)
 
 
 def _scaler(giver: _Giver) -> type[GradScaler]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from apex_mp.core.grads import shards
 from apex_mp.core.grads.found_inf import FoundInf, inverse
 from apex_mp.core.grads.grad_slots import Grads
-from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, ScaledStep, StepResult
+from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, Lists, ScaledStep, StepResult
 from apex_mp.core.tensors import copy_async, local_part
 from apex_mp.optimizers._own_masters import is_low
 
@@ -48,6 +48,8 @@ class Float32Grads:
         Raises:
             RuntimeError: The gradient of a 16-bit parameter is sparse.
         """
+        if step.grads is not None:
+            return FoundInf(), _given(grads.slots.groups, step.grads)
         params = grads.slots.params
         factor = inverse(step.scale)
         if step.clip_to is not None and step.clip_norm is not None:
@@ -145,6 +147,18 @@ def result_of(grads: Grads, found: FoundInf, step: ScaledStep) -> StepResult:
     )
     without = [place for row, place in enumerate(places) if row not in rows]
     return StepResult(HostOutcome(skipped, norms), without, grads.dtypes())
+
+
+def _given(groups: Sequence[Sequence[Tensor]], lists: Lists) -> dict[Tensor, Tensor]:
+    """Return the gradients that a step was given of 16-bit parameters; store those of others."""
+    new: dict[Tensor, Tensor] = {}
+    for params, of_params in zip(groups, lists, strict=True):
+        for param, grad in zip(params, of_params, strict=True):
+            if is_low(param) and grad is not None:
+                new[param] = grad.float()
+            elif not is_low(param):
+                param.grad = grad
+    return new
 
 
 def _divisor(norm: Tensor, max_norm: float) -> Tensor:

@@ -68,15 +68,21 @@ class OwnMasters:
         """
         masters: dict[Tensor, Tensor] = {}
         written: list[Tensor] = []
+        steps = self.counts.steps
+        # A write through `.data` changes neither version nor address. All are compared in the first
+        # steps and ever rarer ones, and in each step once a weight was found written.
+        compares = self._has_warned or steps & (steps - 1) == 0
         for param, place in self._places(params):
             kept, known = self.kept.get(param), self._known.get(param)
             if kept is None:
                 masters[param] = param.detach().float()
-            elif known == place or (known is None and _is_remainder(kept)):
-                masters[param] = _whole(param, kept)
             elif _is_remainder(kept):
-                masters[param] = param.detach().float()
-                written.append(param)
+                masters[param] = _state.joined(param, kept)
+                if known is not None and known != place:
+                    masters[param] = param.detach().float()
+                    written.append(param)
+            elif known == place and not compares:
+                masters[param] = kept
             else:
                 masters[param] = current(kept, param)
                 if masters[param].data_ptr() != kept.data_ptr():
@@ -100,10 +106,15 @@ class OwnMasters:
         """Replace all masters by loaded ones; a parameter without one has its weight."""
         self.kept, self._known = {**saved}, {}
 
+    def replace(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Replace the masters of some parameters."""
+        self.load({**self.kept, **masters})
+
     def saved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter and its master in float32."""
         for param, kept in self.kept.items():
-            yield param, _whole(param, kept)
+            if is_low(param):  # Else it is in float32 again.
+                yield param, _whole(param, kept)
 
     def _places(self, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         versions = _C.versions([*params])

@@ -23,8 +23,6 @@ from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, res
 from apex_mp.optimizers._own_masters import OwnMasters, is_low
 from apex_mp.optimizers._state import MASTER
 
-_Masters = Mapping[Tensor, Tensor]
-
 
 class MasterWeights(torch.optim.Optimizer):
     """Any optimizer, with float32 masters of its float16 and bfloat16 parameters.
@@ -53,8 +51,8 @@ class MasterWeights(torch.optim.Optimizer):
         options: Passed on to the class.
 
     Raises:
-        TypeError: `params` is an optimizer and has masters, or a `step` that was replaced; the
-            class is none of optimizers; or `keep_grads` is no bool.
+        TypeError: `params` is an optimizer and has masters, a `step` that was replaced, or a first
+            base such as ABC; the class is none of optimizers; or `keep_grads` is no bool.
         ValueError: `master_weights` is something else.
     """
 
@@ -112,7 +110,7 @@ class MasterWeights(torch.optim.Optimizer):
             if step.result.outcome.found_inf:
                 self._masters.counts.skipped += 1
                 return None
-            masters = self._whole(new)
+            masters = self._whole()
             with self._stepping(), exchanged(masters, new):
                 value = super().step(*args, **kwargs)
             self._write(masters)
@@ -132,8 +130,8 @@ class MasterWeights(torch.optim.Optimizer):
             _, grads = self._float32_grads.of(self._grads(), ScaledStep(), self._name)
             new.clear()
             new.update(grads)
-            added = [param for param in grads if param not in masters]
-            masters.update(self._whole(dict.fromkeys(added)))
+            if not masters:
+                masters.update(self._whole())
             exchange.enter()
 
         @functools.wraps(closure)
@@ -146,13 +144,10 @@ class MasterWeights(torch.optim.Optimizer):
                 with torch.no_grad():
                     enter()
 
-        try:
+        with exchange.ending(), self._stepping():
             with torch.no_grad():
                 enter()
-            with self._stepping():
-                value = super().step(with_weights, *args, **kwargs)
-        finally:
-            exchange.leave()
+            value = super().step(with_weights, *args, **kwargs)
         self._write(masters)
         return value
 
@@ -169,15 +164,20 @@ class MasterWeights(torch.optim.Optimizer):
             self._is_stepping = False
             attributes.update(hidden)
 
-    def _whole(self, params: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
+    def _whole(self) -> dict[Tensor, Tensor]:
+        """Return the masters for a step: of all 16-bit parameters that require grad.
+
+        An optimizer may change those without a gradient, too.
+        """
+        groups = self.param_groups
+        params = [p for group in groups for p in group["params"] if is_low(p) and p.requires_grad]
         for param in params:
             if param not in self._masters.kept and param in self.state:  # Made in 16 bits.
                 state = self.state[param]
                 state.update({key: widened(value) for key, value in state.items()})
-        named = ParamNames(None, None).params
-        return self._masters.whole([*params], lambda: named(self.param_groups))
+        return self._masters.whole(params, lambda: ParamNames(None, None).params(groups))
 
-    def _write(self, masters: _Masters) -> None:
+    def _write(self, masters: dict[Tensor, Tensor]) -> None:
         if not self._masters.split:  # Else the weight is one part of the master.
             Exchange(masters, {}).copy_to_weights()
         self._masters.keep(masters)
@@ -225,9 +225,15 @@ class MasterWeights(torch.optim.Optimizer):
         Masters that it lacks are made from the weights.
         """
         saved = as_dict(type(self).__name__, state_dict)
-        states = {key: {**each} for key, each in saved.get("state", {}).items()}
-        masters = {key: each.pop(MASTER) for key, each in states.items() if MASTER in each}
-        saved["state"] = {key: each for key, each in states.items() if each or key not in masters}
+        states, masters = dict[Any, Any](), dict[Any, Tensor]()
+        for key, state in saved.get("state", {}).items():
+            if isinstance(state, Mapping) and MASTER in state:
+                masters[key] = state[MASTER]
+                state = {name: value for name, value in state.items() if name != MASTER}
+                if not state:
+                    continue
+            states[key] = state
+        saved["state"] = states
         groups = zip(self.param_groups, saved.get("param_groups", ()), strict=False)
         loaded = {
             param: masters[key].to(param.device, torch.float32, copy=True)
@@ -303,14 +309,60 @@ def _new(
             optimizer: Any = cls(params, **options)
     else:
         optimizer = given
-    return give_masters(optimizer, split=master_weights == "split", keep_grads=keep_grads)
+    return give_masters(
+        optimizer,
+        split=master_weights == "split",
+        keep_grads=keep_grads,
+        is_new=given is None,
+    )
 
 
-def give_masters(optimizer: Any, *, split: bool = False, keep_grads: bool = False) -> Any:
-    """Give masters to an optimizer in place, and return it."""
-    optimizer.__class__ = class_with(MasterWeights, type(optimizer), {})
+def give_masters(
+    optimizer: Any, *, split: bool = False, keep_grads: bool = False, is_new: bool = False
+) -> Any:
+    """Give masters to an optimizer in place, and return it.
+
+    Args:
+        optimizer: The optimizer.
+        split: Keep remainders between steps [False].
+        keep_grads: Keep the memory of gradients [False].
+        is_new: Nobody else has the optimizer, so another object may be returned [False].
+
+    Raises:
+        TypeError: Its class has a base, such as ABC, with which Python does not let it be changed.
+    """
+    cls = type(optimizer)
+    members = {
+        name: _in_float32(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)
+    }
+    with_masters = class_with(MasterWeights, cls, members)
+    try:
+        optimizer.__class__ = with_masters
+    except TypeError:
+        if not is_new:
+            raise TypeError(
+                f"MasterWeights: Python cannot change the class of an object of {cls.__name__}, "
+                f"whose first base is {cls.__bases__[0].__name__}; make the optimizer by "
+                f"MasterWeights(params, {cls.__name__}, ...)"
+            ) from None
+        attributes, optimizer = vars(optimizer), object.__new__(with_masters)
+        vars(optimizer).update(attributes)
     _put_masters(optimizer, split, keep_grads)
     return optimizer
+
+
+def _in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method, of a schedule-free optimizer, that changes parameters in float32 as well."""
+
+    @functools.wraps(method)
+    def in_float32(optimizer: MasterWeights, *args: Any, **kwargs: Any) -> Any:
+        masters = optimizer._whole()
+        with torch.no_grad(), exchanged(masters, {}):
+            result = method(optimizer, *args, **kwargs)
+        optimizer._write(masters)
+        return result
+
+    return in_float32
 
 
 def _listed(params: Any) -> Any:

@@ -2,6 +2,7 @@
 #include "plan/module.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <vector>
@@ -18,6 +19,16 @@ namespace apex_mp::step {
 namespace py = pybind11;
 
 namespace {
+
+// Puts data into a parameter, maybe of another dtype. torch's set_data alone would then drop the
+// node that accumulates the gradient, and with it the hooks of DistributedDataParallel.
+void put_data(const at::Tensor& param, const at::Tensor& data) {
+  torch::autograd::AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(param);
+  TORCH_INTERNAL_ASSERT(meta != nullptr);
+  const auto accumulator = meta->grad_accumulator_;
+  param.set_data(data);
+  meta->grad_accumulator_ = accumulator;
+}
 
 // Translates errors as torch does for its own functions: without the stack of C++ calls.
 void translate(std::exception_ptr pointer) {
@@ -143,6 +154,7 @@ void define_classes(py::module_& module) {
     }
     return versions;
   });
+  module.def("put_data", &put_data);
   // Whether two lists hold the same objects: == would compare tensors by their elements.
   module.def("same_items", [](const py::list& one, const py::list& other) {
     const size_t size = one.size();

@@ -96,7 +96,10 @@ FP16_UTILS = {
         "MasterGrads.zero", "self._scale = None", "", "fp16_optimizer_accumulation"
     ),
     "state that moves to masters stays in float16": Mutant(
-        "masters.widened", "value.float()", "value", "fp16_optimizer_masters"
+        "masters.widened",
+        "tensors.cast_floating(value, torch.float32)",
+        "value",
+        "fp16_optimizer_masters",
     ),
     "masters do not lie in the flat vector": Mutant(
         "MasterGroup._flatten", "master.data = view", "", "fp16_optimizer_masters"

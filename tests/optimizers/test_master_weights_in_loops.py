@@ -253,6 +253,60 @@ def test_a_weight_that_was_written_replaces_its_master(device: torch.device) -> 
         optimizer.step()
 
 
+def test_a_write_through_data_is_seen_in_the_first_steps_and_from_then_on(
+    device: torch.device,
+) -> None:
+    params = [nn.Parameter(torch.tensor([1.0, -1.0], dtype=BF16, device=device))]
+    twins = in_float32(params)
+    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.125)
+    twin = torch.optim.SGD(twins, lr=0.125)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(7):
+            for each in (*params, *twins):
+                each.grad = torch.ones_like(each)
+            optimizer.step()
+            twin.step()
+            check(optimizer, params, twins)
+            for each in (*params, *twins):
+                each.data.clamp_(-0.25, 0.25)
+    assert ["changed since the last step" in str(each.message) for each in caught] == [True]
+
+
+def test_hooks_of_the_graph_survive_a_step(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=BF16, device=device))
+    accumulator = param.expand_as(param).grad_fn.next_functions[0][0]
+    calls: list[int] = []
+    accumulator.register_hook(lambda *_: calls.append(1))  # As DistributedDataParallel does.
+    optimizer = MasterWeights([param], torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(calls) == 3
+
+
+def test_what_the_optimizer_does_to_its_parameters_counts(device: torch.device) -> None:
+    class Replacing(torch.optim.SGD):
+        """Puts other data into parameters, as SAM does, and clears gradients."""
+
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                param.data = param.data.clone()
+            super().step(closure)
+            self.zero_grad()
+
+    params = new_params(None, BF16, device)
+    twins = in_float32(params)
+    optimizer, twin = MasterWeights(params, Replacing, lr=0.1), Replacing(twins, lr=0.1)
+    for step in range(3):
+        give_grads(params, twins, step)
+        optimizer.step()
+        twin.step()
+        check(optimizer, params, twins)
+        assert all(param.grad is None for param in params)
+
+
 def test_what_raises_in_the_step_leaves_weights_in_their_dtype(device: torch.device) -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -107,8 +107,51 @@ def test_masters_of_a_model_that_is_cast_later_hold_its_float32_weights(
     for param, expected in zip(model.parameters(), before, strict=True):
         assert_same_bits(dict(optimizer._masters.saved())[param], expected)
     said = capsys.readouterr().err
-    assert "AdamW was made before the model became 16-bit; its masters hold the float32" in said
+    assert "the weights of AdamW became 16-bit after it was made; its masters hold the" in said
     assert "AdamW stepped float32 masters of 4 parameters in 16 bits (4,872 bytes); 0 of 40" in said
+
+
+def test_the_step_that_a_scheduler_keeps_is_the_one_with_masters() -> None:
+    class Before(torch.optim.SGD):
+        """An optimizer's class that was used before."""
+
+    Before([nn.Parameter(torch.ones(1))], lr=0.1)
+    own = Before.step
+    with apex_mp.use_master_weights():
+        param = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(param.weight)
+        optimizer = Before(param.parameters(), lr=1e-3)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+        param.bfloat16()
+        for _ in range(100):
+            param.weight.grad = torch.ones_like(param.weight)
+            optimizer.step()
+    assert abs(param.weight.item() - 0.9) < 2.0**-9
+    assert Before.step is own
+
+
+def test_what_was_trained_in_float32_in_between_counts() -> None:
+    with apex_mp.use_master_weights():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model.bfloat16().float()
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        assert "master_param" not in optimizer.state_dict()["state"].get(0, {})
+        model.bfloat16()
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+    assert abs(dict(optimizer._masters.saved())[model.weight].item() - 0.9999) < 1e-6
+
+
+def test_fused_optimizers_without_masters_get_some() -> None:
+    with apex_mp.use_master_weights():
+        param = nn.Parameter(torch.ones(4, dtype=BF16))
+        optimizer = FusedAdam([param], lr=1e-5)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert optimizer.master(param)[0] < 1.0
 
 
 def test_skipped_steps_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from apex_mp import _C
 from apex_mp.core import tensors
 from apex_mp.core.masters.masters import write
 
@@ -16,14 +17,15 @@ class Exchange:
     """Parameters whose data and gradient are float32 ones for a while.
 
     The objects stay the same, so an optimizer finds its state, and whatever else it keeps of its
-    parameters.
+    parameters; and so does the node of the graph that accumulates a gradient, with its hooks.
 
     Args:
-        masters: By parameter, a tensor like it in float32; the step writes it.
+        masters: By parameter, a tensor like it in float32; the step writes it, or puts another
+            one into the parameter, which then replaces it here.
         grads: By parameter, its gradient in float32, or None.
     """
 
-    def __init__(self, masters: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> None:
+    def __init__(self, masters: dict[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> None:
         self._masters, self._grads = masters, grads
         self._weights: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
 
@@ -34,10 +36,30 @@ class Exchange:
             _put(param, master, self._grads.get(param))
 
     def leave(self) -> None:
-        """Put weights and their gradients back, as they were."""
-        for param, (weight, grad) in self._weights.items():
+        """Put weights and their gradients back, as they were; a cleared gradient stays so.
+
+        After an interrupt it can be called again.
+        """
+        for param in [*self._weights]:
+            weight, grad = self._weights[param]
+            if param.dtype != weight.dtype:
+                if param in self._grads and param.grad is None:
+                    self._weights[param] = weight, (grad := None)
+                self._masters[param] = param.detach()
             _put(param, weight, grad)
-        self._weights.clear()
+            del self._weights[param]
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[Exchange]:
+        """A context at whose end parameters have their weights, whatever was raised."""
+        try:
+            yield self
+        finally:
+            try:
+                self.leave()
+            except BaseException:  # An interrupt; a second one would have to hit this line.
+                self.leave()
+                raise
 
     def copy_to_weights(self) -> None:
         """Round the masters to the weights, after `leave`."""
@@ -46,21 +68,15 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def exchanged(
-    masters: Mapping[Tensor, Tensor], grads: Mapping[Tensor, Tensor]
-) -> Iterator[Exchange]:
+def exchanged(masters: dict[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> Iterator[Exchange]:
     """A context in which parameters hold masters; see `Exchange`. Weights are not written."""
-    exchange = Exchange(masters, grads)
-    try:
+    with Exchange(masters, grads).ending() as exchange:
         exchange.enter()
         yield exchange
-    finally:
-        exchange.leave()
 
 
 def _put(param: Any, data: Any, grad: Tensor | None) -> None:
-    param.grad = None  # One of another dtype would be refused.
-    param.data = data
+    _C.put_data(param, data)
     if tensors.local_part(param) is not param:
         # A DTensor's data is that of a Python attribute.
         param._local_tensor, param._spec = data._local_tensor, data._spec

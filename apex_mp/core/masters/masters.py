@@ -81,7 +81,7 @@ class Masters:
 
 def widened(value: Any) -> Any:
     """Return a floating tensor in float32, and anything else as it is."""
-    return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+    return tensors.cast_floating(value, torch.float32)
 
 
 class MasterParameter(Parameter):
