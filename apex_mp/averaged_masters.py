@@ -29,9 +29,9 @@ class AveragedMasters(AveragedModel):
 
     Args:
         model: The model, in mixed precision or not; it is copied.
-        optimizer: A fused optimizer with `master_weights`, an FP16_Optimizer, or one that went
-            through `amp.initialize`; a list of them for a model with several. Without masters the
-            weights themselves are averaged, in float32.
+        optimizer: A fused optimizer with `master_weights`, a MasterWeights, an FP16_Optimizer, or
+            one that went through `amp.initialize`; a list of them for a model with several. Without
+            masters the weights themselves are averaged, in float32.
         options: As of `torch.optim.swa_utils.AveragedModel`: `device`, `avg_fn`, `multi_avg_fn`,
             `use_buffers`.
 

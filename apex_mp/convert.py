@@ -22,6 +22,7 @@ from apex_mp.checkpointing.rename import renamed
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.masters.written_weights import current
 from apex_mp.optimizers import _state
+from apex_mp.optimizers.master_weights import MasterWeights
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
 
@@ -219,6 +220,12 @@ def _masters_of(
                 "model; give the one that does, and FP16_Optimizer itself, not the one inside it"
             )
         found |= {id(param): master for master, param in model_of.items()}
+        if isinstance(one, MasterWeights):
+            own = dict(one._own_masters.saved())
+            found |= {id(param): master for param, master in own.items()}
+            if write:  # The next step splits them again.
+                one._own_masters.replace(own)
+            continue
         for param, state in one.state.items():
             if _state.MASTER not in state or param.dtype not in LOW_PRECISION:
                 continue

@@ -38,7 +38,7 @@ def give_grads(params: list[nn.Parameter], twins: list[nn.Parameter], step: int)
 
 def check(optimizer: Any, params: list[nn.Parameter], twins: list[nn.Parameter]) -> None:
     """Masters are the twins to the bit, and parameters are masters, rounded."""
-    kept = dict(optimizer._masters.saved())
+    kept = dict(optimizer._own_masters.saved())
     for param, twin in zip(params, twins, strict=True):
         assert param.dtype in (F16, BF16)
         assert_same_bits(kept[param], twin.detach())

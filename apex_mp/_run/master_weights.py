@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex_mp._run.replacements import Replacements
-from apex_mp.amp import GradScaler
+from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.core.log import counted, is_first_process
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._own_masters import StepCounts, is_low
+from apex_mp.optimizers._own_masters import StepCounts, needs_master
 from apex_mp.optimizers.master_weights import MasterWeights, give_masters
 
 
@@ -57,16 +57,17 @@ def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> 
         says_nothing_found: Print a line, too, if no optimizer had 16-bit parameters.
     """
     giver = _Giver(says_nothing_found)
-    scaler = _scaler(giver)
-    for owner, device in (
-        (torch.amp, None),
-        (torch.amp.grad_scaler, None),
-        (torch.cuda.amp, "cuda"),
-        (torch.cuda.amp.grad_scaler, "cuda"),
-        (torch.cpu.amp, "cpu"),
-        (torch.cpu.amp.grad_scaler, "cpu"),
+    _givers.append(giver)
+    replacements.at_undo(lambda: _givers.remove(giver))
+    for package, ours in (
+        (torch.amp, GradScaler),
+        (torch.cuda.amp, CudaGradScaler),
+        (torch.cpu.amp, CpuGradScaler),
     ):
-        replacements.set(owner, "GradScaler", scaler if device is None else _on(scaler, device))
+        theirs = package.GradScaler
+        replacements.set(theirs, "__init__", _as(ours, theirs))
+        for module in (package, package.grad_scaler):
+            replacements.set(module, "GradScaler", ours)  # For subclasses.
     optimizer = torch.optim.Optimizer
     replacements.set(optimizer, "__init__", giver.after_init(optimizer.__init__))
     hook = optimizer.profile_hook_step
@@ -81,7 +82,7 @@ def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> 
 
 def _say(what: str) -> None:
     if is_first_process():
-        print(f"apex_mp, --master-weights: {what}", file=sys.stderr)
+        print(f"apex_mp: {what}", file=sys.stderr)
 
 
 class _Giver:
@@ -99,8 +100,9 @@ class _Giver:
         """Give masters to an optimizer that has 16-bit parameters and keeps none itself."""
         if optimizer not in self._optimizers:
             return
-        low = [p for group in optimizer.param_groups for p in group["params"] if is_low(p)]
-        if not any(param.requires_grad for param in low):
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        low = [param for param in params if needs_master(param) and param.requires_grad]
+        if not low:
             return
         name = type(optimizer).__name__
         if not isinstance(optimizer, MasterWeights):
@@ -110,10 +112,10 @@ class _Giver:
                 self._optimizers.discard(optimizer)
                 _say(f"{name} stays without masters. {error}")
                 return
-            self._counts.append(optimizer._masters.counts)
+            self._counts.append(optimizer._own_masters.counts)
         originals = {p: self._originals.pop(p) for p in low if p in self._originals}
         if originals:
-            optimizer._masters.replace(originals)
+            optimizer._own_masters.replace(originals)
             _say(
                 f"the weights of {name} became 16-bit after it was made; its masters hold the "
                 "float32 weights"
@@ -144,7 +146,7 @@ class _Giver:
         @functools.wraps(own)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self.give(optimizer)
-            if isinstance(optimizer, MasterWeights) and not optimizer._is_stepping:
+            if isinstance(optimizer, MasterWeights) and not optimizer._steps_masters:
                 return MasterWeights.step(optimizer, *args, **kwargs)
             return own(optimizer, *args, **kwargs)
 
@@ -172,7 +174,7 @@ class _Giver:
                 }
                 result = apply(module, *args, **kwargs)
                 cast: dict[Tensor, Tensor]
-                cast = {p: value.to(p.device) for p, value in before.items() if is_low(p)}
+                cast = {p: value.to(p.device) for p, value in before.items() if needs_master(p)}
                 self._originals.update(cast)
             finally:
                 self._is_applying = False
@@ -184,9 +186,9 @@ class _Giver:
 
     def report(self) -> None:
         """Print what was done, once."""
-        counts, self._counts = [each for each in self._counts if each.steps], []
+        counts, self._counts = [each for each in self._counts if each.steps and each.params], []
         if not counts and self._says_nothing_found:
-            _say("no optimizer stepped 16-bit parameters, so nothing was changed")
+            _say("no optimizer was given masters, for none that had none stepped 16-bit parameters")
         for each in counts:
             _say(
                 f"{each.owner} stepped float32 masters of {counted(each.params, 'parameter')} in "
@@ -204,32 +206,56 @@ def _hooked(kind: Any) -> Iterator[Any]:
         yield from _hooked(each)
 
 
-def _scaler(giver: _Giver) -> type[GradScaler]:
-    """Return our GradScaler, which gives masters to what it steps."""
+class GradScaler(OurGradScaler):
+    """The scaler of a script, which gives masters to the optimizers that it meets."""
 
-    class Scaler(GradScaler):
-        def unscale_(self, optimizer: Any) -> None:
-            giver.give(optimizer)
-            super().unscale_(optimizer)
+    def unscale_(self, optimizer: Any) -> None:
+        _give(optimizer)
+        super().unscale_(optimizer)
 
-        def clip_grad_norm_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-            giver.give(optimizer)
-            return super().clip_grad_norm_(optimizer, *args, **kwargs)
+    def clip_grad_norm_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        _give(optimizer)
+        return super().clip_grad_norm_(optimizer, *args, **kwargs)
 
-        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-            giver.give(optimizer)
-            return super().step(optimizer, *args, **kwargs)
-
-    Scaler.__name__ = Scaler.__qualname__ = "GradScaler"
-    return Scaler
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        _give(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
 
-def _on(scaler: type[GradScaler], device: str) -> type[GradScaler]:
-    """Return a scaler with the arguments of torch's earlier one of a device."""
+class CudaGradScaler(GradScaler):
+    """With the arguments of torch.cuda.amp.GradScaler."""
 
-    class OnDevice(scaler):  # type: ignore[valid-type, misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(device, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cuda", *args, **kwargs)
 
-    OnDevice.__name__ = OnDevice.__qualname__ = "GradScaler"
-    return OnDevice
+
+class CpuGradScaler(GradScaler):
+    """With the arguments of torch.cpu.amp.GradScaler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu", *args, **kwargs)
+
+
+def _as(ours: type[GradScaler], theirs: type) -> Callable[..., None]:
+    """Return a constructor for torch's class, which a script may have imported already."""
+    original = theirs.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def initialize(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        if type(scaler) is not theirs:
+            original(scaler, *args, **kwargs)
+            return
+        scaler.__class__ = ours
+        construct: Any = ours.__init__
+        construct(scaler, *args, **kwargs)
+
+    return initialize
+
+
+# Those of the blocks of use_master_weights() that run now.
+_givers: list[_Giver] = []
+
+
+def _give(optimizer: Any) -> None:
+    for giver in _givers:
+        giver.give(optimizer)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from apex_mp.core.grads import shards
-from apex_mp.core.grads.found_inf import FoundInf, inverse
+from apex_mp.core.grads.found_inf import FoundInf, clip_divisor, inverse
 from apex_mp.core.grads.grad_slots import Grads
 from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, Lists, ScaledStep, StepResult
 from apex_mp.core.tensors import copy_async, local_part
-from apex_mp.optimizers._own_masters import is_low
+from apex_mp.optimizers._own_masters import needs_master
 
 _NameOf: TypeAlias = Callable[[Tensor], str]
 
@@ -53,16 +53,16 @@ class Float32Grads:
         params = grads.slots.params
         factor = inverse(step.scale)
         if step.clip_to is not None and step.clip_norm is not None:
-            factor = factor / _divisor(step.clip_norm, step.clip_to)
+            factor = factor / clip_divisor(step.clip_norm, step.clip_to)
         is_scaled = step.check or isinstance(factor, Tensor) or factor != 1.0
         others = [(param, self._other(param, name_of)) for param in grads.other_params()]
-        new = {param: grad for param, grad in others if is_low(param)}
+        new = {param: grad for param, grad in others if needs_master(param)}
         found, rows = FoundInf(), dict[torch.device, list[int]]()
         for device, here in grads.plain.items():
             # By number, or by id: parameters may share a gradient.
             pairs: dict[int, tuple[int, Tensor, Tensor]] = {}
             for row, grad in zip(here.rows, here.grads, strict=True):
-                if is_low(params[row]):
+                if needs_master(params[row]):
                     new[params[row]] = self._empty(params[row])
                     pairs[-1 - row] = row, grad, local_part(new[params[row]])
                 elif is_scaled:
@@ -81,7 +81,7 @@ class Float32Grads:
         """Return a gradient that torch's operators unscale, in float32 if it has 16 bits."""
         grad = param.grad
         assert grad is not None  # It was read.
-        if not is_low(param):
+        if not needs_master(param):
             return grad
         if grad.layout is not torch.strided:
             raise RuntimeError(
@@ -154,14 +154,8 @@ def _given(groups: Sequence[Sequence[Tensor]], lists: Lists) -> dict[Tensor, Ten
     new: dict[Tensor, Tensor] = {}
     for params, of_params in zip(groups, lists, strict=True):
         for param, grad in zip(params, of_params, strict=True):
-            if is_low(param) and grad is not None:
+            if needs_master(param) and grad is not None:
                 new[param] = grad.float()
-            elif not is_low(param):
+            elif not needs_master(param):
                 param.grad = grad
     return new
-
-
-def _divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return by what gradients of a norm are divided, as torch's clip_grad_norm_ does."""
-    divisor = torch.clamp((norm.double() + 1e-6) / max_norm, min=1.0)
-    return torch.where(norm.isfinite(), divisor, 1.0)

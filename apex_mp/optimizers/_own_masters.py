@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import tensors
 from apex_mp.core.log import counted, warn
+from apex_mp.core.masters.exchange import exchanged
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.masters.written_weights import current
 from apex_mp.optimizers import _state
@@ -106,6 +109,13 @@ class OwnMasters:
         """Replace all masters by loaded ones; a parameter without one has its weight."""
         self.kept, self._known = {**saved}, {}
 
+    def whole_of(self, param: Tensor) -> Tensor:
+        """Return the float32 values of a parameter's master now, maybe in the memory of it."""
+        kept = self.kept.get(param)
+        if kept is None:
+            return param.detach().float()
+        return _whole(param, kept) if _is_remainder(kept) else current(kept, param)
+
     def replace(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Replace the masters of some parameters."""
         self.load({**self.kept, **masters})
@@ -113,7 +123,7 @@ class OwnMasters:
     def saved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter and its master in float32."""
         for param, kept in self.kept.items():
-            if is_low(param):  # Else it is in float32 again.
+            if needs_master(param):  # Else it is in float32 again.
                 yield param, _whole(param, kept)
 
     def _places(self, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[int, int]]]:
@@ -122,7 +132,7 @@ class OwnMasters:
         return zip(params, zip(versions, addresses, strict=True), strict=True)
 
 
-def is_low(param: Tensor) -> bool:
+def needs_master(param: Tensor) -> bool:
     """Return whether a parameter is one that gets a master."""
     return param.dtype in LOW_PRECISION
 
@@ -144,3 +154,36 @@ def _warn_of_writes(written: list[Tensor], named: Iterable[tuple[str, Tensor]]) 
         "model's state_dict and the optimizer's",
         "weights-changed-outside-of-the-step",
     )
+
+
+def listed(params: Any) -> Any:
+    """Return what an optimizer takes as parameters, with each iterator as a list."""
+    if isinstance(params, Mapping):
+        return {**params, "params": listed(params["params"])} if "params" in params else params
+    return [*map(listed, params)] if isinstance(params, (list, Iterator)) else params
+
+
+def low_params(params: Any) -> Iterator[Tensor]:
+    """Yield the 16-bit parameters among what an optimizer takes as parameters."""
+    if isinstance(params, Tensor):
+        if needs_master(params):
+            yield params
+        return
+    if isinstance(params, Mapping):
+        params = params.get("params", ())
+    for each in params if isinstance(params, (list, tuple)) else ():
+        yield from low_params(each)
+
+
+def in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method, of a schedule-free optimizer, that changes parameters in float32 as well."""
+
+    @functools.wraps(method)
+    def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        masters = optimizer._masters_for_step()
+        with torch.no_grad(), exchanged(masters, {}):
+            result = method(optimizer, *args, **kwargs)
+        optimizer._write_masters(masters)
+        return result
+
+    return call

@@ -20,7 +20,8 @@ from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, dropping_amp_te
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers import _legacy_call
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
-from apex_mp.optimizers._own_masters import OwnMasters, is_low
+from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers._own_masters import OwnMasters, in_float32, listed, low_params, needs_master
 from apex_mp.optimizers._state import MASTER
 
 
@@ -42,7 +43,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Args:
         params: What the optimizer's class takes; or an optimizer, which gets masters in place.
-        optimizer_class: The class [None: `params` is an optimizer].
+        optimizer_class: The class of the optimizer to make [None: `params` is an optimizer].
         master_weights: True: masters of 4 bytes an element. "split": 2 bytes, the part of the
             master that the weight does not hold; the whole master is made for the step, so it
             works with an optimizer that keeps no view of a parameter between steps [True].
@@ -51,9 +52,10 @@ class MasterWeights(torch.optim.Optimizer):
         options: Passed on to the class.
 
     Raises:
-        TypeError: `params` is an optimizer and has masters, a `step` that was replaced, or a first
-            base such as ABC; the class is none of optimizers; or `keep_grads` is no bool.
-        ValueError: `master_weights` is something else.
+        TypeError: `params` is an optimizer whose `step` was replaced, or with a first base such as
+            ABC, or that came with a class or options; `optimizer_class` is no subclass of
+            torch.optim.Optimizer, or keeps masters itself; or `keep_grads` is no bool.
+        ValueError: `master_weights` is neither True nor "split".
     """
 
     # As of a fused optimizer: torch.amp.GradScaler leaves unscaling and skipping to `step`.
@@ -61,13 +63,21 @@ class MasterWeights(torch.optim.Optimizer):
     has_all_masters = True  # so that no update is lost
     unscale_grads: bool | None = None
     _steps_taken = 0  # or tried
-    _is_stepping = False
-    _masters: OwnMasters
+    _steps_masters = False
+    _own_masters: OwnMasters
     _float32_grads: Float32Grads
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return an optimizer of the given class; of the class of one with masters, none has."""
+        """Return an optimizer of `optimizer_class`.
+
+        `type(optimizer)(params)` makes one without masters.
+        """
         if cls is not MasterWeights:
+            if len(cls.__bases__) == 1:
+                raise TypeError(
+                    f"{cls.__name__}: MasterWeights cannot be subclassed; subclass the class of "
+                    "the optimizer that it is given"
+                )
             return own_class(cls)(*args, **options)
         return _new(*args, **options)
 
@@ -80,7 +90,7 @@ class MasterWeights(torch.optim.Optimizer):
         keep_grads: bool = False,
         **options: Any,
     ) -> None:
-        """The optimizer is complete: see `__new__`."""
+        """Do nothing: `__new__` has made the optimizer."""
 
     # --- The step.
 
@@ -99,39 +109,39 @@ class MasterWeights(torch.optim.Optimizer):
         with dropping_amp_tensors(self):
             step = _legacy_call.scaled_step(name, self, None, None, 1.0, None)
             self._steps_taken += 1
-            self._masters.counts.steps += 1
+            self._own_masters.counts.steps += 1
             if closure is not None:
                 if step.check or step.found_inf is not None:
                     raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")
-                return self._step_with(closure, *args, **kwargs)
-            grads = self._grads()
-            found, new = self._float32_grads.of(grads, step, self._name)
+                return self.__step_with(closure, *args, **kwargs)
+            grads = self.__grads()
+            found, new = self._float32_grads.of(grads, step, self.__name)
             step.result = result_of(grads, found, step)
             if step.result.outcome.found_inf:
-                self._masters.counts.skipped += 1
+                self._own_masters.counts.skipped += 1
                 return None
-            masters = self._whole()
-            with self._stepping(), exchanged(masters, new):
+            masters = self._masters_for_step()
+            with self.__stepping(), exchanged(masters, new):
                 value = super().step(*args, **kwargs)
-            self._write(masters)
+            self._write_masters(masters)
             return value
 
     step.takes_scaled_step = True  # type: ignore[attr-defined]
     # The optimizer's own step runs the hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _step_with(self, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    def __step_with(self, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Step with a closure, which computes with the rounded masters, each time it is called."""
         masters: dict[Tensor, Tensor] = {}
         new: dict[Tensor, Tensor] = {}
         exchange = Exchange(masters, new)
 
         def enter() -> None:
-            _, grads = self._float32_grads.of(self._grads(), ScaledStep(), self._name)
+            _, grads = self._float32_grads.of(self.__grads(), ScaledStep(), self.__name)
             new.clear()
             new.update(grads)
             if not masters:
-                masters.update(self._whole())
+                masters.update(self._masters_for_step())
             exchange.enter()
 
         @functools.wraps(closure)
@@ -144,47 +154,48 @@ class MasterWeights(torch.optim.Optimizer):
                 with torch.no_grad():
                     enter()
 
-        with exchange.ending(), self._stepping():
+        with exchange.ending(), self.__stepping():
             with torch.no_grad():
                 enter()
             value = super().step(with_weights, *args, **kwargs)
-        self._write(masters)
+        self._write_masters(masters)
         return value
 
     @contextlib.contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def __stepping(self) -> Iterator[None]:
         """A context of the optimizer's own step: torch's fused ones do not unscale again."""
         attributes = vars(self)
         names = ("grad_scale", "found_inf", "scaled_step")
         hidden = {name: attributes.pop(name) for name in names if name in attributes}
-        self._is_stepping = True
+        self._steps_masters = True
         try:
             yield
         finally:
-            self._is_stepping = False
+            self._steps_masters = False
             attributes.update(hidden)
 
-    def _whole(self) -> dict[Tensor, Tensor]:
+    def _masters_for_step(self) -> dict[Tensor, Tensor]:
         """Return the masters for a step: of all 16-bit parameters that require grad.
 
         An optimizer may change those without a gradient, too.
         """
         groups = self.param_groups
-        params = [p for group in groups for p in group["params"] if is_low(p) and p.requires_grad]
+        every = (param for group in groups for param in group["params"])
+        params = [param for param in every if needs_master(param) and param.requires_grad]
         for param in params:
-            if param not in self._masters.kept and param in self.state:  # Made in 16 bits.
+            if param not in self._own_masters.kept and param in self.state:  # Made in 16 bits.
                 state = self.state[param]
                 state.update({key: widened(value) for key, value in state.items()})
-        return self._masters.whole(params, lambda: ParamNames(None, None).params(groups))
+        return self._own_masters.whole(params, lambda: ParamNames(None, None).params(groups))
 
-    def _write(self, masters: dict[Tensor, Tensor]) -> None:
-        if not self._masters.split:  # Else the weight is one part of the master.
+    def _write_masters(self, masters: dict[Tensor, Tensor]) -> None:
+        if not self._own_masters.split:  # Else the weight is one part of the master.
             Exchange(masters, {}).copy_to_weights()
-        self._masters.keep(masters)
+        self._own_masters.keep(masters)
 
     # --- Gradients.
 
-    def _grads(self) -> Grads:
+    def __grads(self) -> Grads:
         return GradSlots(self.param_groups).read()
 
     def check_gradients(self, step: ScaledStep) -> GradCheck:
@@ -199,30 +210,55 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             RuntimeError: A gradient is sparse, or on a device without kernels.
         """
-        return check_gradients(self._grads(), step, self._name)
+        return check_gradients(self.__grads(), step, self.__name)
 
-    def _name(self, param: Tensor) -> str:
+    def __name(self, param: Tensor) -> str:
         named = ParamNames(None, None).params(self.param_groups)
         return next((name for name, each in named if each is param), "a parameter")
 
     # --- Checkpoints and copies.
 
+    def master(self, param: Tensor) -> Tensor:
+        """Return a copy of the values that steps work on: the master, in float32, or the parameter.
+
+        Args:
+            param: A parameter of a group.
+
+        Raises:
+            ValueError: It is in no group.
+        """
+        if not any(param is own for group in self.param_groups for own in group["params"]):
+            raise ValueError(
+                f"MasterWeights.master: the tensor of shape {[*param.shape]} is no parameter of "
+                "this optimizer; give one of param_groups"
+            )
+        if not needs_master(param):
+            return param.detach().clone()
+        return self._own_masters.whole_of(param).clone()
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own, with a float32 `master_param` in the state of parameters."""
+        """Return the optimizer's own, with a float32 `master_param` in the state of parameters.
+
+        Hooks of the user's are called before masters are added.
+        """
         saved: dict[str, Any] = super().state_dict()
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         numbers = itertools.chain.from_iterable(g["params"] for g in saved["param_groups"])
         number_of = dict(zip(params, numbers, strict=True))
-        for param, master in self._masters.saved():
-            if param in number_of:
-                number = number_of[param]
-                saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master}
+        states = {**saved["state"]}
+        for param, master in self._own_masters.saved():
+            number = number_of.get(param, -1)
+            # Without the entries of its class a state could not be loaded by it.
+            is_stepped = number in states or (not states and self._own_masters.counts.steps)
+            if number >= 0 and is_stepped:
+                saved["state"][number] = {**states.get(number, {}), MASTER: master}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of this optimizer, or of one of its class without masters.
 
-        Masters that it lacks are made from the weights.
+        Masters that it lacks are made from the weights; so are those that torch, loading this state
+        without MasterWeights, has cast to 16 bits.
         """
         saved = as_dict(type(self).__name__, state_dict)
         states, masters = dict[Any, Any](), dict[Any, Tensor]()
@@ -239,14 +275,14 @@ class MasterWeights(torch.optim.Optimizer):
             param: masters[key].to(param.device, torch.float32, copy=True)
             for group, of_saved in groups
             for param, key in zip(group["params"], of_saved["params"], strict=False)
-            if key in masters and is_low(param)
+            if key in masters and needs_master(param) and masters[key].dtype == torch.float32
         }
-        low = (p for group in self.param_groups for p in group["params"] if is_low(p))
+        low = (p for group in self.param_groups for p in group["params"] if needs_master(p))
         # torch casts state to the dtype of its parameter.
         wide = {param: loaded.get(param, param.detach().float()) for param in low}
         with torch.no_grad(), exchanged(wide, {}):
             super().load_state_dict(saved)
-        self._masters.load(loaded)
+        self._own_masters.load(loaded)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle as the optimizer's own class does, with the masters."""
@@ -254,15 +290,15 @@ class MasterWeights(torch.optim.Optimizer):
         make, args, own, *items = reduced
         own_type = own_class(type(self))
         plain = tuple(own_type if each is type(self) else each for each in args)
-        kept = [*self._masters.kept.items()]
-        more = (kept, self._masters.split, self._float32_grads.kept is not None)
+        kept = [*self._own_masters.kept.items()]
+        more = (kept, self._own_masters.split, self._float32_grads.kept is not None)
         return _remake, (make, plain), (own, more), *items
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple):
             state, (kept, split, keep_grads) = state
             _put_masters(self, split, keep_grads)
-            self._masters.load(dict(kept))
+            self._own_masters.load(dict(kept))
         super().__setstate__(state)
 
 
@@ -292,7 +328,9 @@ def _new(
             f"MasterWeights: optimizer_class is {cls!r}; it must be a class of optimizers, such as "
             "torch.optim.Muon"
         )
-    if hasattr(cls, "has_all_masters") or hasattr(cls, "_amp_masters") or _keeps_own(cls):
+    if issubclass(cls, MasterWeights):
+        return given  # It has masters.
+    if issubclass(cls, FusedOptimizer) or hasattr(cls, "_amp_masters"):
         raise TypeError(
             f"MasterWeights: {cls.__name__} keeps masters by itself; use it without MasterWeights, "
             f"a fused one as {cls.__name__}(..., master_weights=True)"
@@ -303,9 +341,9 @@ def _new(
             "masters before that"
         )
     if given is None:
-        params = _listed(params)
+        params = listed(params)
         # Some make state in the constructor, in the dtype of the parameters.
-        with torch.no_grad(), exchanged({p: p.detach().float() for p in _low(params)}, {}):
+        with torch.no_grad(), exchanged({p: p.detach().float() for p in low_params(params)}, {}):
             optimizer: Any = cls(params, **options)
     else:
         optimizer = given
@@ -333,7 +371,7 @@ def give_masters(
     """
     cls = type(optimizer)
     members = {
-        name: _in_float32(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)
+        name: in_float32(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)
     }
     with_masters = class_with(MasterWeights, cls, members)
     try:
@@ -351,45 +389,8 @@ def give_masters(
     return optimizer
 
 
-def _in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method, of a schedule-free optimizer, that changes parameters in float32 as well."""
-
-    @functools.wraps(method)
-    def in_float32(optimizer: MasterWeights, *args: Any, **kwargs: Any) -> Any:
-        masters = optimizer._whole()
-        with torch.no_grad(), exchanged(masters, {}):
-            result = method(optimizer, *args, **kwargs)
-        optimizer._write(masters)
-        return result
-
-    return in_float32
-
-
-def _listed(params: Any) -> Any:
-    """Return what an optimizer takes as parameters, with each iterator as a list."""
-    if isinstance(params, Mapping):
-        return {**params, "params": _listed(params["params"])} if "params" in params else params
-    return [*map(_listed, params)] if isinstance(params, (list, Iterator)) else params
-
-
-def _low(params: Any) -> Iterator[Tensor]:
-    """Yield the 16-bit parameters among what an optimizer takes as parameters."""
-    if isinstance(params, Tensor):
-        if is_low(params):
-            yield params
-        return
-    if isinstance(params, Mapping):
-        params = params.get("params", ())
-    for each in params if isinstance(params, (list, tuple)) else ():
-        yield from _low(each)
-
-
-def _keeps_own(cls: type) -> bool:
-    return getattr(getattr(cls, "step", None), "takes_scaled_step", False)
-
-
 def _put_masters(optimizer: Any, split: bool, keep_grads: bool) -> None:
-    optimizer._masters = OwnMasters(type(optimizer).__name__, split)
+    optimizer._own_masters = OwnMasters(type(optimizer).__name__, split)
     optimizer._float32_grads = Float32Grads(keep_grads)
 
 

@@ -162,9 +162,9 @@ SCALER = {
         "grad_scaler_clip",
     ),
     "a clip makes small gradients larger": Mutant(
-        "FoldedClip.divisor",
-        "torch.clamp((self.norm + 1e-06) / self.max_norm, min=1.0)",
-        "(self.norm + 1e-06) / self.max_norm",
+        "found_inf.clip_divisor",
+        "torch.clamp((norm.double() + 1e-06) / max_norm, min=1.0)",
+        "(norm.double() + 1e-06) / max_norm",
         "grad_scaler_clip",
     ),
     "the norm is that of scaled gradients": Mutant(
@@ -174,8 +174,8 @@ SCALER = {
         "grad_scaler_clip",
     ),
     "an infinite norm makes gradients NaN before they are counted": Mutant(
-        "FoldedClip.divisor",
-        "torch.where(self.norm.isfinite(), divisor, 1.0)",
+        "found_inf.clip_divisor",
+        "torch.where(norm.isfinite(), divisor, 1.0)",
         "divisor",
         "grad_scaler_skips",
     ),

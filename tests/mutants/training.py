@@ -95,6 +95,39 @@ FP16_UTILS = {
     "a scale survives zero_grad": Mutant(
         "MasterGrads.zero", "self._scale = None", "", "fp16_optimizer_accumulation"
     ),
+    "gradients that a step has cleared come back": Mutant(
+        "Exchange.leave",
+        "param in self._grads and param.grad is None",
+        "False",
+        "master_weights_in_loops",
+    ),
+    "data that a step has put into a parameter is lost": Mutant(
+        "Exchange.leave", "self._masters[param] = param.detach()", "", "master_weights_in_loops"
+    ),
+    "MasterWeights overwrites what was written": Mutant(
+        "OwnMasters.whole", "current(kept, param)", "kept", "master_weights_in_loops"
+    ),
+    "MasterWeights forgets a clip": Mutant(
+        "Float32Grads.of",
+        "factor / clip_divisor(step.clip_norm, step.clip_to)",
+        "factor",
+        "master_weights_in_loops",
+    ),
+    "MasterWeights takes a step that is to be skipped": Mutant(
+        "MasterWeights.step",
+        "step.result.outcome.found_inf",
+        "False",
+        "master_weights_in_loops",
+    ),
+    "MasterWeights steps some parameters in 16 bits": Mutant(
+        "MasterWeights._masters_for_step",
+        "needs_master(param) and param.requires_grad",
+        "needs_master(param) and param.grad is not None",
+        "master_weights_of_others",
+    ),
+    "masters of a model that is cast later are rounded": Mutant(
+        "_Giver.give", "optimizer._own_masters.replace(originals)", "", "run_master_weights"
+    ),
     "state that moves to masters stays in float16": Mutant(
         "masters.widened",
         "tensors.cast_floating(value, torch.float32)",

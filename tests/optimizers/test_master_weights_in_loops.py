@@ -81,7 +81,7 @@ def test_under_our_scaler_no_digit_of_a_gradient_is_lost(
             nn.utils.clip_grad_norm_([param for param in twins if param.requires_grad], clip)
         twin.step()
     assert scaler.get_scale() == 2.0**10
-    kept = dict(optimizer._masters.saved())
+    kept = dict(optimizer._own_masters.saved())
     for param, of_twin in zip(model.parameters(), twins, strict=True):
         # A clip factor is rounded otherwise.
         torch.testing.assert_close(
@@ -127,7 +127,7 @@ def test_after_unscale_gradients_of_the_model_are_clipped_and_stepped(device: to
         for param, of_twin in zip(model.parameters(), twins, strict=True):
             of_twin.grad = None if param.grad is None else param.grad.float()
         twin.step()
-    kept = dict(optimizer._masters.saved())
+    kept = dict(optimizer._own_masters.saved())
     for param, of_twin in zip(model.parameters(), twins, strict=True):
         assert_same_bits(kept.get(param, param).detach().float(), of_twin.detach())
 
@@ -211,7 +211,7 @@ def test_checkpoints_and_copies_go_on_to_the_bit(kind: Any, device: torch.device
                 assert_same_bits(param.detach(), expected.detach())
         give_grads(fused, twins, step)
         of_fused.step()
-    masters = dict(optimizer._masters.saved())
+    masters = dict(optimizer._own_masters.saved())
     for param, expected in zip(fused, params, strict=True):
         torch.testing.assert_close(of_fused.master(param), masters[expected])
 
@@ -433,8 +433,9 @@ def test_an_optimizer_gets_masters_in_place() -> None:
         params[0].grad = torch.ones_like(params[0])
         given.step()  # Each update alone is lost in float16.
     assert params[0][0] == 1.0 - 2.0**-11
-    with pytest.raises(TypeError, match="keeps masters by itself"):
-        MasterWeights(given)
+    assert MasterWeights(given) is given
+    with pytest.raises(TypeError, match="MasterWeights cannot be subclassed"):
+        type("Mine", (MasterWeights,), {})(params, torch.optim.SGD)
     with pytest.raises(TypeError, match="give an optimizer alone"):
         MasterWeights(torch.optim.SGD(params, lr=0.1), lr=0.1)
     watched = torch.optim.SGD(params, lr=0.1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from apex_mp import _C
+from apex_mp.core.grads.found_inf import clip_divisor
 
 
 class FoldedClip:
@@ -48,13 +49,8 @@ class FoldedClip:
 
     @functools.cached_property
     def divisor(self) -> Tensor:
-        """By what gradients are to be divided beside the loss scale: 0-dim float32.
-
-        `clipped_scale` of csrc/math/step_scalars.h, for optimizers that do not clip by themselves.
-        """
-        # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
-        divisor = torch.clamp((self.norm + 1e-6) / self.max_norm, min=1.0).float()
-        return torch.where(self.norm.isfinite(), divisor, 1.0)  # The step is skipped then.
+        """By what gradients are to be divided beside the loss scale: 0-dim float32."""
+        return clip_divisor(self.norm, self.max_norm).float()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse steps without the scaler; call it once the scaler has the clip."""

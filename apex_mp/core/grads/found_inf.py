@@ -211,6 +211,16 @@ def one_flag(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tens
     return torch.stack([*here, torch.zeros((), device=device)]).amax()
 
 
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return by what gradients of a norm are divided to clip them: 0-dim float64, at least 1.
+
+    `clipped_scale` of csrc/math/step_scalars.h, for steps that do not clip in their own pass.
+    """
+    # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
+    divisor = torch.clamp((norm.double() + 1e-6) / max_norm, min=1.0)
+    return torch.where(norm.isfinite(), divisor, 1.0)  # The step is skipped then.
+
+
 def inverse(scale: float | Tensor) -> float | Tensor:
     """Return 1 / scale in float64: a number, or a tensor on the scale's device."""
     return scale.double().reciprocal() if isinstance(scale, Tensor) else 1.0 / scale
