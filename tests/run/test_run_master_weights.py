@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,32 @@ def test_optimizers_with_masters_of_their_own_stay_alone() -> None:
     twin.grad = torch.ones(4)
     adamw([twin]).step()
     assert_same_bits(masters[0].detach(), twin.detach())
+
+
+FROM_BEFORE = torch.amp.GradScaler  # As `from torch.amp import GradScaler` at the head of a file.
+
+
+@pytest.mark.parametrize("name", ["torch.amp", "torch.cuda.amp", "torch.cpu.amp"])
+def test_a_scaler_that_was_imported_before_is_ours(name: str) -> None:
+    before: Any = sys.modules[name].GradScaler
+    arguments = ["cpu"] if name == "torch.amp" else []
+    with apex_mp.use_master_weights(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # There may be no GPU.
+        scaler = before(*arguments, init_scale=8.0)
+        assert isinstance(scaler, apex_mp.amp.GradScaler)
+        assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert type(before(*arguments)) is before
+
+
+def test_a_second_block_gives_masters_again() -> None:
+    for _ in range(2):
+        with apex_mp.use_master_weights():
+            model, optimizer = by_half_after(lambda params: torch.optim.RMSprop(params, lr=1e-3))
+            losses_of(model, optimizer, FROM_BEFORE("cpu"))
+        assert isinstance(optimizer, MasterWeights)
+        assert len(dict(optimizer._own_masters.saved())) == 4
 
 
 def test_a_scaler_of_the_scripts_own_is_a_subclass_of_ours() -> None:
