@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tolerances import assert_same_bits
+from torch import distributed as dist
 from torch import nn
 
 from apex_mp.core.masters.written_weights import differ
+from apex_mp.optimizers import MasterWeights
 
 F16, BF16 = torch.float16, torch.bfloat16
 both_kinds = pytest.mark.parametrize("kind", [True, "split"], ids=["whole", "split"])
@@ -43,3 +45,20 @@ def check(optimizer: Any, params: list[nn.Parameter], twins: list[nn.Parameter])
         assert param.dtype in (F16, BF16)
         assert_same_bits(kept[param], twin.detach())
         assert not differ(twin, param).any()
+
+
+def train_in_parallel(rank: int, folder: str) -> None:
+    """One of two processes, each with a batch of its own; write the gradients and weights."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = MasterWeights(parallel.parameters(), torch.optim.SGD, lr=0.1)
+    grads = []
+    for _ in range(3):
+        parallel(torch.full((1, 2), float(rank + 1), dtype=BF16)).sum().backward()
+        grads.append(model.weight.grad.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save((grads, model.weight.detach()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

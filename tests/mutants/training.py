@@ -104,6 +104,12 @@ FP16_UTILS = {
     "data that a step has put into a parameter is lost": Mutant(
         "Exchange.leave", "self._masters[param] = param.detach()", "", "master_weights_in_loops"
     ),
+    "a step drops the hooks of a gradient's node": Mutant(
+        "exchange._put",
+        "_C.put_data(param, data)",
+        "setattr(param, 'data', data)",
+        "master_weights_in_loops",
+    ),
     "MasterWeights overwrites what was written": Mutant(
         "OwnMasters.whole", "current(kept, param)", "kept", "master_weights_in_loops"
     ),

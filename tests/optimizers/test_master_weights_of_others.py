@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import abc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from master_weights_cases import BF16, check, give_grads, in_float32, new_params
+from master_weights_cases import (
+    BF16,
+    check,
+    give_grads,
+    in_float32,
+    new_params,
+    train_in_parallel,
+)
+from tolerances import assert_same_bits
 from torch import Tensor, nn
 
 from apex_mp.optimizers import MasterWeights
@@ -71,6 +80,16 @@ def test_an_object_whose_class_cannot_be_changed_is_refused() -> None:
     with pytest.raises(TypeError, match=r"whose first base is ABC; make the optimizer by Master"):
         MasterWeights(given)
     assert type(given) is Abstract
+
+
+@pytest.mark.slow
+@pytest.mark.cpu_only
+def test_two_processes_average_their_gradients_in_each_step(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train_in_parallel, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for grads, weight in results:
+        assert all((grad == 1.5).all() for grad in grads)
+        assert_same_bits(weight, results[0][1])
 
 
 def test_larc_around_it_scales_its_gradients(device: torch.device) -> None:
