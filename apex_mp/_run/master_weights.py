@@ -112,6 +112,9 @@ class _Giver:
                 self._optimizers.discard(optimizer)
                 _say(f"{name} stays without masters. {error}")
                 return
+            # Lightning refuses to clip gradients of an optimizer for which this is true; the scaler
+            # is ours, which does not ask.
+            optimizer._step_supports_amp_scaling = False
             self._counts.append(optimizer._own_masters.counts)
         originals = {p: self._originals.pop(p) for p in low if p in self._originals}
         if originals:

@@ -177,7 +177,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         clip.guard(optimizer)
         if step_log.listeners:
             state[NOTED] = norm, clip.divisor.reciprocal()
-        if not is_fused(optimizer):
+        if not (takes_scaled_step(optimizer) or is_fused(optimizer)):
             self.unscale_(optimizer)
         return norm.clone() if is_wide else norm.float()
 

@@ -4,6 +4,7 @@ import sys
 
 import lightning
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 half = sys.argv[1:] == ["--half"]
 
@@ -37,5 +38,6 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
     accelerator="cpu",
+    plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if half else None,
 )
 trainer.fit(classifier, torch.utils.data.DataLoader(inputs, 32))
