@@ -191,7 +191,7 @@ class _Giver:
         """Print what was done, once."""
         counts, self._counts = [each for each in self._counts if each.steps and each.params], []
         if not counts and self._says_nothing_found:
-            _say("no optimizer was given masters, for none that had none stepped 16-bit parameters")
+            _say("no optimizer was given masters; none without masters stepped 16-bit parameters")
         for each in counts:
             _say(
                 f"{each.owner} stepped float32 masters of {counted(each.params, 'parameter')} in "

@@ -11,8 +11,9 @@ from torch import Tensor
 from apex_mp.core.grads import shards
 from apex_mp.core.grads.found_inf import FoundInf, clip_divisor, inverse
 from apex_mp.core.grads.grad_slots import Grads
+from apex_mp.core.grads.measured import measure
 from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, Lists, ScaledStep, StepResult
-from apex_mp.core.tensors import copy_async, local_part
+from apex_mp.core.tensors import local_part
 from apex_mp.optimizers._own_masters import needs_master
 
 _NameOf: TypeAlias = Callable[[Tensor], str]
@@ -119,16 +120,10 @@ def check_gradients(grads: Grads, step: ScaledStep, name_of: _NameOf) -> GradChe
             f"GradScaler.clip_grad_norm_: the gradient of {name_of(grads.other_params()[0])} is "
             "sparse, or on a device without kernels; call scaler.unscale_(optimizer) before"
         )
-    found = FoundInf()
-    for device, here in grads.plain.items():
-        found.check_each(device, here)
-    if grads.has_parts:
-        rows = {device: here.rows for device, here in grads.plain.items()}
-        shards.agree(grads.slots.params, [found], rows, scale=step.scale)
-    device = next(iter(found.flags), torch.device("cpu"))
-    sums = [copy_async(each.sum(), device) for each in found.sum_sq.values()]
-    norm = torch.stack(sums or [torch.zeros((), dtype=torch.float64)]).sum().sqrt()
-    return GradCheck(found.on(device), norm * inverse(step.scale), grads.dtypes())
+    measured = measure(grads, step.scale)
+    device = next(iter(measured.found.flags), torch.device("cpu"))
+    norm = measured.norm(device) * inverse(step.scale)
+    return GradCheck(measured.found.on(device), norm, grads.dtypes())
 
 
 def result_of(grads: Grads, found: FoundInf, step: ScaledStep) -> StepResult:

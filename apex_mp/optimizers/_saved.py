@@ -69,11 +69,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: It is in no group.
         """
-        if not any(param is own for group in self.param_groups for own in group["params"]):
-            raise ValueError(
-                f"{self._public_name}.master: the tensor of shape {[*param.shape]} is no parameter "
-                "of this optimizer; give one of param_groups"
-            )
+        _state.check_own(f"{self._public_name}.master", self, param)
         return _state.master_of(param, self.state.get(param, {}))
 
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:

@@ -42,6 +42,15 @@ def unpack(
     return plain
 
 
+def check_own(caller: str, optimizer: Any, param: Tensor) -> None:
+    """Raise a ValueError unless a tensor is a parameter of an optimizer."""
+    if not any(param is own for group in optimizer.param_groups for own in group["params"]):
+        raise ValueError(
+            f"{caller}: the tensor of shape {[*param.shape]} is no parameter of this optimizer; "
+            "give one of param_groups"
+        )
+
+
 def has_master(param: Tensor, group: Mapping[str, Any], optimizer: Any) -> bool:
     """Return whether an optimizer keeps a master of a 16-bit parameter that is in a group."""
     return master_dtype(param, group) is not None or getattr(optimizer, "has_all_masters", False)

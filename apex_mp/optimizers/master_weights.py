@@ -22,7 +22,7 @@ from apex_mp.optimizers import _legacy_call
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._own_masters import OwnMasters, in_float32, listed, low_params, needs_master
-from apex_mp.optimizers._state import MASTER
+from apex_mp.optimizers._state import MASTER, check_own
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -227,11 +227,7 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: It is in no group.
         """
-        if not any(param is own for group in self.param_groups for own in group["params"]):
-            raise ValueError(
-                f"MasterWeights.master: the tensor of shape {[*param.shape]} is no parameter of "
-                "this optimizer; give one of param_groups"
-            )
+        check_own("MasterWeights.master", self, param)
         if not needs_master(param):
             return param.detach().clone()
         return self._own_masters.whole_of(param).clone()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.amp.grad_scaling.folded_clip import params_of
-from apex_mp.amp.grad_scaling.scaled_grads import Measured
 from apex_mp.amp.levels.eps import warn_of_eps
 from apex_mp.core import tensors
 from apex_mp.core.grads.checks import NonFinite, locate_nonfinite
 from apex_mp.core.grads.found_inf import one_flag
+from apex_mp.core.grads.measured import Measured
 from apex_mp.core.log import warn
 from apex_mp.core.step import device_scale, readback, step_log
 from apex_mp.core.step.record import SKIPS_BEFORE_WARNING, StepRecord

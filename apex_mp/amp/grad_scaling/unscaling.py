@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from apex_mp.amp.grad_scaling import scaled_grads as _scaled_grads
 from apex_mp.amp.grad_scaling.folded_clip import FoldedClip, params_of
 from apex_mp.amp.grad_scaling.mixed_grads import UnscaledGrads, WaitingGrads
 from apex_mp.amp.grad_scaling.scale_bounds import BoundedGradScaler, eager
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps
 from apex_mp.amp.grad_scaling.torch_fused import is_fused
 from apex_mp.core import tensors
+from apex_mp.core.grads import measured as _measured
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.masters.masters import LOW_PRECISION
@@ -211,10 +211,10 @@ class UnscalingGradScaler(BoundedGradScaler):
             wait=False,
         )
 
-    def _measure(self, optimizer: torch.optim.Optimizer, grads: Grads) -> _scaled_grads.Measured:
+    def _measure(self, optimizer: torch.optim.Optimizer, grads: Grads) -> _measured.Measured:
         scale, _ = self._check_scale_growth_tracker("_measure")
         self._note_dtypes(grads.dtypes())
-        measured = _scaled_grads.measure(grads, scale)
+        measured = _measured.measure(grads, scale)
         state = self._per_optimizer_states[id(optimizer)]
         state[MEASURED], state["found_inf_per_device"] = measured, measured.found.flags
         return measured
@@ -266,7 +266,7 @@ class UnscalingGradScaler(BoundedGradScaler):
                 inv_scale = inv_scale / clip.divisor
             found = FoundInf()
             _unscale_others(found, grads.other_params(), inv_scale)
-            measured = _scaled_grads.unscale(grads, inv_scale, found, scale, sums=fused)
+            measured = _measured.unscale(grads, inv_scale, found, scale, sums=fused)
         self._per_optimizer_states[id(optimizer)][UNSCALED] = UnscaledGrads(grads.slots.params)
         if fused:
             self._per_optimizer_states[id(optimizer)][MEASURED] = measured

@@ -68,11 +68,11 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def exchanged(masters: dict[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> Iterator[Exchange]:
+def exchanged(masters: dict[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """A context in which parameters hold masters; see `Exchange`. Weights are not written."""
     with Exchange(masters, grads).ending() as exchange:
         exchange.enter()
-        yield exchange
+        yield
 
 
 def _put(param: Any, data: Any, grad: Tensor | None) -> None:

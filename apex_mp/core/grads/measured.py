@@ -1,4 +1,4 @@
-"""The scaled gradients of one optimizer: measured, or unscaled in place."""
+"""The gradients of one optimizer: measured, or unscaled in place."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Measured:
 
     @classmethod
     def of(
-        cls, grads: Grads, found: FoundInf, scale: Tensor, *, unscaled: bool, sums: bool
+        cls, grads: Grads, found: FoundInf, scale: float | Tensor, *, unscaled: bool, sums: bool
     ) -> Measured:
         """Return what all processes have found in gradients; call it right after the pass.
 
         Args:
             grads: The gradients.
             found: What this process has found; added to.
-            scale: The loss scale, one element.
+            scale: The loss scale.
             unscaled: Whether the pass has unscaled them.
             sums: Whether the pass has summed squares.
         """
@@ -68,7 +68,7 @@ class Measured:
         return torch.stack(sums).sum().sqrt()
 
 
-def measure(grads: Grads, scale: Tensor) -> Measured:
+def measure(grads: Grads, scale: float | Tensor) -> Measured:
     """Test the plain gradients for inf and NaN and sum their squares; the host does not wait.
 
     Args:
