@@ -1,4 +1,4 @@
-# The compiled module: facts of the build (csrc/module.cpp), objects of the step (csrc/step/).
+# The compiled module: facts of the build (csrc/module.cpp), objects of the step (csrc/plan/).
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -86,10 +86,10 @@ def test_kernels_do_not_spill_and_access_vectors_as_published(file: str) -> None
 
 
 PLANTS = {
-    "generic": ("plan/update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
+    "generic": ("step/update.cu", "vectors.h", r"__builtin_assume\(__isGlobal\(address\)\);", ""),
     "spill": (
-        "plan/update.cu",
-        "plan/update.cu",
+        "step/update.cu",
+        "step/update.cu",
         r"(?<=\(kBlockSize, )\w+(?=\)\s+step_kernel)",
         "8",
     ),
