@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.core.log import counted, is_first_process
+from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers._in_place import fuse, put_masters
 from apex_mp.optimizers._own_masters import StepCounts, needs_master
 from apex_mp.optimizers.master_weights import MasterWeights, give_masters
 
@@ -91,6 +93,7 @@ class _Giver:
     def __init__(self, says_nothing_found: bool) -> None:
         self._says_nothing_found = says_nothing_found
         self._counts: list[StepCounts] = []
+        self._counts_of: MutableMapping[Any, StepCounts] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._originals: MutableMapping[Tensor, Tensor]  # float32 values by parameter
         self._originals = WeakIdKeyDictionary()
@@ -105,24 +108,41 @@ class _Giver:
         if not low:
             return
         name = type(optimizer).__name__
-        if not isinstance(optimizer, MasterWeights):
+        if not isinstance(optimizer, (MasterWeights, FusedOptimizer)):
             try:
-                give_masters(optimizer)
+                _give_masters(optimizer)
             except TypeError as error:
                 self._optimizers.discard(optimizer)
                 _say(f"{name} stays without masters. {error}")
                 return
-            # Lightning refuses to clip gradients of an optimizer for which this is true; the scaler
-            # is ours, which does not ask.
-            optimizer._step_supports_amp_scaling = False
-            self._counts.append(optimizer._own_masters.counts)
+        self._count(optimizer, low)
         originals = {p: self._originals.pop(p) for p in low if p in self._originals}
         if originals:
-            optimizer._own_masters.replace(originals)
+            if isinstance(optimizer, MasterWeights):
+                optimizer._own_masters.replace(originals)
+            else:
+                put_masters(optimizer, originals)
             _say(
                 f"the weights of {name} became 16-bit after it was made; its masters hold the "
                 "float32 weights"
             )
+
+    def _count(self, optimizer: Any, low: Sequence[Tensor]) -> None:
+        """Count the steps of an optimizer from now on, and note its 16-bit parameters."""
+        counts = self._counts_of.get(optimizer)
+        if counts is None:
+            if isinstance(optimizer, MasterWeights):
+                counts = optimizer._own_masters.counts
+            else:
+                is_split = optimizer.param_groups[0]["master_weights"] == "split"
+                counts = StepCounts(type(optimizer).__name__, bytes_each=2 if is_split else 4)
+                counter = _Counter(counts)
+                optimizer.register_step_post_hook(counter)
+                step_log.listen(optimizer, counter)
+            self._counts_of[optimizer] = counts
+            self._counts.append(counts)
+        if counts.params != len(low) and not isinstance(optimizer, MasterWeights):
+            counts.params, counts.elements = len(low), sum(param.numel() for param in low)
 
     def after_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -131,7 +151,7 @@ class _Giver:
             if isinstance(optimizer, FusedOptimizer):
                 for each in (optimizer.defaults, *optimizer.param_groups):
                     each["master_weights"] = each.get("master_weights") or True
-            elif not isinstance(optimizer, FP16_Optimizer):
+            if not isinstance(optimizer, FP16_Optimizer):
                 self._optimizers.add(optimizer)
                 self.give(optimizer)
 
@@ -151,6 +171,8 @@ class _Giver:
             self.give(optimizer)
             if isinstance(optimizer, MasterWeights) and not optimizer._steps_masters:
                 return MasterWeights.step(optimizer, *args, **kwargs)
+            if isinstance(optimizer, FusedOptimizer) and not hasattr(own, "takes_scaled_step"):
+                return type(optimizer).step(optimizer, *args, **kwargs)  # It was torch's.
             return own(optimizer, *args, **kwargs)
 
         return step
@@ -198,6 +220,42 @@ class _Giver:
                 f"16 bits ({each.elements * each.bytes_each:,} bytes); "
                 f"{each.skipped:,} of {counted(each.steps, 'step')} skipped"
             )
+
+
+def _give_masters(optimizer: Any) -> None:
+    """Give masters to an optimizer.
+
+    Raises:
+        TypeError: Its class cannot be changed.
+    """
+    if not fuse(optimizer):
+        give_masters(optimizer)
+    # Lightning refuses to clip gradients of an optimizer for which this is true; the scaler is
+    # ours, which does not ask.
+    optimizer._step_supports_amp_scaling = False
+
+
+class _Counter:
+    """Counts the steps of an optimizer, and those that are skipped, for which it is a listener."""
+
+    def __init__(self, counts: StepCounts) -> None:
+        self._counts = counts
+
+    def __call__(self, *_: Any) -> None:
+        self._counts.steps += 1
+
+    def before_step(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def note(self, **_: Any) -> None:
+        """Do nothing."""
+
+    def withdraw_step(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, note: step_log.StepNote) -> None:
+        """Count a step that was skipped."""
+        self._counts.skipped += note.skipped
 
 
 def _hooked(kind: Any) -> Iterator[Any]:

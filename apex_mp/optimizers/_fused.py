@@ -29,6 +29,7 @@ from apex_mp.optimizers import _legacy_call, _written
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
 from apex_mp.optimizers._several_devices import SeveralDevices
+from apex_mp.optimizers._state import StateLayout
 
 _Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
 # For each parameter whose state a step has replaced, the state before; None: it had none.
@@ -340,8 +341,13 @@ class FusedOptimizer(SavedOptimizer):
         group = self.param_groups[number]
         param = group["params"][index]
         before.setdefault(param, self.state.get(param))
-        state = self.state[param] = self._state_layout.completed(before[param] or {}, param, group)
+        state = self._layout(group).completed(before[param] or {}, param, group)
+        self.state[param] = state
         return state
+
+    def _layout(self, group: Mapping[str, Any]) -> StateLayout:
+        """Return the layout of the states of a group."""
+        return self._state_layout
 
     def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
         """Called after a step if the host knows that it was not skipped.

@@ -151,7 +151,8 @@ class StateLayout:
     def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         """Return a parameter's saved state in the layout used here.
 
-        Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`.
+        Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`. A
+        master in 16 bits is left out: torch, which loaded it, has cast it like its parameter.
 
         Args:
             where: The state's name, for messages.
@@ -169,6 +170,8 @@ class StateLayout:
                 "optimizer"
             )
         whole = dict(state)
+        if getattr(whole.get(MASTER), "dtype", None) in LOW_PRECISION:
+            del whole[MASTER]
         for name in (*self.tensors, MASTER):
             if name in whole:
                 value = whole[name]

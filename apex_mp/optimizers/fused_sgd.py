@@ -15,6 +15,7 @@ from apex_mp.optimizers._state import MASTER, StateLayout
 
 BUFFER = "momentum_buffer"
 IS_FRESH = "is_fresh"  # float32: not 0 if the buffer holds nothing yet
+_WITHOUT_MOMENTUM = StateLayout("an SGD", tensors=())
 
 
 class FusedSGD(FusedOptimizer):
@@ -123,7 +124,7 @@ class FusedSGD(FusedOptimizer):
             return super()._adapt_state(where, state, param)
         # No buffer: torch saves this for a parameter without a gradient or without momentum.
         rest = {key: value for key, value in state.items() if key != BUFFER}
-        return StateLayout("an SGD", tensors=()).loaded(where, rest, param)
+        return _WITHOUT_MOMENTUM.loaded(where, rest, param)
 
     # A step whose outcome the host does not know yet may be skipped. A buffer of zeros is then as
     # good as none, except with dampening, which does not apply to a parameter's first gradient. So
@@ -133,9 +134,13 @@ class FusedSGD(FusedOptimizer):
         state = super()._make_state(before, number, index)
         group = self.param_groups[number]
         param = group["params"][index]
-        if group["dampening"] and not torch.is_tensor((before[param] or {}).get(BUFFER)):
+        is_new = BUFFER in state and not torch.is_tensor((before[param] or {}).get(BUFFER))
+        if is_new and group["dampening"]:
             state[IS_FRESH] = torch.ones((), device=param.device)
         return state
+
+    def _layout(self, group: Mapping[str, Any]) -> StateLayout:
+        return self._state_layout if group["momentum"] else _WITHOUT_MOMENTUM
 
     def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
         if not any(group["dampening"] for group in self.param_groups):

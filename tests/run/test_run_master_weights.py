@@ -107,7 +107,7 @@ def test_masters_of_a_model_that_is_cast_later_hold_its_float32_weights(
         model.half()
         losses_of(model, optimizer, torch.amp.GradScaler("cpu"))
     for param, expected in zip(model.parameters(), before, strict=True):
-        assert_same_bits(dict(optimizer._own_masters.saved())[param], expected)
+        assert_same_bits(optimizer.master(param), expected)
     said = capsys.readouterr().err
     assert "the weights of AdamW became 16-bit after it was made; its masters hold the" in said
     assert "AdamW stepped float32 masters of 4 parameters in 16 bits (4,872 bytes); 0 of 40" in said
@@ -144,7 +144,7 @@ def test_what_was_trained_in_float32_in_between_counts() -> None:
         model.bfloat16()
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
-    assert abs(dict(optimizer._own_masters.saved())[model.weight].item() - 0.9999) < 1e-6
+    assert abs(optimizer.master(model.weight).item() - 0.9999) < 1e-6
 
 
 def test_fused_optimizers_without_masters_get_some() -> None:
