@@ -98,7 +98,7 @@ CASES = (
     # What only reads gradients holds what is held where they are written; GradScaler nothing.
     *(
         case
-        for case in (*step_cases.CASES, *step_cases.MODES)
+        for case in (*step_cases.CASES, *step_cases.MODES, *step_cases.MASTERS)
         if case.name not in _HOLDING_THE_SAME
     ),
     Case("torch AdamW, for-loop", step_cases.FP32, (step_cases.ADAM,), torch_for_loop),

@@ -22,6 +22,7 @@ from torch.nn.modules import module as modules
 from torch.profiler import ProfilerActivity, profile
 
 from apex_mp.core.masters.masters import stored_grad
+from apex_mp.optimizers import MasterWeights
 
 HELD = ("weights", "gradients", "masters", "moments")
 PROC = Path("/proc/self")
@@ -124,12 +125,16 @@ def held(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = [state.items() for state in optimizer.state.values()]
     state = [(key, value) for one in states for key, value in one if torch.is_tensor(value)]
+    around, kept = list[Tensor](), dict[Tensor, Tensor]()
+    if isinstance(optimizer, MasterWeights):
+        around = [*optimizer._own_masters.kept.values()]
+        kept = optimizer._float32_grads.kept or {}
     # To look at a master's .grad would make it; this counts one only if it exists.
     unscaled = [grad for grad in map(stored_grad, params) if grad is not None]
     lists = (
         weights,
-        [*grads, *unscaled],
-        params + [value for key, value in state if key == "master_param"],
+        [*grads, *unscaled, *kept.values()],
+        params + [value for key, value in state if key == "master_param"] + around,
         [value for _, value in state],
     )
     return by_storage(dict(zip(HELD, lists, strict=True)))

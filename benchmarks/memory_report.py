@@ -40,17 +40,19 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def finding(results: dict[str, Any]) -> str:
-    """Return what the tables say, a line a figure: least and most of ours and of torch's."""
+    """Return what the tables say, a line a figure: the least and most of each kind."""
     rows = [
         row | {"held": sum(row["held"].values()), "workload": workload["workload"]}
         for workload in results["workloads"]
         for row in workload["rows"]
     ]
     ours = [row for row in rows if row["case"].startswith("ours")]
-    others = [row for row in rows if not row["case"].startswith("ours")]
+    around = [row for row in rows if row["case"].startswith("MasterWeights")]
+    others = [row for row in rows if row not in ours and row not in around]
     figures = {"held": "held", "step": "a step", "skipped_step": "a skipped step"}
     return "\n".join(
-        f"- {said}: ours {_range(ours, key)}; torch's {_range(others, key)}"
+        f"- {said}: fused {_range(ours, key)}; MasterWeights {_range(around, key)}; torch's "
+        f"{_range(others, key)}"
         for key, said in figures.items()
     )
 
@@ -58,6 +60,8 @@ def finding(results: dict[str, Any]) -> str:
 def _range(rows: Sequence[dict[str, Any]], key: str) -> str:
     """Return the least of a figure, and the most with where that is."""
     looked = [row for row in rows if row[key] is not None]
+    if not looked:
+        return "not measured"
     least, most = min(row[key] for row in looked), max(looked, key=lambda row: row[key])
     if f"{least:.2f}" == f"{most[key]:.2f}":
         return f"{least:.2f} in every case"

@@ -42,6 +42,7 @@ PAGES: dict[str, Callable[[Any], str]] = {
     "sass-sm70.json": sass_volta.page,
     "step-cpu.json": step_report.page,
     "step-host-cpu.json": step_report.page,
+    "step-masters-cpu.json": step_report.page,
     "step-modes-cpu.json": step_report.page,
     "step-nvidia-h100-80gb-hbm3.json": step_report.page,
     "step-variants-nvidia-h100-80gb-hbm3.json": step_variants.page,

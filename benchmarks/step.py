@@ -2,6 +2,7 @@
 
     python -m benchmarks.step                   print the tables; write JSON and a chart
     python -m benchmarks.step --modes           our ways to keep masters and moments
+    python -m benchmarks.step --masters         MasterWeights beside FusedAdam
     python -m benchmarks.step --host            time of the host for each of many tiny tensors
     python -m benchmarks.step --quick           seconds, to see that it works
     python -m benchmarks.step --device stub     the same code as on a GPU, without one
@@ -47,9 +48,19 @@ RESULTS = Path(__file__).resolve().parent / "results"
 EXTENSIONS = "compare the apex_mp packages in these folders"
 # For --extensions: every process holds the tensors of a workload at the same time.
 MOST_PARAMETERS = 500_000_000
-# For --modes: with fewer, calls cost more than bytes.
-FEWEST_OF_MODES = 20_000_000
-CASES = (*step_cases.CASES, *step_cases.MODES, *step_peers.CASES, *step_cases.REPLAYED)
+# For --modes and --masters: with fewer, calls cost more than bytes; with more, memory is short.
+FEWEST_OF_PART, MOST_OF_MASTERS = 20_000_000, 200_000_000
+PARTS = {
+    "modes": (*step_cases.MODES_BESIDE, *(case.name for case in step_cases.MODES)),
+    "masters": (*step_cases.MASTERS_BESIDE, *(case.name for case in step_cases.MASTERS)),
+}
+CASES = (
+    *step_cases.CASES,
+    *step_cases.MODES,
+    *step_cases.MASTERS,
+    *step_peers.CASES,
+    *step_cases.REPLAYED,
+)
 
 
 def cases_of(device: str, names: Sequence[str] | None) -> list[Case]:
@@ -66,8 +77,10 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
     fitting = [each for each in (QUICK if args.quick else WORKLOADS) if kind in each.devices]
     if args.extensions:
         fitting = [each for each in fitting if each.parameters <= MOST_PARAMETERS]
-    if args.modes and not args.quick:
-        fitting = [each for each in fitting if each.parameters >= FEWEST_OF_MODES]
+    if args.part and not args.quick:
+        fitting = [each for each in fitting if each.parameters >= FEWEST_OF_PART]
+    if args.part == "masters":
+        fitting = [each for each in fitting if each.parameters <= MOST_OF_MASTERS]
     if args.workloads is None:
         return fitting
     return [each for each in fitting if each.name in args.workloads]
@@ -119,13 +132,13 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
 
 def place_of(args: argparse.Namespace, facts: dict[str, Any]) -> Path:
     """Return where the JSON goes: beside the published results only if everything was measured."""
-    whole = not args.quick and args.workloads is None and (args.modes or args.cases is None)
+    whole = not args.quick and args.workloads is None and (args.part or args.cases is None)
     whole = whole and DEVICES[args.device].is_real and args.seconds == math.inf
     whole = whole and not args.extensions
     folder = args.results or (RESULTS if whole else Path("build") / "bench")
     slug = step_machine.slug(facts["device"])
     which = "host-" if args.host else "variants-" if args.extensions else ""
-    which = "modes-" if args.modes else which
+    which = f"{args.part}-" if args.part else which
     return Path(folder) / f"step-{which}{slug}.json"
 
 
@@ -137,17 +150,19 @@ def write(results: dict[str, Any], path: Path) -> None:
     draft.replace(path)
 
 
-def write_chart(results: dict[str, Any], path: Path, modes: bool = False) -> str:
+def write_chart(results: dict[str, Any], path: Path, part: str | None = None) -> str:
     """Draw the chart of two workloads, or of --modes; return what to say of it."""
+    if part == "masters":
+        return "No chart of --masters"
     if not any(workload["rows"] for workload in results["workloads"]):
         return "No chart: nothing was measured"
-    if not modes and not step_report.shown(results):
+    if not part and not step_report.shown(results):
         return "No chart: no case of another package was measured beside ours"
     if importlib.util.find_spec("matplotlib") is None:
         return "No chart: matplotlib is not installed"
     from benchmarks import step_chart  # Nothing else here needs matplotlib.
 
-    (step_chart.draw_modes if modes else step_chart.draw)(results, path)
+    (step_chart.draw_modes if part else step_chart.draw)(results, path)
     return f"Written: {path}"
 
 
@@ -166,7 +181,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=str(names))
     parser.add_argument("--cases", nargs="+", metavar="PART", help="cases with this in their name")
-    parser.add_argument("--modes", action="store_true", help="our ways to keep masters and moments")
+    for name, said in (
+        ("modes", "our ways to keep masters and moments"),
+        ("masters", "MasterWeights beside FusedAdam"),
+    ):
+        parser.add_argument(f"--{name}", dest="part", action="store_const", const=name, help=said)
     parser.add_argument("--host", action="store_true", help="time the host, on tiny tensors")
     parser.add_argument("--extensions", nargs="+", type=Path, metavar="FOLDER", help=EXTENSIONS)
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
@@ -175,8 +194,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     device = DEVICES[args.device]
-    if args.modes:
-        args.cases = [*step_cases.MODES_BESIDE, *(case.name for case in step_cases.MODES)]
+    if args.part:
+        args.cases = PARTS[args.part]
     args.rounds = args.rounds or (3 if args.quick else device.rounds)
     args.reference_mebibytes = 2 if args.quick else reference_mebibytes(device.tensors)
     return args
@@ -271,7 +290,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     say(step_report.notes(results))
     lines = [f"Written: {path}"]
     if results["workloads"]:
-        lines.append(write_chart(results, path.with_suffix(".png"), args.modes))
+        lines.append(write_chart(results, path.with_suffix(".png"), args.part))
     say("\n".join(lines))
     return results
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from apex_mp import amp
 from apex_mp.core.step import step_log
 from apex_mp.monitor import Monitor
-from apex_mp.optimizers import FP16_Optimizer, FusedAdam
+from apex_mp.optimizers import FP16_Optimizer, FusedAdam, MasterWeights
 from benchmarks import step_device, step_plain
 from benchmarks.step_arena import (
     MAX_NORM,
@@ -41,6 +41,8 @@ UNSCALE = Pass("unscale", 4, 4)
 CLIP = Pass("clip", 4, 4)
 COPY_IN = Pass("gradients to fp32", 2, 4)
 COPY_OUT = Pass("masters to the model", 4, 2)
+JOIN = Pass("masters from their parts", 4, 4)
+PARTS = Pass("masters to their parts", 4, 4)
 SUM_CHECK = Pass("check by .float().sum()", 6, 4)
 
 
@@ -101,6 +103,15 @@ def split_fp16(arena: Arena, **options: Any) -> Running:
 
     prepare = with_loss(lambda: give_grads(params, arena.half_grads), scaler, arena.device)
     return Running(prepare, step)
+
+
+def around_torch(arena: Arena, master_weights: Any = True, **options: Any) -> Running:
+    """MasterWeights around AdamW of torch, on bfloat16 parameters."""
+    params = parameters(arena.not_shared(arena.bfloat))
+    options = {**OPTIONS, **options}
+    optimizer = MasterWeights(params, torch.optim.AdamW, master_weights=master_weights, **options)
+    arena.share_moments(optimizer, step=count_on_host if options.get("foreach") else count_on_param)
+    return Running(lambda: give_grads(params, arena.bfloat_grads), optimizer.step)
 
 
 def fp32(arena: Arena, kind: Any, scale: float = 1.0, **options: Any) -> tuple[Running, Any]:
@@ -341,6 +352,18 @@ MODES = (
     Case(f"{BF16}, split, bf16 moments, stochastic", BF16, (SPLIT_NARROW,),
          functools.partial(split_bf16, **STOCHASTIC)),
 )  # fmt: skip
+# Masters for an optimizer of another, beside those of a fused one.
+AROUND = (COPY_IN, ADAM, COPY_OUT)
+MASTERS = (
+    Case("MasterWeights(AdamW, fused)", BF16, AROUND, functools.partial(around_torch, fused=True)),
+    Case("MasterWeights(AdamW, fused), keep_grads", BF16, AROUND,
+         functools.partial(around_torch, fused=True, keep_grads=True)),
+    Case("MasterWeights(AdamW, foreach)", BF16, AROUND,
+         functools.partial(around_torch, foreach=True)),
+    Case("MasterWeights(AdamW, fused), split", BF16, (COPY_IN, JOIN, ADAM, PARTS),
+         functools.partial(around_torch, master_weights="split", fused=True)),
+)  # fmt: skip
+MASTERS_BESIDE = (BF16, "torch AdamW, fused")
 MODES_BESIDE = (FP16, BF16, "AdamW, fused", "DeepSpeed")
 # They come last, because a capture that fails may leave the device unusable.
 REPLAYED = (

@@ -99,11 +99,16 @@ class OwnMasters:
     def keep(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Keep the masters of a step, after they were rounded to the weights."""
         for param, master in masters.items():
-            self.kept[param] = _state.split(master, param) if self.split else master
+            self.kept[param] = self._split(master, param) if self.split else master
         self._known.update(self._places([*masters]))
         if len(self.kept) != self.counts.params:
             self.counts.params = len(self.kept)
             self.counts.elements = sum(kept.numel() for kept in self.kept.values())
+
+    def _split(self, master: Tensor, param: Tensor) -> Tensor:
+        kept = self.kept.get(param)
+        is_there = kept is not None and _is_remainder(kept)
+        return _state.split(master, param, kept if is_there else None)
 
     def load(self, saved: Mapping[Tensor, Tensor]) -> None:
         """Replace all masters by loaded ones; a parameter without one has its weight."""

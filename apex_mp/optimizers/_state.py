@@ -99,9 +99,16 @@ def joined(param: Tensor, remainder: Tensor) -> Tensor:
     return master
 
 
-def split(master: Tensor, param: Tensor) -> Tensor:
-    """Write one part of a float32 master to its parameter; return the other, an int16 remainder."""
-    remainder = _like(param, torch.int16)
+def split(master: Tensor, param: Tensor, remainder: Tensor | None = None) -> Tensor:
+    """Write one part of a float32 master to its parameter; return the other, an int16 remainder.
+
+    Args:
+        master: The master.
+        param: Its parameter.
+        remainder: Where the other part is written, in the parameter's memory order [None: new].
+    """
+    if remainder is None:
+        remainder = _like(param, torch.int16)
     _C.split_master(*map(tensors.local_part, (master, param.detach(), remainder)))
     return remainder
 

@@ -108,6 +108,29 @@ def test_the_page_of_memory_quotes_the_times_of_split_masters() -> None:
     assert said in page("memory.md")
 
 
+def test_the_page_of_memory_quotes_master_weights_beside_fused_adam() -> None:
+    workloads = results("step-masters-cpu.json")["workloads"]
+    held = results("memory-cpu.json")["workloads"][0]["rows"]
+
+    def said(case: str) -> str:
+        rows = [{row["case"]: row for row in workload["rows"]} for workload in workloads]
+        # Medians of each round's ratio, where the report has them.
+        times = [
+            row[case]["times_ours"] or row[case]["ms"] / row["ours bf16"]["ms"] for row in rows
+        ]
+        (memory,) = [row for row in held if row["case"] == case]
+        bytes_held = f"{sum(memory['held'].values()):.0f}; {memory['step']:.0f}"
+        return f" | {min(times):.2f} to {max(times):.2f} | {bytes_held} |"
+
+    text = page("memory.md")
+    around = "MasterWeights(AdamW, "
+    assert f"`MasterWeights(params, AdamW, fused=True)`{said(around + 'fused)')}" in text
+    assert f"`keep_grads=True`{said(around + 'fused), keep_grads')}" in text
+    assert f'with `master_weights="split"`{said(around + "fused), split")}' in text
+    assert f"AdamW, foreach=True)`{said(around + 'foreach)')}" in text
+    assert f"for comparison{said('torch AdamW, fused')}" in text
+
+
 def test_the_page_of_memory_quotes_batches_and_shares() -> None:
     bert, resnet = (activations_of(model) for model in results("activations-cpu.json")["models"])
     text = page("memory.md")
