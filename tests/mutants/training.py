@@ -134,6 +134,21 @@ FP16_UTILS = {
     "masters of a model that is cast later are rounded": Mutant(
         "_Giver.give", "optimizer._own_masters.replace(originals)", "", "run_master_weights"
     ),
+    "masters of a fused optimizer in place are made from rounded weights": Mutant(
+        "_Giver.give", "put_masters(optimizer, originals)", "", "run_fused"
+    ),
+    "an Adam in place decays weights": Mutant(
+        "_in_place._own_options", "{'adam_w_mode': decoupled}", "{'adam_w_mode': True}", "run_fused"
+    ),
+    "an option that the fused step lacks is lost in place": Mutant(
+        "_in_place.fuse",
+        "any((group.get(name) for group in groups for name in twin.lacks))",
+        "False",
+        "run_fused",
+    ),
+    "skipped steps of a fused optimizer in place are not counted": Mutant(
+        "_Counter.after_step", "self._counts.skipped += note.skipped", "", "run_master_weights"
+    ),
     "state that moves to masters stays in float16": Mutant(
         "masters.widened",
         "tensors.cast_floating(value, torch.float32)",

@@ -88,13 +88,15 @@ def test_with_an_option_that_the_fused_step_lacks_torchs_own_step_has_masters(
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
-def test_state_of_float32_steps_goes_on_where_the_model_becomes_16_bit(name: str) -> None:
+def test_state_of_float32_steps_goes_on_where_the_model_becomes_16_bit(
+    name: str, device: torch.device
+) -> None:
     def new(params: Any) -> Any:
         momentum = {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
-        return getattr(torch.optim, name)(params, lr=1e-2, **momentum)
+        return getattr(torch.optim, name)(params, lr=1e-2, weight_decay=0.5, **momentum)
 
     with apex_mp.use_master_weights():
-        model = nn.Linear(8, 4)
+        model = nn.Linear(8, 4).to(device)
         twin = copy.deepcopy(model)
         optimizer, alone = new(model.parameters()), new(twin.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -97,20 +97,23 @@ def test_bfloat16_weights_lose_their_updates_alone_and_train_as_float32_here(nam
     assert abs(ours[-1] - float32[-1]) < abs(alone[-1] - float32[-1])
 
 
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_masters_of_a_model_that_is_cast_later_hold_its_float32_weights(
-    capsys: pytest.CaptureFixture[str],
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = network()
     before = [param.detach().clone() for param in model.parameters()]
     with apex_mp.use_master_weights():
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        optimizer: Any = getattr(torch.optim, name)(model.parameters(), lr=0.0, weight_decay=0.0)
         model.half()
         losses_of(model, optimizer, torch.amp.GradScaler("cpu"))
     for param, expected in zip(model.parameters(), before, strict=True):
         assert_same_bits(optimizer.master(param), expected)
     said = capsys.readouterr().err
-    assert "the weights of AdamW became 16-bit after it was made; its masters hold the" in said
-    assert "AdamW stepped float32 masters of 4 parameters in 16 bits (4,872 bytes); 0 of 40" in said
+    assert f"the weights of {name} became 16-bit after it was made; its masters hold the" in said
+    assert (
+        f"{name} stepped float32 masters of 4 parameters in 16 bits (4,872 bytes); 0 of 40" in said
+    )
 
 
 def test_the_step_that_a_scheduler_keeps_is_the_one_with_masters() -> None:
