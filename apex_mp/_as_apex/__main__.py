@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from apex_mp._as_apex.eras import ERAS, Era
+from apex_mp._as_apex.inside import INSIDE
 from apex_mp._as_apex.table import MISSING, MODULES
 
 
@@ -29,11 +30,15 @@ def _row_of(era: Era) -> str:
 
 
 def tables() -> str:
-    """Return both tables in Markdown: modules and names, then eras."""
+    """Return the tables in Markdown: modules and names, eras, and the inside of amp."""
     lines = ["| module | names | here |", "|---|---|---|"]
     lines += [row for module in MODULES for row in _rows_of(module)]
     lines += ["", "| era | of another module than above | absent |", "|---|---|---|"]
     lines += [_row_of(era) for era in ERAS.values()]
+    lines += ["", "| object inside of amp | attributes | use | |", "|---|---|---|---|"]
+    lines += [
+        f"| `{row.owner}` | {_code(row.names.split())} | {row.use} | {row.note} |" for row in INSIDE
+    ]
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.levels.options import Options
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.log import logger
+from apex_mp.loss_scale import AMP_PRESET
 
 LOG = logger("apex_mp.amp")
 
@@ -25,6 +26,8 @@ class AmpState:
         opt_properties: The options, once `initialize` was called.
         loss_scalers: One for each loss.
         handle: The handle whose casts O1 switched on.
+        min_loss_scale: Given to `initialize`.
+        max_loss_scale: Likewise.
         models: References to the models that went through `initialize`.
         verbosity: 0 prints nothing, 1 what is set up and skipped steps, 2 casts too.
         hard_override: Print what would be an error about dtypes, and go on.
@@ -38,6 +41,8 @@ class AmpState:
         self.opt_properties: Options | None = None
         self.loss_scalers: list[LossScaler] = []
         self.handle: AmpHandle | NoOpHandle | None = None
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float = AMP_PRESET.max_scale
         self.models: list[weakref.ref[torch.nn.Module]] = []
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from apex_mp.amp import amp
 from apex_mp.amp._amp_state import _amp_state, warn_or_err
 from apex_mp.amp.casts.casting import is_low
+from apex_mp.amp.levels import apex_inside
 from apex_mp.amp.levels.eps import warn_of_eps
 from apex_mp.amp.levels.master_state import MasterState
 from apex_mp.amp.levels.masters import check_group, class_with_masters, give_masters
@@ -96,6 +97,7 @@ class Setup:
                 give_masters(optimizer, originals, model_state or new_state)
                 continue
             optimizer._amp_initialized = True
+            apex_inside.attach(optimizer)
             if self._options.cast_model_type is not None:
                 _cast_state(optimizer)
             warn_of_eps("amp.initialize", optimizer)

@@ -123,6 +123,7 @@ def initialize(
             "Warning:  gradients in bfloat16 do not underflow; a dynamic loss scale is not needed"
         )
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 

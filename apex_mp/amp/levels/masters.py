@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
+from apex_mp.amp.levels import apex_inside
 from apex_mp.amp.levels.master_state import MasterState
 from apex_mp.amp.loss_scaling.loss_grads import dense_values
 from apex_mp.amp.loss_scaling.step_guard import guard_of
@@ -336,5 +337,6 @@ def _make_with_masters(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _install(optimizer: Any, masters: OptimizerMasters) -> None:
     optimizer._amp_masters = masters
+    apex_inside.attach(optimizer)
     optimizer.register_step_pre_hook(masters.before_step)
     optimizer.register_step_post_hook(masters.after_step)

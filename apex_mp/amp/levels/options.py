@@ -69,9 +69,14 @@ class Options:
             return self.cast_model_outputs
         return None if self.cast_model_type is None else torch.float32
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options that apex has, by name."""
+        return {name: getattr(self, name) for name in _SHOWN}
+
     def lines(self) -> list[str]:
         """Return a line for each option that apex printed."""
-        return [f"{name:22} : {getattr(self, name)}" for name in _SHOWN]
+        return [f"{name:22} : {value}" for name, value in self.options.items()]
 
 
 def disabled(opt_level: str) -> Options:

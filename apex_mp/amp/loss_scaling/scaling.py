@@ -183,6 +183,7 @@ class _OverflowDecision:
 
     def _on_readback(self, numbers: list[float]) -> None:
         found, before, after = numbers
+        self.scaler.note_overflow(bool(found), is_counted=True)
         if found:
             # Gradients that were cleared since are not in the report.
             overflow = self._overflow(before, after)
@@ -242,8 +243,9 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
         )
     block = Block()
     try:
-        for guard in guards:
+        for guard, optimizer in zip(guards, optimizers, strict=True):
             guard.block = weakref.ref(block)
+            guard.forget_cleared(optimizer)
         for optimizer in optimizers:
             for masters in _masters_of(optimizer):
                 masters.begin_block(optimizer)

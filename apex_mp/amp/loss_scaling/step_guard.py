@@ -93,6 +93,14 @@ class StepGuard:
         before = self._found_inf
         self._found_inf = found_inf if before is None else torch.maximum(before, found_inf)
 
+    def forget_cleared(self, optimizer: Any) -> None:
+        """Skip no step for gradients that were cleared, whose step the user has left out."""
+        if self._overflow is None and self._found_inf is None:
+            return
+        pairs = slots_of(optimizer).pairs()
+        if all(source.grad is None and param.grad is None for source, param in pairs):
+            self._overflow = self._found_inf = None
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped; the host waits until it knows."""
