@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from apex_mp._as_apex.eras import ERAS, eras_with
-from apex_mp._as_apex.sources import Call, Source, is_of_apex, places_of, program, read
+from apex_mp._as_apex.sources import (
+    Call,
+    Source,
+    files_of,
+    is_of_apex,
+    places_of,
+    program,
+    read,
+)
 from apex_mp._as_apex.table import TOP_LEVEL
 
 DEFAULT = "2019-03"
@@ -25,6 +34,8 @@ _ADAM = {
     "master_weights": ("2020",),
 }
 _ADAMS = ("apex.optimizers.FusedAdam", "apex.optimizers.fused_adam.FusedAdam")
+# Large packages that ask for nothing of apex.
+_WITHOUT_EVIDENCE = frozenset({"apex", "apex_mp", "numpy", "pandas", "scipy", "sklearn", "torch"})
 _INITS = ("apex.amp.init", "apex.amp.amp.init")
 
 
@@ -45,12 +56,12 @@ class Evidence:
 
 def evidence_in(source: Source) -> Iterator[Evidence]:
     """Yield what a file uses that only some eras have."""
-    for name, where in source.uses():
+    for name, where in source.uses:
         for place in places_of(name) if is_of_apex(name) else ():
             eras = tuple(eras_with(place))
             if len(eras) < len(ERAS):
                 yield Evidence(place[1], where, eras)
-    for call in source.calls():
+    for call in source.calls:
         yield from _of_arguments(call)
 
 
@@ -73,23 +84,55 @@ def era_of(evidence: Iterable[Evidence]) -> str:
     return max(ERAS, key=lambda era: (sum(era in each.eras for each in found), era == DEFAULT))
 
 
-def in_program(start: Path, root: Path, package: str = "") -> list[Evidence]:
-    """Return the evidence in a script and in what it imports; arguments as for `program`."""
+def in_libraries(names: Iterable[str], root: Path) -> list[Evidence]:
+    """Return the evidence in installed packages.
+
+    Args:
+        names: Names of packages, those that a script imports; others are left out.
+        root: Where packages of the script itself are, which are left out.
+    """
     found: list[Evidence] = []
-    for path in program(start, root, package):
-        with contextlib.suppress(SyntaxError, OSError):  # The run will say so.
-            text = path.read_bytes()
-            if any(name.encode() in text for name in TOP_LEVEL):
-                found += evidence_in(read(path, root))
+    for name in sorted({*names} - sys.stdlib_module_names - _WITHOUT_EVIDENCE):
+        if (root / name).exists() or (root / f"{name}.py").exists():
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
+            for path in files_of(folder):
+                with contextlib.suppress(SyntaxError, OSError):
+                    text = path.read_bytes()
+                    if any(name.encode() in text for name in TOP_LEVEL):
+                        found += evidence_in(read(path, folder.parent))
     return found
 
 
-def in_module(name: str) -> list[Evidence]:
-    """Return the evidence in what `python -m name` runs, and in its imports from its package."""
+def in_program(start: Path, root: Path, package: str = "") -> tuple[list[Evidence], set[str]]:
+    """Return the evidence in a script and in what it imports, and the packages it imports.
+
+    Args:
+        start: As for `program`; likewise the others.
+        root: The folder from which imports are resolved.
+        package: Follow only imports from this package, if it is given.
+    """
+    found: list[Evidence] = []
+    imports: set[str] = set()
+    for path in program(start, root, package):
+        with contextlib.suppress(SyntaxError, OSError):  # The run will say so.
+            source = read(path, root)
+            found += evidence_in(source)
+            imports |= source.packages
+    return found, imports
+
+
+def in_module(name: str) -> tuple[list[Evidence], set[str]]:
+    """Return the same for what `python -m name` runs, and for its imports from its package."""
     package = name.partition(".")[0]
     for folder in map(Path, sys.path):
         whole = folder.joinpath(*name.split("."))
         for start in (whole.with_suffix(".py"), whole / "__main__.py"):
             if start.is_file():
-                return in_program(start, folder, package)
-    return []
+                found, imports = in_program(start, folder, package)
+                return found, imports - {package}
+    return [], set()

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.metadata
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,6 +30,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, era: Era, wording: Wording) -> None:
         self.era = era
         self.wording = wording
+        self._refused: set[str] = set()
 
     def find_spec(
         self,
@@ -43,7 +45,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """
         module, _, name = fullname.rpartition(".")
         if (module, name) in self.era.absent:
-            raise ImportError(self._absence(module, name), name=fullname)
+            raise ImportError(self._refusal(module, name), name=fullname)
         if fullname not in MODULES:
             return None
         # A package, too, if it lacks a name in this era: then `from module import name` looks for a
@@ -81,15 +83,23 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _refuse(self, module: str, name: str) -> Any:
         """Raise the AttributeError of a module for a name that it lacks."""
         if (module, name) in self.era.absent:
-            raise AttributeError(self._absence(module, name))
+            raise AttributeError(self._refusal(module, name))
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
-    def _absence(self, module: str, name: str) -> str:
+    def _refusal(self, module: str, name: str) -> str:
+        """Return that a name is of another era; print it once, because libraries catch the error.
+
+        They do without apex then, and nothing else would say so.
+        """
         others = eras_with((module, name))
-        return (
+        said = (
             f"{module} has no {name} as of {self.era.name!r}, but as of "
             f"{' and '.join(map(repr, others))}; {self.wording.era.format(others[0])} gives it"
         )
+        if name not in self._refused:
+            self._refused.add(name)
+            print(f"{self.wording.caller}: {said}", file=sys.stderr)
+        return said
 
     def names(self, module: str) -> dict[str, Any]:
         """Return the names of a module of the table in this era, without submodules."""

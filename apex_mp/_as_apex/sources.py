@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 from apex_mp._as_apex.table import MISSING, MODULES, TOP_LEVEL
 
+_IMPORT_ERRORS = re.compile(r"\b(ImportError|ModuleNotFoundError|Exception)\b")
 _NOT_SOURCES = {"build", "dist", "node_modules", "site-packages", "venv"}
 
 
@@ -45,6 +48,11 @@ class Source:
     tree: ast.Module
     meanings: dict[str, tuple[str, ...]]
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return [*ast.walk(self.tree)]
+
     def where(self, node: ast.expr | ast.stmt) -> str:
         """Return the file and line of a node."""
         return f"{self.name}:{node.lineno}"
@@ -57,22 +65,52 @@ class Source:
             return tuple(f"{name}.{node.attr}" for name in self.full_names(node.value))
         return ()
 
-    def uses(self) -> Iterator[Use]:
-        """Yield each imported name, and each name of a module that is read as an attribute."""
-        inner = {id(n.value) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
-        for node in ast.walk(self.tree):
+    @functools.cached_property
+    def uses(self) -> list[Use]:
+        """Each imported name, and each name of a module that is read as an attribute."""
+        found = []
+        inner = {id(node.value) for node in self.nodes if isinstance(node, ast.Attribute)}
+        for node in self.nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                for name in _imported(node):
-                    yield Use(name, self.where(node))
+                found += [Use(name, self.where(node)) for name in _imported(node)]
             elif isinstance(node, ast.Attribute) and id(node) not in inner:
-                for name in self.full_names(node):
-                    yield Use(name, self.where(node))
+                found += [Use(name, self.where(node)) for name in self.full_names(node)]
+        return found
 
-    def calls(self) -> Iterator[Call]:
-        """Yield all calls."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call):
-                yield Call(self.full_names(node.func), node, self.where(node))
+    @functools.cached_property
+    def calls(self) -> list[Call]:
+        """All calls."""
+        return [
+            Call(self.full_names(node.func), node, self.where(node))
+            for node in self.nodes
+            if isinstance(node, ast.Call)
+        ]
+
+    @functools.cached_property
+    def optional(self) -> frozenset[str]:
+        """Names that are imported where an ImportError is caught, and nowhere else."""
+        caught = {
+            id(node)
+            for each in self.nodes
+            if isinstance(each, ast.Try) and _catches_import_errors(each)
+            for statement in each.body
+            for node in ast.walk(statement)
+        }
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for node in self.nodes:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names[id(node) in caught].update(_imported(node))
+        return frozenset(names[True] - names[False])
+
+    @functools.cached_property
+    def packages(self) -> set[str]:
+        """The packages that it imports, its own by their names."""
+        imports = (node for node in self.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+        return {name.partition(".")[0] for node in imports for name in _imported(node)}
+
+    def is_optional(self, name: str) -> bool:
+        """Return whether a full name, or what it is an attribute of, is in `optional`."""
+        return any(f"{name}.".startswith(f"{each}.") for each in self.optional)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -111,13 +149,19 @@ def read(path: Path, root: Path) -> Source:
         except (ValueError, RecursionError, MemoryError) as error:  # a byte of 0; too deep
             raise SyntaxError(str(error) or "it is nested too deeply") from None
     meanings: dict[str, tuple[str, ...]] = {}
-    for node in ast.walk(tree):
+    source = Source(name_of(path, root), tree, meanings)
+    for node in source.nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias, name in zip(node.names, _imported(node), strict=False):
                 bound = alias.asname or alias.name.partition(".")[0]
                 whole = name if alias.asname or isinstance(node, ast.ImportFrom) else bound
                 meanings[bound] = (*meanings.get(bound, ()), whole)
-    return Source(name_of(path, root), tree, meanings)
+    return source
+
+
+def _catches_import_errors(node: ast.Try) -> bool:
+    kinds = [ast.unparse(each.type) if each.type else "Exception" for each in node.handlers]
+    return any(_IMPORT_ERRORS.search(kind) for kind in kinds)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -148,6 +192,16 @@ def program(start: Path, root: Path, package: str = "") -> Iterator[Path]:
         new = {*_local(tree, path, root, package)} - found
         found |= new
         waiting += sorted(new)
+
+
+def imports_from(path: Path, package: str) -> bool:
+    """Return whether a script has relative imports, or imports from a package."""
+    try:
+        source = read(path, path)
+    except (SyntaxError, OSError):
+        return False
+    is_relative = (isinstance(node, ast.ImportFrom) and node.level for node in source.nodes)
+    return package in source.packages or any(is_relative)
 
 
 def _local(tree: ast.Module, path: Path, root: Path, package: str) -> Iterator[Path]:

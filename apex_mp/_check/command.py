@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from apex_mp._check.report import examine
+
+_MANY_FILES, _WIDTH = 500, 40
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,9 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("path", type=Path, help="a script, or a folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    if not options.path.exists():
+    if not os.path.exists(options.path):  # Of a link to itself Path.exists raises.
         parser.error(f"path is {str(options.path)!r}; there is no such file or folder")
-    report = examine(options.path)
+    report = examine(options.path, _show_progress if sys.stderr.isatty() else None)
     if not report.files:
         parser.error(f"path is {str(options.path)!r}; there is no Python file in it")
     if options.json:
@@ -41,3 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(report.text(has_gpu=torch.cuda.is_available()))
     return 1 if report.unsupported else 0
+
+
+def _show_progress(done: int, of: int) -> None:
+    """Draw a bar in a terminal, in its last line."""
+    if of < _MANY_FILES or (done % 50 and done < of):
+        return
+    width = _WIDTH * done // of
+    end = "\r" if done < of else "\r\033[K"
+    bar = f"reading [{'#' * width}{' ' * (_WIDTH - width)}] {done} of {of} files"
+    print(bar if done < of else "", end=end, file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ _SUPPLIED["torch"] |= {*REPLACED}
 _MASKED = re.compile(r"masked_(fill|scatter|select)_?")
 _BYTES = ("torch.uint8", "torch.ByteTensor", "torch.cuda.ByteTensor")
 _CASTS = ("half", "bfloat16")
+_CASTING = (*_CASTS, "to", "from_pretrained")
 _16_BITS = {"float16", "half", "bfloat16"}
 # In `x.half()` it is inputs that are cast.
 _MODEL = re.compile(r"model|net|transformer|coder|module|policy|actor", re.IGNORECASE)
@@ -47,18 +48,18 @@ _GONE = {
 
 def modernized(source: Source) -> Iterator[Use]:
     """Yield uses of what `--modernize` supplies."""
-    for name, where in source.uses():
+    for name, where in source.uses:
         module, _, last = name.rpartition(".")
         if name.startswith("torch._six"):
             yield Use("torch._six", where)
         elif last in _SUPPLIED.get(module, ()) and not _is_there(module, last):
             yield Use(name, where)
-    for call in source.calls():
+    for call in source.calls:
         what = _in_call(call)
         if what is not None:
             yield Use(what, call.where)
     yield from _with_masks(source)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Subscript) and _is_number_of_loss(node):
             yield Use("loss.data[0]", source.where(node))
 
@@ -92,12 +93,12 @@ def _in_call(call: Call) -> str | None:
 
 def _with_masks(source: Source) -> Iterator[Use]:
     """Yield uint8 masks that a file makes, if it uses masks; and `1 - (a == b)`."""
-    attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in source.nodes if isinstance(node, ast.Attribute)]
     takes_masks = any(_MASKED.fullmatch(node.attr) for node in attributes)
     for each in attributes if takes_masks else ():
         if each.attr == "byte" or any(name in _BYTES for name in source.full_names(each)):
             yield Use("masks of uint8", source.where(each))
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
             continue
         if isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Compare):
@@ -112,7 +113,7 @@ def _is_number_of_loss(node: ast.Subscript) -> bool:
 
 def on_gpu(source: Source) -> Iterator[str]:
     """Yield the places where a file asks for a GPU."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             asks = node.func.attr == "cuda"
         else:
@@ -124,9 +125,9 @@ def on_gpu(source: Source) -> Iterator[str]:
 
 def in_16_bits(source: Source) -> Iterator[Use]:
     """Yield the calls that make the weights of a model float16 or bfloat16."""
-    for call in source.calls():
+    for call in source.calls:
         function = call.node.func
-        if not isinstance(function, ast.Attribute):
+        if not isinstance(function, ast.Attribute) or function.attr not in _CASTING:
             continue
         given = [*call.node.args, *(keyword.value for keyword in call.node.keywords)]
         dtypes = {ast.unparse(each).removeprefix("torch.").strip("'") for each in given}
@@ -140,27 +141,27 @@ def in_16_bits(source: Source) -> Iterator[Use]:
 
 def scaled(source: Source) -> Iterator[Use]:
     """Yield the uses of torch's GradScaler."""
-    for name, where in source.uses():
+    for name, where in source.uses:
         if name.startswith("torch.") and name.endswith(".GradScaler"):
             what = "torch's GradScaler, which stops: Attempting to unscale FP16 gradients"
             yield Use(what, where)
 
 
-def unsupported(source: Source) -> Iterator[Use]:
-    """Yield what will not work, each with a remedy."""
-    for name, where in source.uses():
+def unsupported(source: Source) -> Iterator[tuple[str, Use]]:
+    """Yield what will not work: its name, empty if it has none, and a remedy."""
+    for name, where in source.uses:
         sentence = _absence(name) if is_of_apex(name) else None
         if name in _GONE:
             sentence = f"{name} was removed; use {_GONE[name]}"
         if sentence is not None:
-            yield Use(sentence, where)
-    for node in ast.walk(source.tree):
+            yield name, Use(sentence, where)
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef) and _is_legacy_function(node, source):
             sentence = (
                 f"{node.name}: torch wants forward and backward of an autograd Function as static "
                 "methods that take ctx"
             )
-            yield Use(sentence, source.where(node))
+            yield "", Use(sentence, source.where(node))
 
 
 def _absence(name: str) -> str | None:

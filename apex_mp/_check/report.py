@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import gc
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from apex_mp._as_apex.evidence import DEFAULT, Evidence, era_of, evidence_in
-from apex_mp._as_apex.sources import Source, Use, files_of, is_of_apex, name_of, places_of, read
+from apex_mp._as_apex.evidence import DEFAULT, Evidence, era_of, evidence_in, in_libraries
+from apex_mp._as_apex.sources import (
+    Source,
+    Use,
+    files_of,
+    imports_from,
+    is_of_apex,
+    name_of,
+    places_of,
+    read,
+)
 from apex_mp._check import needs
 
 Places = dict[str, list[str]]
@@ -44,6 +55,7 @@ class Report:
         modernize: What `--modernize` supplies, and where it is used.
         gpu: Where a GPU is needed.
         masters: What `--master-weights` is for, and where it is, in code that does not use apex.
+        optional: What is not here where an ImportError is caught, so that the code does without it.
         unsupported: What will not work with its remedy, and where it is used.
         scripts: Files that can be run, the likeliest first.
     """
@@ -55,6 +67,7 @@ class Report:
     modernize: Places
     gpu: list[str]
     masters: Places
+    optional: Places
     unsupported: Places
     scripts: list[str]
 
@@ -82,68 +95,117 @@ class Report:
         if self.gpu:
             yield f"a GPU is asked for at {_shown(self.gpu)}; --device cpu runs it on a CPU"
         yield from _section("--master-weights gives float32 masters to", self.masters)
+        yield from _section("optional, and not here", self.optional)
         yield from _section("will not work", self.unsupported)
         on_cpu = [] if has_gpu or not self.gpu else ["--device", "cpu"]
         for script in self.scripts[:1]:
             options = [*self.options(), *on_cpu]
-            words = ["python", "-m", "apex_mp", "run", *options, *_as_arguments(script)]
+            folder, arguments = _as_arguments(script)
+            words = ["python", "-m", "apex_mp", "run", *options, *arguments]
+            path = f"PYTHONPATH={shlex.quote(folder)} " if folder else ""
             yield "start with"
-            yield f"  {shlex.join(words)} ..."
+            yield f"  {path}{shlex.join(words)} ..."
         if len(self.scripts) > 1:
             yield f"or with {_shown(self.scripts[1:])}"
 
 
-def examine(path: Path) -> Report:
-    """Read a script or a folder, and report what it needs."""
-    sources, broken = _read_all(path)
-    names = _grouped(
-        (name, use.where)
-        for source in sources
-        for use in source.uses()
-        if is_of_apex(use.name)
-        for name in _of_table(use.name)
-    )
-    evidence = [each for source in sources for each in evidence_in(source)]
-    decided_by = era_of(evidence)
-    if not evidence and names and path.is_dir():
+@dataclasses.dataclass
+class _Findings:
+    """What files hold, in the order in which they are read; lists of pairs of what and where."""
+
+    files: int = 0
+    names: list[Use] = dataclasses.field(default_factory=list)
+    optional: list[Use] = dataclasses.field(default_factory=list)
+    evidence: list[Evidence] = dataclasses.field(default_factory=list)
+    modernize: list[Use] = dataclasses.field(default_factory=list)
+    gpu: list[str] = dataclasses.field(default_factory=list)
+    halved: list[Use] = dataclasses.field(default_factory=list)
+    scaled: list[Use] = dataclasses.field(default_factory=list)
+    unsupported: list[Use] = dataclasses.field(default_factory=list)
+    imports: set[str] = dataclasses.field(default_factory=set)
+    programs: list[tuple[bool, bool, int, str]] = dataclasses.field(default_factory=list)
+
+    def add(self, source: Source, *, is_alone: bool) -> None:
+        """Add a file; the trees of all files would not fit into memory."""
+        of_apex = [use for use in source.uses if is_of_apex(use.name)]
+        self.names += [Use(name, use.where) for use in of_apex for name in _of_table(use.name)]
+        self.evidence += evidence_in(source)
+        self.modernize += needs.modernized(source)
+        self.gpu += needs.on_gpu(source)
+        self.halved += needs.in_16_bits(source)
+        self.scaled += needs.scaled(source)
+        for name, use in needs.unsupported(source):
+            (self.optional if source.is_optional(name) else self.unsupported).append(use)
+        self.imports |= source.packages
+        if is_alone or _is_program(source):
+            place = Path(source.name)
+            # Those that use apex or are named so come first.
+            rank = not of_apex, not _LIKELY.search(place.stem), len(place.parts), source.name
+            self.programs.append(rank)
+
+
+def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> Report:
+    """Read a script or a folder, and report what it needs.
+
+    Args:
+        path: The script or folder.
+        progress: Called with the number of files that were read, and of all [None].
+    """
+    found, files = _Findings(), files_of(path)
+    with _without_garbage_collection():
+        for number, file in enumerate(files):
+            _add(found, file, path)
+            if progress is not None:
+                progress(number + 1, len(files))
+    evidence = found.evidence
+    if not evidence and found.names and path.is_dir():
         evidence = [*_of_packages(path)]
-        decided_by = era_of(evidence)
-    unsupported = [use for source in sources for use in needs.unsupported(source)]
-    unsupported += _of_eras(evidence, decided_by)
-    halved = [] if names else [use for source in sources for use in needs.in_16_bits(source)]
-    if halved:
-        halved += [use for source in sources for use in needs.scaled(source)]
+    if not evidence:
+        evidence = in_libraries(found.imports, path if path.is_dir() else path.parent)
+    decided_by = era_of(evidence)
+    unsupported = [*found.unsupported, *_of_eras(found.evidence, decided_by), *_cuda_sources(path)]
+    halved = [] if found.names else found.halved
+    root = path.parent if path.is_file() else path
     return Report(
-        files=len(sources) + len(broken),
-        names=names,
+        files=len(files),
+        names=_grouped(found.names),
         era=decided_by,
         evidence=[each for each in evidence if decided_by in each.eras],
-        modernize=_grouped(use for source in sources for use in needs.modernized(source)),
-        gpu=[*dict.fromkeys(where for source in sources for where in needs.on_gpu(source))],
-        masters=_grouped(halved),
-        unsupported=_grouped([*broken, *unsupported, *_cuda_sources(path)]),
-        scripts=_scripts(path, sources),
+        modernize=_grouped(found.modernize),
+        gpu=[*dict.fromkeys(found.gpu)],
+        masters=_grouped([*halved, *(found.scaled if halved else ())]),
+        optional=_grouped(found.optional),
+        unsupported=_grouped(unsupported),
+        scripts=[(root / name).as_posix() for *_, name in sorted(found.programs)],
     )
+
+
+def _add(found: _Findings, file: Path, path: Path) -> None:
+    try:
+        found.add(read(file, path), is_alone=path.is_file())
+    except SyntaxError as error:
+        place = f"{name_of(file, path)}:{error.lineno or 1}"
+        found.unsupported.append(Use(f"is not Python of today: {error.msg}", place))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        found.unsupported.append(Use(what, name_of(file, path)))
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Trees have no cycles, and searching them for some takes most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _of_table(name: str) -> list[str]:
     places = [f"{module}.{each}" for module, each in places_of(name)[:1]]
     return places or ([name] if name.endswith(".*") else [])
-
-
-def _read_all(path: Path) -> tuple[list[Source], list[Use]]:
-    sources, broken = [], []
-    for file in files_of(path):
-        try:
-            sources.append(read(file, path))
-        except (SyntaxError, OSError) as error:
-            name = name_of(file, path)
-            if isinstance(error, SyntaxError):
-                place = f"{name}:{error.lineno or 1}"
-                broken.append(Use(f"is not Python of today: {error.msg}", place))
-            else:
-                broken.append(Use(f"cannot be read: {error.strerror}", name))
-    return sources, broken
 
 
 def _of_eras(evidence: Iterable[Evidence], era: str) -> Iterator[Use]:
@@ -176,30 +238,21 @@ def _cuda_sources(path: Path) -> Iterator[Use]:
         )
 
 
-def _scripts(path: Path, sources: Iterable[Source]) -> list[str]:
-    """Return files that are meant to be run; those that use apex or are named so come first."""
+def _as_arguments(script: str) -> tuple[str, list[str]]:
+    """Return what runs a script: a folder for PYTHONPATH, or "", and the arguments of python.
 
-    def rank(source: Source) -> tuple[bool, bool, int, str]:
-        uses_apex = any(is_of_apex(use.name) for use in source.uses())
-        name = Path(source.name)
-        return not uses_apex, not _LIKELY.search(name.stem), len(name.parts), source.name
-
-    if path.is_file():
-        return [path.as_posix()]
-    found = [source for source in sources if _is_program(source)]
-    return [(path / each.name).as_posix() for each in sorted(found, key=rank)]
-
-
-def _as_arguments(script: str) -> list[str]:
-    """Return the arguments of python that run a script: `-m` and a module in a package."""
-    path = Path(script)
-    folder, module = path.parent, [path.stem]
-    while (folder / "__init__.py").is_file():
+    A script that imports from the package that it is in runs as a module.
+    """
+    place = Path(script).resolve()
+    folder, module = place.parent, [place.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
         module.insert(0, folder.name)
         folder = folder.parent
-    if len(module) == 1:
-        return [script]
-    return ["-m", ".".join(module).removesuffix(".__main__")]
+    is_module = len(module) > 1 and (place.stem == "__main__" or imports_from(place, module[0]))
+    if not is_module:
+        return "", [script]
+    name = ".".join(module).removesuffix(".__main__")
+    return ("" if folder == Path.cwd() else folder.as_posix()), ["-m", name]
 
 
 def _is_program(source: Source) -> bool:

@@ -59,9 +59,12 @@ def _era(name: str, is_module: bool) -> str:
     """Return the era that a script was written for, and print the evidence."""
     script = Path(name)
     if is_module:
-        found = evidence.in_module(name)
+        found, imports = evidence.in_module(name)
+    elif script.is_file():
+        found, imports = evidence.in_program(script, script.parent)
     else:
-        found = evidence.in_program(script, script.parent) if script.is_file() else []
+        found, imports = [], set()
+    found = found or evidence.in_libraries(imports, script.parent)
     era = evidence.era_of(found)
     for each in (each for each in found if era in each.eras):
         print(f"apex_mp run: --era {era}, by {each.what} at {each.where}", file=sys.stderr)

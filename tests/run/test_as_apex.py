@@ -183,6 +183,17 @@ def test_a_star_import_of_fp16_utils_has_the_14_names() -> None:
     assert sorted(name for name in names if not name.startswith("__")) == STAR
 
 
+def test_a_name_of_another_era_is_named_on_stderr_once(capsys: pytest.CaptureFixture[str]) -> None:
+    apex_mp.install_as_apex()
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no FusedLAMB as of '2019-03'"):
+            exec("from apex.optimizers import FusedLAMB")
+    assert capsys.readouterr().err == (
+        "install_as_apex: apex.optimizers has no FusedLAMB as of '2019-03', but as of '2019-08' "
+        "and '2020'; install_as_apex(era='2019-08') gives it\n"
+    )
+
+
 def test_what_is_not_here_says_at_its_use_what_to_take_instead() -> None:
     apex_mp.install_as_apex("2020")
     function: Any = importlib.import_module(

@@ -191,7 +191,7 @@ CASES: dict[str, tuple[Repository, str, list[str], list[str]]] = {
 def write(folder: Path, repository: Repository) -> Path:
     files = {"train.py": repository} if isinstance(repository, str) else repository
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
 
@@ -235,7 +235,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert report.unsupported == {"cannot be read: No such file or directory": ["b.py"]}
     assert report.files == 3
     (tmp_path / "train.py").write_text("import a, b\n")
-    assert evidence.in_program(tmp_path / "train.py", tmp_path) == []
+    assert evidence.in_program(tmp_path / "train.py", tmp_path) == ([], {"a", "apex", "b"})
 
 
 def test_the_command_has_the_options_that_this_machine_needs(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ PROGRAMS: dict[str, tuple[dict[str, str], list[str]]] = {
 def test_a_program_is_read_as_far_as_it_imports(case: str, tmp_path: Path) -> None:
     files, places = PROGRAMS[case]
     write(tmp_path, files)
-    found = evidence.in_program(tmp_path / "train.py", tmp_path)
+    found, _ = evidence.in_program(tmp_path / "train.py", tmp_path)
     assert [each.where for each in found] == places
 
 
@@ -320,15 +320,17 @@ def test_run_takes_the_era_and_says_by_what(tmp_path: Path) -> None:
     [
         ({"setup.py": MAIN, "tools/train.py": ADAM + MAIN, "a.py": MAIN}, "tools/train.py"),
         ({"a.py": MAIN, "main.py": MAIN, "b.py": ""}, "main.py"),
-        ({"p/__init__.py": "", "p/train.py": MAIN}, "-m p.train"),
+        ({"p/__init__.py": "", "p/train.py": "from . import a\n" + MAIN}, "-m p.train"),
+        ({"p/__init__.py": "", "p/train.py": "import a\n" + MAIN}, "p/train.py"),
         ({"p/__init__.py": "", "p/__main__.py": MAIN}, "-m p"),
     ],
 )
 def test_the_likeliest_program_comes_first(
-    files: dict[str, str], first: str, tmp_path: Path
+    files: dict[str, str], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = examine(write(tmp_path, files)).text(has_gpu=True).splitlines()
-    command = lines[lines.index("start with") + 1].replace(f"{tmp_path}/", "")
+    monkeypatch.chdir(write(tmp_path, files))
+    lines = examine(Path()).text(has_gpu=True).splitlines()
+    command = lines[lines.index("start with") + 1]
     assert command == f"  python -m apex_mp run {first} ..."
 
 
@@ -341,6 +343,71 @@ def test_a_module_is_read_in_its_own_package_only(
     }
     write(tmp_path, files | {"other.py": "from apex.optimizers import FusedAdagrad\n"})
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert [each.where for each in evidence.in_module("p")] == ["p/a.py:2"]
-    assert [each.where for each in evidence.in_module("p.a")] == ["p/a.py:2"]
-    assert evidence.in_module("no.such.module") == []
+    assert [each.where for each in evidence.in_module("p")[0]] == ["p/a.py:2"]
+    assert [each.where for each in evidence.in_module("p.a")[0]] == ["p/a.py:2"]
+    assert evidence.in_module("no.such.module") == ([], set())
+
+
+GUARDED = """
+try:
+    from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+except ImportError:
+    SoftmaxCrossEntropyLoss = None
+"""
+
+
+@pytest.mark.parametrize("again", ["", "from apex.contrib import xentropy\n"])
+def test_an_import_whose_error_is_caught_is_optional(again: str, tmp_path: Path) -> None:
+    report = examine(write(tmp_path, {"train.py": GUARDED + again}))
+    assert bool(report.unsupported) == bool(again)
+    (name,) = report.optional
+    assert name.startswith("apex.contrib.xentropy.SoftmaxCrossEntropyLoss is not in apex_mp; use")
+    assert f"optional, and not here\n  {name}" in report.text(has_gpu=True)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that asks for apex of 2020."""
+    text = "try:\n    from apex.normalization import FusedRMSNorm as Norm\nexcept ImportError:\n"
+    write(tmp_path / "site", {"some_library/layers.py": f"{text}    Norm = None\n"})
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.mark.usefixtures("library")
+def test_the_era_is_that_of_a_library_where_the_script_says_nothing(tmp_path: Path) -> None:
+    files = {"train.py": "import some_library\n", "old.py": f"import some_library\n{ADAM}"}
+    folder = write(tmp_path / "project", files)
+    report = examine(folder / "train.py")
+    assert report.era == "2020"
+    assert [each.where for each in report.evidence] == ["some_library/layers.py:2"]
+    assert report.options() == ["--era", "2020"]
+    assert examine(folder / "old.py").era == "2020"
+    own = write(tmp_path / "own", {"some_library.py": "", "train.py": "import some_library\n"})
+    assert examine(own / "train.py").era == "2019-03"
+
+
+def test_what_is_no_program_of_python_ends_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link.py").symlink_to(tmp_path / "link.py")
+    (tmp_path / "binary.py").write_bytes(bytes(range(256)))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "link.py")])
+    assert "there is no such file or folder" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "is not Python of today" in said
+    assert "cannot be read: Too many levels of symbolic links" in said
+
+
+def test_a_package_around_the_present_folder_is_left_by_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = write(tmp_path / "p", {"__init__.py": "", "train.py": f"from . import a\n{MAIN}"})
+    monkeypatch.chdir(package)
+    for path in ("train.py", "."):
+        last = examine(Path(path)).text(has_gpu=True).splitlines()[-1]
+        assert last == f"  PYTHONPATH={tmp_path} python -m apex_mp run -m p.train ..."
+    (package / "train.py").write_text(f"import a\n{MAIN}")
+    last = examine(Path("train.py")).text(has_gpu=True).splitlines()[-1]
+    assert last == "  python -m apex_mp run train.py ..."

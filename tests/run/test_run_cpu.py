@@ -94,7 +94,8 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_put_on_a_gpu_is_on_the_cpu(place: str) -> None:
     moved = PLACES[place](torch.ones(1))
-    assert moved.device == CPU
+    assert moved.untyped_storage().device == CPU
+    assert moved.device == torch.device("cuda", 0)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -332,7 +333,12 @@ def test_a_device_is_a_device() -> None:
     device: Any = torch.device("cuda:0")
     assert isinstance(device, torch.device)
     assert issubclass(type(device), torch.device)
-    assert torch.device("cpu") == device
-    assert torch.device(type="cuda", index=0) == device
+    assert (str(device), device.type, device.index) == ("cuda:0", "cuda", 0)
+    assert torch.device("cpu") != device
+    assert torch.device(type="cuda", index=0) == torch.device(0) == device
     with torch.device("cuda"):
-        assert torch.ones(1).device == CPU
+        inside = torch.ones(1)
+    assert (inside.device, inside.untyped_storage().device) == (device, CPU)
+    assert torch.ones(1, device="meta").device.type == "meta"
+    assert torch.ones(1, device="cpu").to(inside.device).device == inside.device
+    assert torch._C._nn._parse_to("cuda")[0] == torch.device("cuda")  # type: ignore[attr-defined]

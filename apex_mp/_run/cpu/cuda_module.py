@@ -67,6 +67,7 @@ def replace(replacements: Replacements) -> None:
         sparse = getattr(torch.sparse, f"{kind}Tensor", None)
         if sparse is not None:
             replacements.set(torch.cuda.sparse, f"{kind}Tensor", sparse)
+    replacements.set(torch._C, "_cuda_clearCublasWorkspaces", _constant(None))
     _replace_profilers(replacements)
     replacements.set(nccl, "version", to_scripts(NCCL_VERSION, nccl.version))
     if distributed.is_available():

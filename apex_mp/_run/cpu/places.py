@@ -1,10 +1,13 @@
-"""Names of devices: in strings, numbers and torch.devices "cuda" becomes the CPU."""
+"""Devices: a script sees "cuda", and where it gives that to torch, it is the CPU."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from apex_mp._run.replacements import Replacements
 
@@ -13,6 +16,8 @@ def on_cpu(device: Any) -> Any:
     """Return the CPU for a GPU, and any other device as it is."""
     if isinstance(device, bool):
         return device
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
     if isinstance(device, int) or (
         isinstance(device, str) and device.partition(":")[0] in ("cuda", "gpu")
     ):
@@ -26,20 +31,41 @@ def type_on_cpu(kind: Any) -> Any:
 
 
 def replace(replacements: Replacements) -> None:
-    """Make torch.device and torch.Generator return ones for the CPU."""
-    for name in ("device", "Generator"):
-        replacements.set(torch, name, _stand_in(getattr(torch, name)))
+    """Make `with torch.device("cuda"):` and torch.Generator mean the CPU."""
+    context = _device.DeviceContext
+    replacements.set(context, "__init__", _first(context.__init__))
+    replacements.set(torch, "Generator", _stand_in(torch.Generator, on_cpu))
+    replacements.set(torch, "device", _stand_in(torch.device, _numbered))
 
 
-def _stand_in(real: Any) -> type:
-    """Return a class whose calls make objects of class `real`, and which isinstance accepts."""
+def _first(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, device: Any) -> None:  # noqa: N807
+        original(self, on_cpu(device))
+
+    return __init__
+
+
+def _numbered(place: Any) -> Any:
+    """Return "cuda:1" for 1: without a GPU torch knows of no device by its number."""
+    is_number = isinstance(place, int) and not isinstance(place, bool)
+    return f"cuda:{place}" if is_number else place
+
+
+def _stand_in(real: Any, change: Callable[[Any], Any]) -> type:
+    """Return a class whose calls make objects of class `real`, and which isinstance accepts.
+
+    Args:
+        real: The class.
+        change: Called with the device that is given; what it returns takes its place.
+    """
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 2:  # torch.device("cuda", 0)
-                args = (on_cpu(args[0]),) if args[0] == "cuda" else args
-            kwargs = {name: on_cpu(value) for name, value in kwargs.items() if name != "index"}
-            return real(*map(on_cpu, args), **kwargs)
+            args = (*map(change, args[:1]), *args[1:])
+            if "device" in kwargs:
+                kwargs["device"] = change(kwargs["device"])
+            return real(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, real)

@@ -38,7 +38,10 @@ def replace(replacements: Replacements) -> None:
         replacements.set(owner, "to", _to(owner.to))
     replacements.set(Tensor, "cpu", _cpu(Tensor.cpu))
     replacements.set(Tensor, "type", _type(Tensor.type))
-    replacements.set(Tensor, "is_cuda", _is_cuda(Tensor.is_cuda))
+    replacements.set(Tensor, "is_cuda", _to_scripts(True, Tensor.is_cuda, Tensor.device))
+    replacements.set(
+        Tensor, "device", _to_scripts(torch.device("cuda", 0), Tensor.device, Tensor.device)
+    )
     for name in ("cuda", "pin_memory"):
         replacements.set(Tensor, name, _itself)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
@@ -111,11 +114,20 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _is_cuda(original: Any) -> property:
-    def is_cuda(self: Tensor) -> bool:
-        return bool(original.__get__(self)) or not called_by_torch()
+def _to_scripts(value: Any, original: Any, device: Any) -> property:
+    """Return an attribute that is, for scripts and tensors on the CPU, `value`.
 
-    return property(is_cuda)
+    Args:
+        value: The value.
+        original: The attribute in torch.
+        device: That of a tensor's device: one on "meta" is there for scripts, too.
+    """
+
+    def attribute(self: Tensor) -> Any:
+        is_ours = device.__get__(self).type == "cpu" and not called_by_torch()
+        return value if is_ours else original.__get__(self)
+
+    return property(attribute)
 
 
 def _get_device(original: Callable[..., int]) -> Callable[..., int]:
