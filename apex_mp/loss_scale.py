@@ -100,15 +100,18 @@ class DynamicLossScale:
 
         if found_inf:                               # the caller skips this step
             good_steps = 0
-            overflows += 1
-            if overflows >= hysteresis:             # back off
+            if overflows < hysteresis - 1:          # tolerate it
+                overflows += 1
+            else:                                   # back off
                 scale = max(scale * backoff_factor, min_scale)
-                overflows = 0
         else:                                       # a good step alone leaves overflows as they are
             good_steps += 1
             if good_steps >= growth_interval:       # grow
                 scale = min(scale * growth_factor, max_scale)    unless that exceeds float32
                 good_steps = overflows = 0
+
+    So once the budget is used up each overflow backs off, until the scale has grown again, as in
+    Megatron-LM and in DeepSpeed.
 
     A bound only stops the scale: one that starts below `min_scale` is not raised by an overflow,
     and one that starts above `max_scale` is not lowered by good steps. A growth that `max_scale` or
@@ -118,7 +121,7 @@ class DynamicLossScale:
     With hysteresis=1, max_scale=inf and factors of two this is the rule of `torch.amp.GradScaler`
     to the bit (with other factors too, unless a product lies within half an ulp above the largest
     float32), as long as the scale stays above `min_scale`: GradScaler's own scale backs off to 0 if
-    overflows do not end. TensorFlow's `decr_every_n_nan_or_inf` is `hysteresis`.
+    overflows do not end.
 
     Args:
         scale: Factor on the loss, a positive normal float32 number [2**16].
@@ -129,9 +132,9 @@ class DynamicLossScale:
             [2**-126].
         max_scale: The scale does not grow above this, at least `min_scale`; inf leaves only
             float32's own bound [inf].
-        hysteresis: Overflows before the scale backs off, at least 1 [1].
+        hysteresis: Overflows until the scale backs off, at least 1 [1].
         good_steps: State: good steps since the last overflow or growth [0].
-        overflows: State: overflows since the last backing off or growth [0].
+        overflows: State: overflows since the last growth, at which the scale stayed [0].
 
     Raises:
         TypeError: A field is not a number, or a count is not an int.
@@ -170,7 +173,7 @@ class DynamicLossScale:
         """
         if found_inf:
             if self.overflows + 1 >= self.hysteresis:
-                return self._next(self._backed_off(), good_steps=0, overflows=0)
+                return self._next(self._backed_off(), good_steps=0, overflows=self.overflows)
             return self._next(self.scale, good_steps=0, overflows=self.overflows + 1)
         if self.good_steps + 1 >= self.growth_interval:
             return self._next(self._grown(), good_steps=0, overflows=0)
@@ -189,6 +192,24 @@ class DynamicLossScale:
         following = object.__new__(type(self))
         changes = {"scale": scale, "good_steps": good_steps, "overflows": overflows}
         vars(following).update(vars(self), **changes)
+        return following
+
+
+class TensorFlowLossScale(DynamicLossScale):
+    """The rule of TensorFlow: each backing off begins a new count of overflows.
+
+    `hysteresis` is `decr_every_n_nan_or_inf`. It is for `apex_mp.loss_scale_manager`, on the host.
+    """
+
+    def update(self, found_inf: bool) -> DynamicLossScale:
+        """Return the loss scale of the next step.
+
+        Args:
+            found_inf: Whether this step's gradients held inf or NaN, so that it is skipped.
+        """
+        following = super().update(found_inf)
+        if found_inf and self.overflows + 1 >= self.hysteresis:
+            return dataclasses.replace(following, overflows=0)
         return following
 
 

@@ -23,9 +23,9 @@ from apex_mp.core.masters.masters import MasterGroup
 from apex_mp.fp16_utils import FP16_Optimizer, LossScaler
 from apex_mp.loss_scale import (
     FLOAT32_MAX,
-    DynamicLossScale,
     LossScale,
     StaticLossScale,
+    TensorFlowLossScale,
     check_floats,
     check_ints,
     is_of_grad_scaler,
@@ -128,7 +128,7 @@ class FixedLossScaleManager(LossScaleManager):
 class ExponentialUpdateLossScaleManager(LossScaleManager):
     """A loss scale that grows after good steps in a row and shrinks after bad ones.
 
-    The rule is that of `apex_mp.loss_scale.DynamicLossScale`, with a minimum of 1. A bad step
+    The rule is that of `apex_mp.loss_scale.TensorFlowLossScale`, with a minimum of 1. A bad step
     resets the count of good steps; a good step does not reset the count of bad ones. Both are reset
     when the scale changes, or would change if not for the minimum or the range of float32. Numbers
     are float32, so the scales equal those of TensorFlow to the bit.
@@ -163,7 +163,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         check_floats(self, "decr_ratio", low=0.0, high=1.0, excluding_ends=True)
         check_ints(self, "incr_every_n_steps", "decr_every_n_nan_or_inf", low=1)
         super().__init__(
-            DynamicLossScale(
+            TensorFlowLossScale(
                 round_to_float32(self.init_loss_scale),
                 growth_factor=round_to_float32(self.incr_ratio),
                 backoff_factor=round_to_float32(self.decr_ratio),

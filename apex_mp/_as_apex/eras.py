@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from apex_mp._as_apex.table import LATER_NORM_FUNCTIONS, LATER_NORM_KERNELS, LATER_NORMS
+from apex_mp._as_apex.table import (
+    LATER_ENUMS,
+    LATER_FUNCTIONAL,
+    LATER_NORM_FUNCTIONS,
+    LATER_NORM_KERNELS,
+    LATER_NORMS,
+)
 
 Place = tuple[str, str]
 
@@ -34,9 +40,17 @@ _SINCE_2020 = frozenset(
         ("amp_C", "update_scale_hysteresis"),
     }
 )
-_LATER_NORMS = frozenset(
+_LATER_MODULES = frozenset(
     (module, name)
     for module, names in (
+        ("apex.contrib.layer_norm", "FastLayerNorm"),
+        ("apex.contrib.layer_norm.layer_norm", "FastLayerNorm FastLayerNormFN"),
+        ("apex.contrib.optimizers.distributed_fused_adam", "DistributedFusedAdam"),
+        ("apex.contrib.optimizers.distributed_fused_lamb", "DistributedFusedLAMB"),
+        ("apex.contrib.xentropy", "SoftmaxCrossEntropyLoss"),
+        ("apex.contrib.xentropy.softmax_xentropy", "SoftmaxCrossEntropyLoss"),
+        ("apex.transformer.enums", LATER_ENUMS),
+        ("apex.transformer.functional", LATER_FUNCTIONAL),
         ("apex.normalization", LATER_NORMS),
         ("apex.normalization.fused_layer_norm", f"{LATER_NORMS} {LATER_NORM_FUNCTIONS}"),
         ("fused_layer_norm_cuda", LATER_NORM_KERNELS),
@@ -77,9 +91,9 @@ ERAS = {
                 ("apex.optimizers", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
                 ("apex.optimizers.fp16_optimizer", "FP16_Optimizer"): f"{_HERE}.until_2019_08",
             },
-            _LATER_OPTIMIZERS | _SINCE_2020 | _LATER_NORMS,
+            _LATER_OPTIMIZERS | _SINCE_2020 | _LATER_MODULES,
         ),
-        Era("2019-08", _LATER, _SINCE_2020 | _LATER_NORMS),
+        Era("2019-08", _LATER, _SINCE_2020 | _LATER_MODULES),
         Era("2020", _LATER, frozenset({("apex.optimizers", "FP16_Optimizer")})),
     )
 }

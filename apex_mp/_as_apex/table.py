@@ -34,7 +34,13 @@ LATER_NORM_KERNELS = (
     "rms_forward_affine_mixed_dtypes"
 )
 
+LATER_ENUMS = "AttnMaskType AttnType LayerType ModelType"
+LATER_FUNCTIONAL = (
+    "FusedScaleMaskSoftmax fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_cached"
+)
+
 _AMP_HELPERS = "apex_mp._as_apex.amp_helpers"
+_SINCE_2020 = "apex_mp._as_apex.since_2020"
 
 # module: {where its names live here: the names}
 MODULES: dict[str, dict[str, str]] = {
@@ -81,14 +87,20 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "apex.amp.wrap": {},
     "apex.contrib": {},
+    "apex.contrib.layer_norm": {_SINCE_2020: "FastLayerNorm"},
+    "apex.contrib.layer_norm.layer_norm": {_SINCE_2020: "FastLayerNorm FastLayerNormFN"},
     "apex.contrib.optimizers": {
         "apex_mp.optimizers": "FP16_Optimizer FusedLAMB FusedSGD",
         "apex_mp._as_apex.contrib": "FusedAdam",
     },
+    "apex.contrib.optimizers.distributed_fused_adam": {},
+    "apex.contrib.optimizers.distributed_fused_lamb": {},
     "apex.contrib.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
     "apex.contrib.optimizers.fused_adam": {"apex_mp._as_apex.contrib": "FusedAdam"},
     "apex.contrib.optimizers.fused_lamb": {"apex_mp.optimizers": "FusedLAMB"},
     "apex.contrib.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
+    "apex.contrib.xentropy": {_SINCE_2020: "SoftmaxCrossEntropyLoss"},
+    "apex.contrib.xentropy.softmax_xentropy": {_SINCE_2020: "SoftmaxCrossEntropyLoss"},
     "apex.fp16_utils": {
         "apex_mp.fp16_utils": f"DynamicLossScaler FP16_Optimizer LossScaler {_CONVERSIONS}"
     },
@@ -155,11 +167,15 @@ MODULES: dict[str, dict[str, str]] = {
     "apex.reparameterization.weight_norm": {
         "apex_mp.reparameterization": "Reparameterization WeightNorm"
     },
+    "apex.transformer": {},
+    "apex.transformer.enums": {_SINCE_2020: LATER_ENUMS},
+    "apex.transformer.functional": {_SINCE_2020: LATER_FUNCTIONAL},
     "amp_C": {
         "apex_mp.multi_tensor_apply.amp_C": (
             "multi_tensor_adagrad multi_tensor_adam multi_tensor_adam_capturable "
             "multi_tensor_adam_capturable_master multi_tensor_axpby multi_tensor_l2norm "
             "multi_tensor_l2norm_mp multi_tensor_l2norm_scale multi_tensor_lamb "
+            "multi_tensor_lamb_stage1_cuda multi_tensor_lamb_stage2_cuda "
             "multi_tensor_novograd multi_tensor_scale multi_tensor_sgd "
             "multi_tensor_unscale_l2norm scale_check_overflow update_scale_hysteresis"
         )
@@ -210,12 +226,16 @@ MISSING: dict[str, dict[str, str]] = {
         "promote": "register the function by amp.register_promote_function",
         "rnn_cast": _RNN_CASTS,
     },
+    "apex.contrib.optimizers.distributed_fused_adam": {
+        "DistributedFusedAdam": "use apex_mp.optimizers.FusedAdam under torch's fully_shard"
+    },
+    "apex.contrib.optimizers.distributed_fused_lamb": {
+        "DistributedFusedLAMB": "use apex_mp.optimizers.FusedLAMB in each process"
+    },
     "apex.parallel.optimized_sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "apex.parallel.sync_batchnorm_kernel": {"SyncBatchnormFunction": _SYNC_FUNCTION},
     "amp_C": {
         "multi_tensor_lamb_mp": _LAMB,
-        "multi_tensor_lamb_stage1_cuda": _LAMB,
-        "multi_tensor_lamb_stage2_cuda": _LAMB,
     },
 }
 

@@ -73,7 +73,8 @@ class GradScaler(UnscalingGradScaler):
         min_scale: The scale does not back off below this [None: 1 once there are float16 or
             bfloat16 gradients, else the smallest normal float32 number; torch's sinks to 0].
         max_scale: The scale does not grow above this [None: no bound].
-        hysteresis: Overflows before the scale backs off [1].
+        hysteresis: Overflows until the scale backs off, and then does at each until it has grown
+            [1].
         model: The module whose names messages and reports use for its parameters [None: those of
             (name, parameter) pairs that the optimizer was given, else group and index].
 

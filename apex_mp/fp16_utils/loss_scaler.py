@@ -121,7 +121,8 @@ class DynamicLossScaler(_ScalesLoss):
         scale_window: Calls without overflow before the scale grows [1000].
         min_loss_scale: The scale does not back off below this; None or 0 for no floor [1].
         max_loss_scale: The scale does not grow above this; None for no bound [None].
-        hysteresis: Overflows before the scale backs off [1].
+        hysteresis: Overflows until the scale backs off, and then does at each until it has grown
+            [1].
 
     Raises:
         TypeError, ValueError: As `DynamicLossScale`.

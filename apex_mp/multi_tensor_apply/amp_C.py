@@ -46,6 +46,8 @@ __all__ = [
     "multi_tensor_l2norm_mp",
     "multi_tensor_l2norm_scale",
     "multi_tensor_lamb",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
     "multi_tensor_novograd",
     "multi_tensor_scale",
     "multi_tensor_sgd",
@@ -220,6 +222,87 @@ def update_scale_hysteresis(
         torch.where(is_bad, hysteresis_tracker, torch.full_like(hysteresis_tracker, hysteresis))
     )
     return current_scale
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: float | Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """Update the moments of LAMB (You et al. 2020), and write its updates before the trust ratio.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is not 0, nothing is done; the host waits for it.
+        tensor_lists: `[gradients, parameters, first moments, second moments, updates]`; the last
+            three are written.
+        per_tensor_decay: The weight decay of each tensor.
+        step: Steps taken before this one.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        epsilon: Added to the denominator.
+        global_grad_norm: l2 norm of all gradients.
+        max_global_grad_norm: Gradients are clipped to this norm.
+    """
+    check_lists(
+        "multi_tensor_lamb_stage1_cuda",
+        tensor_lists,
+        ("gradients", "parameters", "first moments", "second moments", "updates"),
+    )
+    if overflow_buf.item():
+        return
+    divisor = max(float(global_grad_norm) / max_global_grad_norm, 1.0)
+    first, second = (1.0 - beta ** (step + 1) for beta in (beta1, beta2))
+    rows = zip(*tensor_lists, per_tensor_decay.tolist(), strict=True)
+    for grad, param, exp_avg, exp_avg_sq, update, decay in rows:
+        scaled = grad.float() / divisor
+        exp_avg.mul_(beta1).add_(scaled, alpha=1.0 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(scaled, scaled, value=1.0 - beta2)
+        direction = (exp_avg / first) / ((exp_avg_sq / second).sqrt() + epsilon)
+        update.copy_(direction + decay * param.float())
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float | None = None,
+    use_nvlamb: bool | None = None,
+) -> None:
+    """Subtract the updates of stage 1 times the learning rate and LAMB's trust ratio.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: As of stage 1.
+        tensor_lists: `[parameters, updates]`; the first is written.
+        per_tensor_param_norm: l2 norm of each parameter.
+        per_tensor_update_norm: l2 norm of each update. The trust ratio is the quotient of both, 1
+            if one of them is 0.
+        lr: Learning rate.
+        weight_decay: If it is 0, the trust ratio is 1; before 2020 there was no such argument
+            [None: it does not matter].
+        use_nvlamb: Take the trust ratio whatever the weight decay [None: no].
+    """
+    check_lists("multi_tensor_lamb_stage2_cuda", tensor_lists, ("parameters", "updates"))
+    if overflow_buf.item():
+        return
+    has_ratio = use_nvlamb or weight_decay is None or weight_decay != 0.0
+    norms = per_tensor_param_norm.tolist(), per_tensor_update_norm.tolist()
+    for param, update, of_param, of_update in zip(*tensor_lists, *norms, strict=True):
+        ratio = of_param / of_update if has_ratio and of_param and of_update else 1.0
+        param.sub_((lr * ratio * update.float()).to(param.dtype))
 
 
 def scale_check_overflow(

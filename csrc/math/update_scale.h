@@ -14,14 +14,14 @@ struct LossScaleRule {
   double min_scale;
   double max_scale;
   int growth_interval;  // good steps in a row before the scale grows
-  int hysteresis;       // overflows before the scale backs off
+  int hysteresis;       // overflows until the scale backs off
 };
 
 // The state, which each step updates.
 struct LossScaleState {
   float scale;
   int good_steps;  // since the last overflow or growth
-  int overflows;   // since the last backing off or growth
+  int overflows;   // since the last growth, at which the scale stayed
 };
 
 // Returns the state of the next step. Callers skip this step if `found_inf`.
@@ -42,7 +42,6 @@ APEX_MP_MATH LossScaleState update_scale(LossScaleState state, bool found_inf,
     const double product = scale * rule.backoff_factor;
     const double smaller = product > rule.min_scale ? product : rule.min_scale;
     if (smaller < scale) state.scale = static_cast<float>(smaller);
-    state.overflows = 0;
     return state;
   }
 

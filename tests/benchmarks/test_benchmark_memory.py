@@ -90,6 +90,10 @@ HOLDS = {
     "ours bf16, split": (2, 2, 2, 8),
     "ours bf16, split, bf16 moments": (2, 2, 2, 4),
     "ours bf16, split, bf16 moments, stochastic": (2, 2, 2, 4),
+    "MasterWeights(AdamW, fused)": (2, 2, 4, 8),
+    "MasterWeights(AdamW, fused), keep_grads": (2, 2 + 4, 4, 8),
+    "MasterWeights(AdamW, foreach)": (2, 2, 4, 8),
+    "MasterWeights(AdamW, fused), split": (2, 2, 2, 8),
     "torch AdamW, for-loop": (4, 4, 0, 8),
 }
 

@@ -202,6 +202,43 @@ def test_a_loss_scale_returns_from_its_dict_of_plain_values(loss_scale: LossScal
     assert from_dict(json.loads(json.dumps(values))) == loss_scale
 
 
+class DynamicGradScaler:
+    """The rule of Megatron-LM's class of this name, whose budget is renewed by a growth alone."""
+
+    def __init__(self, scale: float, growth_interval: int, hysteresis: int) -> None:
+        self.scale, self.growth_interval, self.hysteresis = scale, growth_interval, hysteresis
+        self.good_steps, self.left = 0, hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self.good_steps = 0
+            self.left -= 1
+            if self.left <= 0:
+                self.scale /= 2.0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.good_steps, self.left = 0, self.hysteresis
+            self.scale *= 2.0
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_is_a_budget_that_a_growth_renews(hysteresis: int) -> None:
+    rng = random.Random(hysteresis)
+    ours = DynamicLossScale(2.0**40, growth_interval=2, hysteresis=hysteresis)
+    theirs = DynamicGradScaler(2.0**40, 2, hysteresis)
+    for _ in range(500):
+        found_inf = rng.random() < 0.4
+        ours = ours.update(found_inf)
+        theirs.update(found_inf)
+        assert ours.scale == theirs.scale
+    scale, exponents = DynamicLossScale(2.0**10, hysteresis=2), []
+    for _ in range(4):
+        scale = scale.update(True)
+        exponents.append(math.log2(scale.scale))
+    assert exponents == [10, 9, 8, 7]
+
+
 # The twin in C++. The rule is a function of state and found_inf, so it is enough to compare one
 # step from every state that some sequence reaches.
 

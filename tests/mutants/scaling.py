@@ -121,8 +121,8 @@ AMP = {
     ),
     "an overflow counts for every later step": Mutant(
         "LossScaler.update_scale",
-        "self._has_overflow = False",
-        "self._has_overflow = should_skip",
+        "self._overflowed, self._is_counted = (should_skip, True)",
+        "self._overflowed, self._is_counted = (should_skip, False)",
         "amp_scaler",
     ),
     "gradients are added up in another order of memory": Mutant(

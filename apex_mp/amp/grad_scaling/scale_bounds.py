@@ -29,9 +29,9 @@ class ScaleBounds:
         min_scale: The scale does not back off below this; None: 1 with 16-bit gradients, else
             2**-126.
         max_scale: The scale does not grow above this; None: no bound.
-        hysteresis: Overflows before the scale backs off.
-        overflows: State: overflows since the scale changed. A tensor on the device of the scale,
-            once the scale is on one.
+        hysteresis: Overflows until the scale backs off.
+        overflows: State: overflows since the scale grew, at which it stayed. A tensor on the device
+            of the scale, once the scale is on one.
     """
 
     min_scale: float | None
