@@ -23,6 +23,9 @@ _CASTING = (*_CASTS, "to", "from_pretrained")
 _16_BITS = {"float16", "half", "bfloat16"}
 # In `x.half()` it is inputs that are cast.
 _MODEL = re.compile(r"model|net|transformer|coder|module|policy|actor", re.IGNORECASE)
+# Methods that PIL, matplotlib and transformers have dropped.
+_METHODS = ("textsize", "tostring_rgb", "encode_plus", "batch_encode_plus")
+_SAMPLERS = {"torch.utils.data.Sampler", "torch.utils.data.sampler.Sampler"}
 _GPU_WORDS = re.compile(r"cuda(:\d+)?|nccl")
 # Modules of apex that are not about mixed precision, and what to use instead.
 _ELSEWHERE = {
@@ -39,8 +42,6 @@ _ELSEWHERE = {
 }
 _GONE = {
     "torch.eig": "torch.linalg.eig",
-    "torch.solve": "torch.linalg.solve",
-    "torch.matrix_rank": "torch.linalg.matrix_rank",
 }
 
 
@@ -57,6 +58,7 @@ def modernized(source: Source) -> Iterator[Use]:
         if what is not None:
             yield Use(what, call.where)
     yield from _with_masks(source)
+    yield from _of_samplers(source)
     for node in source.nodes:
         if isinstance(node, ast.Subscript) and _is_number_of_loss(node):
             yield Use("loss.data[0]", source.where(node))
@@ -82,11 +84,41 @@ def _in_call(call: Call) -> str | None:
             fill = call.node.args[1]
             if isinstance(fill, ast.Constant) and type(fill.value) is int:
                 return "torch.full of an int"
+        if name == "torch.stft" and "return_complex" not in keywords and count < 10:
+            return "torch.stft without return_complex"
+        if name == "numpy.fromstring" and "sep" not in keywords and count < 4:
+            return "numpy.fromstring of bytes"
+        if name == "numpy.array" and _is_false(call.node, "copy"):
+            return "numpy.array(copy=False)"
         if name.startswith("torch.optim.lr_scheduler.") and "verbose" in keywords:
             return f"{name.rpartition('.')[2]}(verbose=)"
     function = call.node.func
+    if isinstance(function, ast.Attribute) and function.attr in _METHODS:
+        return f"{function.attr}()"
     is_next = isinstance(function, ast.Attribute) and function.attr == "next" and not count
     return "iterator.next()" if is_next and "iter" in ast.unparse(function) else None
+
+
+def _is_false(node: ast.Call, keyword: str) -> bool:
+    values = [each.value for each in node.keywords if each.arg == keyword]
+    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+
+
+def _of_samplers(source: Source) -> Iterator[Use]:
+    """Yield the calls of Sampler.__init__ with the data source."""
+    for node in source.nodes:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        names = [name for base in node.bases for name in source.full_names(base)]
+        if _SAMPLERS.isdisjoint(names):
+            continue
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and len(call.args) + len(call.keywords) > 0:
+                function = ast.unparse(call.func)
+                own = len(call.args) == 1 and function.endswith("Sampler.__init__")
+                is_super = function.startswith("super(") and function.endswith(".__init__")
+                if is_super or (function.endswith("Sampler.__init__") and not own):
+                    yield Use("Sampler.__init__(data_source)", source.where(call))
 
 
 def _with_masks(source: Source) -> Iterator[Use]:

@@ -29,7 +29,7 @@ _MODERNIZED = [
     (rf"`np\.({'|'.join(DROPPED['numpy'])})` was removed", "names that numpy has dropped"),
     (r"load\(\) missing 1 required positional argument: 'Loader'", "yaml.load without a Loader"),
     (
-        rf"(?s)This function was deprecated since .* torch\.({'|'.join(REPLACED)})",
+        rf"(?s)This function was deprecated since .*torch\.(linalg\.)?({'|'.join(REPLACED)})\b",
         _LINEAR,
     ),
     (r"invalid index of a 0-dim tensor", "an index of a tensor of one number, as in loss.data[0]"),
@@ -39,6 +39,23 @@ _MODERNIZED = [
         "the argument verbose of schedulers",
     ),
     (r"view size is not compatible with input tensor's size", "view of what is not contiguous"),
+    (
+        r"object\.__init__\(\) takes exactly one argument|Sampler\(\) takes no arguments",
+        "the data source of Sampler.__init__",
+    ),
+    (r"i?stft requires ", "torch.stft and istft of pairs of numbers"),
+    (
+        r"inhomogeneous shape|Unable to avoid copy|binary mode of fromstring"
+        r"|when allow_pickle=False",
+        "what functions of numpy did",
+    ),
+    (
+        r"'(ImageDraw|FreeTypeFont|ImageFont)' object has no attribute "
+        r"'(multiline_textsize|textsize|getsize)'",
+        "sizes of text of PIL",
+    ),
+    (r"object has no attribute 'tostring_rgb'", "tostring_rgb of matplotlib"),
+    (r"has no attribute '(batch_encode_plus|encode_plus|max_len)'", "methods of tokenizers"),
     (r"DataLoaderIter' object has no attribute 'next'", "next() of a DataLoader's iterator"),
 ]
 _INTO_INTEGERS = (

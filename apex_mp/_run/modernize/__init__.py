@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from apex_mp._run.modernize import division, masks, names, packages, torch_functions, training
+from apex_mp._run.modernize import (
+    arrays,
+    division,
+    masks,
+    names,
+    packages,
+    torch_functions,
+    training,
+)
 from apex_mp._run.replacements import Replacements
 
 
 def supply(replacements: Replacements) -> None:
     """Restore features in this process that scripts of 2018-2019 rely on."""
-    for module in (names, packages, torch_functions, division, masks, training):
+    for module in (names, packages, torch_functions, division, masks, training, arrays):
         module.supply(replacements)

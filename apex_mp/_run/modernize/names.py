@@ -6,6 +6,7 @@ import collections.abc
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -80,6 +81,26 @@ def symeig(
     return values, vectors if eigenvectors else vectors.new_empty(0)
 
 
+def solve(input: Tensor, A: Tensor) -> tuple[Tensor, None]:  # noqa: A002, N803
+    """Solve `A @ x = input`; without the factors that torch.solve also returned."""
+    note("torch.solve", "is torch.linalg.solve")
+    return torch.linalg.solve(A, input), None
+
+
+def matrix_rank(input: Tensor, tol: Any = None, symmetric: bool = False) -> Tensor:  # noqa: A002
+    """Return the rank as torch.matrix_rank did."""
+    note("torch.matrix_rank", "is torch.linalg.matrix_rank")
+    given = (input,) if tol is None else (input, tol)
+    rank: Tensor = torch.linalg.matrix_rank(*given, hermitian=symmetric)
+    return rank
+
+
+def _zero_gradients(x: Any) -> None:
+    for each in (x,) if isinstance(x, Tensor) else x:
+        if each.grad is not None:
+            each.grad.detach_().zero_()
+
+
 def _norm(normalized: bool) -> str:
     return "ortho" if normalized else "backward"
 
@@ -97,6 +118,13 @@ _BUILTINS: dict[str, Any] = {
     "in1d": _in1d,
     "asfarray": _asfarray,
     "asscalar": lambda a: a.item(),
+    "math": math,
+    "NINF": -math.inf,
+    "NZERO": -0.0,
+    "PZERO": 0.0,
+    "issubclass_": issubclass,
+    "msort": lambda a: importlib.import_module("numpy").sort(a, axis=0),
+    "rank": lambda a: importlib.import_module("numpy").ndim(a),
 }
 _RENAMED = {
     "Inf": "inf",
@@ -104,6 +132,19 @@ _RENAMED = {
     "NaN": "nan",
     "PINF": "inf",
     "alltrue": "all",
+    "bytes0": "bytes_",
+    "cfloat": "complex128",
+    "clongfloat": "clongdouble",
+    "complex_": "complex128",
+    "int0": "intp",
+    "longcomplex": "clongdouble",
+    "longfloat": "longdouble",
+    "object0": "object_",
+    "singlecomplex": "complex64",
+    "str0": "str_",
+    "trapz": "trapezoid",
+    "uint0": "uintp",
+    "void0": "void",
     "bool8": "bool_",
     "cumproduct": "cumprod",
     "float_": "float64",
@@ -142,6 +183,8 @@ DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
         },
     },
     "torch": {"rfft": lambda: _rfft, "irfft": lambda: _irfft, "gels": lambda: lstsq},
+    "torch._utils": {"_accumulate": lambda: itertools.accumulate},
+    "torch.autograd.gradcheck": {"zero_gradients": lambda: _zero_gradients},
     "torch.distributed": {
         "_initialized": distributed.is_initialized,
         "_backend": _backend,
@@ -154,7 +197,12 @@ DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
 
 
 # Functions that exist, but only raise an error that they were removed.
-REPLACED: dict[str, Callable[..., Any]] = {"lstsq": lstsq, "symeig": symeig}
+REPLACED: dict[str, Callable[..., Any]] = {
+    "lstsq": lstsq,
+    "matrix_rank": matrix_rank,
+    "solve": solve,
+    "symeig": symeig,
+}
 
 
 def supply(replacements: Replacements) -> None:
@@ -164,6 +212,12 @@ def supply(replacements: Replacements) -> None:
             _add(replacements, importlib.import_module(module), names)
     for name, function in REPLACED.items():
         replacements.set(torch, name, function)
+        if hasattr(Tensor, name):
+            replacements.set(Tensor, name, _method(function))
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 def _add(

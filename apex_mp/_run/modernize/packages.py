@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ from apex_mp._run.replacements import Replacements
 _IMAGE = {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}
 # By module, the names that are supplied.
 NAMES: dict[str, tuple[str, ...]] = {
+    "PIL": ("PILLOW_VERSION",),
     "PIL.Image": (*_IMAGE,),
+    "matplotlib.cm": ("get_cmap",),
     "transformers": ("AdamW",),
     "transformers.optimization": ("AdamW",),
 }
@@ -75,6 +78,83 @@ def _change_yaml(replacements: Replacements, yaml: ModuleType) -> None:
     replacements.set(yaml, "load", load)
 
 
+def _change_pillow(replacements: Replacements, pillow: ModuleType) -> None:
+    if not hasattr(pillow, "PILLOW_VERSION") and hasattr(pillow, "__version__"):
+        replacements.set(pillow, "PILLOW_VERSION", pillow.__version__)
+
+
+def _change_draw(replacements: Replacements, draw: ModuleType) -> None:
+    for old, new in (("textsize", "textbbox"), ("multiline_textsize", "multiline_textbbox")):
+        if not hasattr(draw.ImageDraw, old):
+            replacements.set(draw.ImageDraw, old, _size_by_box(old, new, ((0, 0),)))
+
+
+def _change_font(replacements: Replacements, font: ModuleType) -> None:
+    for kind in (font.ImageFont, font.FreeTypeFont, font.TransposedFont):
+        if not hasattr(kind, "getsize"):
+            replacements.set(kind, "getsize", _size_by_box("getsize", "getbbox", ()))
+
+
+def _size_by_box(old: str, new: str, first: tuple[Any, ...]) -> Callable[..., tuple[int, int]]:
+    def size(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        note(f"{old} of PIL", f"is the size of {new}")
+        left, _, right, bottom = getattr(self, new)(*first, *args, **kwargs)
+        return right - left, bottom  # From the anchor, as it was.
+
+    return size
+
+
+def _change_canvas(replacements: Replacements, backend: ModuleType) -> None:
+    canvas = backend.FigureCanvasAgg
+    if hasattr(canvas, "tostring_rgb"):
+        return
+
+    def tostring_rgb(self: Any) -> bytes:
+        note("FigureCanvasAgg.tostring_rgb", "is buffer_rgba without its last channel")
+        pixels = memoryview(self.buffer_rgba()).tobytes()
+        return b"".join(pixels[place : place + 3] for place in range(0, len(pixels), 4))
+
+    replacements.set(canvas, "tostring_rgb", tostring_rgb)
+
+
+def _change_colors(replacements: Replacements, cm: ModuleType) -> None:
+    if hasattr(cm, "get_cmap"):
+        return
+
+    def get_cmap(name: Any = None, lut: int | None = None) -> Any:
+        note("matplotlib.cm.get_cmap", "is matplotlib.pyplot.get_cmap")
+        return importlib.import_module("matplotlib.pyplot").get_cmap(name, lut)
+
+    replacements.set(cm, "get_cmap", get_cmap)
+
+
+def _change_tokenizers(replacements: Replacements, base: ModuleType) -> None:
+    kind = base.PreTrainedTokenizerBase
+    for name in ("encode_plus", "batch_encode_plus"):
+        if not hasattr(kind, name):
+            replacements.set(kind, name, _encoding(name))
+    if not hasattr(kind, "max_len"):
+        replacements.set(kind, "max_len", property(lambda self: self.model_max_length))
+
+
+def _encoding(name: str) -> Callable[..., Any]:
+    def encode(
+        self: Any,
+        *texts: Any,
+        pad_to_max_length: bool = False,
+        return_token_type_ids: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        note(f"{name} of a tokenizer", "is a call of it")
+        if pad_to_max_length:
+            kwargs["padding"] = "max_length"
+        if kwargs.get("max_length") is not None:
+            kwargs.setdefault("truncation", True)
+        return self(*texts, return_token_type_ids=return_token_type_ids, **kwargs)
+
+    return encode
+
+
 def _change_image(replacements: Replacements, image: ModuleType) -> None:
     for old, new in _IMAGE.items():
         if not hasattr(image, old):
@@ -108,6 +188,12 @@ def _change_transformers(replacements: Replacements, transformers: ModuleType) -
 
 CHANGED: tuple[tuple[str, Callable[[Replacements, ModuleType], None]], ...] = (
     ("yaml", _change_yaml),
+    ("PIL", _change_pillow),
+    ("PIL.ImageDraw", _change_draw),
+    ("PIL.ImageFont", _change_font),
+    ("matplotlib.backends.backend_agg", _change_canvas),
+    ("matplotlib.cm", _change_colors),
+    ("transformers.tokenization_utils_base", _change_tokenizers),
     ("PIL.Image", _change_image),
     ("transformers", _change_transformers),
     ("transformers.optimization", _change_transformers),

@@ -21,7 +21,7 @@ _VIEW = "view size is not compatible"
 
 
 def supply(replacements: Replacements) -> None:
-    """Restore torch._six, reading pickles, full, view and the iterator's next."""
+    """Restore torch._six, reading pickles, full, view, Fourier transforms, loaders' classes."""
     _supply_six(replacements)
     replacements.set(torch, "load", _load(torch.load))
     replacements.set(torch, "full", _full(torch.full))
@@ -29,6 +29,11 @@ def supply(replacements: Replacements) -> None:
     replacements.set(Tensor, "__getitem__", _getitem(Tensor.__getitem__))
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     replacements.set(iterator, "next", _next)
+    sampler = torch.utils.data.Sampler
+    replacements.set(sampler, "__init__", _sampler(sampler.__init__))
+    for owner in (torch, Tensor):
+        replacements.set(owner, "stft", _stft(owner.stft))
+        replacements.set(owner, "istft", _istft(owner.istft))
 
 
 class _Six(ModuleType):
@@ -110,6 +115,39 @@ def _getitem(original: Callable[..., Tensor]) -> Callable[..., Any]:
         return original(self, index)
 
     return __getitem__
+
+
+def _sampler(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *data_source: Any, **kwargs: Any) -> None:  # noqa: N807
+        if data_source or kwargs:
+            note("Sampler.__init__(data_source)", "taken and ignored")
+        original(self)
+
+    return __init__
+
+
+def _stft(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def stft(*args: Any, **kwargs: Any) -> Tensor:
+        is_plain = len(args) < 10 and kwargs.get("return_complex") is None
+        if not is_plain or torch.is_complex(args[0] if args else kwargs["input"]):
+            return original(*args, **kwargs)
+        note("torch.stft without return_complex", "returns pairs of numbers, as it did")
+        return torch.view_as_real(original(*args, **{**kwargs, "return_complex": True}))
+
+    return stft
+
+
+def _istft(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def istft(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        if not torch.is_complex(input):
+            note("torch.istft of pairs of numbers", "takes them for complex ones")
+            input = torch.view_as_complex(input.contiguous())  # noqa: A001
+        return original(input, *args, **kwargs)
+
+    return istft
 
 
 def _next(self: Any) -> Any:

@@ -183,7 +183,7 @@ def test_a_hook_for_some_steps_leaves_host_and_device_agreeing(params: Any) -> N
     optimizer.zero_grad()
     optimizer.backward(pull((params[0], 1.0)))
     assert params[0].grad is not None
-    assert params[0].grad[0] == optimizer.loss_scale == 512.0
+    assert params[0].grad[0] == optimizer.loss_scale == 256.0  # One overflow is tolerated.
 
 
 def test_news_that_come_at_once_are_not_lost(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
