@@ -195,24 +195,6 @@ class DynamicLossScale:
         return following
 
 
-class TensorFlowLossScale(DynamicLossScale):
-    """The rule of TensorFlow: each backing off begins a new count of overflows.
-
-    `hysteresis` is `decr_every_n_nan_or_inf`. It is for `apex_mp.loss_scale_manager`, on the host.
-    """
-
-    def update(self, found_inf: bool) -> DynamicLossScale:
-        """Return the loss scale of the next step.
-
-        Args:
-            found_inf: Whether this step's gradients held inf or NaN, so that it is skipped.
-        """
-        following = super().update(found_inf)
-        if found_inf and self.overflows + 1 >= self.hysteresis:
-            return dataclasses.replace(following, overflows=0)
-        return following
-
-
 LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 _KINDS: dict[str, type[NoOpLossScale | StaticLossScale | DynamicLossScale]] = {

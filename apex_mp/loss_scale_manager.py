@@ -1,12 +1,9 @@
 """The API of tf.contrib.mixed_precision: loss-scale managers, and an optimizer that uses one.
 
-    manager = ExponentialUpdateLossScaleManager(init_loss_scale=2**32, incr_every_n_steps=1000)
-    optimizer = LossScaleOptimizer(FusedAdam(model.parameters()), manager)
-    ...
-    optimizer.minimize(loss)
-
-A manager holds a loss scale of `apex_mp.loss_scale`, which has the rule; `LossScaleOptimizer` is an
-`FP16_Optimizer` that uses the manager's loss scale.
+manager = ExponentialUpdateLossScaleManager(init_loss_scale=2**32, incr_every_n_steps=1000)
+optimizer = LossScaleOptimizer(FusedAdam(model.parameters()), manager)
+...
+optimizer.minimize(loss)
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from apex_mp.core.masters.masters import MasterGroup
 from apex_mp.fp16_utils import FP16_Optimizer, LossScaler
 from apex_mp.loss_scale import (
     FLOAT32_MAX,
+    DynamicLossScale,
     LossScale,
     StaticLossScale,
-    TensorFlowLossScale,
     check_floats,
     check_ints,
     is_of_grad_scaler,
@@ -44,9 +41,7 @@ _STATE = {"loss_scale": "scale", "num_good_steps": "good_steps", "num_bad_steps"
 
 
 class LossScaleManager:
-    """Base class of the managers: a loss scale, which each step updates.
-
-    Several optimizers may share one; each step of each of them updates it.
+    """Base class of the managers: a loss scale, which each step updates; several may share one.
 
     Args:
         loss_scale: The initial loss scale, an object of `apex_mp.loss_scale`.
@@ -69,7 +64,10 @@ class LossScaleManager:
         Raises:
             TypeError: It is something else.
         """
-        self._value = self._value.update(not self._as_bool(finite_grads))
+        self._update(not self._as_bool(finite_grads))
+
+    def _update(self, is_bad: bool) -> None:
+        self._value = self._value.update(is_bad)
 
     def _as_bool(self, finite_grads: Any) -> bool:
         one = math.prod(getattr(finite_grads, "shape", (2,))) == 1  # numpy has them too.
@@ -83,7 +81,7 @@ class LossScaleManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, and the counts of steps if there are any, as plain values."""
-        values = dataclasses.asdict(self._value)
+        values = vars(self._value)
         return {key: values[field] for key, field in _STATE.items() if field in values}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -115,8 +113,7 @@ class FixedLossScaleManager(LossScaleManager):
         loss_scale: Factor on the loss, at least 1.
 
     Raises:
-        TypeError: `loss_scale` is no number.
-        ValueError: It is less than 1, or no float32 number.
+        TypeError, ValueError: `loss_scale` is no number, less than 1, or no float32 number.
     """
 
     def __init__(self, loss_scale: float) -> None:
@@ -128,10 +125,9 @@ class FixedLossScaleManager(LossScaleManager):
 class ExponentialUpdateLossScaleManager(LossScaleManager):
     """A loss scale that grows after good steps in a row and shrinks after bad ones.
 
-    The rule is that of `apex_mp.loss_scale.TensorFlowLossScale`, with a minimum of 1. A bad step
-    resets the count of good steps; a good step does not reset the count of bad ones. Both are reset
-    when the scale changes, or would change if not for the minimum or the range of float32. Numbers
-    are float32, so the scales equal those of TensorFlow to the bit.
+    The rule is that of `apex_mp.loss_scale.DynamicLossScale` with a minimum of 1, except that bad
+    steps are counted anew once the scale has shrunk. A bad step resets the count of good steps; a
+    good step not that of bad ones. Numbers are float32: scales equal TensorFlow's to the bit.
 
     Args:
         init_loss_scale: Factor on the loss at first, at least 1.
@@ -142,8 +138,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         decr_ratio: Shrinking multiplies the scale by this, between 0 and 1 [0.8].
 
     Raises:
-        TypeError: An argument is no number, or a count is no int.
-        ValueError: An argument is out of range.
+        TypeError, ValueError: An argument is no number, a count no int, or one is out of range.
     """
 
     def __init__(
@@ -163,7 +158,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         check_floats(self, "decr_ratio", low=0.0, high=1.0, excluding_ends=True)
         check_ints(self, "incr_every_n_steps", "decr_every_n_nan_or_inf", low=1)
         super().__init__(
-            TensorFlowLossScale(
+            DynamicLossScale(
                 round_to_float32(self.init_loss_scale),
                 growth_factor=round_to_float32(self.incr_ratio),
                 backoff_factor=round_to_float32(self.decr_ratio),
@@ -172,6 +167,12 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
                 hysteresis=decr_every_n_nan_or_inf,
             )
         )
+
+    def _update(self, is_bad: bool) -> None:
+        shrinks = is_bad and vars(self._value)["overflows"] + 1 >= self.decr_every_n_nan_or_inf
+        super()._update(is_bad)
+        if shrinks:
+            self._value = dataclasses.replace(self._value, overflows=0)  # type: ignore[arg-type]
 
 
 class _ManagedScaler(LossScaler):

@@ -101,7 +101,7 @@ def in_libraries(names: Iterable[str], root: Path) -> list[Evidence]:
             continue
         for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
             for path in files_of(folder):
-                with contextlib.suppress(SyntaxError, OSError):
+                with contextlib.suppress(SyntaxError, OSError, RecursionError):
                     text = path.read_bytes()
                     if any(name.encode() in text for name in TOP_LEVEL):
                         found += evidence_in(read(path, folder.parent))
@@ -119,7 +119,7 @@ def in_program(start: Path, root: Path, package: str = "") -> tuple[list[Evidenc
     found: list[Evidence] = []
     imports: set[str] = set()
     for path in program(start, root, package):
-        with contextlib.suppress(SyntaxError, OSError):  # The run will say so.
+        with contextlib.suppress(SyntaxError, OSError, RecursionError):  # The run will say so.
             source = read(path, root)
             found += evidence_in(source)
             imports |= source.packages

@@ -48,7 +48,8 @@ INSIDE = (
         "_has_overflow _loss_scale _max_loss_scale _min_loss_scale _overflow_buf _scale_seq_len "
         "_unskipped",
         "read, written",
-        "`_min_loss_scale` is 2**-126 where apex has None",
+        "`_min_loss_scale` is 2**-126 where apex has None; of a static scale only `_loss_scale`, "
+        "`_has_overflow` and `_overflow_buf` are written",
     ),
     Inside(
         _SCALER,
@@ -59,6 +60,7 @@ INSIDE = (
         _SCALER,
         "clear_overflow_state loss_scale unscale unscale_with_stashed update_scale",
         "called",
+        "`update_scale` returns True after an overflow with a static scale, too",
     ),
     Inside(_SCALER, "unscale_python unscale_with_stashed_python", "absent", "call `unscale`"),
     Inside(

@@ -88,13 +88,12 @@ class Source:
 
     @functools.cached_property
     def optional(self) -> frozenset[str]:
-        """Names that are imported where an ImportError is caught, and nowhere else."""
+        """Names that are imported where the code does without them, and nowhere else."""
         caught = {
-            id(node)
+            id(statement)
             for each in self.nodes
-            if isinstance(each, ast.Try) and _catches_import_errors(each)
-            for statement in each.body
-            for node in ast.walk(statement)
+            if _does_without(each)
+            for statement in each.body  # type: ignore[attr-defined]
         }
         names: dict[bool, set[str]] = {True: set(), False: set()}
         for node in self.nodes:
@@ -113,8 +112,8 @@ class Source:
         return any(f"{name}.".startswith(f"{each}.") for each in self.optional)
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return a file, or the Python files below a folder; environments and builds are left out."""
+def files_of(path: Path, suffix: str = ".py") -> list[Path]:
+    """Return a file, or those below a folder with a suffix; environments, builds are left out."""
     if not path.is_dir():
         return [path]
     found: list[Path] = []
@@ -126,8 +125,8 @@ def files_of(path: Path) -> list[Path]:
             and not name.startswith((".", "__"))
             and not (Path(folder) / name / "pyvenv.cfg").exists()
         ]
-        found += [Path(folder) / name for name in names if name.endswith(".py")]
-    return sorted(found)
+        found += [Path(folder) / name for name in names if name.endswith(suffix)]
+    return sorted(each for each in found if each.is_file() or not each.exists())  # No pipes.
 
 
 def name_of(path: Path, root: Path) -> str:
@@ -146,8 +145,10 @@ def read(path: Path, root: Path) -> Source:
         warnings.simplefilter("ignore")  # of escapes in strings
         try:
             tree = ast.parse(path.read_bytes())
-        except (ValueError, RecursionError, MemoryError) as error:  # a byte of 0; too deep
-            raise SyntaxError(str(error) or "it is nested too deeply") from None
+        except (RecursionError, MemoryError):
+            raise SyntaxError("it is nested too deeply") from None
+        except ValueError as error:  # a byte of 0
+            raise SyntaxError(str(error)) from None
     meanings: dict[str, tuple[str, ...]] = {}
     source = Source(name_of(path, root), tree, meanings)
     for node in source.nodes:
@@ -159,9 +160,20 @@ def read(path: Path, root: Path) -> Source:
     return source
 
 
-def _catches_import_errors(node: ast.Try) -> bool:
-    kinds = [ast.unparse(each.type) if each.type else "Exception" for each in node.handlers]
+def _does_without(node: ast.AST) -> bool:
+    """Return whether code goes on if an import among the statements of a node fails."""
+    if isinstance(node, ast.With):
+        return any("suppress(" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).endswith("TYPE_CHECKING")
+    handlers = [each for each in getattr(node, "handlers", ()) if not _ends(each.body)]
+    kinds = [ast.unparse(each.type) if each.type else "Exception" for each in handlers]
     return any(_IMPORT_ERRORS.search(kind) for kind in kinds)
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    """Return whether statements end in an error, or the program."""
+    return isinstance(body[-1], ast.Raise) or ast.unparse(body[-1]).startswith(("sys.exit", "exit"))
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

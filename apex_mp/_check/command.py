@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     report = examine(options.path, _show_progress if sys.stderr.isatty() else None)
     if not report.files:
         parser.error(f"path is {str(options.path)!r}; there is no Python file in it")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Names of files may be no text.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if options.json:
         print(json.dumps(report.as_json(), indent=2))
     else:

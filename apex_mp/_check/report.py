@@ -183,6 +183,8 @@ def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> R
 def _add(found: _Findings, file: Path, path: Path) -> None:
     try:
         found.add(read(file, path), is_alone=path.is_file())
+    except RecursionError:
+        found.unsupported.append(Use("is nested too deeply to be read", name_of(file, path)))
     except SyntaxError as error:
         place = f"{name_of(file, path)}:{error.lineno or 1}"
         found.unsupported.append(Use(f"is not Python of today: {error.msg}", place))
@@ -218,7 +220,11 @@ def _of_eras(evidence: Iterable[Evidence], era: str) -> Iterator[Use]:
 def _of_packages(root: Path) -> Iterator[Evidence]:
     """Yield evidence from required versions of torch, for code whose names fit all eras."""
     for file in (file for pattern in _TEXTS for file in sorted(root.glob(pattern))):
-        for found in _PINS.finditer(file.read_text("utf-8", "replace")):
+        text = ""
+        if file.is_file():
+            with contextlib.suppress(OSError):
+                text = file.read_text("utf-8", "replace")
+        for found in _PINS.finditer(text):
             major, minor, year, month = (int(each) if each else None for each in found.groups())
             if year is not None:
                 since = (2000 + year, month or 1)
@@ -232,7 +238,7 @@ def _of_packages(root: Path) -> Iterator[Evidence]:
 
 
 def _cuda_sources(path: Path) -> Iterator[Use]:
-    for file in sorted(path.rglob("*.cu")) if path.is_dir() else ():
+    for file in files_of(path, ".cu") if path.is_dir() else ():
         yield Use(
             "CUDA code of its own needs a GPU, and to be built", file.relative_to(path).as_posix()
         )
@@ -250,7 +256,7 @@ def _as_arguments(script: str) -> tuple[str, list[str]]:
         folder = folder.parent
     is_module = len(module) > 1 and (place.stem == "__main__" or imports_from(place, module[0]))
     if not is_module:
-        return "", [script]
+        return "", [f"./{script}" if script.startswith("-") else script]
     name = ".".join(module).removesuffix(".__main__")
     return ("" if folder == Path.cwd() else folder.as_posix()), ["-m", name]
 

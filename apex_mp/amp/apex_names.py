@@ -54,7 +54,7 @@ class ApexNames:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
-        self.value = dataclasses.replace(self.value, scale=scale)
+        self.value = dataclasses.replace(self.value, scale=float(scale))
 
     @property
     def _unskipped(self) -> int:
@@ -62,7 +62,7 @@ class ApexNames:
 
     @_unskipped.setter
     def _unskipped(self, count: int) -> None:
-        self._replace(good_steps=count)
+        self._replace(good_steps=int(count))
 
     @property
     def _scale_seq_len(self) -> int:
@@ -70,7 +70,7 @@ class ApexNames:
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, count: int) -> None:
-        self._replace(growth_interval=count)
+        self._replace(growth_interval=int(count))
 
     @property
     def _max_loss_scale(self) -> float:
@@ -78,7 +78,7 @@ class ApexNames:
 
     @_max_loss_scale.setter
     def _max_loss_scale(self, scale: float) -> None:
-        self._replace(max_scale=scale)
+        self._replace(max_scale=float(scale))
 
     @property
     def _min_loss_scale(self) -> float | None:
@@ -86,7 +86,7 @@ class ApexNames:
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, scale: float | None) -> None:
-        self._replace(min_scale=scale or FLOAT32_SMALLEST_NORMAL)
+        self._replace(min_scale=float(scale or FLOAT32_SMALLEST_NORMAL))
 
     @property
     def _has_overflow(self) -> bool:
@@ -109,6 +109,7 @@ class ApexNames:
     @_overflow_buf.setter
     def _overflow_buf(self, buffer: Tensor) -> None:
         self._buffer = buffer
+        self._overflowed = self._overflowed and self._is_counted  # The buffer decides.
 
     @property
     def _dynamic(self) -> DynamicLossScale:

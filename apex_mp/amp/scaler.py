@@ -106,7 +106,10 @@ class LossScaler(ApexNames):
         return self._device_scale
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_value": self.value, "_device_scale": None, "_buffer": None}
+        state = {**vars(self), "_value": self.value, "_device_scale": None, "_buffer": None}
+        if self._buffer is not None and not self._is_counted:
+            state["_overflowed"] = self._overflowed or bool(self._buffer.item())
+        return state
 
     @property
     def dynamic(self) -> bool:

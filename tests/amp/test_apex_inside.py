@@ -129,8 +129,10 @@ def test_a_clients_own_overflow_buffer_skips_that_step_alone() -> None:
         factor = float("inf") if step == 1 else 1.0
         with amp.scale_loss(loss * factor, optimizer, delay_overflow_check=True) as scaled_loss:
             scaled_loss.backward()
+        sums = [p.grad.sum() for p in amp.master_params(optimizer) if p.grad is not None]
+        found_inf = step == 2 or not torch.stack(sums).isfinite().all()
         before = scaler._overflow_buf
-        scaler._overflow_buf = torch.tensor([int(step == 2)], dtype=torch.int32)  # Of its own sum.
+        scaler._overflow_buf = torch.tensor([int(found_inf)], dtype=torch.int32)
         had_overflow = scaler.update_scale()
         scaler._overflow_buf = before
         weights = [param.detach().clone() for param in model.parameters()]
@@ -241,3 +243,48 @@ def test_a_stash_keeps_no_optimizer_alive_and_copies_have_a_stash_of_their_own()
     gc.collect()
     with pytest.raises(ReferenceError, match="its optimizer is no more, or this one is a copy"):
         _ = stash.all_fp16_params
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_gradients_that_were_set_aside_are_checked_when_they_are_stepped(
+    level: str, is_restored: bool
+) -> None:
+    """As gradient surgery does: each loss's gradients are copied, cleared, and added up at last."""
+    model, optimizer = start(level)
+    parts = []
+    for number, (images, kinds) in enumerate(batches(2)):
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(model(images), kinds)
+        factor = float("inf") if number == 0 else 1.0
+        with amp.scale_loss(loss * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        parts.append([None if p.grad is None else p.grad.clone() for p in master_params(optimizer)])
+    if is_restored:
+        for param, *grads in zip(master_params(optimizer), *parts, strict=True):
+            param.grad = sum(grads)
+    before = [param.detach().clone() for param in master_params(optimizer)]
+    optimizer.step()
+    changed = [(a != b).any() for a, b in zip(before, master_params(optimizer), strict=True)]
+    assert any(changed) != is_restored
+    assert all(param.isfinite().all() for param in master_params(optimizer))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_is_left_out_after_an_overflow_skips_no_other(set_to_none: bool) -> None:
+    model, optimizer = start("O1")
+    scaler, taken = _amp_state.loss_scalers[0], []
+    for factor, (images, kinds) in zip((float("inf"), 1.0, 1.0), batches(3), strict=True):
+        loss = nn.functional.cross_entropy(model(images), kinds)
+        with amp.scale_loss(loss * factor, optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        if not scaler.update_scale():
+            optimizer.step()
+        taken.append(any((a != b).any() for a, b in zip(before, model.parameters(), strict=True)))
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert taken == [False, True, True]
+
+
+def master_params(optimizer: Any) -> list[nn.Parameter]:
+    return [*amp.master_params(optimizer)]

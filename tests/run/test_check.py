@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -411,3 +412,51 @@ def test_a_package_around_the_present_folder_is_left_by_its_parent(
     (package / "train.py").write_text(f"import a\n{MAIN}")
     last = examine(Path("train.py")).text(has_gpu=True).splitlines()[-1]
     assert last == "  python -m apex_mp run train.py ..."
+
+
+CAUGHT = """
+import contextlib
+from typing import TYPE_CHECKING
+{0}
+"""
+IMPORT = "from apex.mlp import MLP"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_optional"),
+    [
+        (f"try:\n    {IMPORT}\nexcept:\n    MLP = None", True),
+        (f"try:\n    {IMPORT}\nexcept (ValueError, ModuleNotFoundError):\n    MLP = None", True),
+        (f"with contextlib.suppress(ImportError):\n    {IMPORT}", True),
+        (f"if TYPE_CHECKING:\n    {IMPORT}", True),
+        (f"try:\n    {IMPORT}\nexcept ImportError:\n    raise ImportError('install apex')", False),
+        (f"try:\n    def later():\n        {IMPORT}\nexcept ImportError:\n    pass", False),
+        (f"try:\n    {IMPORT}\nexcept ValueError:\n    MLP = None", False),
+    ],
+)
+def test_an_import_is_optional_where_the_code_goes_on(
+    text: str, is_optional: bool, tmp_path: Path
+) -> None:
+    report = examine(write(tmp_path, CAUGHT.format(text)))
+    assert (bool(report.optional), bool(report.unsupported)) == (is_optional, not is_optional)
+
+
+def test_what_is_no_file_and_what_is_too_deep_does_not_end_the_report(tmp_path: Path) -> None:
+    deep = f"def f(model):\n    return model{'.b()' * 900}.half()\n"
+    write(tmp_path, {"-train.py": f"from apex import amp\n{MAIN}", "a.py": deep})
+    for name in ("dockerfiles", "README.assets"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "kernel.cu").write_text("")
+    os.mkfifo(tmp_path / "pipe.py")
+    report = examine(tmp_path)
+    assert report.files == 2
+    (sentence,) = report.unsupported
+    assert "is nested too deeply" in sentence
+
+
+def test_a_script_whose_name_is_like_an_option_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write(tmp_path, {"-train.py": MAIN}))
+    assert examine(Path()).text(has_gpu=True).endswith("python -m apex_mp run ./-train.py ...")

@@ -340,6 +340,22 @@ def _sum(grad: Tensor, before: Tensor | None) -> Tensor:
     return grad + before if before.is_sparse else before + grad  # torch wants the dense one first
 
 
+def found_in(slots: GradSlots, scale: float | Tensor) -> FoundInf:
+    """Look for inf and NaN in gradients, of masters and of the model, in all processes.
+
+    Args:
+        slots: The parameters.
+        scale: The loss scale; see `shards.agree`.
+    """
+    found = FoundInf()
+    both = {id(each): each for pair in slots.pairs() for each in pair}.values()
+    grads = (local_part(each.grad) for each in both if each.grad is not None)
+    found.check([_real(_writable(dense_values(grad))) for grad in grads if not is_wrapper(grad)])
+    if slots.read().has_parts:
+        shards.agree(slots.params, [found], scale=scale)
+    return found
+
+
 def named_grads(
     optimizers: Iterable[Any], names: Mapping[int, str]
 ) -> Iterator[tuple[str, Tensor]]:

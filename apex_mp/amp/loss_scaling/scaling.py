@@ -245,7 +245,7 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
     try:
         for guard, optimizer in zip(guards, optimizers, strict=True):
             guard.block = weakref.ref(block)
-            guard.forget_cleared(optimizer)
+            guard.begin_block(optimizer)
         for optimizer in optimizers:
             for masters in _masters_of(optimizer):
                 masters.begin_block(optimizer)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp.loss_scaling.loss_grads import slots_of
+from apex_mp.amp.loss_scaling.loss_grads import found_in, slots_of
 from apex_mp.amp.loss_scaling.overflow import FiniteClosure
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.masters.masters import LOW_PRECISION
@@ -72,6 +72,8 @@ class StepGuard:
         # The overflow of the present gradients; a flag on a device, if the host does not know.
         self._overflow: Overflow | None = None
         self._found_inf: Tensor | None = None
+        # One of the two, if the next step is to check its gradients.
+        self._suspect: Overflow | Tensor | None = None
         self._record = StepRecord(optimizer, f"amp: {type(optimizer).__name__}")
         self._is_leaving = False
         self._optimizer = weakref.ref(optimizer)
@@ -93,13 +95,29 @@ class StepGuard:
         before = self._found_inf
         self._found_inf = found_inf if before is None else torch.maximum(before, found_inf)
 
-    def forget_cleared(self, optimizer: Any) -> None:
-        """Skip no step for gradients that were cleared, whose step the user has left out."""
-        if self._overflow is None and self._found_inf is None:
+    def begin_block(self, optimizer: Any) -> None:
+        """Let the next step check its gradients if those that overflowed were cleared without one.
+
+        They may be gone, or set aside to be put back.
+        """
+        if self._overflow is not None:
+            if not found_in(slots_of(optimizer), self.scale):
+                self._suspect, self._overflow = self._overflow, None
+        elif self._found_inf is not None:
+            pairs = slots_of(optimizer).pairs()
+            if all(source.grad is None and param.grad is None for source, param in pairs):
+                self._suspect, self._found_inf = self._found_inf, None
+
+    def _resolve_suspect(self, optimizer: Any) -> None:
+        """Check gradients for an overflow whose own gradients were cleared, or set aside."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is None:
             return
-        pairs = slots_of(optimizer).pairs()
-        if all(source.grad is None and param.grad is None for source, param in pairs):
-            self._overflow = self._found_inf = None
+        found = found_in(slots_of(optimizer), self.scale)
+        if isinstance(suspect, Tensor):
+            self.may_have_overflowed(torch.minimum(suspect, found.on(suspect.device)))
+        elif found:
+            self._overflow = suspect
 
     @property
     def step_was_skipped(self) -> bool:
@@ -121,7 +139,8 @@ class StepGuard:
     def leave(self) -> None:
         """Restore the original `step`; if the next step must be skipped or refused, after that."""
         self._is_leaving = True
-        if self._overflow is None and self._found_inf is None and self.scaled_by is None:
+        pending = (self._overflow, self._found_inf, self._suspect, self.scaled_by)
+        if all(each is None for each in pending):
             self._take_off()
 
     def _take_off(self) -> None:
@@ -155,6 +174,7 @@ class StepGuard:
                 "call it after the block"
             )
         self._refuse_scaled_gradients(optimizer)
+        self._resolve_suspect(optimizer)
         if self._is_leaving:
             self._take_off()
         if not step_log.listeners or args or kwargs:  # A closure has yet to make gradients.
