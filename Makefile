@@ -66,7 +66,7 @@ help:
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
 	@echo 'make coverage   which lines and branches of csrc/ the tests of operators and steps run; all lines, or it fails'
-	@echo 'make clients    train with seven old projects, as PyPI has them, through apex_mp'
+	@echo 'make clients    train with nine projects, as PyPI has them, through apex_mp'
 	@echo 'make trainers   train with accelerate, transformers, Lightning, timm and PEFT'
 	@echo 'make recipes    run the recipes of examples/ small, and see that they do what they are for'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
