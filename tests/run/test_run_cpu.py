@@ -72,6 +72,11 @@ PLACES = {
     "class": lambda x: torch.cuda.FloatTensor([1.0]),
     "legacy new": lambda x: x.new(1, device="cuda"),
     "normal": lambda x: torch.normal(0.0, 1.0, (1,), device="cuda"),
+    "nested": lambda x: torch.nested.nested_tensor([[1.0], [2.0, 3.0]], device="cuda")[0],
+    "device of a generator": lambda x: torch.randn(
+        1, generator=torch.Generator(x.device), device=x.device
+    ),
+    "with a device": lambda x: made_within(torch.device("cuda")),
     "frequencies": lambda x: torch.fft.fftfreq(3, device="cuda"),
     "window": lambda x: torch.signal.windows.hann(3, device="cuda"),
     "pinned where it is made": lambda x: torch.zeros(1, pin_memory=True),
@@ -88,6 +93,11 @@ PLACES = {
     ),
     "storage": lambda x: torch.tensor([]).set_(x.untyped_storage().cuda()),
 }
+
+
+def made_within(device: Any) -> torch.Tensor:
+    with device:
+        return torch.ones(1)
 
 
 @pytest.mark.usefixtures("on_cpu")

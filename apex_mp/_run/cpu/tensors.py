@@ -60,7 +60,8 @@ def _factories() -> list[tuple[ModuleType, str]]:
         for name, value in vars(module).items()
         if callable(value) and not isinstance(value, type) and value in known
     ]
-    return [*found, *((torch, name) for name in _LIKE)]
+    nested = ((torch.nested, name) for name in ("as_nested_tensor", "nested_tensor"))
+    return [*found, *((torch, name) for name in _LIKE), *nested]
 
 
 def _keyword(original: Callable[..., Any]) -> Callable[..., Any]:
