@@ -57,15 +57,18 @@ PARTS = {
 CASES = (
     *step_cases.CASES,
     *step_cases.MODES,
-    *step_cases.MASTERS,
     *step_peers.CASES,
     *step_cases.REPLAYED,
 )
 
 
 def cases_of(device: str, names: Sequence[str] | None) -> list[Case]:
-    """Return the cases for a device whose names contain one of `names`; None for all."""
-    fitting = [case for case in CASES if device in case.devices]
+    """Return the cases for a device whose names contain one of `names`; None for all.
+
+    Those of --masters are not among all, because memory would be short.
+    """
+    known = (*CASES, *step_cases.MASTERS) if names == PARTS["masters"] else CASES
+    fitting = [case for case in known if device in case.devices]
     return [case for case in fitting if names is None or any(name in case.name for name in names)]
 
 

@@ -3,6 +3,7 @@
 from apex_mp.optimizers.fp16_optimizer import FP16_Optimizer
 from apex_mp.optimizers.fused_adagrad import FusedAdagrad
 from apex_mp.optimizers.fused_adam import FusedAdam
+from apex_mp.optimizers.fused_adamw import FusedAdamW
 from apex_mp.optimizers.fused_lamb import FusedLAMB
 from apex_mp.optimizers.fused_novograd import FusedNovoGrad
 from apex_mp.optimizers.fused_sgd import FusedSGD
@@ -12,6 +13,7 @@ __all__ = [
     "FP16_Optimizer",
     "FusedAdagrad",
     "FusedAdam",
+    "FusedAdamW",
     "FusedLAMB",
     "FusedNovoGrad",
     "FusedSGD",

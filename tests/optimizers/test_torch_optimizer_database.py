@@ -7,6 +7,7 @@ torch's optimizers is asserted here of ours.
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor, nn
 
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedAdamW, FusedSGD
 
 # torch's test tools need it. `make test` has it; a machine with a GPU may not.
 pytest.importorskip("expecttest")
@@ -73,6 +74,7 @@ def around(make: Make) -> Make:
 
 SUBJECTS = {
     "FusedAdam as AdamW": Subject(adamw, torch.optim.AdamW, NO_AMSGRAD),
+    "FusedAdamW": Subject(FusedAdamW, torch.optim.AdamW, NO_AMSGRAD),
     "FusedAdam as Adam": Subject(adam, torch.optim.Adam, NO_AMSGRAD),
     "FusedSGD as SGD": Subject(sgd, torch.optim.SGD, NO_MAXIMIZE),
     "FusedAdagrad as Adagrad": Subject(FusedAdagrad, torch.optim.Adagrad, NOT_OF_ADAGRAD),
@@ -238,3 +240,27 @@ def test_what_torch_refuses_is_refused_with_the_same_type(subject: Subject, erro
         return
     with pytest.raises((error.error_type, TypeError)):
         subject.make(params, **own(given.kwargs))
+
+
+def test_fused_adamw_has_the_arguments_and_defaults_of_torch() -> None:
+    ours, torchs = (inspect.signature(kind).parameters for kind in (FusedAdamW, torch.optim.AdamW))
+    assert [*ours][: len(torchs)] == [*torchs]
+    for name, parameter in torchs.items():
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)
+    with pytest.raises(RuntimeError, match="FusedAdamW: differentiable is True; it must be False"):
+        FusedAdamW(new_params(), differentiable=True)
+
+
+def test_fused_adamw_goes_on_from_a_checkpoint_of_torch_and_back() -> None:
+    ours, torchs = new_params(), new_params()
+    fused, adamw = FusedAdamW(ours), torch.optim.AdamW(torchs)
+    for step in range(4):
+        give_grads(ours, step)
+        give_grads(torchs, step)
+        fused.step()
+        adamw.step()
+        fused_state, adamw_state = fused.state_dict(), copy.deepcopy(adamw.state_dict())
+        fused.load_state_dict(adamw_state)
+        adamw.load_state_dict(fused_state)
+    for param, expected in zip(ours, torchs, strict=True):
+        assert_near(param.detach(), expected.detach(), TRAJECTORY_TOLERANCES[torch.float32])
