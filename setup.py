@@ -43,6 +43,7 @@ try:
     cpp_extension.verify_ninja_availability()
     import pybind11
     import setuptools
+    from setuptools.command.build_py import build_py
 
     if int(setuptools.__version__.split(".")[0]) < 77:  # older ones misread pyproject.toml
         raise ImportError(f"setuptools {setuptools.__version__} is older than 77")
@@ -188,6 +189,19 @@ def extension(with_cuda):
     return ext
 
 
+class BuildPython(build_py):
+    def run(self):
+        super().run()
+        if not self.editable_mode:  # For `python -m apex_mp explain`.
+            page = Path(self.build_lib, "apex_mp", "troubleshooting.md")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile("docs/troubleshooting.md", page)
+
+    def get_outputs(self, include_bytecode=True):
+        page = os.path.join(self.build_lib, "apex_mp", "troubleshooting.md")
+        return [*super().get_outputs(include_bytecode), page]
+
+
 class Build(cpp_extension.BuildExtension):
     def finalize_options(self):
         # Objects for each torch stay apart, and editable builds find theirs again.
@@ -233,7 +247,7 @@ if __name__ == "__main__":
     release = torch.__version__.split("+")[0]
     setuptools.setup(
         ext_modules=[extension(WITH_CUDA)],
-        cmdclass={"build_ext": Build},
+        cmdclass={"build_ext": Build, "build_py": BuildPython},
         install_requires=[f"torch=={release}" if BUILDING else f"torch>={LEAST_TORCH}"],
         long_description=long_description(),
         long_description_content_type="text/markdown",

@@ -1,39 +1,64 @@
-"""`python -m apex_mp`: print what it runs on; exit with 1 if it cannot run.
+"""`python -m apex_mp`, and the script `apex_mp`: print what it runs on; exit with 1 if it cannot.
 
-`run` runs a script, `check` reports what it needs, `report` prints what a Monitor has saved.
+`run` runs a script, `check` reports what it needs, `report` prints what a Monitor has saved,
+`explain` what a warning means.
 """
 
+from __future__ import annotations
+
 import argparse
+import os
 import sys
 
+from apex_mp._check import explain
 from apex_mp._check.environment import survey
-from apex_mp._run.command import main
+from apex_mp._run.command import main as run
 from apex_mp._version import __version__
 
-if sys.argv[1:2] == ["run"]:
-    main(sys.argv[2:])
-    sys.exit()
-if sys.argv[1:2] == ["check"]:
-    from apex_mp._check.command import main as check_main
 
-    sys.exit(check_main(sys.argv[2:]))
-if sys.argv[1:2] == ["report"]:
-    from apex_mp.monitor.command import main as report_main
+def console() -> None:
+    """Run the script that pip installs: imports are found from the present folder, as by `-m`."""
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
+        sys.path[0] = os.getcwd()
+    main()
 
-    sys.exit(report_main(sys.argv[2:]))
-parser = argparse.ArgumentParser(
-    prog="python -m apex_mp",
-    usage="%(prog)s [-h] [--version] [run ...] [check ...] [report ...]",
-    allow_abbrev=False,
-    description="Without arguments: print what apex_mp runs on, and for what is missing the "
-    "command that mends it. run: run an old script that says import apex; see "
-    "python -m apex_mp run --help. check: say what a script or repository needs to run. report: "
-    "print a training that apex_mp.monitor has saved.",
-)
-parser.add_argument("--version", action="version", version=f"apex_mp {__version__}")
-_, words = parser.parse_known_args()
-if words:
-    parser.error(f"{words[0]!r} is no command; it must be run, check or report, or nothing")
-report = survey()
-print(report)
-sys.exit(0 if report.usable else 1)
+
+def main() -> None:
+    """Run the command that `sys.argv` names; without one print what apex_mp runs on."""
+    command, arguments = sys.argv[1:2], sys.argv[2:]
+    if command == ["run"]:
+        run(arguments)
+        sys.exit()
+    if command == ["check"]:
+        from apex_mp._check.command import main as check
+
+        sys.exit(check(arguments))
+    if command == ["report"]:
+        from apex_mp.monitor.command import main as report
+
+        sys.exit(report(arguments))
+    if command == ["explain"]:
+        sys.exit(explain.main(arguments))
+    parser = argparse.ArgumentParser(
+        prog="python -m apex_mp",
+        usage="%(prog)s [-h] [--version] [run ...] [check ...] [report ...] [explain ...]",
+        allow_abbrev=False,
+        description="Without arguments: print what apex_mp runs on, and for what is missing the "
+        "command that mends it. run: run an old script that says import apex; see "
+        "python -m apex_mp run --help. check: say what a script or repository needs to run. "
+        "report: print a training that apex_mp.monitor has saved. explain: print the section of "
+        "the documentation that a warning names.",
+    )
+    parser.add_argument("--version", action="version", version=f"apex_mp {__version__}")
+    _, words = parser.parse_known_args()
+    if words:
+        parser.error(
+            f"{words[0]!r} is no command; it must be run, check, report or explain, or nothing"
+        )
+    found = survey()
+    print(found)
+    sys.exit(0 if found.usable else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -93,14 +93,15 @@ def in_libraries(names: Iterable[str], root: Path) -> list[Evidence]:
     """
     found: list[Evidence] = []
     for name in sorted({*names} - sys.stdlib_module_names - _WITHOUT_EVIDENCE):
-        if (root / name).exists() or (root / f"{name}.py").exists():
+        if (root / name / "__init__.py").is_file() or (root / f"{name}.py").is_file():
             continue
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):
             continue
         for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
-            for path in files_of(folder):
+            is_own = folder.resolve().is_relative_to(root.resolve())
+            for path in () if is_own else files_of(folder):
                 with contextlib.suppress(SyntaxError, OSError, RecursionError):
                     text = path.read_bytes()
                     if any(name.encode() in text for name in TOP_LEVEL):

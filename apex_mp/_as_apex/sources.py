@@ -63,7 +63,7 @@ class Source:
             return self.meanings.get(node.id, ())
         if isinstance(node, ast.Attribute):
             return tuple(f"{name}.{node.attr}" for name in self.full_names(node.value))
-        return ()
+        return _imported_by_call(node)
 
     @functools.cached_property
     def uses(self) -> list[Use]:
@@ -73,6 +73,8 @@ class Source:
         for node in self.nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 found += [Use(name, self.where(node)) for name in _imported(node)]
+            elif isinstance(node, ast.Call):
+                found += [Use(name, self.where(node)) for name in _imported_by_call(node)]
             elif isinstance(node, ast.Attribute) and id(node) not in inner:
                 found += [Use(name, self.where(node)) for name in self.full_names(node)]
         return found
@@ -157,6 +159,10 @@ def read(path: Path, root: Path) -> Source:
                 bound = alias.asname or alias.name.partition(".")[0]
                 whole = name if alias.asname or isinstance(node, ast.ImportFrom) else bound
                 meanings[bound] = (*meanings.get(bound, ()), whole)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and (names := _imported_by_call(node.value)):
+                    meanings[target.id] = (*meanings.get(target.id, ()), *names)
     return source
 
 
@@ -183,6 +189,17 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     if node.level:
         return []
     return [f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def _imported_by_call(node: ast.AST) -> tuple[str, ...]:
+    """Return what a call of import_module or __import__ imports, if it says so."""
+    if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+        return ()
+    function = getattr(node.func, "attr", getattr(node.func, "id", ""))  # Of a name, or the last.
+    name = node.args[0].value
+    if function in ("import_module", "__import__") and isinstance(name, str):
+        return (name,)
+    return ()
 
 
 def program(start: Path, root: Path, package: str = "") -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 
 from apex_mp._as_apex.sources import Call, Source, Use, is_of_apex, places_of
@@ -66,7 +67,9 @@ def modernized(source: Source) -> Iterator[Use]:
 
 def _is_there(module: str, name: str) -> bool:
     """Return whether a module still has a name; imports nothing, because that would run code."""
-    return name not in REPLACED and hasattr(sys.modules.get(module), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that numpy is about to drop
+        return name not in REPLACED and hasattr(sys.modules.get(module), name)
 
 
 def _in_call(call: Call) -> str | None:

@@ -98,13 +98,13 @@ class Report:
         yield from _section("optional, and not here", self.optional)
         yield from _section("will not work", self.unsupported)
         on_cpu = [] if has_gpu or not self.gpu else ["--device", "cpu"]
-        for script in self.scripts[:1]:
-            options = [*self.options(), *on_cpu]
-            folder, arguments = _as_arguments(script)
-            words = ["python", "-m", "apex_mp", "run", *options, *arguments]
-            path = f"PYTHONPATH={shlex.quote(folder)} " if folder else ""
-            yield "start with"
-            yield f"  {path}{shlex.join(words)} ..."
+        options = [*self.options(), *on_cpu]
+        folder, arguments = (
+            _as_arguments(self.scripts[0]) if self.scripts else ("", ["YOUR_SCRIPT"])
+        )
+        path = f"PYTHONPATH={shlex.quote(folder)} " if folder else ""
+        yield "start with" if self.scripts else "start your script with"
+        yield f"  {path}{shlex.join(['python', '-m', 'apex_mp', 'run', *options, *arguments])} ..."
         if len(self.scripts) > 1:
             yield f"or with {_shown(self.scripts[1:])}"
 

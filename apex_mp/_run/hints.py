@@ -13,6 +13,7 @@ from typing import Any
 from apex_mp._run.modernize import packages
 from apex_mp._run.modernize.names import DROPPED, REPLACED
 from apex_mp._run.settings import Settings
+from apex_mp.core.log import see
 
 _ABSENT = r"module '{0}' has no attribute '({1})'|cannot import name '({1})' from '{0}'"
 _LINEAR = "linear algebra that torch has moved to torch.linalg"
@@ -118,7 +119,7 @@ def after(hook: Callable[..., Any], settings: Settings) -> Callable[..., None]:
 
 
 def _line(text: str) -> str:
-    return f"apex_mp run: {text} [docs/troubleshooting.md#an-old-script-stops]"
+    return f"apex_mp run: {text}{see('an-old-script-stops')}"
 
 
 def _supplied(what: str) -> str:

@@ -20,12 +20,12 @@ _NOT_THE_USERS = (
 
 
 def see(part: str) -> str:
-    """Return a reference to a section of docs/troubleshooting.md, to end a message.
+    """Return the command that prints a section of docs/troubleshooting.md, to end a message.
 
     Args:
         part: The section's anchor.
     """
-    return f" [docs/troubleshooting.md#{part}]"
+    return f" [python -m apex_mp explain {part}]"
 
 
 def counted(number: int, noun: str) -> str:

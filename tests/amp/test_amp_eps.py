@@ -64,7 +64,7 @@ def test_the_sentence_says_what_to_do() -> None:
     with pytest.warns(RuntimeWarning, match=SENTENCE) as caught:
         at_o3(model, Adam(model.parameters()))
     assert "Use FusedAdam" in str(caught[0].message)
-    assert "troubleshooting.md#nan-from-the-first-step" in str(caught[0].message)
+    assert "explain nan-from-the-first-step" in str(caught[0].message)
 
 
 def test_masters_of_float32_need_no_warning() -> None:

@@ -79,7 +79,7 @@ def test_with_16_bit_gradients_the_scale_stays_at_1(
         "inf or NaN at every scale. The worst: w [1000]: 0 inf, 1000 NaN. No scale cures a NaN: "
         "look for its cause, in the data or by apex_mp.monitor.find_nonfinite. Afterwards "
         "scaler.update(2.0**16) sets the scale at once; else it doubles every 2000 steps "
-        "[docs/troubleshooting.md#the-loss-scale-sinks]"
+        "[python -m apex_mp explain the-loss-scale-sinks]"
     ]
     assert scaler.get_scale() == 1.0
     before = param.detach().clone()

@@ -140,7 +140,7 @@ def test_fifty_skips_in_a_row_are_a_warning_that_names_the_worst(
     )
     said = str(one.message)
     assert "The worst: second.weight [1, 2]: 2 inf, 0 NaN." in said
-    assert said.endswith("[docs/troubleshooting.md#every-step-is-skipped]")
+    assert said.endswith("[python -m apex_mp explain every-step-is-skipped]")
 
 
 # --- Whose.

@@ -58,7 +58,7 @@ def test_the_fiftieth_skip_in_a_row_warns_with_the_worst_and_the_scale(
         "it has skipped 50 steps in a row, from its step 51 on; the loss scale is now 0.5. "
         "Gradients hold inf or NaN at "
         "every scale tried. The worst: w [2]: 1 inf, 0 NaN. "
-        "[docs/troubleshooting.md#every-step-is-skipped]"
+        "[python -m apex_mp explain every-step-is-skipped]"
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from apex_mp._check import explain
+
 pytestmark = [pytest.mark.cpu_only, pytest.mark.any_torch]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,13 +118,10 @@ def test_the_tests_named_as_holding_what_works_exist() -> None:
 
 def test_every_warning_ends_in_a_part_of_troubleshooting_that_is_there() -> None:
     package = ROOT / "apex_mp"
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    parts = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    parts = {*explain.sections()}
     named, without = set(), []
     for path in package.rglob("*.py"):
         text = path.read_text("utf-8")
-        named |= {*re.findall(r"docs/troubleshooting\.md#([\w-]+)", text)}
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             words = ast.unparse(call)
             name = ast.unparse(call.func)

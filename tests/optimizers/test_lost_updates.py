@@ -46,7 +46,7 @@ def test_the_first_step_is_counted(kind: Any, dtype: torch.dtype, device: torch.
         f"{name} steps 1 parameter of {short} that have no float32 masters: w. An update of less "
         "than half the distance between two such numbers is lost: 1,000 of 1,000 in the first "
         f"step. {name}(..., master_weights=True) keeps masters "
-        "[docs/troubleshooting.md#updates-are-lost]"
+        "[python -m apex_mp explain updates-are-lost]"
     ]
 
 

@@ -383,6 +383,8 @@ def test_the_era_is_that_of_a_library_where_the_script_says_nothing(tmp_path: Pa
     assert [each.where for each in report.evidence] == ["some_library/layers.py:2"]
     assert report.options() == ["--era", "2020"]
     assert examine(folder / "old.py").era == "2020"
+    (folder / "some_library").mkdir()  # Of data: Python takes the package.
+    assert examine(folder / "train.py").era == "2020"
     own = write(tmp_path / "own", {"some_library.py": "", "train.py": "import some_library\n"})
     assert examine(own / "train.py").era == "2019-03"
 
@@ -460,3 +462,25 @@ def test_a_script_whose_name_is_like_an_option_is_named_with_its_folder(
 ) -> None:
     monkeypatch.chdir(write(tmp_path, {"-train.py": MAIN}))
     assert examine(Path()).text(has_gpu=True).endswith("python -m apex_mp run ./-train.py ...")
+
+
+def test_what_import_module_imports_is_named(tmp_path: Path) -> None:
+    text = "optimizers = importlib.import_module('apex.optimizers')\noptimizers.FusedNovoGrad\n"
+    text += "importlib.import_module('apex.contrib.xentropy').SoftmaxCrossEntropyLoss\n"
+    report = examine(write(tmp_path, f"import importlib\n{text}"))
+    assert report.era == "2020"
+    assert {*report.names} == {
+        "apex.optimizers.FusedNovoGrad",
+        "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
+    }
+
+
+def test_without_a_program_the_options_are_shown_and_nothing_is_on_stderr(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "import numpy\nnumpy.str('a')\nfrom apex.optimizers import FusedLAMB\n"
+    report = examine(write(tmp_path, {"layers.py": text}))
+    lines = report.text(has_gpu=True).splitlines()
+    command = "  python -m apex_mp run --era 2019-08 --modernize YOUR_SCRIPT ..."
+    assert lines[-2:] == ["start your script with", command]
+    assert capfd.readouterr().err == ""

@@ -12,7 +12,7 @@ import pytest
 
 import apex_mp
 
-SEE = "[docs/troubleshooting.md#an-old-script-stops]"
+SEE = "[python -m apex_mp explain an-old-script-stops]"
 
 pytestmark = pytest.mark.cpu_only
 
@@ -94,7 +94,7 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     wrong = python(tmp_path, "-m", "apex_mp", "ran")
     assert wrong.returncode == 2
     assert wrong.stderr.endswith(
-        "error: 'ran' is no command; it must be run, check or report, or nothing\n"
+        "error: 'ran' is no command; it must be run, check, report or explain, or nothing\n"
     )
     assert (
         "usage: python -m apex_mp [-h] [--version] [run ...] [check ...] [report ...]"
