@@ -82,7 +82,7 @@ class GradScaler(UnscalingGradScaler):
         AssertionError: A factor is out of range; torch's own check.
         TypeError, ValueError: A bound or `hysteresis` is no number, or out of range.
         ValueError: `init_scale` is no positive normal float32 number; torch trains on with it.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `device` is one.
     """
 
     def __init__(

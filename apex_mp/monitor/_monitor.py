@@ -327,18 +327,23 @@ class Monitor:
 
     def report(self) -> str:
         """Return the run so far as a few lines of text; without steps, how to get some recorded."""
-        text = _report.text(self.history)
-        return text if self._history.total else f"{text}: {self._awaited}"
+        return _report.text(self.history) + ("" if self._history.total else f": {self._awaited}")
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write the run so far as a picture; needs matplotlib.
+    def __repr__(self) -> str:
+        return f"Monitor({self._history.total} steps, {self._history.skipped} skipped)"
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw the run so far; needs matplotlib.
 
         Args:
-            path: A file; its suffix says the format, for example .png or .svg.
+            path: A file to write; its suffix says the format, for example .png or .svg [None].
+
+        Returns:
+            The matplotlib Figure, which a notebook shows.
         """
         from apex_mp.monitor import _picture  # Matplotlib takes half a second to import.
 
-        _picture.draw(self.history, path)
+        return _picture.draw(self.history, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record as JSON, for `History.load` and `python -m apex_mp report`.
@@ -349,16 +354,14 @@ class Monitor:
         self.history.save(path)
 
     def postfix(self) -> dict[str, str]:
-        """Return the loss scale and the number of skipped steps for a progress bar.
+        """Return scale and skips for a progress bar, on a GPU perhaps without the last steps.
 
-            bar.set_postfix(monitor.postfix())
-
-        The host does not wait: on a GPU the last steps may be missing.
+        bar.set_postfix(monitor.postfix())
         """
         readback.poll()
         scale = self._history.steps[-1].scale if self._history.steps else None
-        shown = "?" if scale is None else _report.power(scale)
-        return {"scale": shown, "skips": str(self._history.skipped)}
+        skips = str(self._history.skipped)
+        return {"scale": "?" if scale is None else _report.power(scale), "skips": skips}
 
 
 def _awaited(source: Any) -> str:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from apex_mp.monitor._report import power
+from apex_mp.monitor._report import power, rounded
 from apex_mp.monitor.exponents import LARGEST, SMALLEST, SMALLEST_NORMAL
 from apex_mp.monitor.history import History
 
@@ -36,8 +36,8 @@ _LOOK: Any = {
 _ROWS_SHOWN = 12
 
 
-def draw(history: History, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a run; the suffix of the path gives the format.
+def draw(history: History, path: str | os.PathLike[str] | None) -> Figure:
+    """Return the picture of a run, written if there is a path, whose suffix gives the format.
 
     Raises:
         ValueError: There are no steps.
@@ -63,14 +63,16 @@ def draw(history: History, path: str | os.PathLike[str]) -> None:
             _finding(history), x=0.07, y=0.955, ha="left", fontsize=15.5, fontweight="bold"
         )
         figure.text(0.07, 0.89, _subtitle(history), color=_FAINT, va="center")
-        figure.savefig(path)
+        if path is not None:
+            figure.savefig(path)
+    return figure
 
 
 def _finding(history: History) -> str:
     if not history.skipped:
         return f"None of {history.total} steps was skipped"
     share = 100.0 * history.skipped / history.total
-    return f"{history.skipped} of {history.total} steps were skipped ({share:.2g} %)"
+    return f"{history.skipped} of {history.total} steps were skipped ({rounded(share)} %)"
 
 
 def _subtitle(history: History) -> str:

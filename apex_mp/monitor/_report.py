@@ -20,6 +20,11 @@ def text(history: History) -> str:
     return "\n".join([*lines, *_overflows(history), *_sample(history), *_origins(history)])
 
 
+def rounded(number: float) -> str:
+    """Return a number with two digits that count: 100, not 1e+02."""
+    return f"{float(f'{number:.2g}'):g}"
+
+
 def power(scale: float) -> str:
     """Return a loss scale as text, "2^16" if it is a power of two."""
     mantissa, exponent = math.frexp(scale)
@@ -27,8 +32,8 @@ def power(scale: float) -> str:
 
 
 def _total(history: History) -> str:
-    share = float(f"{100.0 * history.skipped / history.total:.2g}")  # 100, not 1e+02
-    line = f"steps           {history.total}, {history.skipped} skipped ({share:g} %)"
+    share = rounded(100.0 * history.skipped / history.total)
+    line = f"steps           {history.total}, {history.skipped} skipped ({share} %)"
     if history.skips_in_a_row:
         line += f", the last {history.skips_in_a_row} in a row"
     kept = len(history.steps)

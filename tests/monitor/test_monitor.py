@@ -15,6 +15,7 @@ import pytest
 import torch
 from fp16_cases import INF, PROBES, ones, pull, wrap
 
+import apex_mp
 from apex_mp import amp
 from apex_mp.core.step import device_scale, step_log
 from apex_mp.monitor import History, Monitor, Step
@@ -466,3 +467,23 @@ def test_the_smallest_factor_of_all_groups_is_kept(
     (step,) = monitor.history.steps
     assert step.grad_norm == 10.0
     assert step.clip == pytest.approx(factor, rel=1e-5)
+
+
+def test_a_notebook_shows_a_monitor_and_its_picture() -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    monitor = apex_mp.monitor.Monitor(scaler)
+    assert repr(monitor) == "Monitor(0 steps, 0 skipped)"
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler.scale(param.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert repr(monitor) == "Monitor(1 steps, 1 skipped)"
+    assert repr(scaler).startswith("GradScaler('cpu', scale=4.0, growth_factor=2.0, ")
+    assert repr(amp.GradScaler("cpu", enabled=False)) == "GradScaler(enabled=False)"
+    figure = monitor.plot()
+    assert isinstance(figure, figures.Figure)
+    assert figure.get_suptitle() == "1 of 1 steps were skipped (100 %)"
+    with pytest.raises(TypeError, match="device is a Linear; it must be"):
+        amp.GradScaler(torch.nn.Linear(1, 1))  # type: ignore[arg-type]

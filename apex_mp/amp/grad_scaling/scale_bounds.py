@@ -128,6 +128,11 @@ class BoundedGradScaler(torch.amp.GradScaler):
         growth_interval: int,
         enabled: bool,
     ) -> None:
+        if isinstance(device, torch.nn.Module):
+            raise TypeError(
+                f'GradScaler: device is a {type(device).__name__}; it must be "cuda" or "cpu". A '
+                "module is given as model="
+            )
         is_absent: Any = torch.cuda.amp.common.amp_definitely_not_available
         if device == "cuda" and enabled and is_absent():
             # As torch's, whose own warning would name a line of this file.
@@ -149,6 +154,14 @@ class BoundedGradScaler(torch.amp.GradScaler):
         self._bounds = bounds
         if self._enabled and bounds:
             bounds.check(init_scale, self._factors())
+
+    def __repr__(self) -> str:
+        """Return the scale and its rule; the host waits for a GPU."""
+        if not self._enabled:
+            return f"{type(self).__name__}(enabled=False)"
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        rule = ", ".join(f"{name}={getattr(self, f'_{name}')}" for name in names)
+        return f"{type(self).__name__}({self._device!r}, scale={self.get_scale()}, {rule})"
 
     @eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
