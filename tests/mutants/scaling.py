@@ -119,6 +119,21 @@ AMP = {
         "value",
         "amp_scaler",
     ),
+    "gradients that overflowed and were set aside are stepped": Mutant(
+        "StepGuard._resolve_suspect", "self._overflow = suspect", "", "apex_inside"
+    ),
+    "a client's overflow buffer is not read": Mutant(
+        "LossScaler.update_scale", "bool(self._buffer.item())", "False", "apex_inside"
+    ),
+    "a client's own block adds scaled gradients": Mutant(
+        "AmpOptimizerState._end_backward", "grads.unscale(unscaling)", "", "apex_inside"
+    ),
+    "backing off renews hysteresis": Mutant(
+        "DynamicLossScale.update",
+        "self._next(self._backed_off(), good_steps=0, overflows=self.overflows)",
+        "self._next(self._backed_off(), good_steps=0, overflows=0)",
+        "loss_scale",
+    ),
     "an overflow counts for every later step": Mutant(
         "LossScaler.update_scale",
         "self._overflowed, self._is_counted = (should_skip, True)",
