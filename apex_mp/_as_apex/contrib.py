@@ -50,6 +50,7 @@ class FusedAdam(optimizers.FusedAdam):
                 f"FusedAdam: amp_scale_adjustment is {amp_scale_adjustment}; it must be 1, since "
                 "amp gives this optimizer gradients that are unscaled already"
             )
+        self._amp_scale_adjustment = amp_scale_adjustment
         super().__init__(
             params,
             lr,
