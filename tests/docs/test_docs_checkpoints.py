@@ -17,13 +17,46 @@ from apex_mp.optimizers import FusedAdam
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
-OPEN, CONVERT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SAVE, RESUME, OPEN, CONVERT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
+
+
+def new_training() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).half()
+    optimizer = optimizers.FusedAdamW(model.parameters(), lr=1e-2, master_weights=True)
+    scaler = amp.GradScaler("cpu", growth_interval=2)
+    return {"torch": torch, "model": model, "optimizer": optimizer, "scaler": scaler}
+
+
+def train(training: dict[str, Any], steps: range) -> list[torch.Tensor]:
+    model, optimizer, scaler = (training[name] for name in ("model", "optimizer", "scaler"))
+    for step in steps:
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        scaler.scale(model(inputs.half()).float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    masters = [optimizer.master(param) for param in model.parameters()]
+    return [*masters, torch.tensor(scaler.get_scale())]
+
+
+def test_a_training_that_is_saved_and_resumed_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = new_training()
+    train(training, range(5))
+    exec(SAVE, training)
+    expected = train(training, range(5, 9))
+    resumed = new_training()
+    exec(RESUME, resumed)
+    assert all(map(torch.equal, train(resumed, range(5, 9)), expected))
 
 
 def test_the_code_that_opens_an_old_file_runs(
