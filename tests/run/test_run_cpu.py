@@ -230,6 +230,17 @@ def test_events_measure_time_and_streams_wait_for_nothing() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_product_of_float16_is_summed_into_float32() -> None:
+    """`out_dtype`, which torch has for CUDA only; TRL multiplies so where it sees a GPU."""
+    a, b = torch.full((2, 4), 300.0).half(), torch.full((4, 2), 300.0).half()
+    product = torch.mm(a, b, out_dtype=torch.float32)
+    assert product.dtype == torch.float32
+    assert (product == 360_000).all()  # beyond float16
+    added = torch.addmm(torch.ones(2), a, b, out_dtype=torch.float32)
+    assert (added == 360_001).all()
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning")
 def test_autocast_and_its_scaler_work_on_the_cpu() -> None:
     model, x = nn.Linear(1, 1).cuda(), torch.ones(1, 1).cuda()

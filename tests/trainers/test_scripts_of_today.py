@@ -24,6 +24,8 @@ ROOT = SCRIPTS.parents[2]
 # The largest distance of the losses was 0.0001, alone NaN or 0.1 (adafactor: 0.002). TRL's script
 # prints three digits.
 NEAR, NEAR_AS_PRINTED = 3e-4, 1.5e-3
+# As on a GPU the first scale may skip steps; each leaves the losses one behind: at most 0.016.
+NEAR_A_SKIP = 0.02
 
 
 class Client(NamedTuple):
@@ -122,6 +124,8 @@ def test_it_fails_alone_and_trains_as_in_float32_with_the_option(name: str, fold
     assert started["with masters"].returncode == 0, printed["with masters"]
     expected, near = losses(printed["float32"])
     assert len(expected) >= 4
+    skipped = re.search(r"(\d+) of \d+ steps? skipped", printed["with masters"])
+    near += NEAR_A_SKIP * int(skipped[1] if skipped else 0)
     torch.testing.assert_close(losses(printed["with masters"])[0], expected, rtol=0, atol=near)
     assert "stepped float32 masters of" in printed["with masters"]
     alone, _ = losses(printed["alone"])

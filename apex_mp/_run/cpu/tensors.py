@@ -36,6 +36,8 @@ def replace(replacements: Replacements) -> None:
         replacements.set(Tensor, name, _keyword(getattr(Tensor, name)))
     for owner in (Tensor, torch.nn.Module):
         replacements.set(owner, "to", _to(owner.to))
+    for name in ("addmm", "baddbmm", "bmm", "mm"):
+        replacements.set(torch, name, _in_out_dtype(getattr(torch, name)))
     replacements.set(Tensor, "cpu", _cpu(Tensor.cpu))
     replacements.set(Tensor, "type", _type(Tensor.type))
     replacements.set(Tensor, "is_cuda", _to_scripts(True, Tensor.is_cuda, Tensor.device))
@@ -86,6 +88,18 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *map(on_cpu, args[:1]), *args[1:], **kwargs)
 
     return to
+
+
+def _in_out_dtype(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a product whose `out_dtype` only CUDA has."""
+
+    @functools.wraps(original)
+    def product(*args: Any, out_dtype: Any = None, **kwargs: Any) -> Tensor:
+        if out_dtype is not None:
+            args = tuple(arg.to(out_dtype) if isinstance(arg, Tensor) else arg for arg in args)
+        return original(*args, **kwargs)
+
+    return product
 
 
 def _itself(self: Any, *_: Any, **__: Any) -> Any:
