@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import apex_mp
 from apex_mp._run import cpu, hints
@@ -227,6 +228,34 @@ def test_events_measure_time_and_streams_wait_for_nothing() -> None:
     CUDA.set_device(0)
     CUDA.nvtx.range_push("step")
     CUDA.nvtx.range_pop()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("place", ["cpu", torch.device("cpu")])
+def test_what_is_kept_on_the_cpu_does_not_follow_the_training(place: Any) -> None:
+    weight = nn.Linear(1, 1).cuda().weight.detach()
+    kept = [weight.to(place), weight.to(device=place), weight.cpu()]
+    before = weight.clone()
+    weight.add_(1)
+    for value in kept:
+        assert value.equal(before)
+    assert weight.to("cuda") is weight
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_scripted_module_is_loaded_for_a_gpu(tmp_path: Path) -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    torch.jit.script(model).save(tmp_path / "model.pt")
+    for place in ("cuda", torch.device("cuda"), None):
+        assert torch.jit.load(tmp_path / "model.pt", map_location=place)(x).equal(model(x))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_class_of_devices_is_the_one_of_torch() -> None:
+    """torch.fx names devices in the code that it writes, if it knows their class."""
+    traced = make_fx(lambda x: x + torch.ones(2))(torch.ones(2))
+    assert traced(torch.ones(2)).equal(torch.full((2,), 2.0))
+    assert type(torch.device("cuda")) == torch.device  # noqa: E721
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -21,7 +21,8 @@ _NCCL = re.compile(r"nccl|(?=.*\bcuda:nccl\b)\w+:\w+(,\w+:\w+)*")
 
 def replace(replacements: Replacements) -> None:
     """Replace functions and classes that take a device or backend, except those for tensors."""
-    replacements.set(torch, "load", _load(torch.load))
+    for owner in (torch, torch.jit):
+        replacements.set(owner, "load", _load(owner.load))
     for name, change in (
         ("set_default_tensor_type", type_on_cpu),
         ("set_default_device", on_cpu),

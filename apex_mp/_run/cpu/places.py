@@ -67,6 +67,12 @@ def _stand_in(real: Any, change: Callable[[Any], Any]) -> type:
                 kwargs["device"] = change(kwargs["device"])
             return real(*args, **kwargs)
 
+        def __eq__(cls, other: object) -> bool:
+            return other is cls or other is real  # torch.fx and Dynamo look it up
+
+        def __hash__(cls) -> int:
+            return hash(real)
+
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, real)
 

@@ -34,8 +34,8 @@ def replace(replacements: Replacements) -> None:
         replacements.set(module, name, _keyword(getattr(module, name)))
     for name in _NEW:
         replacements.set(Tensor, name, _keyword(getattr(Tensor, name)))
-    for owner in (Tensor, torch.nn.Module):
-        replacements.set(owner, "to", _to(owner.to))
+    replacements.set(Tensor, "to", _copy_to(_to(Tensor.to)))
+    replacements.set(torch.nn.Module, "to", _to(torch.nn.Module.to))
     for name in ("addmm", "baddbmm", "bmm", "mm"):
         replacements.set(torch, name, _in_out_dtype(getattr(torch, name)))
     replacements.set(Tensor, "cpu", _cpu(Tensor.cpu))
@@ -105,6 +105,20 @@ def _in_out_dtype(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _itself(self: Any, *_: Any, **__: Any) -> Any:
     """Return the object: it is on the right device already."""
     return self
+
+
+def _copy_to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a copy where the script names the CPU, as `_cpu` does."""
+        moved = original(self, *args, **kwargs)
+        if moved is not self or called_by_torch():
+            return moved
+        place = kwargs.get("device", args[0] if args else None)
+        is_cpu = isinstance(place, (str, torch.device)) and torch.device(place).type == "cpu"
+        return moved.clone() if is_cpu else moved
+
+    return to
 
 
 def _cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
