@@ -133,7 +133,10 @@ def _predictions(
                 continue
             state = optimizer.state.get(param) or {}
             master = has_master(param, group) and "master_param" in state
-            start = state["master_param"] if master else param
+            start = param.detach()
+            if master:  # Weights that were written win.
+                kept = state["master_param"].to(param.dtype) == start
+                start = torch.where(kept, state["master_param"], start)
             zeros = torch.zeros_like(param, dtype=F64)
             moments = [state.get(key, zeros) for key in MOMENTS]
             model = reference.Adam(start, *moments, step=float(state.get("step", 0.0)))

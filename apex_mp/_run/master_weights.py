@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class _Giver:
     def __init__(self, says_nothing_found: bool) -> None:
         self._says_nothing_found = says_nothing_found
         self._counts: list[StepCounts] = []
-        self._counts_of: MutableMapping[Any, StepCounts] = weakref.WeakKeyDictionary()
+        self._counters: MutableMapping[Any, _Counter] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._originals: MutableMapping[Tensor, Tensor]  # float32 values by parameter
         self._originals = WeakIdKeyDictionary()
@@ -103,8 +103,7 @@ class _Giver:
         """Give masters to an optimizer that has 16-bit parameters and keeps none itself."""
         if optimizer not in self._optimizers:
             return
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        low = [param for param in params if needs_master(param) and param.requires_grad]
+        low = _low_params(optimizer)
         if not low:
             return
         name = type(optimizer).__name__
@@ -115,7 +114,7 @@ class _Giver:
                 self._optimizers.discard(optimizer)
                 _say(f"{name} stays without masters. {error}")
                 return
-        self._count(optimizer, low)
+        self._count(optimizer)
         originals = {p: self._originals.pop(p) for p in low if p in self._originals}
         if originals:
             if isinstance(optimizer, MasterWeights):
@@ -127,22 +126,19 @@ class _Giver:
                 "float32 weights"
             )
 
-    def _count(self, optimizer: Any, low: Sequence[Tensor]) -> None:
-        """Count the steps of an optimizer from now on, and note its 16-bit parameters."""
-        counts = self._counts_of.get(optimizer)
-        if counts is None:
-            if isinstance(optimizer, MasterWeights):
-                counts = optimizer._own_masters.counts
-            else:
-                is_split = optimizer.param_groups[0]["master_weights"] == "split"
-                counts = StepCounts(type(optimizer).__name__, bytes_each=2 if is_split else 4)
-                counter = _Counter(counts)
-                optimizer.register_step_post_hook(counter)
-                step_log.listen(optimizer, counter)
-            self._counts_of[optimizer] = counts
+    def _count(self, optimizer: Any) -> None:
+        """Count the steps of an optimizer from now on."""
+        counter = self._counters.get(optimizer)
+        if isinstance(optimizer, MasterWeights):
+            if counter is not None:
+                counter.leave_to(optimizer)
+            counts = optimizer._own_masters.counts
+        else:
+            if counter is None:
+                counter = self._counters[optimizer] = _Counter(optimizer)
+            counts = counter.counts
+        if not any(counts is each for each in self._counts):
             self._counts.append(counts)
-        if counts.params != len(low) and not isinstance(optimizer, MasterWeights):
-            counts.params, counts.elements = len(low), sum(param.numel() for param in low)
 
     def after_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -222,6 +218,11 @@ class _Giver:
             )
 
 
+def _low_params(optimizer: Any) -> list[Tensor]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [param for param in params if needs_master(param) and param.requires_grad]
+
+
 def _give_masters(optimizer: Any) -> None:
     """Give masters to an optimizer.
 
@@ -236,13 +237,31 @@ def _give_masters(optimizer: Any) -> None:
 
 
 class _Counter:
-    """Counts the steps of an optimizer, and those that are skipped, for which it is a listener."""
+    """Counts the steps of a fused optimizer, and those that are skipped, as a listener."""
 
-    def __init__(self, counts: StepCounts) -> None:
-        self._counts = counts
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        is_split = optimizer.param_groups[0]["master_weights"] == "split"
+        self.counts = StepCounts(type(optimizer).__name__, bytes_each=2 if is_split else 4)
+        self._handle = optimizer.register_step_post_hook(self)
+        step_log.listen(optimizer, self)
 
-    def __call__(self, *_: Any) -> None:
-        self._counts.steps += 1
+    def leave_to(self, optimizer: MasterWeights) -> None:
+        """Leave counting to the optimizer, which was fused until now and counts by itself."""
+        masters = optimizer._own_masters
+        if masters.counts is not self.counts:
+            self._handle.remove()
+            step_log.unlisten(self)
+            self.counts.steps += masters.counts.steps
+            masters.counts = self.counts
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        if isinstance(optimizer, MasterWeights):
+            self.leave_to(optimizer)
+            return
+        self.counts.steps += 1
+        low = _low_params(optimizer)
+        if self.counts.params != len(low):
+            self.counts.params, self.counts.elements = len(low), sum(map(torch.numel, low))
 
     def before_step(self, *_: Any) -> None:
         """Do nothing."""
@@ -255,7 +274,7 @@ class _Counter:
 
     def after_step(self, note: step_log.StepNote) -> None:
         """Count a step that was skipped."""
-        self._counts.skipped += note.skipped
+        self.counts.skipped += note.skipped
 
 
 def _hooked(kind: Any) -> Iterator[Any]:

@@ -91,8 +91,10 @@ class Part:
 
     def written(self) -> list[Written]:
         """As `_C.StepPlan.written`, with places in the whole groups."""
-        written = self.plan.written
-        return [(number, self._indices[number][index], known) for number, index, known in written]
+        return [
+            (number, self._indices[number][index], was_compared, is_hidden)
+            for number, index, was_compared, is_hidden in self.plan.written
+        ]
 
     def has_kernels(self) -> bool:
         """Return whether the plan can run; parameters without a gradient may be on any device.

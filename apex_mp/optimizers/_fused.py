@@ -181,8 +181,7 @@ class FusedOptimizer(SavedOptimizer):
         plan = self._present_plan()
         try:
             plan = self._read_by_plan(plan, step, before)
-            if written := plan.written:
-                _written.take(self, written, before)
+            _written.take(self, plan, before)
             self._steps_taken += 1
             outcome = self._run(plan, step)
         except BaseException:

@@ -15,7 +15,7 @@ from apex_mp.core import tensors
 from apex_mp.core.log import counted, warn
 from apex_mp.core.masters.exchange import exchanged
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.written_weights import current
+from apex_mp.core.masters.written_weights import current, is_time_to_compare
 from apex_mp.optimizers import _state
 
 
@@ -57,7 +57,7 @@ class OwnMasters:
         self.counts = StepCounts(owner, 2 if split else 4)
         self.kept: dict[Tensor, Tensor] = {}
         self._known: dict[Tensor, tuple[int, int]] = {}  # version and address after a step
-        self._has_warned = False
+        self._has_warned = self._has_found_hidden = False
 
     @torch.no_grad()
     def whole(
@@ -71,10 +71,7 @@ class OwnMasters:
         """
         masters: dict[Tensor, Tensor] = {}
         written: list[Tensor] = []
-        steps = self.counts.steps
-        # A write through `.data` changes neither version nor address. All are compared in the first
-        # steps and ever rarer ones, and in each step once a weight was found written.
-        compares = self._has_warned or steps & (steps - 1) == 0
+        compares = self._has_found_hidden or is_time_to_compare(self.counts.steps - 1)
         for param, place in self._places(params):
             kept, known = self.kept.get(param), self._known.get(param)
             if kept is None:
@@ -90,6 +87,7 @@ class OwnMasters:
                 masters[param] = current(kept, param)
                 if masters[param].data_ptr() != kept.data_ptr():
                     written.append(param)
+                    self._has_found_hidden |= known == place
         if written and not self._has_warned:
             self._has_warned = True
             _warn_of_writes(written, named())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -11,28 +12,45 @@ from torch import Tensor
 
 from apex_mp.core import tensors
 from apex_mp.core.log import counted, warn
-from apex_mp.core.masters.written_weights import differ
+from apex_mp.core.masters.written_weights import differ, is_time_to_compare
 from apex_mp.core.step import readback
 from apex_mp.optimizers._state import MASTER
 
-# Group, index, and whether the weight was compared with that of the last step.
-Written: TypeAlias = tuple[int, int, bool]
+# As `_C.StepPlan.written`: the items of a `_Place`.
+Written: TypeAlias = tuple[int, int, bool, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a weight may have been written.
+
+    Attributes:
+        group: The number of the group.
+        index: The index in it.
+        was_compared: Whether it was compared with that of the last step.
+        is_hidden: Whether version and address are those of the last step.
+    """
+
+    group: int
+    index: int
+    was_compared: bool
+    is_hidden: bool
 
 
 @torch.no_grad()
-def take(optimizer: Any, written: Sequence[Written], before: Mapping[Tensor, Any]) -> None:
+def take(optimizer: Any, plan: Any, before: Mapping[Tensor, Any]) -> None:
     """Copy weights to their masters where a weight is not its master rounded, and warn once.
 
     A split master cannot be compared: its remainder becomes 0.
 
     Args:
         optimizer: A fused optimizer.
-        written: The weights that may have been written.
+        plan: The plan of its step, which was read.
         before: By parameter whose state was made for this step: its state before, or None.
     """
     places, differing = [], []
-    for number, index, was_compared in written:
-        param = optimizer.param_groups[number]["params"][index]
+    for place in _places(optimizer, plan):
+        param = optimizer.param_groups[place.group]["params"][place.index]
         if MASTER not in (before.get(param, optimizer.state[param]) or {}):
             continue  # It was made from the weight.
         master, weight = map(tensors.local_part, (optimizer.state[param][MASTER], param.detach()))
@@ -42,19 +60,64 @@ def take(optimizer: Any, written: Sequence[Written], before: Mapping[Tensor, Any
             master.zero_()
             differs = torch.ones((), dtype=torch.bool, device=weight.device)
         else:
-            differs = differ(master, weight, converted=not was_compared)
-            master.copy_(torch.where(differs, weight, master))
-        places.append((number, index))
-        differing.append(differs.any())
-    if places and not (optimizer.__dict__.get("_has_warned_of_writes") or readback.is_capturing()):
-        _warn_where(differing, places, optimizer)
+            differs = _replace(master, weight, place.was_compared)
+        places.append(place)
+        differing.append(differs)
+    is_all_noted = _has(optimizer, _WARNED) and _has(optimizer, _FOUND_HIDDEN)
+    if places and not (is_all_noted or readback.is_capturing()):
+        _note_where(differing, places, optimizer)
 
 
-def _warn_where(differing: list[Tensor], places: list[tuple[int, int]], optimizer: Any) -> None:
-    """Warn of the weights that differ; the host does not wait for a GPU."""
+def _replace(master: Tensor, weight: Tensor, was_compared: bool) -> Tensor:
+    """Copy a weight to its master where it was written; return whether it was, as a tensor."""
+    pairs: Iterable[tuple[Tensor, Tensor]] = [(master, weight)]
+    if was_compared and master.is_contiguous() and weight.is_contiguous():
+        size = _PIECE_ON_CPU if weight.is_cpu else _PIECE
+        pairs = zip(
+            torch.split(master.view(-1), size), torch.split(weight.view(-1), size), strict=True
+        )
+    written = []
+    for part, of_weight in pairs:
+        differs = differ(part, of_weight, converted=not was_compared)
+        part.copy_(torch.where(differs, of_weight, part))
+        written.append(differs.any())
+    return torch.stack(written).any()
+
+
+# Elements that are compared at a time, which takes some 20 bytes for each.
+_PIECE_ON_CPU = 1 << 16
+_PIECE = 1 << 22
+
+# Attributes of an optimizer that are set to True.
+_WARNED = "_has_warned_of_writes"
+_FOUND_HIDDEN = "_has_found_hidden_writes"
+
+
+def _has(optimizer: Any, name: str) -> bool:
+    return name in optimizer.__dict__
+
+
+def _places(optimizer: Any, plan: Any) -> Iterator[_Place]:
+    """Yield the weights that may have been written."""
+    known = [_Place(*written) for written in plan.written]
+    yield from known
+    is_time = is_time_to_compare(optimizer._steps_taken) and not readback.is_capturing()
+    if not (is_time or _has(optimizer, _FOUND_HIDDEN)):
+        return
+    done = {*((place.group, place.index) for place in known), *plan.without_grad}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            master = optimizer.state.get(param, {}).get(MASTER)
+            if (number, index) in done or master is None or master.dtype == torch.int16:
+                continue
+            yield _Place(number, index, was_compared=True, is_hidden=True)
+
+
+def _note_where(differing: list[Tensor], places: list[_Place], optimizer: Any) -> None:
+    """Note the weights that differ; the host does not wait for a GPU."""
     remote = [differs.device for differs in differing if not differs.is_cpu]
     if not remote:
-        _warn(optimizer, places, torch.stack(differing))
+        _note(optimizer, places, torch.stack(differing))
         return
     flags = torch.stack([tensors.copy_async(differs, remote[0]) for differs in differing])
     reference = weakref.ref(optimizer)
@@ -62,19 +125,21 @@ def _warn_where(differing: list[Tensor], places: list[tuple[int, int]], optimize
     def on_arrival(arrived: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            _warn(alive, places, arrived)
+            _note(alive, places, arrived)
 
     readback.submit_tensor(flags, on_arrival)
 
 
-def _warn(optimizer: Any, places: list[tuple[int, int]], differing: Tensor) -> None:
+def _note(optimizer: Any, places: list[_Place], differing: Tensor) -> None:
     places_written = [place for place, flag in zip(places, differing.tolist(), strict=True) if flag]
-    if not places_written or optimizer.__dict__.get("_has_warned_of_writes"):
+    if any(place.is_hidden for place in places_written):
+        setattr(optimizer, _FOUND_HIDDEN, True)
+    if not places_written or _has(optimizer, _WARNED):
         return
-    optimizer._has_warned_of_writes = True
-    number, index = places_written[0]
-    names = optimizer.param_groups[number].get("param_names")
-    name = names[index] if names else f"params[{number}][{index}]"
+    setattr(optimizer, _WARNED, True)
+    first = places_written[0]
+    names = optimizer.param_groups[first.group].get("param_names")
+    name = names[first.index] if names else f"params[{first.group}][{first.index}]"
     others = len(places_written) - 1
     more = f" and {counted(others, 'more parameter')}" if others else ""
     warn(

@@ -471,14 +471,15 @@ std::vector<at::ScalarType> Plan::grad_dtypes() const {
   return dtypes;
 }
 
-std::vector<std::tuple<int64_t, int64_t, bool>> Plan::written() const {
+std::vector<std::tuple<int64_t, int64_t, bool, bool>> Plan::written() const {
   using Change = WeightVersions::Change;
-  std::vector<std::tuple<int64_t, int64_t, bool>> found;
+  std::vector<std::tuple<int64_t, int64_t, bool, bool>> found;
   for (const RowTensors& row : tensors_) {
     const Change change = weights_.change(row);
     if (change == Change::kNone) continue;
     const ItemFacts& item = items_[row.position];
-    found.emplace_back(item.group, item.index, change == Change::kWritten);
+    found.emplace_back(item.group, item.index, change != Change::kNotCompared,
+                       change == Change::kHidden);
   }
   return found;
 }

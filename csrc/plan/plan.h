@@ -109,11 +109,11 @@ class Plan {
   // know.
   bool has_run() const { return has_run_; }
 
-  // Of what was read: (group, index, true) where the weight was written since the last step,
-  // perhaps its float32 master too; with a split master only if its remainder was not. (group,
-  // index, false) where the master is new or the dtype has changed, so nothing can be compared with
-  // that step.
-  std::vector<std::tuple<int64_t, int64_t, bool>> written() const;
+  // Of what was read: (group, index, true, is_hidden) where the weight was written since the last
+  // step, perhaps its float32 master too; with a split master only if its remainder was not.
+  // is_hidden: version and address are as they were. (group, index, false, false) where the master
+  // is new or the dtype has changed, so nothing can be compared with that step.
+  std::vector<std::tuple<int64_t, int64_t, bool, bool>> written() const;
 
   // The dtypes of the gradients that were read.
   std::vector<at::ScalarType> grad_dtypes() const;

@@ -18,22 +18,16 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Returns a hash of version and address, on the CPU also of sampled elements; for a split master on
-// the CPU of sampled elements and the dtype alone.
-uint64_t fingerprint_of(const at::Tensor& weight, const Row& memory) {
+// Returns a hash of sampled elements, which are read on the CPU only.
+uint64_t sample_of(const Row& memory, const Array& array, bool is_on_cpu) {
   uint64_t hash = 0;
-  const Array& array = is_split(memory) ? memory.param : memory.copy;
-  if (weight.device().type() == at::kCPU) {
-    constexpr int64_t kSamples = 8;
-    const auto* halves = static_cast<const uint16_t*>(array.data);
-    const int64_t step = std::max<int64_t>((memory.size + kSamples - 1) / kSamples, 1);
-    uint64_t factor = 1;  // does not depend on what is read
-    for (int64_t i = 0; i < memory.size; i += step, factor *= 0x10001u) hash += factor * halves[i];
-    // With a remainder nothing can be compared, so equal numbers that were written count as none.
-    if (is_split(memory)) return 2 * hash + (array.dtype == DType::kHalf ? 1 : 0);
-  }
-  hash = hash * 0x9e3779b97f4a7c15u + version_of(weight);
-  return hash * 0x9e3779b97f4a7c15u + reinterpret_cast<uintptr_t>(array.data);
+  if (!is_on_cpu) return hash;
+  constexpr int64_t kSamples = 8;
+  const auto* halves = static_cast<const uint16_t*>(array.data);
+  const int64_t step = std::max<int64_t>((memory.size + kSamples - 1) / kSamples, 1);
+  uint64_t factor = 1;  // does not depend on what is read
+  for (int64_t i = 0; i < memory.size; i += step, factor *= 0x10001u) hash += factor * halves[i];
+  return hash;
 }
 
 }  // namespace
@@ -42,8 +36,18 @@ WeightVersions::Entry WeightVersions::entry_of(const RowTensors& row, const Row&
   const bool split = is_split(memory);
   const at::Tensor& master = split ? *row.copy : *row.param;
   const at::Tensor& weight = split ? *row.param : *row.copy;
-  return {master.unsafeGetTensorImpl(), version_of(master),
-          (split ? memory.param : memory.copy).dtype, fingerprint_of(weight, memory)};
+  const Array& array = split ? memory.param : memory.copy;
+  const bool is_on_cpu = weight.device().type() == at::kCPU;
+  Entry entry = {master.unsafeGetTensorImpl(), version_of(master), array.dtype};
+  entry.sample = sample_of(memory, array, is_on_cpu);
+  // With a remainder nothing can be compared, so equal numbers that were written count as none.
+  if (split && is_on_cpu) {
+    entry.sample = 2 * entry.sample + (array.dtype == DType::kHalf ? 1 : 0);
+  } else {
+    entry.weight_version = version_of(weight);
+    entry.address = array.data;
+  }
+  return entry;
 }
 
 WeightVersions::Change WeightVersions::change_between(const Entry& before, const Entry& now,
@@ -55,10 +59,12 @@ WeightVersions::Change WeightVersions::change_between(const Entry& before, const
   } else if (is_new || before.dtype != now.dtype) {
     return Change::kNotCompared;
   }
-  if (before.fingerprint == now.fingerprint) return Change::kNone;
+  const bool is_known =
+      before.weight_version != now.weight_version || before.address != now.address;
+  if (!is_known && before.sample == now.sample) return Change::kNone;
   // A remainder that was written belongs to the weight that it was written with.
-  const bool with_remainder = split && before.master_version != now.master_version;
-  return with_remainder ? Change::kNone : Change::kWritten;
+  if (split && before.master_version != now.master_version) return Change::kNone;
+  return is_known ? Change::kWritten : Change::kHidden;
 }
 
 void WeightVersions::compare(const RowTensors& row, const Row& memory) {

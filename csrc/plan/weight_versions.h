@@ -18,6 +18,7 @@ class WeightVersions {
   enum class Change {
     kNone,
     kWritten,     // the weight was written, perhaps its master too
+    kHidden,      // it was written, but version and address are as they were
     kNotCompared  // the master is new, or the weight has another dtype; not of split masters
   };
 
@@ -36,7 +37,9 @@ class WeightVersions {
     const at::TensorImpl* master = nullptr;  // or remainder; an address to compare, not owned
     int64_t master_version = 0;
     DType dtype = DType::kHalf;
-    uint64_t fingerprint = 0;  // of the weight
+    uint64_t sample = 0;  // of the weight, as what follows
+    int64_t weight_version = 0;
+    const void* address = nullptr;
     Change change = Change::kNone;
   };
 

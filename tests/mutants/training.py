@@ -138,16 +138,19 @@ FP16_UTILS = {
         "_Giver.give", "put_masters(optimizer, originals)", "", "run_fused"
     ),
     "an Adam in place decays weights": Mutant(
-        "_in_place._own_options", "{'adam_w_mode': decoupled}", "{'adam_w_mode': True}", "run_fused"
+        "_Adam._added_options",
+        "group.get('decoupled_weight_decay', is_adamw)",
+        "True",
+        "run_fused",
     ),
     "an option that the fused step lacks is lost in place": Mutant(
-        "_in_place.fuse",
-        "any((group.get(name) for group in groups for name in twin.lacks))",
-        "False",
+        "_InPlace._takes",
+        "not any((group.get(name) for group in groups for name in self._lacks))",
+        "True",
         "run_fused",
     ),
     "skipped steps of a fused optimizer in place are not counted": Mutant(
-        "_Counter.after_step", "self._counts.skipped += note.skipped", "", "run_master_weights"
+        "_Counter.after_step", "self.counts.skipped += note.skipped", "", "run_master_weights"
     ),
     "state that moves to masters stays in float16": Mutant(
         "masters.widened",
@@ -186,10 +189,28 @@ OPTIMIZERS = {
         "take", "master.zero_()", "", "split_masters"
     ),
     "a master outlives what was written to its weight": Mutant(
-        "take", "master.copy_(torch.where(differs, weight, master))", "", "written_weights"
+        "_written._replace",
+        "part.copy_(torch.where(differs, of_weight, part))",
+        "",
+        "written_weights",
+    ),
+    "a fused step in place keeps the decay that its optimizer had at first": Mutant(
+        "_InPlace._read", "group.update(self._added_options(group))", "", "run_fused_changes"
+    ),
+    "a fused step in place is left without its masters": Mutant(
+        "_InPlace._unfuse",
+        "give_masters(self)._own_masters.load(masters)",
+        "give_masters(self)",
+        "run_fused_changes",
+    ),
+    "a write by data is looked for in no step": Mutant(
+        "written_weights.is_time_to_compare", "steps & steps - 1 == 0", "False", "written_weights"
+    ),
+    "a write by data is found once, and not from then on": Mutant(
+        "_note", "setattr(optimizer, _FOUND_HIDDEN, True)", "None", "written_weights"
     ),
     "all of a master is taken from its weight": Mutant(
-        "take", "torch.where(differs, weight, master)", "weight", "written_weights"
+        "_written._replace", "torch.where(differs, of_weight, part)", "of_weight", "written_weights"
     ),
     "a file turns off the masters that were asked for": Mutant(
         "SavedOptimizer._adapted",

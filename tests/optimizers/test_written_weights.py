@@ -12,6 +12,7 @@ import pytest
 import torch
 from fused_adam_cases import BF16, F16, F32, grad_for, make_params
 from tolerances import assert_same_bits
+from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core.masters.written_weights import differ
@@ -126,6 +127,41 @@ def test_training_goes_on_from_written_weights(
         assert_same_bits(param.detach(), master.to(dtype))
     WRITES[write](params)
     step(optimizer, 4, lr=0.0)  # without a second warning
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@each_half
+@pytest.mark.parametrize("start", [0, 6])
+def test_a_clamp_by_data_after_each_step_counts(
+    start: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As in a WGAN. A write by data reaches no element that the CPU samples, every eighth of 64."""
+    kept = torch.arange(64, device=device) % 8 == 0
+
+    def run(clamp: Callable[[Parameter, Tensor], None]) -> Tensor:
+        (param,) = make_params(device, dtype, ((64,),))
+        optimizer = FusedSGD([param], lr=0.125, master_weights=True)
+        for number in range(start + 20):
+            param.grad = grad_for(param, number, 0).to(dtype)
+            optimizer.step()
+            if number >= start:
+                clamp(param, torch.where(kept, param, param.clamp(-0.25, 0.25)).detach())
+        return optimizer.master(param)
+
+    def by_data(param: Parameter, clamped: Tensor) -> None:
+        param.data.copy_(clamped)
+
+    @torch.no_grad()
+    def by_a_copy(param: Parameter, clamped: Tensor) -> None:
+        param.copy_(clamped)
+
+    # From step 8 on it is found in each step; what was clamped after 6 and 7 only is undone.
+    found, expected = run(by_data), run(by_a_copy)
+    if start == 0:
+        assert_same_bits(found, expected)
+    else:
+        assert (found - expected).abs().max() < 0.25 < expected.abs().max()
+    assert found[~kept].abs().max() <= 0.5
 
 
 @each_half

@@ -10,6 +10,15 @@ from apex_mp.core.grads.checks import match_strides
 from apex_mp.core.masters.masters import LOW_PRECISION
 
 
+def is_time_to_compare(steps: int) -> bool:
+    """Return whether a step compares all weights with their masters, after a number of steps.
+
+    A write through `.data` changes neither version nor address, by which writes are known. So all
+    are compared in the first steps and in ever rarer ones; and in each, once one was found so.
+    """
+    return steps & (steps - 1) == 0
+
+
 @torch.no_grad()
 def differ(master: Tensor, weight: Tensor, *, converted: bool = False) -> Tensor:
     """Return where a weight is not its float32 master, rounded to 16 bits: it was written.
