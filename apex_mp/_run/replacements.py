@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType, ModuleType
@@ -77,6 +78,7 @@ def to_scripts(value: Any, truth: Callable[..., Any]) -> Callable[..., Any]:
 def unless_torch(ours: Callable[..., Any], truth: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is `truth` when torch calls it, and otherwise ours."""
 
+    @functools.wraps(truth)
     def function(*args: Any, **kwargs: Any) -> Any:
         return (truth if called_by_torch() else ours)(*args, **kwargs)
 

@@ -259,6 +259,35 @@ def test_the_class_of_devices_is_the_one_of_torch() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_generator_and_a_stream_are_on_the_device_of_tensors() -> None:
+    for place in ("cuda", torch.device("cuda:0"), 0):
+        generator = torch.Generator(place)
+        first = torch.randn(3, device="cuda", generator=generator.manual_seed(0))
+        assert generator.device == first.device == torch.cuda.current_stream().device
+        assert first.equal(torch.randn(3, generator=torch.Generator().manual_seed(0)))
+    assert torch.Generator().device == CPU
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_compiled_code_sees_what_the_script_sees(capfd: pytest.CaptureFixture[str]) -> None:
+    @torch.compile(dynamic=True)
+    def where(x: torch.Tensor) -> str:
+        return x.device.type if x.is_cuda else "not on a GPU"
+
+    model = nn.Linear(1, 1).cuda()
+    model.compile()
+    assert torch.compile(model, mode="max-autotune") is model
+    assert where(torch.ones(1).cuda()) == "cuda"
+    assert capfd.readouterr().err.count("torch.compile returns what it is given") <= 1
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_lazy_module_is_moved() -> None:
+    model = nn.LazyLinear(2).to("cuda").cuda()
+    assert model(torch.ones(1, 3)).shape == (1, 2)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_a_product_of_float16_is_summed_into_float32() -> None:
     """`out_dtype`, which torch has for CUDA only; TRL multiplies so where it sees a GPU."""
     a, b = torch.full((2, 4), 300.0).half(), torch.full((4, 2), 300.0).half()
@@ -277,13 +306,25 @@ def test_autocast_and_its_scaler_work_on_the_cpu() -> None:
         assert model(x).dtype == torch.float16
     with torch.autocast("cuda"):
         assert model(x).dtype == torch.float16
+        assert torch.is_autocast_enabled()
+    with torch.autocast("cuda", None):
+        assert model(x).dtype == torch.get_autocast_dtype("cuda") == torch.float16
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.get_autocast_gpu_dtype() == torch.get_autocast_dtype("cuda") == torch.bfloat16
+        assert torch.is_autocast_enabled("cuda")
+    assert not torch.is_autocast_enabled()
+    assert torch.get_autocast_dtype("cuda") == torch.float16
     assert torch.cuda.amp.GradScaler().is_enabled()
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) -> None:
     torch.distributed.init_process_group(
-        "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        "nccl",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
     )
     try:
         assert torch.distributed.get_backend() == "gloo"

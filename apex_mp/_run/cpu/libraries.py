@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import distributed
 
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
-from apex_mp._run.replacements import Replacements, called_by_torch
+from apex_mp._run.replacements import Replacements, called_by_torch, unless_torch
 from apex_mp.parallel import multiproc
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
 
@@ -30,6 +31,10 @@ def replace(replacements: Replacements) -> None:
         replacements.set(torch, name, _first(getattr(torch, name), change))
     autocast = torch.amp.autocast_mode.autocast
     replacements.set(autocast, "__init__", _autocast(autocast.__init__))
+    for name, function in _autocast_functions().items():
+        replacements.set(torch, name, unless_torch(function, getattr(torch, name)))
+    replacements.set(torch, "compile", unless_torch(_eager, torch.compile))
+    replacements.set(torch.nn.Module, "compile", lambda module, *_, **__: _note_eager())
     scaler = torch.amp.GradScaler
     replacements.set(scaler, "__init__", _keyword_or_second(scaler.__init__))
     replacements.set(torch.random, "fork_rng", _without_gpus(torch.random.fork_rng))
@@ -72,11 +77,46 @@ def _autocast(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if device_type == "cuda":
             device_type = "cpu"
-            if not args and kwargs.get("dtype") is None:
-                kwargs["dtype"] = torch.float16  # That of CUDA; the CPU's is bfloat16.
+            dtype = args[0] if args else kwargs.pop("dtype", None)
+            args = (dtype or torch.get_autocast_dtype("cuda"), *args[1:])
         original(self, device_type, *args, **kwargs)
 
     return __init__
+
+
+def _autocast_functions() -> dict[str, Callable[..., Any]]:
+    """Return functions by which scripts ask for autocast on the GPU, and switch it."""
+
+    def of_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda device="cuda", *args: original(on_cpu(device), *args)
+
+    def get_autocast_dtype(device: str) -> torch.dtype:
+        is_on = on_cpu(device) == "cpu" and torch.is_autocast_enabled("cpu")
+        return dtype_of("cpu" if is_on else device)
+
+    dtype_of = torch.get_autocast_dtype
+    return {
+        "get_autocast_dtype": get_autocast_dtype,
+        "get_autocast_gpu_dtype": lambda: get_autocast_dtype("cuda"),
+        "is_autocast_enabled": of_gpu(torch.is_autocast_enabled),
+    }
+
+
+def _eager(function: Any = None, **_: Any) -> Any:
+    """Return a function as it is: compiled code would see that its tensors are on the CPU."""
+    if function is None:
+        return _eager
+    _note_eager()
+    return function
+
+
+@functools.cache
+def _note_eager() -> None:
+    print(
+        "apex_mp run: --device cpu: torch.compile returns what it is given; compiled code would "
+        "see the CPU",
+        file=sys.stderr,
+    )
 
 
 def _keyword_or_second(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +131,7 @@ def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         kwargs = {name: _gloo_for_nccl(value) for name, value in kwargs.items()}
+        kwargs.pop("device_id", None)
         return original(*map(_gloo_for_nccl, args), **kwargs)
 
     return wrapper

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _device
 
-from apex_mp._run.replacements import Replacements
+from apex_mp._run.replacements import Replacements, called_by_torch
 
 
 def on_cpu(device: Any) -> Any:
@@ -34,8 +34,8 @@ def replace(replacements: Replacements) -> None:
     """Make `with torch.device("cuda"):` and torch.Generator mean the CPU."""
     context = _device.DeviceContext
     replacements.set(context, "__init__", _first(context.__init__))
-    replacements.set(torch, "Generator", _stand_in(torch.Generator, on_cpu))
-    replacements.set(torch, "device", _stand_in(torch.device, _numbered))
+    replacements.set(torch, "Generator", _stand_in(torch.Generator, _generator))
+    replacements.set(torch, "device", _stand_in(torch.device, _device_of))
 
 
 def _first(original: Callable[..., None]) -> Callable[..., None]:
@@ -46,26 +46,36 @@ def _first(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _numbered(place: Any) -> Any:
+def _device_of(*args: Any, **kwargs: Any) -> torch.device:
     """Return "cuda:1" for 1: without a GPU torch knows of no device by its number."""
-    is_number = isinstance(place, int) and not isinstance(place, bool)
-    return f"cuda:{place}" if is_number else place
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (f"cuda:{args[0]}", *args[1:])
+    return _Device(*args, **kwargs)
 
 
-def _stand_in(real: Any, change: Callable[[Any], Any]) -> type:
-    """Return a class whose calls make objects of class `real`, and which isinstance accepts.
+def _generator(device: Any = "cpu") -> torch.Generator:
+    place = on_cpu(device)
+    return (_Generator if place is device else _GeneratorOfGpu)(place)
 
-    Args:
-        real: The class.
-        change: Called with the device that is given; what it returns takes its place.
-    """
+
+_Device, _Generator = torch.device, torch.Generator
+_FIRST_GPU = torch.device("cuda", 0)
+
+
+class _GeneratorOfGpu(torch.Generator):
+    """A generator of the CPU that a script has made for a GPU, and compares with its tensors."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _Device("cpu") if called_by_torch() else _FIRST_GPU
+
+
+def _stand_in(real: Any, make: Callable[..., Any]) -> type:
+    """Return a class whose calls are those of `make`, and which isinstance takes for `real`."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            args = (*map(change, args[:1]), *args[1:])
-            if "device" in kwargs:
-                kwargs["device"] = change(kwargs["device"])
-            return real(*args, **kwargs)
+            return make(*args, **kwargs)
 
         def __eq__(cls, other: object) -> bool:
             return other is cls or other is real  # torch.fx and Dynamo look it up

@@ -13,7 +13,7 @@ class Stream:
     """A stream whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cpu")
+        self.device = torch.device("cuda", 0)
         self.cuda_stream = 0
         self.priority = 0
 
