@@ -57,8 +57,9 @@ def test_readme_and_pages_quote_the_h100() -> None:
         return f"{ways[way]['step_ms']:.1f} ms and {ways[way]['peak_GiB']:.1f} GiB"
 
     readme = page("../README.md")
-    assert f"takes {said('ours fp16 weights, GradScaler, masters')} with float16" in readme
-    assert f"{said('ours fp16 weights, GradScaler, split, bf16 moments')} with split" in readme
+    narrow = said("ours fp16 weights, GradScaler, split, bf16 moments")
+    assert f"takes {narrow} with float16 weights, split masters and bfloat16 moments" in readme
+    assert f"{said('ours fp16 weights, GradScaler, masters')} with float32 masters" in readme
     torchs = "torch autocast fp16 + GradScaler + AdamW(fused), fp32 weights"
     assert f"AdamW(fused) takes {said(torchs)} (" in readme
     workloads = {each["workload"]: each for each in results(f"step-{H100}")["workloads"]}
@@ -66,6 +67,8 @@ def test_readme_and_pages_quote_the_h100() -> None:
         (workload, row["case"]): row for workload, each in workloads.items() for row in each["rows"]
     }
     clipped = rows["BERT-large", "ours fp16, clip"]
+    plain = rows["BERT-large", "plain torch fp16, foreach, clip"]
+    assert f"take {clipped['ms']:.2f} ms there; in plain torch {plain['ms']:.2f} ms" in readme
     assert f"takes {clipped['ms']:.2f} ms, 1e9 parameters" in page("speed.md")
     assert f"1e9 parameters {rows['1 x 1000M', 'ours fp16, clip']['ms']:.1f} ms" in page("speed.md")
     assert f"clip {clipped['ms']:.2f} ms, {clipped['of_reference']:.2f} of" in page("gpu.md")
@@ -136,6 +139,8 @@ def test_the_page_of_memory_quotes_batches_and_shares() -> None:
     text = page("memory.md")
     assert f"{bert['fp32']} in float32, {bert['fp16, FP16_Optimizer']} in float16, " in text
     assert f"{bert['amp.init']} under `amp.init`" in text
+    said = f"of {bert['fp16, FP16_Optimizer']} for BERT-base in float16, of {bert['fp32']} in"
+    assert said in page("../README.md")
     three = (resnet[mode] for mode in ("fp32", "fp16, FP16_Optimizer", "amp.init"))
     assert f"of ResNet-50 at 224 x 224: {', '.join(map(str, three))}" in text
 

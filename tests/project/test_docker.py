@@ -27,4 +27,5 @@ def test_the_two_install_lines_are_those_of_readme() -> None:
     lines = re.findall(r"^(pip install .*)$", section, re.MULTILINE)
     assert len(lines) == 2
     at = instructions("RUN").index(lines[0])
-    assert instructions("RUN")[at + 1] == lines[1]
+    # README's reader goes on in the folder of the sources, which the image does not keep.
+    assert instructions("RUN")[at + 1] == lines[1].replace(" -e ", " ")
