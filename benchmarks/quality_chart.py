@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,27 @@ def draw(results: dict[str, Any], path: Path) -> None:
             _draw_one(ax, each)
         axes[-1].set_xlabel(f"step of {longest:,}")
         axes[0].legend(loc="upper left", frameon=False, ncols=2)
+        figure.suptitle(finding(shown), x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         figure.tight_layout()
         figure.savefig(path)
+
+
+def finding(shown: list[dict[str, Any]]) -> str:
+    """Return what the picture shows, in a sentence: the last fifth of the curves."""
+
+    def beyond(each: dict[str, Any], way: str) -> float:
+        runs = each["ways"][way]
+        (reference, *_) = each["ways"].values()
+        pairs = zip(mean_curve(runs), mean_curve(reference[: len(runs)]), strict=True)
+        differences = [a - b for a, b in pairs]
+        return statistics.mean(differences[-len(differences) // 5 :])
+
+    worst = max(shown, key=lambda each: beyond(each, "no masters"))
+    split = max(abs(beyond(each, "split masters")) for each in shown)
+    return (
+        f"{worst['dtype']} weights end with a loss {beyond(worst, 'no masters'):.2f} higher "
+        f"without masters, with split masters as with float32 ones (± {split:.4f})"
+    )
 
 
 def _draw_one(ax: Axes, each: dict[str, Any]) -> None:

@@ -43,6 +43,9 @@ def use_master_weights() -> Iterator[None]:
 
     It is what `python -m apex_mp run --master-weights` does to a script.
     """
+    if _givers:  # This block is inside of another.
+        yield
+        return
     replacements = Replacements()
     give_everywhere(replacements, says_nothing_found=True)
     try:
@@ -72,6 +75,7 @@ def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> 
             replacements.set(module, "GradScaler", ours)  # For subclasses.
     optimizer = torch.optim.Optimizer
     replacements.set(optimizer, "__init__", giver.after_init(optimizer.__init__))
+    replacements.set(optimizer, "__setstate__", giver.after_setstate(optimizer.__setstate__))
     hook = optimizer.profile_hook_step
     replacements.set(optimizer, "profile_hook_step", staticmethod(giver.around_step(hook)))
     for each in {*_hooked(optimizer)}:  # Classes of optimizers that were made before.
@@ -153,6 +157,19 @@ class _Giver:
 
         return initialize
 
+    def after_setstate(self, setstate: Callable[..., None]) -> Callable[..., None]:
+        """Count the steps of copies, too; those without masters get some before their next step."""
+
+        @functools.wraps(setstate)
+        def __setstate__(optimizer: Any, state: Any) -> None:  # noqa: N807
+            setstate(optimizer, state)
+            if not isinstance(optimizer, FP16_Optimizer):
+                self._optimizers.add(optimizer)
+            if isinstance(optimizer, FusedOptimizer) and "master_weights" in optimizer.defaults:
+                self._count(optimizer)
+
+        return __setstate__
+
     def around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda function: self.instead_of(hook(function))
 
@@ -209,7 +226,7 @@ class _Giver:
         """Print what was done, once."""
         counts, self._counts = [each for each in self._counts if each.steps and each.params], []
         if not counts and self._says_nothing_found:
-            _say("no optimizer was given masters; none without masters stepped 16-bit parameters")
+            _say("no optimizer was given masters; none that was made here had 16-bit parameters")
         for each in counts:
             _say(
                 f"{each.owner} stepped float32 masters of {counted(each.params, 'parameter')} in "
@@ -242,14 +259,15 @@ class _Counter:
     def __init__(self, optimizer: FusedOptimizer) -> None:
         is_split = optimizer.param_groups[0]["master_weights"] == "split"
         self.counts = StepCounts(type(optimizer).__name__, bytes_each=2 if is_split else 4)
-        self._handle = optimizer.register_step_post_hook(self)
+        self._is_over = False
+        optimizer.register_step_post_hook(self)
         step_log.listen(optimizer, self)
 
     def leave_to(self, optimizer: MasterWeights) -> None:
         """Leave counting to the optimizer, which was fused until now and counts by itself."""
         masters = optimizer._own_masters
         if masters.counts is not self.counts:
-            self._handle.remove()
+            self._is_over = True  # In a hook no hook can be removed.
             step_log.unlisten(self)
             self.counts.steps += masters.counts.steps
             masters.counts = self.counts
@@ -257,6 +275,7 @@ class _Counter:
     def __call__(self, optimizer: Any, *_: Any) -> None:
         if isinstance(optimizer, MasterWeights):
             self.leave_to(optimizer)
+        if self._is_over:
             return
         self.counts.steps += 1
         low = _low_params(optimizer)

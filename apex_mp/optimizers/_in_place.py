@@ -13,6 +13,7 @@ from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.masters.class_with import class_with, own_class
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step.scaled_step import GradCheck, ScaledStep
+from apex_mp.optimizers import _written
 from apex_mp.optimizers._fused import Before, FusedOptimizer
 from apex_mp.optimizers._state import MASTER, unpack
 from apex_mp.optimizers.fused_adam import FusedAdam
@@ -35,7 +36,12 @@ class _InPlace(FusedOptimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return an optimizer of torch's class: `type(optimizer)(params)` has no masters."""
-        return own_class(cls)(*args, **options)
+        added = (*cls._added, "adam_w_mode", "master_weights")  # They are among the defaults.
+        kept = {name: value for name, value in options.items() if name not in added}
+        return own_class(cls)(*args, **kept)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Do nothing: `__new__` has made the optimizer."""
 
     def _added_options(self, group: _Group) -> Mapping[str, Any]:
         """Return the options of the fused step that compute what torch's group asks for."""
@@ -65,6 +71,7 @@ class _InPlace(FusedOptimizer):
 
         A script may change them at any time to what only torch's class has.
         """
+        self._refresh()
         return self._takes(self.param_groups) and not any(
             param.grad is not None and param.grad.is_sparse
             for group in self.param_groups
@@ -74,10 +81,14 @@ class _InPlace(FusedOptimizer):
 
     def _unfuse(self) -> None:
         """Step by torch's class from now on, with `MasterWeights`."""
-        states = self.state.items()
-        masters = {param: state.pop(MASTER) for param, state in states if MASTER in state}
+        masters = {}
+        for param, state in self.state.items():
+            if MASTER in state:  # A checkpoint may hold the state.
+                masters[param] = state[MASTER]
+                self.state[param] = {key: state[key] for key in state if key != MASTER}
         self._leave()
-        give_masters(self)._own_masters.load(masters)
+        given = give_masters(self)
+        given._own_masters.load(masters, compares_all=_written.finds_hidden(self))
 
     def _leave(self) -> None:
         own = own_class(type(self))
@@ -86,6 +97,12 @@ class _InPlace(FusedOptimizer):
                 group.pop(name, None)
         vars(self).pop("_plan", None)
         self.__class__ = own
+
+    def _refresh(self) -> None:
+        """Make groups ask for what a script has written into them, and for masters."""
+        for group in self.param_groups:
+            group.setdefault("master_weights", True)
+            group.update(self._added_options(group))
 
     def _takes(self, groups: Iterable[_Group]) -> bool:
         try:
@@ -101,6 +118,11 @@ class _InPlace(FusedOptimizer):
         if not _are_steppable(self.param_groups[-1]["params"]):
             self._unfuse()
 
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
+        """Return state and options, those of torch's class as a script has written them."""
+        self._refresh()
+        return super().state_dict(compact=compact)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what torch's class has saved, without the fused step if that lacks an option."""
         groups = as_dict(self._public_name, state_dict).get("param_groups", ())
@@ -111,8 +133,7 @@ class _InPlace(FusedOptimizer):
             self.load_state_dict(state_dict)
 
     def _read(self, plan: Any, step: ScaledStep, before: Before) -> None:
-        for group in self.param_groups:
-            group.update(self._added_options(group))
+        self._refresh()
         super()._read(plan, step, before)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

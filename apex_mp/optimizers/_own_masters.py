@@ -50,12 +50,14 @@ class OwnMasters:
     Attributes:
         counts: What was stepped; it does not keep the masters alive.
         kept: The master or remainder of each parameter that has one.
+        stepped: Those that had a gradient in a step, or a master in a checkpoint.
     """
 
     def __init__(self, owner: str, split: bool) -> None:
         self.split = split
         self.counts = StepCounts(owner, 2 if split else 4)
         self.kept: dict[Tensor, Tensor] = {}
+        self.stepped: set[Tensor] = set()
         self._known: dict[Tensor, tuple[int, int]] = {}  # version and address after a step
         self._has_warned = self._has_found_hidden = False
 
@@ -108,9 +110,15 @@ class OwnMasters:
         is_there = kept is not None and _is_remainder(kept)
         return _state.split(master, param, kept if is_there else None)
 
-    def load(self, saved: Mapping[Tensor, Tensor]) -> None:
-        """Replace all masters by loaded ones; a parameter without one has its weight."""
-        self.kept, self._known = {**saved}, {}
+    def load(self, saved: Mapping[Tensor, Tensor], *, compares_all: bool = False) -> None:
+        """Replace all masters by loaded ones; a parameter without one has its weight.
+
+        Args:
+            saved: Masters by parameter.
+            compares_all: Compare all weights with their masters in each step from now on [False].
+        """
+        self.kept, self._known, self.stepped = {**saved}, {}, {*saved}
+        self._has_found_hidden |= compares_all
 
     def whole_of(self, param: Tensor) -> Tensor:
         """Return the float32 values of a parameter's master now, maybe in the memory of it."""
@@ -121,7 +129,9 @@ class OwnMasters:
 
     def replace(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Replace the masters of some parameters."""
-        self.load({**self.kept, **masters})
+        self.kept.update(masters)
+        for param in masters:
+            self._known.pop(param, None)
 
     def saved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter and its master in float32."""

@@ -63,7 +63,7 @@ def take(optimizer: Any, plan: Any, before: Mapping[Tensor, Any]) -> None:
             differs = _replace(master, weight, place.was_compared)
         places.append(place)
         differing.append(differs)
-    is_all_noted = _has(optimizer, _WARNED) and _has(optimizer, _FOUND_HIDDEN)
+    is_all_noted = _has(optimizer, _WARNED) and finds_hidden(optimizer)
     if places and not (is_all_noted or readback.is_capturing()):
         _note_where(differing, places, optimizer)
 
@@ -97,12 +97,17 @@ def _has(optimizer: Any, name: str) -> bool:
     return name in optimizer.__dict__
 
 
+def finds_hidden(optimizer: Any) -> bool:
+    """Return whether an optimizer has found a write that version and address do not show."""
+    return _has(optimizer, _FOUND_HIDDEN)
+
+
 def _places(optimizer: Any, plan: Any) -> Iterator[_Place]:
     """Yield the weights that may have been written."""
     known = [_Place(*written) for written in plan.written]
     yield from known
     is_time = is_time_to_compare(optimizer._steps_taken) and not readback.is_capturing()
-    if not (is_time or _has(optimizer, _FOUND_HIDDEN)):
+    if not (is_time or finds_hidden(optimizer)):
         return
     done = {*((place.group, place.index) for place in known), *plan.without_grad}
     for number, group in enumerate(optimizer.param_groups):

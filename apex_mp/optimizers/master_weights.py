@@ -121,6 +121,7 @@ class MasterWeights(torch.optim.Optimizer):
                 self._own_masters.counts.skipped += 1
                 return None
             masters = self._masters_for_step()
+            self._own_masters.stepped.update(new)
             with self.__stepping(), exchanged(masters, new):
                 value = super().step(*args, **kwargs)
             self._write_masters(masters)
@@ -140,6 +141,7 @@ class MasterWeights(torch.optim.Optimizer):
             _, grads = self._float32_grads.of(self.__grads(), ScaledStep(), self.__name)
             new.clear()
             new.update(grads)
+            self._own_masters.stepped.update(grads)
             if not masters:
                 masters.update(self._masters_for_step())
             exchange.enter()
@@ -244,9 +246,9 @@ class MasterWeights(torch.optim.Optimizer):
         states = {**saved["state"]}
         for param, master in self._own_masters.saved():
             number = number_of.get(param, -1)
-            # Without the entries of its class a state could not be loaded by it.
-            is_stepped = number in states or (not states and self._own_masters.counts.steps)
-            if number >= 0 and is_stepped:
+            # Its class could not load a state that lacks entries; if it makes none, it can.
+            is_whole = number in states or param in self._own_masters.stepped
+            if number >= 0 and is_whole:
                 saved["state"][number] = {**states.get(number, {}), MASTER: master}
         return saved
 

@@ -23,8 +23,8 @@ namespace {
 // Puts data into a parameter, maybe of another dtype. torch's set_data alone would then drop the
 // node that accumulates the gradient, and with it the hooks of DistributedDataParallel.
 void put_data(const at::Tensor& param, const at::Tensor& data) {
-  torch::autograd::AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(param);
-  TORCH_INTERNAL_ASSERT(meta != nullptr);
+  // A tensor that never required grad has none yet.
+  torch::autograd::AutogradMeta* meta = torch::autograd::impl::materialize_autograd_meta(param);
   const auto accumulator = meta->grad_accumulator_;
   param.set_data(data);
   meta->grad_accumulator_ = accumulator;

@@ -47,7 +47,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(11.5, 7.4), dpi=150, facecolor="white")
         grid = figure.add_gridspec(
-            2, 2, width_ratios=(2.15, 1), left=0.07, right=0.945, top=0.845, bottom=0.15,
+            2, 2, width_ratios=(2.15, 1), left=0.07, right=0.945, top=0.845, bottom=0.165,
             wspace=0.33, hspace=0.38,
         )  # fmt: skip
         loss = figure.add_subplot(grid[0, 0])
@@ -83,12 +83,16 @@ def _caption(results: dict[str, Any]) -> str:
     return (
         f"Loss: mean of the seeds and of {SMOOTHING} steps. Loss scale: one seed in full colour, "
         f"the others pale. It doubles after {settings['scale_window']} good steps instead of\n"
-        "the usual 1000, so that a run this short shows it, and halves when a gradient overflows."
+        "the usual 1000, so that a run this short shows it, and halves when a gradient overflows. "
+        "Memory: fp16 amp holds float16 copies of activations\nbeside float32 ones where a layer "
+        "computes in each; of a larger model it holds less than fp32."
     )
 
 
 def _draw_loss(axes: Axes, curves: Sequence[dict[str, Any]]) -> None:
     for curve in curves:
+        if curve["run"] not in ("fp32", "fp16 dynamic"):  # All lie on each other.
+            continue
         mean = np.mean(curve["losses"], axis=0)
         axes.plot(_smooth(mean), label=curve["run"], **STYLES[curve["run"]])
     axes.set(title="Training loss", yscale="log")

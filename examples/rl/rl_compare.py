@@ -159,9 +159,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         reward.set(title="Reward", xlabel="step", ylim=(None, 1.02))
         reward.legend(frameon=False)
         _draw_curves(mismatch, results, "mismatch", with_masters)
-        mismatch.set(title="Mismatch of log-probabilities", xlabel="step", yscale="log")
+        mismatch.set(
+            title="Sampler against trainer: mean difference\nof a token's log-probability",
+            xlabel="step",
+            yscale="log",
+        )
         _draw_curves(outside, results, "outside", with_masters, 100.0)
-        outside.set(title="% of tokens: ratio leaves 1 ± 0.01", xlabel="step")
+        outside.set(title="% of tokens whose probability\nchanges by more than 1 %", xlabel="step")
         figure.suptitle(finding(results), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path)
 
@@ -186,6 +190,6 @@ def finding(results: dict[str, Any]) -> str:
     rows = {row["run"]: row for row in results["rows"]}
     half, brain = (np.mean(rows[name]["mismatch"]) for name in ("fp16", "bf16"))
     return (
-        f"Between drawing and training, log-probabilities in bf16 differ by {brain:.1e}, "
-        f"{brain / half:.1f} times as much as in fp16"
+        f"Sampler and trainer disagree {brain / half:.1f} times as much in bf16 as in fp16 "
+        f"({brain:.1e} in log-probability)"
     )

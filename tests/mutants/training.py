@@ -195,12 +195,12 @@ OPTIMIZERS = {
         "written_weights",
     ),
     "a fused step in place keeps the decay that its optimizer had at first": Mutant(
-        "_InPlace._read", "group.update(self._added_options(group))", "", "run_fused_changes"
+        "_InPlace._refresh", "group.update(self._added_options(group))", "", "run_fused_changes"
     ),
     "a fused step in place is left without its masters": Mutant(
         "_InPlace._unfuse",
-        "give_masters(self)._own_masters.load(masters)",
-        "give_masters(self)",
+        "given._own_masters.load(masters, compares_all=_written.finds_hidden(self))",
+        "None",
         "run_fused_changes",
     ),
     "a write by data is looked for in no step": Mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +171,125 @@ def test_steps_with_and_without_the_fused_one_are_counted_together(
     said = capsys.readouterr().err
     assert said.count("Adam stepped") == 1
     assert "(64 bytes); 0 of 6 steps" in said
+
+
+def clamped_by_data(optimizer_class: Any, changes_at: int) -> tuple[float, float]:
+    param = nn.Parameter(torch.zeros(8, dtype=BF16))
+    optimizer = optimizer_class([param], lr=0.02, weight_decay=0.0)
+    for number in range(58):
+        if number == changes_at:
+            optimizer.param_groups[0]["weight_decay"] = -1e-3
+        param.grad = -torch.ones_like(param)
+        optimizer.step()
+        largest = optimizer.master(param).max().item()
+        param.data.clamp_(-0.5, 0.5)
+    return largest, param.max().item()
+
+
+@pytest.mark.filterwarnings("ignore:.*changed :RuntimeWarning")
+def test_writes_by_data_count_after_a_change() -> None:
+    with apex_mp.use_master_weights():
+        assert clamped_by_data(ADAMW, changes_at=34)[0] < 0.55
+
+
+def test_a_checkpoint_keeps_its_masters_after_a_change() -> None:
+    with apex_mp.use_master_weights():
+        pair = Pair(ADAM, DECAY)
+        for number in range(3):
+            pair.step(number)
+        (param,) = pair.ours.param_groups[0]["params"]
+        master, saved = pair.ours.master(param), pair.ours.state_dict()
+        saved["param_groups"][0]["weight_decay"] = -0.5
+        pair.ours.load_state_dict(saved)
+        assert isinstance(pair.ours, MasterWeights)
+        assert saved["state"][0]["master_param"].equal(master)
+        assert pair.ours.master(param).equal(master)
+
+
+def test_an_option_is_saved_as_it_was_written() -> None:
+    with apex_mp.use_master_weights():
+        pair = Pair(ADAM, DECAY)
+        pair.both(setting("decoupled_weight_decay", True))
+        pair.both(adding(decoupled_weight_decay=True))
+        groups = pair.ours.state_dict()["param_groups"]
+        assert [group["decoupled_weight_decay"] for group in groups] == [True, True]
+        again = type(pair.ours)(pair.params, **pair.ours.defaults)
+        assert type(again).__name__ == "Adam"
+
+
+def test_masters_without_other_state_are_saved_again_after_they_were_loaded() -> None:
+    params = [nn.Parameter(torch.tensor([value, 1.0], dtype=BF16)) for value in (0.3, 0.7)]
+    groups = [{"params": [params[0]], "momentum": 0.5}, {"params": [params[1]]}]
+    with apex_mp.use_master_weights():
+        first, second, third = (SGD(groups, lr=1e-3, maximize=True) for _ in range(3))
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, 0.1)
+            first.step()
+        second.load_state_dict(first.state_dict())
+        third.load_state_dict(copy.deepcopy(second).state_dict())
+        for param in params:
+            assert third.master(param).equal(first.master(param))
+            assert not first.master(param).equal(param.float())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_that_was_made_before_its_weights_became_16_bit_gets_masters(
+    copied: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with apex_mp.use_master_weights():
+        model = nn.Linear(4, 4)
+        model, optimizer = copied((model, ADAM(model.parameters(), lr=1e-4)))
+        model.to(BF16)
+        before = model.weight.detach().clone()
+        for _ in range(20):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        copied((model, optimizer))[1].step()
+    assert abs((optimizer.master(model.weight) - before).mean().item() + 0.002) < 1e-3
+    said = capsys.readouterr().err
+    assert "2 parameters in 16 bits (80 bytes); 0 of 20 steps" in said
+    assert "2 parameters in 16 bits (80 bytes); 0 of 1 step" in said
+
+
+def test_a_hook_after_the_step_may_be_there() -> None:
+    calls: list[int] = []
+    with apex_mp.use_master_weights():
+        pair = Pair(ADAM, DECAY)
+        pair.ours.register_step_post_hook(lambda *_: calls.append(1))
+        for number in range(4):
+            if number == 2:
+                pair.both(setting("weight_decay", -0.5))
+            pair.step(number)
+            pair.check()
+    assert len(calls) == 4
+
+
+def test_a_group_that_is_appended_by_hand_has_masters() -> None:
+    def append(optimizer: Any, param: nn.Parameter) -> None:
+        options = SGD([nn.Parameter(torch.ones(1))], **MOMENTUM).param_groups[0]
+        optimizer.param_groups.append({**options, "params": [param]})
+
+    with apex_mp.use_master_weights():
+        pair = Pair(SGD, MOMENTUM)
+        pair.both(append)
+        for number in range(4):
+            pair.step(number)
+            pair.check()
+
+
+def test_blocks_may_be_nested() -> None:
+    with apex_mp.use_master_weights(), apex_mp.use_master_weights():
+        assert torch.amp.GradScaler("cpu").is_enabled()
+
+
+def test_a_frozen_parameter_is_loaded() -> None:
+    frozen = nn.Parameter(torch.ones(3, dtype=torch.float16), requires_grad=False)
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = MasterWeights([param, frozen], torch.optim.RMSprop, lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert frozen.dtype == torch.float16
+    assert frozen.eq(1).all()
