@@ -166,6 +166,7 @@ release-check: $(BUILT)
 docs: $(DOCS_READY) $(BUILT)
 	rm -rf build/docs
 	$(VENV)/bin/sphinx-build -q -W --keep-going docs build/docs
+	if command -v node > /dev/null; then node docs/_site/search.cjs build/docs; fi
 	@echo 'The site is build/docs/index.html.'
 
 clients: $(CLIENTS_READY)

@@ -16,7 +16,9 @@ release = version = __version__
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "myst_parser",
     "sphinx_copybutton",
     "docstrings",  # of _site/
@@ -29,6 +31,8 @@ pygments_dark_style = "github-dark"
 html_title = f"apex_mp {__version__}"
 html_static_path = ["_site/static"]
 html_css_files = ["apex_mp.css"]
+html_js_files = ["enlarge.js"]
+html_search_scorer = str(Path(__file__).parent / "_site" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 
@@ -44,10 +48,15 @@ autodoc_mock_imports = ["accelerate", "lightning", "pytorch_lightning"]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
 autodoc_default_options = {
     "members": True,
     "undoc-members": True,  # so that _site/docstrings.py sees them
     "show-inheritance": True,
-    # Those of torch.nn.Module and of torch's process groups.
-    "exclude-members": "forward, join_hook, register_comm_hook",
+    # Up to torch's, Lightning's and Python's own classes.
+    "inherited-members": "Optimizer, Module, GradScaler, DistributedDataParallel, LayerNorm, "
+    "_NormBase, ScaledPrecision, MixedPrecision, Exception, object",
+    # Those of exceptions, modules, process groups and torch's optimizers, and what GradScaler uses.
+    "exclude-members": "args, forward, join_hook, register_comm_hook, check_gradients, state, "
+    "param_groups, unscale_grads",
 }

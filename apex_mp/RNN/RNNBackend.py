@@ -27,7 +27,11 @@ class _Several(nn.Module):
             rnn.reset_parameters()
 
     def init_hidden(self, bsz: int) -> None:
-        """Make a hidden state of zeros for `bsz` sequences, unless there is one for as many."""
+        """Make a hidden state of zeros for `bsz` sequences, unless there is one for as many.
+
+        Args:
+            bsz: Sequences in the batch.
+        """
         for rnn in self.rnns:
             rnn.init_hidden(bsz)
 
@@ -41,12 +45,20 @@ class _Several(nn.Module):
             rnn.detach_hidden()
 
     def reset_hidden(self, bsz: int) -> None:
-        """Set the hidden state to zeros for `bsz` sequences."""
+        """Set the hidden state to zeros for `bsz` sequences.
+
+        Args:
+            bsz: Sequences in the batch.
+        """
         for rnn in self.rnns:
             rnn.reset_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """As `reset_hidden`; see `RNNCell.init_inference`."""
+        """As `reset_hidden`; see `RNNCell.init_inference`.
+
+        Args:
+            bsz: Sequences in the batch.
+        """
         for rnn in self.rnns:
             rnn.init_inference(bsz)
 

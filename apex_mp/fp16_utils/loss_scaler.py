@@ -43,11 +43,22 @@ class _ScalesLoss:
         grad_in: _Grads,
         grad_out: _Grads,
     ) -> _Grads:
-        """Return `grad_in` scaled; a backward hook of a module."""
+        """Return scaled gradients; a backward hook of a module.
+
+        Args:
+            module: The module; not used.
+            grad_in: Gradients of its inputs, None where there is none.
+            grad_out: Gradients of its outputs; not used.
+        """
         return tuple(None if g is None else self.loss_scale * g for g in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run backward on the scaled loss; gradients come out scaled."""
+        """Run backward on the scaled loss; gradients come out scaled.
+
+        Args:
+            loss: The loss, not scaled.
+            retain_graph: As of `torch.Tensor.backward` [False].
+        """
         (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,7 +66,10 @@ class _ScalesLoss:
         return {name: getattr(self, name) for name in self._required + self._optional}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set attributes from `state_dict`, which may lack those that newer versions added.
+        """Set attributes from a state_dict, which may lack those that newer versions added.
+
+        Args:
+            state_dict: What `state_dict()` has returned.
 
         Raises:
             TypeError, ValueError: A key is missing or unknown, or a value is out of range; the

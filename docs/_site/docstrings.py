@@ -81,8 +81,22 @@ def _mark_code(
             lines[i : i + 1] = ["", "::", ""]
 
 
+def _public_bases(_app: Sphinx, _name: str, thing: Any, _options: Any, bases: list[Any]) -> None:
+    """Show the nearest public base of each line in the place of a private one."""
+
+    def public(base: Any) -> Any:
+        is_private = any(
+            part.startswith("_") for part in f"{base.__module__}.{base.__name__}".split(".")
+        )
+        return next(filter(None, map(public, base.__bases__)), None) if is_private else base
+
+    found = [public(base) if inspect.isclass(base) else base for base in bases]
+    bases[:] = dict.fromkeys(base for base in found if base is not None)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect to autodoc, before napoleon rewrites the docstrings."""
     app.connect("autodoc-process-docstring", _check, priority=1)
     app.connect("autodoc-process-docstring", _mark_code, priority=2)
+    app.connect("autodoc-process-bases", _public_bases)
     return {"parallel_read_safe": True}

@@ -1,7 +1,8 @@
 """A Sphinx extension: pages from files in the root of the sources, and tables made by commands.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages. `<!-- output of python -m MODULE -->` on a
-line of its own becomes what the command prints. A command on the page of a recipe is followed by
+line of its own becomes what the command prints, and `<!-- index: WORDS, MORE WORDS -->` entries
+of the index, which a search finds first. A command on the page of a recipe is followed by
 what it printed when benchmarks.recipes ran it.
 """
 
@@ -37,6 +38,12 @@ def _output(found: re.Match[str]) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+def _index(found: re.Match[str]) -> str:
+    """Return a directive that makes words of a search find this place."""
+    entries = ", ".join(f"! {word}" for word in found[1].split(", "))
+    return f"```{{index}} {entries}\n```"
+
+
 def _read(app: Sphinx, page: str, source: list[str]) -> None:
     """Bring the text of another file, which stands before the navigation, and tables."""
     if page in PAGES:
@@ -46,6 +53,7 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = f"{text}\n{source[0]}"
     if page.startswith("recipes/"):
         source[0] = recipes.with_outputs(page.removeprefix("recipes/"), source[0])
+    source[0] = re.sub(r"^<!-- index: (.+) -->$", _index, source[0], flags=re.M)
     source[0] = re.sub(r"^<!-- output of (python -m .+) -->$", _output, source[0], flags=re.M)
 
 

@@ -7,6 +7,7 @@ comment in the page may say so of `all blocks`. Output is marked `text`.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_every_public_package_has_a_page_of_its_api() -> None:
     shown = {
         name
         for page in (ROOT / "docs" / "api").glob("*.md")
-        for name in re.findall(r"automodule:: ([\w.]+)", page.read_text())
+        for name in re.findall(r"(?:auto|py:)module:: ([\w.]+)", page.read_text())
     }
     home = ROOT / "apex_mp"
     packages = {path.parent.name for path in home.glob("*/__init__.py")} - {
@@ -141,3 +142,13 @@ def test_every_warning_ends_in_a_part_of_troubleshooting_that_is_there() -> None
         "monitor/_monitor.py",
         "parallel/distributed.py",
     ]
+
+
+@pytest.mark.parametrize("name", ["amp", "optimizers"])
+def test_pages_with_an_order_of_their_own_have_every_public_name(name: str) -> None:
+    page = (ROOT / "docs" / "api" / f"{name}.md").read_text()
+    members = re.findall(r"auto(?:class|function):: (\w+)", page)
+    (table,) = re.findall(r":nosignatures:\n\n(.+?)\n\n", page, re.DOTALL)
+    public = {each for each in importlib.import_module(f"apex_mp.{name}").__all__ if each[0] != "_"}
+    assert members == table.split()
+    assert {*members} == public

@@ -230,7 +230,11 @@ class BoundedGradScaler(torch.amp.GradScaler):
         return {**state, **self._bounds.state()} if state and self._bounds else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a scaler, this one or torch's; bounds stay if it has none."""
+        """Load the state of a scaler, this one or torch's; bounds stay if it has none.
+
+        Args:
+            state_dict: What `state_dict()` has returned.
+        """
         super().load_state_dict(state_dict)
         self._bounds = self._bounds.loaded(state_dict)
 
