@@ -84,8 +84,8 @@ def _caption(results: dict[str, Any]) -> str:
         f"Loss: mean of the seeds and of {SMOOTHING} steps. Loss scale: one seed in full colour, "
         f"the others pale. It doubles after {settings['scale_window']} good steps instead of\n"
         "the usual 1000, so that a run this short shows it, and halves when a gradient overflows. "
-        "Memory: fp16 amp holds float16 copies of activations\nbeside float32 ones where a layer "
-        "computes in each; of a larger model it holds less than fp32."
+        "Memory: amp's norms hold\nfloat32 too, beside the fp16 of the layers around them; of a "
+        "larger model amp holds less than fp32."
     )
 
 
