@@ -119,7 +119,8 @@ def after(hook: Callable[..., Any], settings: Settings) -> Callable[..., None]:
 
 
 def _line(text: str) -> str:
-    return f"apex_mp run: {text}{see('an-old-script-stops')}"
+    advice = "; python -m apex_mp check names what else it needs"
+    return f"apex_mp run: {text}{advice}{see('an-old-script-stops')}"
 
 
 def _supplied(what: str) -> str:

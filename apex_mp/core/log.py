@@ -34,13 +34,15 @@ def counted(number: int, noun: str) -> str:
 
 
 def warn(message: str, part: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn at the first line outside of apex_mp and torch.
+    """Warn at the first line outside of apex_mp and torch, in the first process of a group.
 
     Args:
         message: What is wrong, and what to do.
         part: As for `see`.
         category: The kind of warning.
     """
+    if not is_first_process():
+        return
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1

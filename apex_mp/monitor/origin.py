@@ -31,6 +31,8 @@ class Origin:
         module: Name of the module in the model; "" is the model itself, None is code outside it.
         kind: Its class, for example "Linear"; "" if there is no module.
         call: Which call of the module it was, from 1.
+        place: Where in a module's own code: "between a and b", for modules a and b that it calls;
+            "" if it calls none.
         operation: In backward: the node of autograd, for example "DivBackward0"; else "".
         results: The tensors computed there that hold inf or NaN.
         inputs: The inputs of the module in forward.
@@ -41,6 +43,7 @@ class Origin:
     module: str | None
     kind: str = ""
     call: int = 1
+    place: str = ""
     operation: str = ""
     results: tuple[Range, ...] = ()
     inputs: tuple[Range, ...] = ()
@@ -60,7 +63,8 @@ class Origin:
         if self.module is None:
             return "code outside of the model"
         name = f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
-        return name if self.call == 1 else f"{name}, call {self.call}"
+        name = name if self.call == 1 else f"{name}, call {self.call}"
+        return f"{name}, {self.place}" if self.place else name
 
 
 _SENTENCES = {
@@ -179,6 +183,8 @@ class _Call:
         was_given_it: Whether an input held inf or NaN already; a mask does not count.
         results: The results that hold inf or NaN, once the call has returned.
         is_minus_inf: Whether these hold -inf only, as attention expects.
+        called: The module that its code has called last.
+        place: As of Origin, for the results.
     """
 
     module: str
@@ -188,6 +194,16 @@ class _Call:
     was_given_it: bool
     results: tuple[Range, ...] = ()
     is_minus_inf: bool = False
+    called: str = ""
+    place: str = ""
+
+    def place_before(self, module: str = "") -> str:
+        """Return where its code is, as of Origin, before it calls a module or returns."""
+        if self.called and module:
+            return f"between {self.called} and {module}"
+        if self.called:
+            return f"after {self.called}"
+        return f"before {module}" if module else ""
 
 
 class _Search:
@@ -200,7 +216,8 @@ class _Search:
         self._open: list[_Call] = []
         # Calls, and code between calls, with results that are not finite, in order of forward.
         self._events: list[_Call] = []
-        self._made_by: dict[Any, _Call | None] = {}
+        # With the place in its code.
+        self._made_by: dict[Any, tuple[_Call | None, str]] = {}
 
     # Forward.
 
@@ -221,38 +238,49 @@ class _Search:
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         given = (args, kwargs) if kwargs else args
         caller = self._open[-1] if self._open else None
-        self._claim(given, caller)
+        name = self._names[module]
+        self._claim(given, caller, name)
         number = self._counts[module] = self._counts.get(module, 0) + 1
         inputs, was_given_it = tuple(ranges_of(given)), any(map(is_wrong, present_in(given)))
         kind = type(module).__name__
-        self._open.append(_Call(self._names[module], kind, number, inputs, was_given_it))
+        self._open.append(_Call(name, kind, number, inputs, was_given_it))
         if caller is None:
             self._judge(self._open[-1], given)
         elif not caller.was_given_it:
-            self._judge(caller, given)  # Its own code may have made them.
+            self._judge(caller, given, name)  # Its own code may have made them.
 
     def _after(self, module: torch.nn.Module, args: Any, kwargs: Any, results: Any) -> None:
         call = self._open.pop()
         self._claim(results, call)
         self._judge(call, results)
+        if self._open:
+            self._open[-1].called = call.module
 
-    def _judge(self, call: _Call, results: Any) -> None:
+    def _judge(self, call: _Call, results: Any, before: str = "") -> None:
         bad = [(path, each) for path, each in tensors_in(results) if is_wrong(each)]
         if not bad or any(event is call for event in self._events):
             return
         # Appended after modules inside it, and after code inside it that called one.
         self._events.append(call)
+        call.place = call.place_before(before)
         call.results = tuple(range_of(path, each) for path, each in bad)
         call.is_minus_inf = not any(is_more_than_minus_inf(each) for _, each in bad)
 
-    def _claim(self, values: Any, call: _Call | None) -> None:
-        """Record the call that made the nodes that lead to tensors, unless they have one."""
+    def _claim(self, values: Any, call: _Call | None, before: str = "") -> None:
+        """Record the call that made the nodes that lead to tensors, unless they have one.
+
+        Args:
+            values: What holds the tensors.
+            call: The call, or None for code outside of the model.
+            before: The module that it calls next, if it does.
+        """
+        place = "" if call is None else call.place_before(before)
         todo = [each.grad_fn for _, each in tensors_in(values)]
         while todo:
             node = todo.pop()
             if node is None or node in self._made_by:
                 continue
-            self._made_by[node] = call
+            self._made_by[node] = call, place
             todo += [each for each, _ in node.next_functions]
 
     def found_in_forward(self, loss: Tensor) -> Origin | None:
@@ -266,10 +294,9 @@ class _Search:
         if first is None:
             return Origin("loss", None, results=(range_of("loss", loss.detach()),))
         phase = "inputs" if first.was_given_it else "forward"
-        results = () if phase == "inputs" else first.results
-        return Origin(
-            phase, first.module, first.kind, first.number, results=results, inputs=first.inputs
-        )
+        results, place = ((), "") if phase == "inputs" else (first.results, first.place)
+        where = first.module, first.kind, first.number, place
+        return Origin(phase, *where, results=results, inputs=first.inputs)
 
     # Backward.
 
@@ -312,12 +339,13 @@ class _Search:
         return found[0] if found else self._found_in_sums(params, grads)
 
     def _origin(self, node: Any, made: Any, given: Any, operation: str = "") -> Origin:
-        call = self._made_by.get(node)
+        call, place = self._made_by.get(node, (None, ""))
         return Origin(
             "backward",
             None if call is None else call.module,
             "" if call is None else call.kind,
             1 if call is None else call.number,
+            place,
             operation or node.name(),
             results=tuple(each for each in ranges_of(made) if each.inf or each.nan),
             inputs=() if call is None else call.inputs,

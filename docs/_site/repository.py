@@ -1,7 +1,7 @@
 """A Sphinx extension: pages from files in the root of the sources, and tables made by commands.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md are pages. `<!-- output of python -m MODULE -->` on a
-line of its own becomes what the command prints, and `<!-- index: WORDS, MORE WORDS -->` entries
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages. A line ``Table on the site, or by `python -m
+MODULE`.`` becomes what the command prints, and `<!-- index: WORDS, MORE WORDS -->` entries
 of the index, which a search finds first. A command on the page of a recipe is followed by
 what it printed when benchmarks.recipes ran it.
 """
@@ -21,6 +21,7 @@ sys.path.append(str(ROOT))
 from benchmarks import recipes  # noqa: E402
 
 PAGES = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+TABLE = r"Table on the site, or by `(python -m .+)`\."
 _NAMES = {file: f"{page}.md" for page, file in PAGES.items()}
 
 
@@ -54,7 +55,7 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     if page.startswith("recipes/"):
         source[0] = recipes.with_outputs(page.removeprefix("recipes/"), source[0])
     source[0] = re.sub(r"^<!-- index: (.+) -->$", _index, source[0], flags=re.M)
-    source[0] = re.sub(r"^<!-- output of (python -m .+) -->$", _output, source[0], flags=re.M)
+    source[0] = re.sub(rf"^{TABLE}$", _output, source[0], flags=re.M)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

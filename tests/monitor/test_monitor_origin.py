@@ -362,3 +362,39 @@ def test_buffers_that_forward_makes_are_gone_afterwards() -> None:
     model = Cache()
     assert find_nonfinite(model, lambda: model(torch.ones(3)).sum()) is None
     assert model._buffers == {"late": None}
+
+
+class Between(nn.Module):
+    """Has code between, before and after the layers that it calls."""
+
+    def __init__(self, where: str, planted: nn.Module) -> None:
+        super().__init__()
+        self.where, self.first, self.second = where, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.code = [planted]  # Hidden: it counts as code.
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in (("before", self.first), ("between", self.second)):
+            x = layer(self.code[0](x) if place == self.where else x)
+        return self.code[0](x) if self.where == "after" else x
+
+
+@pytest.mark.parametrize("planted", [Inf(), BadBackward()], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ("before", "before layer.first"),
+        ("between", "between layer.first and layer.second"),
+        ("after", "after layer.second"),
+    ],
+)
+def test_the_place_in_the_code_of_a_module_is_named(
+    where: str, place: str, planted: nn.Module
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.add_module("layer", Between(where, planted))
+    x = torch.ones(2, 4, requires_grad=True)
+    found = find_nonfinite(model, lambda: model(x).sum())
+    assert found is not None
+    assert found.module == "layer"
+    assert found.place == place
+    assert f"of layer (Between), {place}" in str(found)

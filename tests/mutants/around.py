@@ -146,7 +146,10 @@ MONITOR = {
         "monitor_origin",
     ),
     "code between modules counts as the next module's": Mutant(
-        "_Search._before", "self._claim(given, caller)", "", "monitor_origin"
+        "_Search._before", "self._claim(given, caller, name)", "", "monitor_origin"
+    ),
+    "code after a module is named as before the next": Mutant(
+        "_Search._after", "self._open[-1].called = call.module", "", "monitor_origin"
     ),
     "compiled layers are not looked into": Mutant(
         "find_nonfinite",

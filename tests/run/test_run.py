@@ -12,7 +12,10 @@ import pytest
 
 import apex_mp
 
-SEE = "[python -m apex_mp explain an-old-script-stops]"
+SEE = (
+    "python -m apex_mp check names what else it needs "
+    "[python -m apex_mp explain an-old-script-stops]"
+)
 
 pytestmark = pytest.mark.cpu_only
 
@@ -115,7 +118,7 @@ def test_a_child_process_gives_the_hint_too(tmp_path: Path) -> None:
     result = python(tmp_path, *RUN, "parent.py")
     assert result.returncode == 1
     what = "--modernize supplies this: torch._six"
-    assert result.stderr.endswith(f"apex_mp run: {what} {SEE}\n")
+    assert result.stderr.endswith(f"apex_mp run: {what}; {SEE}\n")
     assert result.stderr.count("apex_mp run:") == 1
 
 
