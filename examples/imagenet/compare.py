@@ -8,6 +8,7 @@ The table has a line for each run, and the picture the losses of each epoch.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +21,24 @@ from apex_mp.checkpoint import load_checkpoint
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter
 
+# Okabe and Ito's colours; the first is broad, since the others lie on it.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#b8b8b8", "linewidth": 6.0},
+    {"color": "#0072b2", "linewidth": 1.8},
+    {"color": "#e69f00", "linewidth": 1.8, "linestyle": "--"},
+    {"color": "#009e73", "linewidth": 1.8, "linestyle": ":"},
+)
+LOOK = {
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.axisbelow": True,
+    "grid.color": "#e8e8e8",
+}
 LAST = ("train loss", "val loss", "val top-1", "val top-5", "loss scale")
 
 
@@ -32,16 +50,30 @@ def line(run: dict[str, Any]) -> dict[str, str]:
     return {"run": run["run"]["API"], "epochs": str(len(rows)), **last, "images/s": f"{speed:.0f}"}
 
 
+def finding(runs: list[dict[str, Any]]) -> str:
+    """Return what the picture shows, in a sentence."""
+    last = {run["run"]["API"]: run["rows"][-1]["val loss"] for run in runs}
+    (first, loss), *_ = last.items()
+    return (
+        f"{len(runs)} precisions end at a validation loss of {min(last.values()):.3f} to "
+        f"{max(last.values()):.3f}, {first} at {loss:.3f}"
+    )
+
+
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, name in zip(axes, ("train loss", "val loss"), strict=True):
-        for number, run in enumerate(runs):
-            style, label = ("-", "--", ":", "-.")[number % 4], run["run"]["API"]
-            axis.semilogy([row[name] for row in run["rows"]], style, label=label)
-        axis.set(title=name, xlabel="epoch")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with mpl.rc_context(LOOK):
+        figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.6), layout="constrained")
+        titles = {"train loss": "Training loss", "val loss": "Validation loss"}
+        for axis, (name, title) in zip(axes, titles.items(), strict=True):
+            for run, style in zip(runs, itertools.cycle(STYLES)):
+                axis.semilogy([row[name] for row in run["rows"]], label=run["run"]["API"], **style)
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set(title=title, xlabel="epoch")
+            axis.grid(axis="y")
+        axes[0].legend(frameon=False)
+        figure.suptitle(finding(runs), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.savefig(path, dpi=140)
+        plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:

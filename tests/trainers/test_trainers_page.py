@@ -77,6 +77,7 @@ def test_the_trainer_of_transformers_trains(tmp_path: Path) -> None:
     exec(TRANSFORMERS, there)
     history = there["trainer"].state.log_history
     assert float(history[-1]["train_loss"]) < 0.75  # ln 2 is that of a guess.
+    assert history[-1]["loss_scale"] == 2.0**10
     assert there["trainer"].accelerator.scaler._get_growth_tracker() == 3 * 256 // 8
 
 
@@ -87,6 +88,8 @@ def test_the_modules_of_lightning_train(block: str, name: str, tmp_path: Path) -
     exec(block.replace("lightning.Trainer(", quiet), there)
     trained = there["trainer"].lightning_module
     assert type(trained).__name__ == name
+    if block is LIGHTNING:
+        assert there["trainer"].callback_metrics["loss_scale"] == 2.0**16
     untrained = there[name]()
     assert loss_on(trained.net) < 0.6 * loss_on(untrained.net)
 
