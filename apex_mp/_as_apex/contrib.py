@@ -10,18 +10,11 @@ from apex_mp import optimizers
 
 
 class FusedAdam(optimizers.FusedAdam):
-    """`apex_mp.optimizers.FusedAdam` with two more old arguments.
+    """`apex_mp.optimizers.FusedAdam` with two old arguments more.
+
+    Arguments as of `apex_mp.optimizers.FusedAdam`, and these:
 
     Args:
-        params: As there; likewise the others.
-        lr: As there.
-        bias_correction: As there.
-        betas: As there.
-        eps: As there.
-        eps_inside_sqrt: As there.
-        weight_decay: As there.
-        max_grad_norm: As there.
-        amsgrad: As there.
         use_mt: No effect: all tensors are stepped at once anyway [False].
         amp_scale_adjustment: Must be 1 [1].
         **options: Further arguments of `apex_mp.optimizers.FusedAdam`, by name.

@@ -27,15 +27,9 @@ def initialize(models: Any, *args: Any, **kwargs: Any) -> Any:
 class FusedAdam(optimizers.FusedAdam):
     """`apex_mp.optimizers.FusedAdam` with `adam_w_mode` before `weight_decay`.
 
+    Arguments as of `apex_mp.optimizers.FusedAdam`, and these:
+
     Args:
-        params: As there; likewise the others.
-        lr: As there.
-        bias_correction: As there.
-        betas: As there.
-        eps: As there.
-        adam_w_mode: As there.
-        weight_decay: As there.
-        amsgrad: As there.
         set_grad_none: Whether `zero_grad()` sets gradients to None instead of zero [True].
         **options: Further arguments of `apex_mp.optimizers.FusedAdam`, by name. `unscale_grads` is
             True: under GradScaler float16 gradients are left unscaled, too.

@@ -26,10 +26,10 @@ def init(
     """Call `apex_mp.amp.init` with the arguments in the order of early 2019.
 
     Args:
-        enabled: As there, `enable` too; likewise the others.
-        enable_caching: As there.
-        verbose: As there.
-        allow_banned: As there.
+        enabled: As of `apex_mp.amp.init`; `enable` is its other name.
+        enable_caching: As of `apex_mp.amp.init`.
+        verbose: As of `apex_mp.amp.init`.
+        allow_banned: As of `apex_mp.amp.init`.
         **options: Further arguments of `apex_mp.amp.init`, by name.
 
     Raises:

@@ -143,12 +143,12 @@ def update_scale_(
         good_steps: One int32 element.
         overflows: One int32 element.
         found_inf: One float32 element; not 0: this step's gradients held inf or NaN.
-        growth_factor: As in DynamicLossScale, which checks the ranges; likewise the others.
-        backoff_factor: As there.
-        growth_interval: As there.
-        min_scale: As there.
-        max_scale: As there.
-        hysteresis: As there.
+        growth_factor: As of DynamicLossScale, which checks the range.
+        backoff_factor: As of DynamicLossScale.
+        growth_interval: As of DynamicLossScale.
+        min_scale: As of DynamicLossScale.
+        max_scale: As of DynamicLossScale.
+        hysteresis: As of DynamicLossScale.
     """
     torch.ops.apex_mp.update_scale_(
         scale,

@@ -35,7 +35,7 @@ def new_scaler(
         The scaler, and the arguments for a dynamic one that may be needed later.
 
     Raises:
-        TypeError, ValueError: An argument is no loss scale, or two of them ask for different ones.
+        TypeError, ValueError: An argument is no loss scale, or two ask for different scales.
     """
     arguments = {**defaults, **_checked(dynamic_args)}
     for name, given, others in (

@@ -27,7 +27,7 @@ eager = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class Parts(Delegates):
-    """The lowest layer: OldNames, Outcomes, Stepping, Checkpoints, FP16_Optimizer follow.
+    """The base of OldNames, Outcomes, Stepping, Checkpoints and FP16_Optimizer, in this order.
 
     Attributes:
         optimizer: The inner optimizer.

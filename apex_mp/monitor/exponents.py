@@ -113,7 +113,7 @@ class Sample:
 
     @property
     def looked_at(self) -> int:
-        """How many of them were counted."""
+        """How many elements were counted by exponent."""
         return sum(grad.total for grad in self.grads)
 
     @property

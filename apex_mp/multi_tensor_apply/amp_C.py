@@ -149,11 +149,11 @@ def multi_tensor_unscale_l2norm(
     """Return the norms of `multi_tensor_l2norm` times `inv_scale`; no tensor is changed.
 
     Args:
-        chunk_size: As there; likewise the others.
-        overflow_buf: As there.
-        tensor_lists: As there.
+        chunk_size: As of `multi_tensor_l2norm`.
+        overflow_buf: As of `multi_tensor_l2norm`.
+        tensor_lists: As of `multi_tensor_l2norm`.
         inv_scale: One element.
-        per_tensor: As there.
+        per_tensor: As of `multi_tensor_l2norm`.
     """
     norm, norms = multi_tensor_l2norm(chunk_size, overflow_buf, tensor_lists, per_tensor)
     return norm * inv_scale, norms * inv_scale

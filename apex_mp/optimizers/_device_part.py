@@ -115,7 +115,7 @@ class Part:
         return self._whole([place for _, place in self._with_grad()])
 
     def rows_with_grad(self) -> list[int]:
-        """Return numbers of the same parameters, counted over the groups of this part."""
+        """Return the positions, in the groups of this part, of parameters that have a gradient."""
         return [row for row, _ in self._with_grad()]
 
     def _with_grad(self) -> list[tuple[int, tuple[int, int]]]:

@@ -165,7 +165,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def __stepping(self) -> Iterator[None]:
-        """A context of the optimizer's own step: torch's fused ones do not unscale again."""
+        """A context for the optimizer's own step, in which torch's fused ones do not unscale."""
         attributes = vars(self)
         names = ("grad_scale", "found_inf", "scaled_step")
         hidden = {name: attributes.pop(name) for name in names if name in attributes}

@@ -71,7 +71,7 @@ class _GeneratorOfGpu(torch.Generator):
 
 
 def _stand_in(real: Any, make: Callable[..., Any]) -> type:
-    """Return a class whose calls are those of `make`, and which isinstance takes for `real`."""
+    """Return a class in the place of `real` that makes its objects by `make`."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -264,7 +264,7 @@ def _may_be_kept(parameter: Tensor) -> bool:
 class CastCache(dict[Tensor, Tensor]):
     """Casts of parameters, each with the tensor and the version that it was made from.
 
-    The tensor is known by `_cdata`, because `swap_tensors` gives a parameter another one.
+    `_cdata` identifies the tensor, because `swap_tensors` puts another tensor into a parameter.
     """
 
     def get_cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -106,7 +106,7 @@ def fp16_compute(module: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Mo
 
     Raises:
         TypeError: `module` is not a module.
-        ValueError: `dtype` is another one.
+        ValueError: `dtype` is neither torch.float16 nor torch.bfloat16.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fp16_compute: module is a {type(module).__name__}; it must be a Module")

@@ -100,7 +100,7 @@ class ScaleBounds:
         }
 
     def loaded(self, state: Mapping[str, Any]) -> ScaleBounds:
-        """Return the bounds in a checkpoint; where it has none, as torch's, those here."""
+        """Return the bounds that a checkpoint holds; these if it holds none, as torch's files."""
         here = {**self.state(), "overflows": 0}
         return ScaleBounds(**{name: state.get(name, value) for name, value in here.items()})
 
@@ -108,11 +108,11 @@ class ScaleBounds:
 class BoundedGradScaler(torch.amp.GradScaler):
     """torch's GradScaler, whose scale follows the rule of `DynamicLossScale`.
 
-    Without bounds that is torch's to the bit, but the scale never becomes 0.
+    Without bounds the rule is torch's to the bit, but the scale never becomes 0. Other arguments as
+    of `torch.amp.GradScaler`.
 
     Args:
         bounds: The bounds.
-        device: As in torch; likewise the others.
     """
 
     _has_16_bit_grads = False  # so far

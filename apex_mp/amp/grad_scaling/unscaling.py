@@ -78,9 +78,9 @@ class UnscalingGradScaler(BoundedGradScaler):
     ) -> Tensor:
         """Clip the gradients of an optimizer by the norm of all of them, unscaled.
 
-        Without `unscale_` before it gradients are only read here. A fused optimizer's are left as
-        they are until `step`, which unscales and clips them in its own pass; those of others are
-        unscaled and clipped in one pass. After `unscale_` it is torch's function.
+        Without `unscale_` before it, the gradients of a fused optimizer are only read here; `step`
+        unscales and clips them in its own pass. Those of another optimizer are unscaled and clipped
+        here, in one pass. After `unscale_` this is torch's function.
 
         Args:
             optimizer: Owner of the gradients.

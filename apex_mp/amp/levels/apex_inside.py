@@ -1,4 +1,4 @@
-"""What apex keeps on an optimizer after amp.initialize, which clients of it read and write.
+"""The attributes that apex put on an optimizer in amp.initialize; clients read and write them.
 
 Nothing here reads these names: a client may replace or delete them.
 """
@@ -20,7 +20,7 @@ from apex_mp.core.grads.found_inf import FoundInf
 
 
 def attach(optimizer: Any) -> None:
-    """Give an optimizer that went through `amp.initialize` apex's attributes of it."""
+    """Put apex's attributes on an optimizer that went through `amp.initialize`."""
     has_masters = hasattr(optimizer, "_amp_masters")
     state = (StateWithMasters if has_masters else StateWithoutMasters)(optimizer)
     optimizer._amp_stash = state

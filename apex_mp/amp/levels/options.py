@@ -93,7 +93,7 @@ def defaults(opt_level: str, dtype: torch.dtype) -> Options:
 
     Raises:
         RuntimeError: There is no such level.
-        ValueError: `dtype` is another one.
+        ValueError: `dtype` is neither torch.float16 nor torch.bfloat16.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(

@@ -225,7 +225,7 @@ class GroupedMasters(Masters):
             names: Of the parameters, empty where there is none [None: none].
 
         Raises:
-            TypeError: There can be no master of one, or one is not dense and must be.
+            TypeError: A parameter's dtype can have no master, or it is not dense and must be.
             ValueError: A parameter is in a group already.
         """
 
