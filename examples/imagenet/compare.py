@@ -52,11 +52,9 @@ def line(run: dict[str, Any]) -> dict[str, str]:
 
 def finding(runs: list[dict[str, Any]]) -> str:
     """Return what the picture shows, in a sentence."""
-    last = {run["run"]["API"]: run["rows"][-1]["val loss"] for run in runs}
-    (first, loss), *_ = last.items()
+    last = [run["rows"][-1]["val loss"] for run in runs]
     return (
-        f"{len(runs)} precisions end at a validation loss of {min(last.values()):.3f} to "
-        f"{max(last.values()):.3f}, {first} at {loss:.3f}"
+        f"{len(runs)} ways to train end at validation losses of {min(last):.3f} to {max(last):.3f}"
     )
 
 
