@@ -22,6 +22,7 @@ from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._in_place import fuse, put_masters
 from apex_mp.optimizers._own_masters import StepCounts, needs_master
+from apex_mp.optimizers._state import MASTER
 from apex_mp.optimizers.master_weights import MasterWeights, give_masters
 
 
@@ -76,6 +77,7 @@ def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> 
     optimizer = torch.optim.Optimizer
     replacements.set(optimizer, "__init__", giver.after_init(optimizer.__init__))
     replacements.set(optimizer, "__setstate__", giver.after_setstate(optimizer.__setstate__))
+    replacements.set(optimizer, "load_state_dict", giver.before_load(optimizer.load_state_dict))
     hook = optimizer.profile_hook_step
     replacements.set(optimizer, "profile_hook_step", staticmethod(giver.around_step(hook)))
     for each in {*_hooked(optimizer)}:  # Classes of optimizers that were made before.
@@ -170,6 +172,21 @@ class _Giver:
 
         return __setstate__
 
+    def before_load(self, load: Callable[..., None]) -> Callable[..., None]:
+        """Give masters before a state with masters is loaded, if all parameters are frozen now."""
+
+        @functools.wraps(load)
+        def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+            is_plain = not isinstance(optimizer, (MasterWeights, FusedOptimizer))
+            if is_plain and optimizer in self._optimizers and _has_masters(state_dict):
+                _give_masters(optimizer)
+                self._count(optimizer)
+                optimizer.load_state_dict(state_dict)
+                return
+            load(optimizer, state_dict)
+
+        return load_state_dict
+
     def around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda function: self.instead_of(hook(function))
 
@@ -238,6 +255,11 @@ class _Giver:
 def _low_params(optimizer: Any) -> list[Tensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [param for param in params if needs_master(param) and param.requires_grad]
+
+
+def _has_masters(state_dict: Any) -> bool:
+    states = state_dict.get("state") if isinstance(state_dict, dict) else None
+    return isinstance(states, dict) and any(MASTER in (state or ()) for state in states.values())
 
 
 def _give_masters(optimizer: Any) -> None:

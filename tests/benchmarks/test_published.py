@@ -21,7 +21,9 @@ SHOWN_ELSEWHERE = {"nightly.json", "digits-cpu.json", "rl-fp16-cpu.json"}
 
 def test_every_file_of_results_has_its_place_on_the_page() -> None:
     page = (DOCS / "data.md").read_text()
-    named = re.findall(r"^Table on the site, or by `python -m benchmarks.published (\S+)`\.$", page, re.M)
+    named = re.findall(
+        r"^Table on the site, or by `python -m benchmarks.published (\S+)`\.$", page, re.M
+    )
     files = {path.name for path in published.RESULTS.glob("*.json")} - SHOWN_ELSEWHERE
     assert {*named} == files == {*published.PAGES}
 

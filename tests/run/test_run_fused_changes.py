@@ -293,3 +293,21 @@ def test_a_frozen_parameter_is_loaded() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert frozen.dtype == torch.float16
     assert frozen.eq(1).all()
+
+
+@pytest.mark.parametrize("kind", [ADAM, torch.optim.NAdam])
+def test_a_state_that_is_loaded_while_its_parameter_is_frozen_keeps_its_digits(kind: Any) -> None:
+    with apex_mp.use_master_weights():
+        param = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        optimizer = kind([param], lr=1e-3)
+        for _ in range(3):
+            param.grad = torch.full_like(param, 1e-4)
+            optimizer.step()
+        frozen = nn.Parameter(param.detach().clone(), requires_grad=False)
+        resumed = kind([frozen], lr=1e-3)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        frozen.requires_grad_(True)
+        for each, owner in ((param, optimizer), (frozen, resumed)):
+            each.grad = torch.full_like(each, 1e-4)
+            owner.step()
+        assert resumed.master(frozen).equal(optimizer.master(param))
