@@ -240,7 +240,8 @@ def _of_packages(root: Path) -> Iterator[Evidence]:
 def _cuda_sources(path: Path) -> Iterator[Use]:
     for file in files_of(path, ".cu") if path.is_dir() else ():
         yield Use(
-            "CUDA code of its own needs a GPU, and to be built", file.relative_to(path).as_posix()
+            "CUDA code of its own needs a GPU, and to be built; the rest may run without it",
+            file.relative_to(path).as_posix(),
         )
 
 
