@@ -65,6 +65,8 @@ class NoOpLossScale:
 class StaticLossScale:
     """Scale by one number that never changes.
 
+        loss_scale = StaticLossScale(128.0)
+
     Args:
         scale: Factor on the loss, a positive normal float32 number.
 

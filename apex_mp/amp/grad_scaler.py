@@ -51,8 +51,14 @@ def _taking_grad_scale(optimizer: Any) -> Iterator[None]:
 class GradScaler(UnscalingGradScaler):
     """Scale the loss so that small gradients survive float16; skip steps that overflow.
 
-    It replaces `torch.amp.GradScaler` in any loop: with float32 parameters it has the same scales,
-    gradients and checkpoints. In addition
+        scaler = GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    It replaces `torch.amp.GradScaler` in any loop, with the same scales, gradients and checkpoints
+    where parameters are float32. In addition
 
     - gradients may be float16 (`model.half()`), also in `unscale_`;
     - `clip_grad_norm_` clips without a pass of its own if the optimizer is fused;
@@ -60,8 +66,7 @@ class GradScaler(UnscalingGradScaler):
       parameters after 50 skipped steps in a row;
     - the scale has bounds and hysteresis if asked for.
 
-    On a GPU the host waits for nothing if the optimizer is fused, ours or torch's; with others it
-    waits once a step, as torch's does.
+    On a GPU the host waits for nothing with a fused optimizer, ours or torch's, else once a step.
 
     Args:
         device: "cuda" or "cpu" ["cuda"].
@@ -70,13 +75,11 @@ class GradScaler(UnscalingGradScaler):
         backoff_factor: Backing off multiplies the scale by this, less than 1 [0.5].
         growth_interval: Steps without inf or NaN in a row before the scale grows [2000].
         enabled: With False nothing is scaled or skipped [True].
-        min_scale: The scale does not back off below this [None: 1 once there are float16 or
-            bfloat16 gradients, else the smallest normal float32 number; torch's sinks to 0].
+        min_scale: The lowest scale [None: 1 once gradients have 16 bits, else 2**-126; torch's: 0].
         max_scale: The scale does not grow above this [None: no bound].
-        hysteresis: Overflows until the scale backs off, and then does at each until it has grown
-            [1].
-        model: The module whose names messages and reports use for its parameters [None: those of
-            (name, parameter) pairs that the optimizer was given, else group and index].
+        hysteresis: Overflows until the scale backs off, then at each until it has grown [1].
+        model: The module whose names messages use for parameters [None: the names that the
+            optimizer was given, else group and index].
 
     Raises:
         AssertionError: A factor is out of range; torch's own check.

@@ -31,6 +31,10 @@ from apex_mp.loss_scale import LossScale, is_of_grad_scaler
 class AmpHandle:
     """Casts that are on, until another `init()` or `_deactivate()`; `amp.init` makes one.
 
+        handle = amp.init()
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
     Args:
         loss_scale: "dynamic", a number, or a loss scale of `apex_mp.loss_scale` ["dynamic"].
         enable_caching: Cast each weight once for a call of the outermost module [True].

@@ -43,6 +43,8 @@ _EPS = 1e-6
 class FusedLayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` with the arguments of apex, for half input and float32 weights too.
 
+        norm = FusedLayerNorm(768)
+
     The output has the dtype of the input, or float32 if amp or torch.autocast casts.
 
     Args:
@@ -70,6 +72,8 @@ class FusedLayerNorm(torch.nn.LayerNorm):
 
 class FusedRMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with the arguments and the eps of apex; dtypes as of `FusedLayerNorm`.
+
+        norm = FusedRMSNorm(768)
 
     Args:
         normalized_shape: The last dimensions of the input: a number or a sequence.

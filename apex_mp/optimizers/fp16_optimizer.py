@@ -14,6 +14,8 @@ from apex_mp.loss_scale import FUSED_PRESET
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """`apex_mp.fp16_utils.FP16_Optimizer` with the defaults of the fused one.
 
+        optimizer = FP16_Optimizer(FusedAdam(model.half().parameters()), dynamic_loss_scale=True)
+
     The dynamic loss scale starts at 2**16, `zero_grad()` sets gradients to None, the messages are
     those of apex.optimizers, and `state_dict()` has its keys. Everything else, arguments included,
     is the same; any optimizer can be wrapped, and the fused ones gain most.

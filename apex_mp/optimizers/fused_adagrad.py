@@ -13,6 +13,8 @@ from apex_mp.optimizers._state import StateLayout
 class FusedAdagrad(FusedOptimizer):
     """Adagrad (Duchi, Hazan & Singer 2011), one fused pass over all tensors.
 
+        optimizer = FusedAdagrad(model.parameters(), lr=1e-2)
+
     Equals `torch.optim.Adagrad` without `lr_decay` within rounding, and loads its `state_dict`;
     torch's does not load that of this optimizer, whose states count no steps.
     Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on several devices;

@@ -15,6 +15,8 @@ from apex_mp.optimizers._state import StateLayout
 class FusedAdam(FusedOptimizer):
     """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019), one fused pass over all tensors.
 
+        optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01, master_weights=True)
+
     Equals `torch.optim.AdamW` (`adam_w_mode=True`) and `torch.optim.Adam` (False) within rounding,
     and its `state_dict` can be loaded by them and the other way round. Parameters may be float16,
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these

@@ -13,6 +13,8 @@ from apex_mp.optimizers._state import StateLayout
 class FusedLAMB(FusedOptimizer):
     """LAMB (You et al. 2020): Adam, with each tensor's update scaled by its parameter's norm.
 
+        optimizer = FusedLAMB(model.parameters(), lr=2e-3, weight_decay=0.01, max_grad_norm=1.0)
+
     Does what apex's FusedLAMB does, and loads its `state_dict`. Parameters may be float16,
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these
     dtypes. Moments and math are float32, for float64 parameters float64. `torch.amp.GradScaler` and

@@ -15,6 +15,8 @@ from apex_mp.optimizers._state import StateLayout
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad (Ginsburg et al. 2019): Adam whose second moment is one number a tensor, a norm.
 
+        optimizer = FusedNovoGrad(model.parameters(), lr=1e-2, betas=(0.95, 0.98))
+
     Does what apex's FusedNovoGrad does, and loads its `state_dict`. Parameters may be float16,
     bfloat16, float32 or float64 on CPU or CUDA, also on several devices; gradients of any of these
     dtypes. Moments and math are float32, for float64 parameters float64; the norm, kept in

@@ -21,6 +21,8 @@ _WITHOUT_MOMENTUM = StateLayout("an SGD", tensors=())
 class FusedSGD(FusedOptimizer):
     """SGD with momentum (Sutskever et al. 2013), one fused pass over all tensors.
 
+        optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, master_weights=True)
+
     Equals `torch.optim.SGD` within rounding, and its `state_dict` can be loaded by that and the
     other way round. Parameters may be float16, bfloat16, float32 or float64 on CPU or CUDA, also on
     several devices; gradients of any of these dtypes. Momentum buffers and math are float32, for

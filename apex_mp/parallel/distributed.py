@@ -58,6 +58,8 @@ _WITHOUT_EFFECT = {
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with the arguments of apex.
 
+        model = DistributedDataParallel(model)
+
     The module lies on one device, which the process chose before. Parameters and their masters are
     broadcast from rank 0 by the constructor; gradients are averaged in each backward; buffers are
     not synchronized, as in apex. The first backward shows which parameters get gradients.

@@ -16,6 +16,8 @@ from apex_mp.parallel._joint_batch_norm import joint_batch_norm
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` with the arguments of apex.
 
+        norm = SyncBatchNorm(64)
+
     Without other processes it is an ordinary batch norm. On the CPU it is computed here, over any
     backend that takes CPU tensors, such as gloo. It has no second derivative on either device.
 
