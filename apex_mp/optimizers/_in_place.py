@@ -49,7 +49,7 @@ class _InPlace(FusedOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a fused step; by torch's class, with masters, from one on that lacks an option."""
-        kind: type = type(self)  # Schedulers keep this function, and may give it another's object.
+        kind: type = type(self)  # Schedulers keep this function for an object that was unfused.
         if issubclass(kind, _InPlace) and self._can_step():
             return _hooked_step(self, *args, **kwargs)
         if issubclass(kind, _InPlace):
@@ -72,12 +72,7 @@ class _InPlace(FusedOptimizer):
         A script may change them at any time to what only torch's class has.
         """
         self._refresh()
-        return self._takes(self.param_groups) and not any(
-            param.grad is not None and param.grad.is_sparse
-            for group in self.param_groups
-            for param in group["params"]
-            if param.dtype not in LOW_PRECISION  # Those have masters, which take no sparse one.
-        )
+        return self._takes(self.param_groups)
 
     def _unfuse(self) -> None:
         """Step by torch's class from now on, with `MasterWeights`."""
@@ -171,6 +166,14 @@ class _SGD(_InPlace, FusedSGD):
     _lacks = ("maximize", "differentiable")
     _added: ClassVar = {"wd_after_momentum": False, "max_grad_norm": 0.0}
     materialize_master_grads, set_grad_none = True, False
+
+    def _can_step(self) -> bool:
+        return super()._can_step() and not any(
+            param.grad is not None and param.grad.is_sparse
+            for group in self.param_groups
+            for param in group["params"]
+            if param.dtype not in LOW_PRECISION  # Those have masters, which take no sparse one.
+        )
 
     def _unfuse(self) -> None:
         self._drop_fresh_buffers()
