@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 def sections() -> dict[str, str]:
     """Return the sections of the page by their anchors, as Markdown."""
     page = next(place for place in _PLACES if place.is_file()).read_text("utf-8")
+    # Comments are for the site and the tests.
+    page = re.sub(r"^<!-- .* -->\n\n?", "", page, flags=re.MULTILINE)
     parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
     return {_anchor(part.partition("\n")[0]): f"## {part.rstrip()}" for part in parts}
 

@@ -150,27 +150,32 @@ class _Giver:
         @functools.wraps(init)
         def initialize(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            if isinstance(optimizer, FusedOptimizer):
-                for each in (optimizer.defaults, *optimizer.param_groups):
-                    each["master_weights"] = each.get("master_weights") or True
-            if not isinstance(optimizer, FP16_Optimizer):
-                self._optimizers.add(optimizer)
-                self.give(optimizer)
+            self._adopt(optimizer)
+            self.give(optimizer)
 
         return initialize
 
     def after_setstate(self, setstate: Callable[..., None]) -> Callable[..., None]:
-        """Count the steps of copies, too; those without masters get some before their next step."""
+        """Adopt copies, too; those without masters get some before their next step."""
 
         @functools.wraps(setstate)
         def __setstate__(optimizer: Any, state: Any) -> None:  # noqa: N807
+            is_new = "param_groups" not in vars(optimizer)  # Else load_state_dict calls this.
             setstate(optimizer, state)
-            if not isinstance(optimizer, FP16_Optimizer):
-                self._optimizers.add(optimizer)
-            if isinstance(optimizer, FusedOptimizer) and "master_weights" in optimizer.defaults:
-                self._count(optimizer)
+            if is_new:
+                self._adopt(optimizer)
+            if is_new and isinstance(optimizer, (MasterWeights, FusedOptimizer)):
+                self.give(optimizer)
 
         return __setstate__
+
+    def _adopt(self, optimizer: Any) -> None:
+        """Note an optimizer that was made here, and ask for masters of a fused one."""
+        if isinstance(optimizer, FusedOptimizer):
+            for each in (optimizer.defaults, *optimizer.param_groups):
+                each["master_weights"] = each.get("master_weights") or True
+        if not isinstance(optimizer, FP16_Optimizer):
+            self._optimizers.add(optimizer)
 
     def before_load(self, load: Callable[..., None]) -> Callable[..., None]:
         """Give masters before a state with masters is loaded, if all parameters are frozen now."""

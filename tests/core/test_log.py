@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from fp16_cases import FACES, INF, ones, pull
 
 from apex_mp import amp, fp16_utils
+from apex_mp.core import log
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
@@ -129,3 +131,12 @@ def test_other_processes_than_the_first_are_silent_unless_asked(
     assert caplog.records == []
     LOGGER.setLevel(logging.DEBUG)
     assert lines_of_all_faces(capsys) == expected
+
+
+@pytest.mark.parametrize(("rank", "warns"), [("0", True), ("1", False)])
+def test_one_process_warns(rank: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log.warn("a sentence", "updates-are-lost")
+    assert [str(each.message).startswith("a sentence [") for each in caught] == [True] * warns

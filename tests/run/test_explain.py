@@ -40,6 +40,7 @@ def test_without_a_name_all_are_listed_and_a_wrong_one_gets_the_nearest(
     names = capsys.readouterr().out.split()
     assert names == [*explain.sections()]
     assert len(names) > 15
+    assert not [name for name, text in explain.sections().items() if "<!--" in text]
     with pytest.raises(SystemExit) as ended:
         explain.main(["lost-updates"])
     assert ended.value.code == 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import apex_mp
-from apex_mp.optimizers import MasterWeights
+from apex_mp.optimizers import FusedAdam, MasterWeights
 
 BF16 = torch.bfloat16
 
@@ -311,3 +311,22 @@ def test_a_state_that_is_loaded_while_its_parameter_is_frozen_keeps_its_digits(k
             each.grad = torch.full_like(each, 1e-4)
             owner.step()
         assert resumed.master(frozen).equal(optimizer.master(param))
+
+
+def test_an_optimizer_that_was_made_before_stays_as_it_is_when_it_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    param = nn.Parameter(torch.ones(4, dtype=BF16))
+    before = [ADAM([param]), FusedAdam([param])]
+    with apex_mp.use_master_weights():
+        copies = copy.deepcopy(before)
+        for optimizer in (*before, *copies):
+            optimizer.load_state_dict(optimizer.state_dict())
+            (each,) = optimizer.param_groups[0]["params"]
+            each.grad = torch.ones_like(each)
+            optimizer.step()
+    assert type(before[0]) is ADAM
+    for optimizer, has_masters in zip((*before, *copies), (0, 0, 1, 1), strict=True):
+        (state,) = optimizer.state.values()
+        assert ("master_param" in state) == has_masters
+    assert capsys.readouterr().err.count("stepped float32 masters of 1 parameter") == 2

@@ -85,20 +85,17 @@ def _autocast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _autocast_functions() -> dict[str, Callable[..., Any]]:
-    """Return functions by which scripts ask for autocast on the GPU, and switch it."""
-
-    def of_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda device="cuda", *args: original(on_cpu(device), *args)
+    """Return functions by which scripts ask for autocast on the GPU."""
+    dtype_of, is_enabled = torch.get_autocast_dtype, torch.is_autocast_enabled
 
     def get_autocast_dtype(device: str) -> torch.dtype:
-        is_on = on_cpu(device) == "cpu" and torch.is_autocast_enabled("cpu")
+        is_on = on_cpu(device) == "cpu" and is_enabled("cpu")
         return dtype_of("cpu" if is_on else device)
 
-    dtype_of = torch.get_autocast_dtype
     return {
         "get_autocast_dtype": get_autocast_dtype,
         "get_autocast_gpu_dtype": lambda: get_autocast_dtype("cuda"),
-        "is_autocast_enabled": of_gpu(torch.is_autocast_enabled),
+        "is_autocast_enabled": lambda device="cuda": is_enabled(on_cpu(device)),
     }
 
 

@@ -50,9 +50,8 @@ def replace(replacements: Replacements) -> None:
         replacements.set(storage, "cuda", _itself)
     replacements.set(Tensor, "record_stream", lambda self, stream: None)
     replacements.set(Tensor, "get_device", _get_device(Tensor.get_device))
-    lazy: Any = torch.nn.UninitializedParameter.__bases__[
-        0
-    ]  # It lists the methods that are allowed before it has a shape.
+    # A lazy parameter lists the methods that are allowed before it has a shape.
+    lazy: Any = torch.nn.UninitializedParameter.__bases__[0]
     ours = [getattr(Tensor, name) for name in ("cpu", "cuda", "get_device", "to")]
     replacements.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *ours])
 
