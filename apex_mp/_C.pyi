@@ -69,6 +69,7 @@ class StepPlan:
         copies: list[list[Tensor | None]] | None,
         scale: float | Tensor,
         unscale: Sequence[torch.dtype] = (),
+        positions: Sequence[int] = (),
     ) -> None: ...
     def check(self, *, clip_by_global_norm: bool, clip_to: float) -> None: ...
     def run(

@@ -99,8 +99,11 @@ def left_out(args: argparse.Namespace) -> list[str]:
 
 def measure_host(workload: Workload, cases: Sequence[Case], rounds: int, device: Cpu) -> Any:
     """Return the time that the host takes for each tensor; a first round warms up."""
-    arena, tensors = Arena(workload.shapes, device.tensors), len(workload.shapes)
-    started = {case.name: start(case, arena, device) for case in cases}
+    tensors = len(workload.shapes)
+    # Each in an arena of its own: ours would notice if another case wrote its weights.
+    started = {
+        case.name: start(case, Arena(workload.shapes, device.tensors), device) for case in cases
+    }
     running = {name: each for name, each in started.items() if not isinstance(each, str)}
 
     def take(name: str) -> float:

@@ -53,7 +53,7 @@ class Part:
             {**group, "params": _some(group["params"], here)}
             for group, here in zip(param_groups, indices, strict=True)
         ]
-        self._lists = {name: self._here(given) for name, given in lists.items()}
+        self._lists: dict[str, Any] = {name: self._here(given) for name, given in lists.items()}
 
     def _here(self, lists: Lists | None) -> Lists | None:
         if lists is None:

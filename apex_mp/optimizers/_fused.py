@@ -25,8 +25,9 @@ from apex_mp.core.step.scaled_step import (
     dropping_amp_tensors,
 )
 from apex_mp.core.step.skips import ParamNames
-from apex_mp.optimizers import _legacy_call, _written
+from apex_mp.optimizers import _legacy_call, _offload, _written
 from apex_mp.optimizers._lost_updates import LostUpdates
+from apex_mp.optimizers._offload.plan import OffloadedPlan
 from apex_mp.optimizers._saved import SavedOptimizer
 from apex_mp.optimizers._several_devices import SeveralDevices
 from apex_mp.optimizers._state import StateLayout
@@ -48,6 +49,7 @@ class FusedOptimizer(SavedOptimizer):
         unscale_grads: True, False or None.
         master_weights: Whether parameters in low precision have float32 masters in their state:
             True, False, or "split", see `FusedAdam`.
+        offload: Whether masters and moments are in host memory, see `FusedAdam`.
     """
 
     # torch.amp.GradScaler then leaves unscaling and skipping to step(): it sets self.grad_scale and
@@ -80,7 +82,10 @@ class FusedOptimizer(SavedOptimizer):
         defaults: dict[str, Any],
         unscale_grads: bool | None,
         master_weights: bool | str,
+        offload: bool = False,
     ) -> None:
+        _offload.check_option(self._public_name, offload)
+        self.offload = offload
         # Only then: without it groups have the keys of apex and torch.
         if master_weights:
             defaults = {**defaults, "master_weights": master_weights}
@@ -104,6 +109,11 @@ class FusedOptimizer(SavedOptimizer):
         number = len(self.param_groups)
         test = tensors.part_not_steppable if self._steps_parts else tensors.not_steppable
         tensors.check_params(self._public_name, number, params, test, names)
+        if self.offload:
+            group = {**self.defaults, **param_group}
+            layout = self._layout(group)
+            needed = sum(layout.bytes_of(param, group) for param in params)
+            _offload.check_params(self._public_name, number, params, needed)
         super().add_param_group(param_group)
 
     def refresh_hyperparameters(self) -> None:
@@ -228,8 +238,13 @@ class FusedOptimizer(SavedOptimizer):
     def _present_plan(self) -> _Plan:
         plan = self.__dict__.get("_plan")
         if plan is None:  # also after pickle and deepcopy
-            plan = self._plan = self._new_plan()
+            plan = self._plan = self._first_plan()
         return plan
+
+    def _first_plan(self) -> _Plan:
+        if self.offload:
+            return OffloadedPlan(self._public_name, self._new_plan, self._steps_parts)
+        return self._new_plan()
 
     def _read_by_plan(self, plan: _Plan, step: ScaledStep, before: Before) -> _Plan:
         """Make the plan read a step; return it, or another one if it cannot take the step."""
@@ -340,7 +355,7 @@ class FusedOptimizer(SavedOptimizer):
         group = self.param_groups[number]
         param = group["params"][index]
         before.setdefault(param, self.state.get(param))
-        state = self._layout(group).completed(before[param] or {}, param, group)
+        state = self._layout(group).completed(before[param] or {}, param, group, self._state_device)
         self.state[param] = state
         return state
 

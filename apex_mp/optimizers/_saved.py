@@ -23,7 +23,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     _public_name: str
     _state_layout: _state.StateLayout
     # Attributes that are pickled beside state and options.
-    _pickled: tuple[str, ...] = ("unscale_grads",)
+    _pickled: tuple[str, ...] = ("unscale_grads", "offload")
+    # Whether masters and moments are in host memory.
+    offload: bool = False
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
@@ -54,7 +56,12 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         """Return a parameter's saved state in the layout used here; see `StateLayout.loaded`."""
-        return self._state_layout.loaded(where, state, param)
+        return self._state_layout.loaded(where, state, param, self._state_device)
+
+    @property
+    def _state_device(self) -> torch.device | None:
+        """Where states are made; None: with their parameters."""
+        return torch.device("cpu") if self.offload else None
 
     # --- What users call.
 

@@ -217,13 +217,13 @@ class SeveralDevices:
         skip = found if skip is None else torch.maximum(found, copy_async(skip, found.device))
         if clip_to is not None and clip_norm is None:
             clip_norm = self._unscaled(measured.of_all)
-        self._step(norms, skip, clip_to, clip_norm)
         self.found_inf = skip
-        if loss_scale is not None:
-            loss_scale.update(copy_async(skip, loss_scale.device))
         norms_of_groups = self._unscaled(measured.of_groups)
         self.outcome = torch.cat([skip.double().view(1), norms_of_groups, measured.nonfinite])
         self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
+        self._step(norms, skip, clip_to, clip_norm)
+        if loss_scale is not None:
+            loss_scale.update(copy_async(skip, loss_scale.device))
         return None
 
     def _step_given(self, norms: Norms, skip: Tensor | None) -> HostOutcome:

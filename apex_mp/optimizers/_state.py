@@ -85,11 +85,16 @@ def is_split(state: Mapping[str, Any]) -> bool:
 def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Return a copy of the values that are stepped, in float32: a master's or the parameter's."""
     master = state.get(MASTER) if param.dtype in LOW_PRECISION else None
-    if is_split(state) and master is not None:
-        return joined(param, master)
     if master is None:
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-    return current(master, param).clone()
+    weight = _beside(master, param)
+    values = joined(weight, master) if is_split(state) else current(master, weight).clone()
+    return values if weight is param else values.to(param.device)
+
+
+def _beside(master: Tensor, param: Tensor) -> Tensor:
+    """Return a parameter where its master is: itself, or a copy in host memory."""
+    return param if master.device == param.device else param.detach().to(master.device)
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
@@ -129,33 +134,56 @@ class StateLayout:
     numbers: tuple[str, ...] = ()
     unsaved_numbers: tuple[str, ...] = ()
 
+    def bytes_of(self, param: Tensor, group: Mapping[str, Any]) -> int:
+        """Return the bytes of a parameter's state, beside its numbers."""
+        kept = [moment_dtype(param, group)] * len(self.tensors)
+        master = master_dtype(param, group)
+        kept += [] if master is None else [master]
+        return param.numel() * sum(dtype.itemsize for dtype in kept)
+
     def completed(
-        self, state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]
+        self,
+        state: Mapping[str, Any],
+        param: Tensor,
+        group: Mapping[str, Any],
+        device: torch.device | None = None,
     ) -> dict[str, Any]:
         """Return a complete state by a group's options, in the parameter's memory order.
 
         An entry that is not a tensor counts as missing, except a plain number among `numbers`. If a
         float32 master is split, the parameter is written too.
+
+        Args:
+            state: What there is of it.
+            param: The parameter.
+            group: Its group.
+            device: Where the state is kept [None: with the parameter].
         """
         whole = dict(state)
         for name in self.numbers:
             if not torch.is_tensor(whole.get(name)):
-                whole[name] = _new_number(param, whole.get(name))
+                whole[name] = _new_number(param, whole.get(name), device)
         for name in self.tensors:
             dtype = moment_dtype(param, group)
             if torch.is_tensor(whole.get(name)):
-                whole[name] = checks.match_strides(whole[name], param).to(dtype)
+                whole[name] = checks.match_strides(whole[name], param).to(device, dtype)
             else:
-                whole[name] = _like(param, dtype)
+                whole[name] = _like(param, dtype, device)
         kept_as = master_dtype(param, group)
         if kept_as is not None:
-            whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as)
+            whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as, device)
         else:
             # The parameter is stepped itself, so a master would be that of before.
             whole.pop(MASTER, None)
         return whole
 
-    def loaded(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    def loaded(
+        self,
+        where: str,
+        state: Mapping[str, Any],
+        param: Tensor,
+        device: torch.device | None = None,
+    ) -> dict[str, Any]:
         """Return a parameter's saved state in the layout used here.
 
         Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`. A
@@ -165,6 +193,7 @@ class StateLayout:
             where: The state's name, for messages.
             state: The saved state, under the names it has here.
             param: The parameter.
+            device: Where the state is kept [None: with the parameter].
 
         Raises:
             TypeError, ValueError: It is not the state of such an optimizer, or of another shape.
@@ -184,35 +213,45 @@ class StateLayout:
                 value = whole[name]
                 is_part = name == MASTER and is_split(whole)
                 _check_like(f"{where}['{name}']", value, param, is_part)
-                copied = _like(param, torch.int16) if is_part else self._zeros(name, param)
-                whole[name] = Kept(copied.copy_(value))
+                dtype = torch.int16 if is_part else self._wide_dtype(name, param)
+                whole[name] = Kept(_like(param, dtype, device).copy_(value))
         for name in self.numbers:
             number = _number(f"{where}['{name}']", name, whole[name])
-            whole[name] = Kept(_new_number(param, number))
+            whole[name] = Kept(_new_number(param, number, device))
         return whole
 
-    def _zeros(self, name: str, param: Tensor) -> Tensor:
-        wide = param.dtype == torch.float64 and name in self.tensors
-        return _like(param, torch.float64 if wide else torch.float32)
+    def _wide_dtype(self, name: str, param: Tensor) -> torch.dtype:
+        is_double = param.dtype == torch.float64 and name in self.tensors
+        return torch.float64 if is_double else torch.float32
 
 
-def _as_master(value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_master(
+    value: Any, param: Tensor, dtype: torch.dtype, device: torch.device | None
+) -> Tensor:
     """Return the master of a state, or a new one, in `dtype`: float32, or int16 for a remainder."""
     if not torch.is_tensor(value):
-        return _like(param, dtype) if dtype == torch.int16 else param.detach().float()
-    laid: Tensor = checks.match_strides(value, param)
+        if dtype == torch.int16:
+            return _like(param, dtype, device)
+        return param.detach().to(device).float()
+    laid: Tensor = checks.match_strides(value, param).to(device)
     if laid.dtype == dtype:
         return laid
-    return split(current(laid, param), param) if dtype == torch.int16 else joined(param, laid)
+    weight = _beside(laid, param)
+    if dtype != torch.int16:
+        return joined(weight, laid)
+    remainder = split(current(laid, weight), weight)
+    if weight is not param:
+        param.detach().copy_(weight)
+    return remainder
 
 
-def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+def _like(param: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, device=device, requires_grad=False)
 
 
-def _new_number(param: Tensor, value: Any) -> Tensor:
+def _new_number(param: Tensor, value: Any, device: torch.device | None) -> Tensor:
     number = float(value) if isinstance(value, (int, float)) else 0.0
-    return torch.full((), number, dtype=torch.float32, device=param.device)
+    return torch.full((), number, dtype=torch.float32, device=device or param.device)
 
 
 def _check_like(name: str, value: Any, param: Tensor, is_remainder: bool) -> None:

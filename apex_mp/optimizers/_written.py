@@ -77,7 +77,8 @@ def _replace(master: Tensor, weight: Tensor, was_compared: bool) -> Tensor:
             torch.split(master.view(-1), size), torch.split(weight.view(-1), size), strict=True
         )
     written = []
-    for part, of_weight in pairs:
+    for part, weights in pairs:
+        of_weight = weights.to(part.device)  # If masters are in host memory.
         differs = differ(part, of_weight, converted=not was_compared)
         part.copy_(torch.where(differs, of_weight, part))
         written.append(differs.any())

@@ -31,6 +31,7 @@ class FusedAdagrad(FusedOptimizer):
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
         master_weights: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
+        offload: As of `FusedAdam` [False].
 
     Raises:
         TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
@@ -54,6 +55,7 @@ class FusedAdagrad(FusedOptimizer):
         max_grad_norm: float = 0.0,
         master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
+        offload: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -62,7 +64,7 @@ class FusedAdagrad(FusedOptimizer):
             "adagrad_w_mode": adagrad_w_mode,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, unscale_grads, master_weights)
+        super().__init__(params, defaults, unscale_grads, master_weights, offload)
 
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]

@@ -59,6 +59,10 @@ class FusedAdam(FusedOptimizer):
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
             gradients, in which small numbers would underflow [None].
+        offload: Keep masters and moments in host memory and let the CPU take the step; on the GPU
+            are weights and gradients alone. Numbers are those of a step without it, and so is
+            `state_dict`. The host waits for the gradients; parameters must be on a GPU, and no
+            CUDA graph can hold a step [False].
 
     Raises:
         RuntimeError: `amsgrad` is asked for.
@@ -91,6 +95,7 @@ class FusedAdam(FusedOptimizer):
         stochastic_rounding: bool = False,
         maximize: bool = False,
         unscale_grads: bool | None = None,
+        offload: bool = False,
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -110,7 +115,7 @@ class FusedAdam(FusedOptimizer):
             defaults["moment_dtype"] = moment_dtype
         if stochastic_rounding:
             defaults["stochastic_rounding"] = True
-        super().__init__(params, defaults, unscale_grads, master_weights)
+        super().__init__(params, defaults, unscale_grads, master_weights, offload)
 
     @property
     def eps_mode(self) -> int:

@@ -35,6 +35,7 @@ class FusedAdamW(FusedAdam):
         moment_dtype: As of `FusedAdam` [torch.float32].
         stochastic_rounding: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
+        offload: As of `FusedAdam` [False].
 
     Raises:
         RuntimeError: `amsgrad` or `differentiable` is asked for.
@@ -64,6 +65,7 @@ class FusedAdamW(FusedAdam):
         moment_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         unscale_grads: bool | None = None,
+        offload: bool = False,
     ) -> None:
         if differentiable:
             raise RuntimeError(
@@ -83,4 +85,5 @@ class FusedAdamW(FusedAdam):
             stochastic_rounding=stochastic_rounding,
             maximize=maximize,
             unscale_grads=unscale_grads,
+            offload=offload,
         )

@@ -35,6 +35,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: Multiply the update by the ratio of the norms without weight decay too [False].
         master_weights: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
+        offload: As of `FusedAdam` [False].
 
     Raises:
         RuntimeError: `amsgrad` is asked for.
@@ -66,6 +67,7 @@ class FusedLAMB(FusedOptimizer):
         *,
         master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
+        offload: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -79,4 +81,4 @@ class FusedLAMB(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(params, defaults, unscale_grads, master_weights)
+        super().__init__(params, defaults, unscale_grads, master_weights, offload)

@@ -40,6 +40,7 @@ class FusedNovoGrad(FusedOptimizer):
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
         master_weights: As of `FusedAdam` [False].
         unscale_grads: As of `FusedAdam` [None].
+        offload: As of `FusedAdam` [False].
 
     Raises:
         RuntimeError: `amsgrad` is asked for, or a norm of another type.
@@ -71,6 +72,7 @@ class FusedNovoGrad(FusedOptimizer):
         max_grad_norm: float = 0.0,
         master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
+        offload: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -85,7 +87,7 @@ class FusedNovoGrad(FusedOptimizer):
             "init_zero": init_zero,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, unscale_grads, master_weights)
+        super().__init__(params, defaults, unscale_grads, master_weights, offload)
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         if group["norm_type"] not in (0, 2):

@@ -51,6 +51,7 @@ class FusedSGD(FusedOptimizer):
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
             gradients, in which small numbers would underflow [None].
+        offload: As of `FusedAdam` [False].
 
     Raises:
         TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
@@ -61,7 +62,7 @@ class FusedSGD(FusedOptimizer):
     _public_name = "FusedSGD"
     _rule = "sgd"
     _state_layout = StateLayout("an SGD", tensors=(BUFFER,), unsaved_numbers=(IS_FRESH,))
-    _pickled = ("materialize_master_grads", "set_grad_none", "unscale_grads")
+    _pickled = ("materialize_master_grads", "set_grad_none", "unscale_grads", "offload")
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class FusedSGD(FusedOptimizer):
         max_grad_norm: float = 0.0,
         master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
+        offload: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -90,7 +92,7 @@ class FusedSGD(FusedOptimizer):
         }
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
-        super().__init__(params, defaults, unscale_grads, master_weights)
+        super().__init__(params, defaults, unscale_grads, master_weights, offload)
 
     @property
     def wd_after_momentum(self) -> bool:
@@ -126,7 +128,7 @@ class FusedSGD(FusedOptimizer):
             return super()._adapt_state(where, state, param)
         # No buffer: torch saves this for a parameter without a gradient or without momentum.
         rest = {key: value for key, value in state.items() if key != BUFFER}
-        return _WITHOUT_MOMENTUM.loaded(where, rest, param)
+        return _WITHOUT_MOMENTUM.loaded(where, rest, param, self._state_device)
 
     # A step whose outcome the host does not know yet may be skipped. A buffer of zeros is then as
     # good as none, except with dampening, which does not apply to a parameter's first gradient. So
@@ -138,7 +140,7 @@ class FusedSGD(FusedOptimizer):
         param = group["params"][index]
         is_new = BUFFER in state and not torch.is_tensor((before[param] or {}).get(BUFFER))
         if is_new and group["dampening"]:
-            state[IS_FRESH] = torch.ones((), device=param.device)
+            state[IS_FRESH] = torch.ones((), device=self._state_device or param.device)
         return state
 
     def _layout(self, group: Mapping[str, Any]) -> StateLayout:

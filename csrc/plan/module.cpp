@@ -55,12 +55,15 @@ void define_plan(py::module_& module) {
           "read",
           [](Plan& plan, const py::list& param_groups, const py::dict& state,
              const py::function& make_state, py::object grads, py::object grads_of,
-             py::object copies, py::object scale, const std::vector<at::ScalarType>& unscale) {
-            plan.read(param_groups, state, make_state, {grads, grads_of, copies, scale, unscale});
+             py::object copies, py::object scale, const std::vector<at::ScalarType>& unscale,
+             const std::vector<int32_t>& positions) {
+            plan.read(param_groups, state, make_state,
+                      {grads, grads_of, copies, scale, unscale, positions});
           },
           py::arg("param_groups"), py::arg("state"), py::arg("make_state"), py::kw_only(),
           py::arg("grads"), py::arg("grads_of"), py::arg("copies"), py::arg("scale"),
-          py::arg("unscale") = std::vector<at::ScalarType>())
+          py::arg("unscale") = std::vector<at::ScalarType>(),
+          py::arg("positions") = std::vector<int32_t>())
       .def(
           "check",
           [](Plan& plan, bool clip_by_global_norm, double clip_to) {

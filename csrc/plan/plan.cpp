@@ -193,6 +193,12 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
   }
   tensors_.resize(rows);
   task_.rows.resize(rows);
+  if (given.positions.empty()) return;
+  TORCH_CHECK_VALUE(given.positions.size() == items_.size(), caller_, ": ", given.positions.size(),
+                    " positions were given for ", items_.size(), " parameters");
+  for (int64_t i = 0; i < rows; ++i) {
+    task_.rows[i].position = given.positions[tensors_[i].position];
+  }
 }
 
 Plan::Item Plan::item_at(int64_t position) const {

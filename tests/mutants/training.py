@@ -267,7 +267,7 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "moments of float64 parameters are loaded in float32": Mutant(
-        "StateLayout._zeros",
+        "StateLayout._wide_dtype",
         "param.dtype == torch.float64 and name in self.tensors",
         "False",
         "fused_adam_state",
@@ -304,9 +304,31 @@ OPTIMIZERS = {
     ),
     "FusedSGD forgets an option of its constructor in a pickle": Mutant(
         "FusedSGD",
-        "('materialize_master_grads', 'set_grad_none', 'unscale_grads')",
-        "('unscale_grads',)",
+        "('materialize_master_grads', 'set_grad_none', 'unscale_grads', 'offload')",
+        "('unscale_grads', 'offload')",
         "fused_sgd_state",
+    ),
+    "each piece of a parameter counts its steps": Mutant(
+        "Piece._of_value", "value if self.is_last else value.clone()", "value", "offload"
+    ),
+    "a split master is stepped without its weight": Mutant(
+        "Bucket.read",
+        "getattr(states.get(items.params[p.number], {}).get(MASTER), 'dtype', None) "
+        "!= torch.float32",
+        "False",
+        "offload",
+    ),
+    "random bits of a bucket are those of its first parameters": Mutant(
+        "Bucket.read", "self._positions", "()", "offload"
+    ),
+    "a parameter whose random bits depend on elements is cut": Mutant(
+        "Buckets._cut",
+        "size <= BUCKET_ELEMENTS or like.is_random or (not self._cuts)",
+        "size <= BUCKET_ELEMENTS or (not self._cuts)",
+        "offload",
+    ),
+    "a written remainder counts as stale": Mutant(
+        "WeightWatch.find", "is_split and known[5] != now[5]", "False", "offload"
     ),
     "gradients on several devices are clipped each by their own norm": Mutant(
         "SeveralDevices._run",

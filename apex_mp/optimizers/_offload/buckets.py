@@ -1,0 +1,157 @@
+"""The buckets in which parameters on a GPU go through a step on the CPU.
+
+Gradients come to the host, the CPU steps, and the new weights go back: each bucket while others are
+under way. In page-locked memory there is nothing but a few buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_mp import _C
+from apex_mp.core import transfers
+from apex_mp.optimizers._device_part import Groups, Norms
+from apex_mp.optimizers._offload.bucket import Bucket, Slot
+from apex_mp.optimizers._offload.pieces import Items, Like, Piece
+
+# Elements of a bucket, and how many buckets are under way: one that comes, one that is stepped, one
+# that goes.
+BUCKET_ELEMENTS = 1 << 22
+SLOTS = 3
+
+
+class Buckets:
+    """The buckets of a step; from step to step it keeps plans, host memory and streams.
+
+    Args:
+        who: The optimizer's name, for messages.
+        new_plan: Makes a plan for parameters on the CPU.
+        cuts: Whether parts of tensors can be stepped, so that large ones are cut.
+    """
+
+    def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan], cuts: bool) -> None:
+        self._who = who
+        self._new_plan = new_plan
+        self._cuts = cuts
+        self._slots = [Slot() for _ in range(SLOTS)]
+        self._buses: dict[torch.device, transfers.Transfers] = {}
+        self._likes: list[Like] = []  # what `_buckets` were made for
+        self._buckets: list[Bucket] = []
+        self._read: list[Bucket] = []
+        self._failure: str | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step that was read last was taken, or a part of it."""
+        return any(bucket.plan.has_run for bucket in self._read)
+
+    def read(
+        self,
+        items: Items,
+        groups: Groups,
+        states: Mapping[Tensor, dict[str, Any]],
+        make_state: Callable[[int, int], dict[str, Any]],
+        scale: float,
+    ) -> None:
+        """Read and check a step before anything is changed.
+
+        Args:
+            items: What is stepped.
+            groups: The parameter groups, without tensors on a GPU.
+            states: The states of parameters.
+            make_state: Completes the state of a parameter, given its group and index.
+            scale: The divisor of scaled gradients.
+
+        Raises:
+            RuntimeError: An earlier step was broken off.
+        """
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        self.clear()
+        self._read = []
+        likes = [Like.of(items, number, groups) for number in range(len(items.params))]
+        if likes != self._likes:
+            self._likes, self._buckets = [], self._made(likes, len(groups))
+            self._likes = likes
+        for bucket in self._buckets:
+            bucket.read(items, groups, states, make_state, scale)
+            self._read.append(bucket)
+
+    def _made(self, likes: list[Like], groups: int) -> list[Bucket]:
+        buckets = []
+        for number, pieces in enumerate(self._filled(likes)):
+            device = pieces[0].like.device
+            if device not in self._buses:
+                self._buses[device] = transfers.Transfers(device)
+            slot, bus = self._slots[number % SLOTS], self._buses[device]
+            buckets.append(Bucket(self._new_plan(), pieces, groups, slot, bus))
+        return buckets
+
+    def _filled(self, likes: list[Like]) -> Iterator[list[Piece]]:
+        """Yield the pieces of each bucket, on one device."""
+        bucket: list[Piece] = []
+        left = BUCKET_ELEMENTS
+        for number, like in enumerate(likes):
+            for piece in self._cut(number, like):
+                is_there = bucket and bucket[0].like.device == like.device
+                if bucket and (piece.size > left or not is_there):
+                    yield bucket
+                    bucket, left = [], BUCKET_ELEMENTS
+                bucket.append(piece)
+                left -= piece.size
+        if bucket:
+            yield bucket
+
+    def _cut(self, number: int, like: Like) -> list[Piece]:
+        size = like.shape.numel()
+        # Random bits depend on the number of the element in its parameter.
+        if size <= BUCKET_ELEMENTS or like.is_random or not self._cuts:
+            return [Piece(number, like)]
+        begins = range(0, size, BUCKET_ELEMENTS)
+        ends = [*begins[1:], size]
+        return [
+            Piece(number, like, *ends_of, is_last=ends_of[1] == size)
+            for ends_of in zip(begins, ends, strict=True)
+        ]
+
+    def step(self, norms: Norms, clip: Mapping[str, Any]) -> None:
+        """Take the step that was read.
+
+        Args:
+            norms: As of `_C.StepPlan.run`, numbers.
+            clip: Its `clip_to` and `clip_norm`, likewise.
+        """
+        try:
+            self._go_through(norms, clip)
+        except KeyboardInterrupt:
+            self._go_through(norms, clip)  # The rest: a step is taken whole.
+            raise
+        except BaseException as error:
+            done = sum(bucket.is_done for bucket in self._read)
+            self._failure = (
+                f"{self._who}: the step before this one ended with {type(error).__name__} after "
+                f"{done} of {len(self._read)} buckets of parameters; the weights of the others "
+                "are as before it. Load a checkpoint into the model and a new optimizer"
+            )
+            raise
+
+    def _go_through(self, norms: Norms, clip: Mapping[str, Any]) -> None:
+        """Take the step in each bucket where it is not taken yet."""
+        buses = {bucket.bus for bucket in self._read}
+        for bus in buses:
+            bus.follow()
+        for number, bucket in enumerate(self._read):
+            for ahead in self._read[number : number + SLOTS - 1]:
+                ahead.start()
+            bucket.finish(norms, clip)
+        for bus in buses:
+            bus.lead()
+
+    def clear(self) -> None:
+        """Drop what was read."""
+        for bucket in self._buckets:
+            bucket.clear()

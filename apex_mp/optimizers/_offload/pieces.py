@@ -1,0 +1,125 @@
+"""What a step on the CPU steps, for parameters on a GPU; large parameters are cut to pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex_mp.optimizers._device_part import Groups, Places
+
+
+@dataclasses.dataclass(eq=False)
+class Items:
+    """What a step steps; all lists have one item for each parameter with a gradient, in order.
+
+    Attributes:
+        places: Group and index.
+        positions: The number of the parameter in the optimizer.
+        params: The parameters.
+        grads: Their gradients, in the parameters' memory order.
+        scaled: Whether the gradient is scaled by the loss scale.
+        copies: Where the new parameter is also written; None: nowhere.
+    """
+
+    places: Places
+    positions: list[int]
+    params: list[Tensor]
+    grads: list[Tensor]
+    scaled: list[bool]
+    copies: list[Tensor | None]
+
+
+class Like(NamedTuple):
+    """What host memory for a parameter depends on."""
+
+    group: int
+    position: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: torch.dtype
+    scaled: bool
+    copy: torch.dtype | None
+    is_random: bool
+
+    @classmethod
+    def of(cls, items: Items, number: int, groups: Groups) -> Like:
+        param, copy = items.params[number], items.copies[number]
+        group = items.places[number][0]
+        return cls(
+            group,
+            items.positions[number],
+            param.shape,
+            param.stride(),
+            param.dtype,
+            param.device,
+            items.grads[number].dtype,
+            items.scaled[number],
+            None if copy is None else copy.dtype,
+            bool(groups[group].get("stochastic_rounding")),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A parameter, or a part of a large one.
+
+    Attributes:
+        number: Of the parameter among the items.
+        like: The parameter's layout.
+        begin: The first element in memory order; None if all are here, in the parameter's shape.
+        end: The first that is not here.
+        is_last: Whether the parameter ends here.
+    """
+
+    number: int
+    like: Like
+    begin: int | None = None
+    end: int = 0
+    is_last: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.like.shape.numel() if self.begin is None else self.end - self.begin
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these elements of a tensor like the parameter."""
+        return tensor if self.begin is None else _flat(tensor)[self.begin : self.end]
+
+    def on_host(self, memory: Tensor) -> Tensor:
+        """Return a flat tensor in the shape of these elements."""
+        if self.begin is not None:
+            return memory
+        return memory.as_strided(self.like.shape, self.like.stride)
+
+    def of_state(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of the parameter's state that belongs to these elements."""
+        if self.begin is None:
+            return whole
+        return {name: self._of_value(value) for name, value in whole.items()}
+
+    def _of_value(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == self.like.shape:
+            return self.of(value)
+        # A count of steps: that of the parameter changes with its last piece.
+        return value if self.is_last else value.clone()
+
+    def can_cut(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether the tensors of a state lie in memory as the parameter does."""
+        return self.begin is None or all(
+            value.stride() == self.like.stride
+            for value in (state or {}).values()
+            if isinstance(value, Tensor) and value.shape == self.like.shape
+        )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor without gaps as they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
