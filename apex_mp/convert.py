@@ -229,9 +229,8 @@ def _masters_of(
         for param, state in one.state.items():
             if _state.MASTER not in state or param.dtype not in LOW_PRECISION:
                 continue
-            is_part = _state.is_split(state)
-            found[id(param)] = _state.master_of(param, state) if is_part else state[_state.MASTER]
-            if is_part and write:  # The next step splits it again.
+            found[id(param)] = _state.whole_master(param, state)
+            if write:  # If it was split, the next step splits it again.
                 state[_state.MASTER] = found[id(param)]
     return found
 
@@ -249,7 +248,11 @@ def current_masters(function: str, model: nn.Module, optimizer: Any) -> dict[int
     """
     master_of = _masters_of(function, model, optimizer)
     stepped = ((param, master_of.get(id(param))) for param in model.parameters())
-    return {id(param): current(master, param) for param, master in stepped if master is not None}
+    return {
+        id(param): current(master, _state.beside(master, param))
+        for param, master in stepped
+        if master is not None
+    }
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

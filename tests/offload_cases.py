@@ -10,16 +10,28 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from rule_cases import SHAPES
+from tolerances import assert_same_bits
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_mp.core import transfers
+from apex_mp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedAdamW,
+    FusedLAMB,
+    FusedNovoGrad,
+    FusedSGD,
+)
 
 
 class Stream:
@@ -52,6 +64,9 @@ class Stream:
         self._queue.append(copy)
         self._gpu.let_go_on()
 
+    def done(self) -> int:
+        return self._done
+
     def asked(self) -> int:
         return self._done + len(self._queue)
 
@@ -83,6 +98,9 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self._stream, self._place = stream, stream.asked()
+
+    def query(self) -> bool:
+        return self._stream.done() >= self._place
 
     def synchronize(self) -> None:
         self._stream.run(self._place)
@@ -149,3 +167,71 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> LateGpu:
 
 def _fill(target: Tensor) -> None:
     target.fill_(float("nan"))
+
+
+# --- The same optimizer without and with it.
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+adam = functools.partial(FusedAdam, lr=0.01, weight_decay=0.1)
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "Adam without masters": adam,
+    "Adam": functools.partial(adam, master_weights=True),
+    "Adam, split": functools.partial(adam, master_weights="split", maximize=True),
+    "Adam, narrow": functools.partial(
+        adam, master_weights="split", moment_dtype=BF16, stochastic_rounding=True
+    ),
+    "Adam, clipped": functools.partial(adam, master_weights=True, max_grad_norm=1.0),
+    "AdamW": functools.partial(FusedAdamW, lr=0.01, master_weights=True),
+    "SGD": functools.partial(FusedSGD, lr=0.01, master_weights=True),
+    "SGD, dampened": functools.partial(
+        FusedSGD, lr=0.01, momentum=0.9, dampening=0.5, master_weights=True
+    ),
+    "Adagrad": functools.partial(FusedAdagrad, lr=0.01, master_weights=True),
+    "LAMB": functools.partial(FusedLAMB, lr=0.01, master_weights=True),
+    "NovoGrad": functools.partial(FusedNovoGrad, lr=0.01, master_weights=True),
+}
+
+
+def params_of(
+    device: torch.device, dtype: torch.dtype, shapes: Any = SHAPES, *, seed: int = 1
+) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
+    ]
+
+
+def give_grads(params: list[Parameter], step: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for index, param in enumerate(params):
+        grad = factor * torch.randn(param.shape, generator=generator)
+        param.grad = None if (index + step) % 5 == 0 else grad.to(param)
+
+
+def train(optimizer: Any, params: list[Parameter], steps: range) -> None:
+    for step in steps:
+        give_grads(params, step)
+        optimizer.step()
+
+
+def pair(make: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Any, list[Parameter]]]:
+    """Return the same optimizer and parameters without and with offload."""
+    both = []
+    for offload in (False, True):
+        params = params_of(*args, **kwargs)
+        both.append((make(params, offload=offload), params))
+    return both
+
+
+def assert_equal(both: list[tuple[Any, list[Parameter]]], same: Any = assert_same_bits) -> None:
+    (plain, params), (offloaded, others) = both
+    for param, other in zip(params, others, strict=True):
+        same(other.detach(), param.detach())
+    saved, of_other = plain.state_dict(), offloaded.state_dict()
+    assert of_other["param_groups"] == saved["param_groups"]
+    assert [*of_other["state"]] == [*saved["state"]]
+    for number, state in saved["state"].items():
+        assert [*of_other["state"][number]] == [*state]
+        for name, value in state.items():
+            same(of_other["state"][number][name].cpu(), value.cpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,9 +100,15 @@ def available_bytes() -> int | None:
 
 def _free_in_group() -> Iterator[int]:
     """Yield what the control group of this process (a container, a job) leaves to it."""
-    folder = "/sys/fs/cgroup/"
+    folder = Path("/sys/fs/cgroup")
     try:
-        with open(folder + "memory.max") as limit, open(folder + "memory.current") as current:
-            yield int(limit.read()) - int(current.read())
+        limit, taken = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):  # There is none, or its limit is "max".
-        pass
+        return
+    # Files that were read are dropped when memory is needed.
+    files = sum(int(line.split()[1]) for line in lines if line.startswith(_FILES))
+    yield limit - taken + files
+
+
+_FILES = ("inactive_file ", "active_file ")

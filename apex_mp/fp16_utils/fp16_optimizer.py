@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core import tensors
+from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.log import see
 from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.master_grads import MasterGrads
@@ -123,6 +124,7 @@ class FP16_Optimizer(Checkpoints):
         # torch.optim.Optimizer.__init__ is not called: it would make param_groups of its own and
         # wrap step(), so that hooks meant for the inner optimizer would run twice.
         inner = inner_of(init_optimizer, optimizer, FP16_Optimizer)
+        refuse_offloaded("FP16_Optimizer", inner)
         if clip not in ("group", "global"):
             raise ValueError(f'FP16_Optimizer: clip is {clip!r}; it must be "group" or "global"')
         self._legacy_arguments = legacy_arguments(inner)

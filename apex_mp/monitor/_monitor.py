@@ -14,9 +14,9 @@ from torch import Tensor
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
+from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.log import logger, see, warn
 from apex_mp.core.step import device_scale, readback, step_log
-from apex_mp.core.step.step_log import StepNote
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.monitor import _report
 from apex_mp.monitor.exponents import Sampler
@@ -190,7 +190,7 @@ class Monitor:
                 owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 own = [(name, param) for name, param in named if id(param) in owned]
                 named, unscaled = (own, unscaled) if own else (named, ())
-            grads = ((name, param.grad) for name, param in named if param.grad is not None)
+            grads = ((name, g) for name, p in named if (g := grad_here(p)) is not None)
             self._samplers[self._begun] = sampler = Sampler(grads, unscaled)
             sampler.run()
 
@@ -219,7 +219,7 @@ class Monitor:
     def _record(self, number: int, name: str, values: list[float]) -> None:
         self._measured.setdefault(number, {})[name] = values[0]
 
-    def after_step(self, note: StepNote) -> None:
+    def after_step(self, note: step_log.StepNote) -> None:
         """Record the outcome of a step.
 
         Args:
@@ -271,7 +271,7 @@ class Monitor:
             grad_norm: l2 norm of the unscaled gradients before clipping [None].
             clip: The factor by which clipping multiplied the gradients [None].
         """
-        self.after_step(StepNote(skipped, scale, grad_norm=grad_norm, clip=clip))
+        self.after_step(step_log.StepNote(skipped, scale, grad_norm=grad_norm, clip=clip))
 
     def _judge(self, step: Step, lowest: float | None, of: int) -> None:
         """After a skipped step, look for the origin of inf, and act at the smallest loss scale."""

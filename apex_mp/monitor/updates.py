@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -63,7 +64,7 @@ def lost_updates(
         (name, param)
         for name, param in named
         if param.dtype in LOW_PRECISION
-        and param.grad is not None
+        and grad_here(param) is not None
         and not has_master(param, group_of[id(param)], optimizer)
     ]
     if not without_master:
@@ -87,8 +88,9 @@ def lost_updates(
 
 def _wide(param: Tensor, scale: float) -> Parameter:
     copied = Parameter(param.detach().double(), requires_grad=param.requires_grad)
-    if param.grad is not None:
-        copied.grad = param.grad.detach().double() / scale
+    grad = grad_here(param)
+    if grad is not None:
+        copied.grad = grad.detach().double() / scale
     return copied
 
 

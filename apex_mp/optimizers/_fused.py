@@ -82,7 +82,7 @@ class FusedOptimizer(SavedOptimizer):
         defaults: dict[str, Any],
         unscale_grads: bool | None,
         master_weights: bool | str,
-        offload: bool = False,
+        offload: bool | str = False,
     ) -> None:
         _offload.check_option(self._public_name, offload)
         self.offload = offload
@@ -109,12 +109,12 @@ class FusedOptimizer(SavedOptimizer):
         number = len(self.param_groups)
         test = tensors.part_not_steppable if self._steps_parts else tensors.not_steppable
         tensors.check_params(self._public_name, number, params, test, names)
-        if self.offload:
-            group = {**self.defaults, **param_group}
-            layout = self._layout(group)
-            needed = sum(layout.bytes_of(param, group) for param in params)
-            _offload.check_params(self._public_name, number, params, needed)
+        if self.offload and params:
+            _offload.check_params(self._public_name, number, params, names)
+            groups = [*self.param_groups, {**self.defaults, **param_group, "params": params}]
+            _offload.check_memory(self._public_name, groups, self.state, self._layout)
         super().add_param_group(param_group)
+        self._watch_gradients()
 
     def refresh_hyperparameters(self) -> None:
         """Make the step in a captured CUDA graph use the present options of the groups.
@@ -236,15 +236,14 @@ class FusedOptimizer(SavedOptimizer):
         return GradCheck(plan.found_inf, plan.norm, plan.grad_dtypes)
 
     def _present_plan(self) -> _Plan:
-        plan = self.__dict__.get("_plan")
+        plan: _Plan | None = self.__dict__.get("_plan")
         if plan is None:  # also after pickle and deepcopy
-            plan = self._plan = self._first_plan()
+            plan = self._new_plan()
+            if self.offload:
+                grads, cuts = self._host_grads, self._steps_parts
+                plan = OffloadedPlan(self._public_name, self._new_plan, cuts, grads)
+            self._plan = plan
         return plan
-
-    def _first_plan(self) -> _Plan:
-        if self.offload:
-            return OffloadedPlan(self._public_name, self._new_plan, self._steps_parts)
-        return self._new_plan()
 
     def _read_by_plan(self, plan: _Plan, step: ScaledStep, before: Before) -> _Plan:
         """Make the plan read a step; return it, or another one if it cannot take the step."""

@@ -22,6 +22,7 @@ def scaled_step(
     """Return the step that the arguments ask for, and GradScaler's attributes of the optimizer.
 
     Raises:
+        RuntimeError: torch's GradScaler steps gradients that are in host memory.
         ValueError: The scale is not positive, or gradients were given inside GradScaler, or a list
             does not fit the groups.
     """
@@ -38,6 +39,11 @@ def scaled_step(
         )
     if step is not None:
         return step
+    if found_inf is not None and getattr(optimizer, "offload", False) == "gradients":
+        raise RuntimeError(
+            f'{who}: torch\'s GradScaler looks for inf in .grad, and with offload="gradients" '
+            "gradients are in host memory; use apex_mp.amp.GradScaler"
+        )
     if grad_scale is not None:
         scale = grad_scale if scale == 1.0 else scale * grad_scale
     groups: Groups = optimizer.param_groups

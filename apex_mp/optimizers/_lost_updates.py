@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import tensors
+from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.log import counted, warn
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback
@@ -103,7 +104,7 @@ class LostUpdateCounter:
         self._before: list[tuple[Tensor, Tensor]] = []
         elements = 0
         for _, param in named:
-            if elements < _ELEMENTS_LOOKED_AT and param.grad is not None:
+            if elements < _ELEMENTS_LOOKED_AT and grad_here(param) is not None:
                 before = tensors.local_part(param).detach().clone()
                 self._before.append((param, before))
                 elements += before.numel()

@@ -12,6 +12,7 @@ from apex_mp.core import options
 from apex_mp.core.checkpoints.state_checks import as_dict, check_optimizer_state
 from apex_mp.core.step import readback
 from apex_mp.optimizers import _state
+from apex_mp.optimizers._offload.gradients import HostGrads
 
 
 class SavedOptimizer(torch.optim.Optimizer):
@@ -24,8 +25,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     _state_layout: _state.StateLayout
     # Attributes that are pickled beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads", "offload")
-    # Whether masters and moments are in host memory.
-    offload: bool = False
+    # Whether masters and moments are in host memory, and gradients, too.
+    offload: bool | str = False
+    _host_grads: HostGrads | None = None
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
@@ -94,7 +96,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
                 state = states.get(index, {})
                 if not compact and _state.is_split(state):
-                    states[index] = {**state, _state.MASTER: _state.master_of(param, state)}
+                    states[index] = {**state, _state.MASTER: _state.whole_master(param, state)}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -155,3 +157,12 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": _state.unpack(state["state"])})
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        if self.offload != "gradients":
+            return
+        if self._host_grads is None:
+            self._host_grads = HostGrads(self._public_name)
+        for group in self.param_groups:
+            self._host_grads.watch(group["params"])

@@ -87,12 +87,19 @@ def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     master = state.get(MASTER) if param.dtype in LOW_PRECISION else None
     if master is None:
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-    weight = _beside(master, param)
-    values = joined(weight, master) if is_split(state) else current(master, weight).clone()
-    return values if weight is param else values.to(param.device)
+    values = whole_master(param, state)
+    if values is master:
+        values = current(master, beside(master, param)).clone()
+    return values.to(param.device)
 
 
-def _beside(master: Tensor, param: Tensor) -> Tensor:
+def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Return a parameter's master in float32, where it is kept: itself, or a split one joined."""
+    master: Tensor = state[MASTER]
+    return joined(beside(master, param), master) if is_split(state) else master
+
+
+def beside(master: Tensor, param: Tensor) -> Tensor:
     """Return a parameter where its master is: itself, or a copy in host memory."""
     return param if master.device == param.device else param.detach().to(master.device)
 
@@ -236,7 +243,7 @@ def _as_master(
     laid: Tensor = checks.match_strides(value, param).to(device)
     if laid.dtype == dtype:
         return laid
-    weight = _beside(laid, param)
+    weight = beside(laid, param)
     if dtype != torch.int16:
         return joined(weight, laid)
     remainder = split(current(laid, weight), weight)

@@ -55,7 +55,7 @@ class FusedAdagrad(FusedOptimizer):
         max_grad_norm: float = 0.0,
         master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
-        offload: bool = False,
+        offload: bool | Literal["gradients"] = False,
     ) -> None:
         defaults = {
             "lr": lr,

@@ -95,7 +95,7 @@ class FusedAdam(FusedOptimizer):
         stochastic_rounding: bool = False,
         maximize: bool = False,
         unscale_grads: bool | None = None,
-        offload: bool = False,
+        offload: bool | Literal["gradients"] = False,
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,

@@ -65,7 +65,7 @@ class FusedAdamW(FusedAdam):
         moment_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         unscale_grads: bool | None = None,
-        offload: bool = False,
+        offload: bool | Literal["gradients"] = False,
     ) -> None:
         if differentiable:
             raise RuntimeError(

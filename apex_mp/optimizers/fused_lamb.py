@@ -67,7 +67,7 @@ class FusedLAMB(FusedOptimizer):
         *,
         master_weights: bool | Literal["split"] = False,
         unscale_grads: bool | None = None,
-        offload: bool = False,
+        offload: bool | Literal["gradients"] = False,
     ) -> None:
         defaults = {
             "lr": lr,

@@ -13,6 +13,7 @@ from torch import Tensor
 from apex_mp.core import tensors
 from apex_mp.core.checkpoints.checkpoint_view import with_checkpoint_view
 from apex_mp.core.delegating import ForwardingOptimizer
+from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
 from apex_mp.core.step.scaled_step import (
@@ -58,6 +59,7 @@ class LARC(ForwardingOptimizer):
             raise TypeError(
                 f"LARC: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
+        refuse_offloaded("LARC", optimizer)
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
             check_number("LARC", name, value, at_least=0.0)
         self.optim = optimizer

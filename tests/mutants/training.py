@@ -313,8 +313,7 @@ OPTIMIZERS = {
     ),
     "a split master is stepped without its weight": Mutant(
         "Bucket.read",
-        "getattr(states.get(items.params[p.number], {}).get(MASTER), 'dtype', None) "
-        "!= torch.float32",
+        "master_dtype(items.params[piece.number], groups[piece.like.group]) != torch.float32",
         "False",
         "offload",
     ),
@@ -327,8 +326,20 @@ OPTIMIZERS = {
         "size <= BUCKET_ELEMENTS or (not self._cuts)",
         "offload",
     ),
+    "a gradient that was cleared counts": Mutant(
+        "HostGrads.before", "param.grad is None", "False", "offload_gradients"
+    ),
+    "accumulated gradients replace each other": Mutant(
+        "HostGrads.after",
+        "kept.mark is not None and kept.host is not None",
+        "False",
+        "offload_gradients",
+    ),
     "a written remainder counts as stale": Mutant(
-        "WeightWatch.find", "is_split and known[5] != now[5]", "False", "offload"
+        "WeightWatch.find",
+        "is_split and known.master_version != now.master_version",
+        "False",
+        "offload",
     ),
     "gradients on several devices are clipped each by their own norm": Mutant(
         "SeveralDevices._run",

@@ -6,7 +6,6 @@ Without a GPU the stand-in of offload_cases.py takes its place.
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 import warnings
@@ -15,9 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import run_until
-from offload_cases import LateGpu, Stream, stand_in
-from rule_cases import SHAPES
+from offload_cases import (
+    OPTIMIZERS,
+    LateGpu,
+    adam,
+    assert_equal,
+    give_grads,
+    pair,
+    params_of,
+    stand_in,
+    train,
+)
 from tolerances import assert_near, assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -25,38 +32,13 @@ from torch.nn import Parameter
 from apex_mp import amp
 from apex_mp.core import transfers
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedAdamW,
-    FusedLAMB,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from apex_mp.optimizers import FusedAdam
 from apex_mp.optimizers._offload import bucket as _bucket
 from apex_mp.optimizers._offload import buckets as _buckets
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 each_dtype = pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 
-adam = functools.partial(FusedAdam, lr=0.01, weight_decay=0.1)
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "Adam without masters": adam,
-    "Adam": functools.partial(adam, master_weights=True),
-    "Adam, split": functools.partial(adam, master_weights="split", maximize=True),
-    "Adam, narrow": functools.partial(
-        adam, master_weights="split", moment_dtype=BF16, stochastic_rounding=True
-    ),
-    "Adam, clipped": functools.partial(adam, master_weights=True, max_grad_norm=1.0),
-    "AdamW": functools.partial(FusedAdamW, lr=0.01, master_weights=True),
-    "SGD": functools.partial(FusedSGD, lr=0.01, master_weights=True),
-    "SGD, dampened": functools.partial(
-        FusedSGD, lr=0.01, momentum=0.9, dampening=0.5, master_weights=True
-    ),
-    "Adagrad": functools.partial(FusedAdagrad, lr=0.01, master_weights=True),
-    "LAMB": functools.partial(FusedLAMB, lr=0.01, master_weights=True),
-    "NovoGrad": functools.partial(FusedNovoGrad, lr=0.01, master_weights=True),
-}
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=[*OPTIMIZERS])
 
 
@@ -72,50 +54,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*that have no float32 masters")
         yield
-
-
-def params_of(
-    device: torch.device, dtype: torch.dtype, shapes: Any = SHAPES, *, seed: int = 1
-) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
-    ]
-
-
-def give_grads(params: list[Parameter], step: int, factor: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for index, param in enumerate(params):
-        grad = factor * torch.randn(param.shape, generator=generator)
-        param.grad = None if (index + step) % 5 == 0 else grad.to(param)
-
-
-def train(optimizer: Any, params: list[Parameter], steps: range) -> None:
-    for step in steps:
-        give_grads(params, step)
-        optimizer.step()
-
-
-def pair(make: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Any, list[Parameter]]]:
-    """Return the same optimizer and parameters without and with offload."""
-    both = []
-    for offload in (False, True):
-        params = params_of(*args, **kwargs)
-        both.append((make(params, offload=offload), params))
-    return both
-
-
-def assert_equal(both: list[tuple[Any, list[Parameter]]], same: Any = assert_same_bits) -> None:
-    (plain, params), (offloaded, others) = both
-    for param, other in zip(params, others, strict=True):
-        same(other.detach(), param.detach())
-    saved, of_other = plain.state_dict(), offloaded.state_dict()
-    assert of_other["param_groups"] == saved["param_groups"]
-    assert [*of_other["state"]] == [*saved["state"]]
-    for number, state in saved["state"].items():
-        assert [*of_other["state"][number]] == [*state]
-        for name, value in state.items():
-            same(of_other["state"][number][name].cpu(), value.cpu())
 
 
 # --- The numbers.
@@ -280,6 +218,35 @@ def test_training_goes_on_from_written_weights(device: torch.device) -> None:
     assert_equal(both)
 
 
+def test_a_remainder_that_was_written_belongs_to_its_weight(device: torch.device) -> None:
+    both = pair(OPTIMIZERS["Adam, split"], device, BF16)
+    for optimizer, params in both:
+        train(optimizer, params, range(1, 3))
+        kept = [param.detach().clone() for param in params]
+        remainders = [optimizer.state[param]["master_param"].clone() for param in params]
+        train(optimizer, params, range(3, 5))
+        with torch.no_grad():
+            for param, weight, remainder in zip(params, kept, remainders, strict=True):
+                param.copy_(weight)
+                optimizer.state[param]["master_param"].copy_(remainder)
+        train(optimizer, params, range(5, 6))
+    assert_equal(both)
+
+
+def test_a_weight_without_a_gradient_in_a_step_is_watched_on(device: torch.device) -> None:
+    both = pair(OPTIMIZERS["Adam, split"], device, BF16, [(20,), (30,)])
+    for optimizer, params in both:
+        train(optimizer, params, range(1, 4))
+        params[0].grad = None
+        params[1].grad = torch.ones_like(params[1])
+        optimizer.step()
+        with torch.no_grad():
+            params[0].mul_(0.5)
+        with pytest.warns(RuntimeWarning, match="changed outside of step"):
+            train(optimizer, params, range(6, 7))
+    assert_equal(both)
+
+
 def test_a_parameter_without_a_master_is_read_anew_in_each_step(device: torch.device) -> None:
     both = pair(adam, device, F32)
     for optimizer, params in both:
@@ -355,145 +322,3 @@ def test_memory_orders_differ(device: torch.device) -> None:
         params[0].data = params[0].data.contiguous()
         train(optimizer, params, range(4, 6))
     assert_equal(both)
-
-
-# --- What cannot be.
-
-
-@pytest.mark.parametrize("value", ["cpu", None, 1])
-def test_another_value_is_refused(value: Any, device: torch.device) -> None:
-    with pytest.raises(TypeError, match=f"FusedAdam: offload is {value!r}; it must be True or Fal"):
-        FusedAdam(params_of(device, F16), offload=value)
-
-
-def test_parameters_on_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"params\[0\]\[0\] is on cpu, and offload is True; it"):
-        FusedAdam([Parameter(torch.ones(3))], offload=True)
-
-
-@pytest.mark.cpu_only
-def test_a_model_that_went_to_the_cpu_is_refused(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = params_of(device, F16)
-    optimizer = FusedAdam(params, offload=True)
-    monkeypatch.undo()
-    give_grads(params, 1)
-    with pytest.raises(RuntimeError, match="a parameter is on cpu, and the optimizer was made w"):
-        optimizer.step()
-    assert not optimizer.state
-
-
-def test_too_little_host_memory_is_said_before(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfers, "available_bytes", lambda: 11_999)
-    with pytest.raises(
-        MemoryError, match="of group 0 take 12,000 bytes of host memory, and 11,999"
-    ):
-        FusedAdam([Parameter(torch.ones(1_000, device=device).half())], master_weights=True,
-                  offload=True)  # fmt: skip
-    monkeypatch.setattr(transfers, "available_bytes", lambda: 12_000)
-    FusedAdam([Parameter(torch.ones(1_000, device=device).half())], master_weights=True,
-              offload=True)  # fmt: skip
-
-
-def test_the_free_memory_is_that_of_the_machine() -> None:
-    available = transfers.available_bytes()
-    assert available is None or 1 << 20 < available < 1 << 50
-
-
-@pytest.mark.cpu_only
-def test_memory_that_cannot_be_page_locked_is_said_once(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(transfers, "_has_warned", False)
-
-    def refuse(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.pop("pin_memory", False):
-            raise RuntimeError("out of memory\nand more")
-        return empty(*args, **kwargs)
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.warns(RuntimeWarning, match=r"^8 bytes .* \(out of memory\), so ordinary memory"):
-        assert transfers.pinned(8).numel() == 8
-    assert transfers.pinned(8).numel() == 8  # without a second warning
-
-
-@pytest.mark.cpu_only
-def test_a_captured_graph_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = params_of(device, F16)
-    optimizer = FusedAdam(params, offload=True)
-    give_grads(params, 1)
-    monkeypatch.setattr("apex_mp.optimizers._offload.plan.is_capturing", lambda device: True)
-    with pytest.raises(RuntimeError, match="capturing a CUDA graph, and with offload=True the CPU"):
-        optimizer.step()
-
-
-# --- Steps that are broken off.
-
-
-@pytest.mark.cpu_only
-def test_after_an_error_weights_are_old_or_new_and_the_next_step_says_so(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (plain, params), (optimizer, others) = both = pair(OPTIMIZERS["Adam"], device, F16)
-    for one, its in both:
-        train(one, its, range(1, 3))
-    before = [param.detach().clone() for param in others]
-    finish = _bucket.Bucket.finish
-    calls = []
-
-    def break_off(bucket: Any, *args: Any) -> None:
-        calls.append(bucket)
-        if len(calls) == 4:
-            raise OSError("a disk")
-        finish(bucket, *args)
-
-    monkeypatch.setattr(_bucket.Bucket, "finish", break_off)
-    train(plain, params, range(3, 4))
-    with pytest.raises(OSError, match="a disk"):
-        train(optimizer, others, range(3, 4))
-    for stream in [s for bus in optimizer._plan._buckets._buses.values() for s in (bus._up,)]:
-        assert isinstance(stream, Stream)
-        stream.run(stream.asked())
-    pieces = [
-        torch.cat([each.detach().reshape(-1) for each in tensors])
-        for tensors in (before, params, others)
-    ]
-    old, new, now = pieces
-    assert bool(((now == old) | (now == new)).all())
-    assert not torch.equal(now, old)
-    with pytest.raises(RuntimeError, match=r"ended with OSError after 3 of \d+ buckets of param"):
-        optimizer.step()
-
-
-@pytest.mark.cpu_only
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_after_a_ctrl_c_anywhere_a_step_is_whole_or_not_there(device: torch.device) -> None:
-    def made() -> tuple[Any, list[Parameter], Callable[[], None]]:
-        params = [Parameter(torch.ones(4, device=device)) for _ in range(2)]
-        params.append(Parameter(torch.ones(8_000, device=device)))
-        optimizer = FusedAdam(params, 1e-3, offload=True)
-
-        def iteration() -> None:
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-
-        iteration()
-        return optimizer, params, iteration
-
-    count = len(run_until(None, made()[2]))
-    assert count > 500
-    for at in range(count):
-        optimizer, params, iteration = made()
-        place = run_until(at, iteration)[-1]
-        iteration()
-        values = {float(element) for param in params for element in param.detach()[[0, -1]]}
-        steps = {int(state["step"]) for state in optimizer.state.values()}
-        assert (len(values), len(steps)) == (1, 1), place

@@ -19,6 +19,7 @@ from apex_mp.amp.levels.eps import warn_of_eps
 from apex_mp.core import tensors
 from apex_mp.core.grads.checks import NonFinite, locate_nonfinite
 from apex_mp.core.grads.found_inf import one_flag
+from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.grads.measured import Measured
 from apex_mp.core.log import warn
 from apex_mp.core.step import device_scale, readback, step_log
@@ -253,9 +254,9 @@ class ScaledSteps:
     def _locate(self) -> list[NonFinite]:
         """Return which present gradients hold inf or NaN."""
         return locate_nonfinite(
-            (name, _numbers_of(param.grad))
+            (name, _numbers_of(grad))
             for name, param in self._named_params()
-            if param.grad is not None
+            if (grad := grad_here(param)) is not None
         )
 
 

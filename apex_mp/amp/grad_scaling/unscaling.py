@@ -20,6 +20,7 @@ from apex_mp.core import tensors
 from apex_mp.core.grads import measured as _measured
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
+from apex_mp.core.grads.marks import is_mark, refuse_offloaded
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback, step_log
 from apex_mp.core.step.scaled_step import ScaledStep, takes_scaled_step
@@ -65,6 +66,7 @@ class UnscalingGradScaler(BoundedGradScaler):
         if self._enabled:
             refuse_no_optimizer("unscale_", optimizer)
             refuse_own_scaling(optimizer)
+            refuse_offloaded("unscale_", optimizer)
         super().unscale_(optimizer)
 
     @eager
@@ -327,6 +329,8 @@ def _unscale_others(found: FoundInf, params: list[Tensor], inv_scale: float | Te
     for param in params:
         grad = param.grad
         assert grad is not None  # `params` have gradients.
+        if is_mark(grad):
+            continue
         _, changed = known.setdefault(id(grad), (grad, _resolved(grad)))
         if changed is not grad:
             param.grad = changed

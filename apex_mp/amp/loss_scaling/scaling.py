@@ -21,6 +21,7 @@ from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.grads import checks, local_gradients
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.grad_slots import GradSlots
+from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.log import logger
 from apex_mp.core.masters import parallel_masters
 from apex_mp.core.step import device_scale, readback
@@ -214,6 +215,7 @@ def _check(loss: Any, optimizers: Sequence[Any]) -> None:
             raise TypeError(
                 f"scale_loss: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
+        refuse_offloaded("scale_loss", optimizer)
         for masters in _masters_of(optimizer):
             masters.check_linked(type(optimizer).__name__)
 

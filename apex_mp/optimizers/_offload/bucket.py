@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from apex_mp import _C
 from apex_mp.core import transfers
 from apex_mp.optimizers._device_part import Groups, Norms
 from apex_mp.optimizers._offload.pieces import Items, Piece
-from apex_mp.optimizers._state import MASTER
+from apex_mp.optimizers._state import MASTER, master_dtype
 
 
 class Slot:
@@ -22,8 +23,8 @@ class Slot:
         self._memory: Tensor | None = None
         self.departure: Any = None  # an event: the weights that lie here have left
 
-    def take(self, sizes: Sequence[tuple[int, torch.dtype]]) -> Iterator[Tensor]:
-        """Yield flat tensors with these numbers of elements, one behind the other."""
+    def take(self, sizes: Sequence[tuple[int, Any]]) -> Iterator[Tensor]:
+        """Yield flat tensors of these numbers of elements and dtypes, one behind the other."""
         needed = sum(transfers.aligned(size * dtype.itemsize) for size, dtype in sizes)
         if self._memory is None or self._memory.numel() < needed:
             self.wait()
@@ -67,24 +68,26 @@ class Bucket:
         self.bus = bus
         self._slot = slot
         self._pieces = pieces
-        sizes = [(p.size, p.like.grad) for p in pieces] + [(p.size, p.like.dtype) for p in pieces]
-        sizes += [(p.size, p.like.copy) for p in pieces if p.like.copy is not None]
-        memory = [*slot.take(sizes)]
+        likes = [piece.like for piece in pieces]
+        # A gradient that is here already needs no other memory.
+        dtypes = [None if like.grad_is_here else like.grad for like in likes]
+        dtypes += [like.dtype for like in likes] + [like.copy for like in likes]
+        sizes = [p.size for p in pieces] * 3
+        needed = [pair for pair in zip(sizes, dtypes, strict=True) if pair[1] is not None]
+        memory = slot.take(needed)
+        views = [
+            None if dtype is None else piece.on_host(next(memory))
+            for piece, dtype in zip(pieces * 3, dtypes, strict=True)
+        ]
         count = len(pieces)
-        views = [p.on_host(each) for p, each in zip(pieces * 2, memory[: 2 * count], strict=True)]
-        self._grads, self._weights = views[:count], views[count:]
-        rest = iter(memory[2 * count :])
-        self._copies = [None if p.like.copy is None else p.on_host(next(rest)) for p in pieces]
+        self._grads: list[Any] = views[:count]
+        self._weights: list[Any] = views[count : 2 * count]
+        self._copies: list[Any] = views[2 * count :]
         # As the plan reads them, by groups.
         self._pieces_of = _by_group(groups, pieces, pieces)
         self._params_of = _by_group(groups, pieces, self._weights)
         self._copies_of = _by_group(groups, pieces, self._copies)
-        holders = [
-            _with_grad(grad if piece.like.scaled else weight, grad)
-            for piece, grad, weight in zip(pieces, self._grads, self._weights, strict=True)
-        ]
-        scaled = [h if p.like.scaled else None for h, p in zip(holders, pieces, strict=True)]
-        self._grads_of = _by_group(groups, pieces, scaled)
+        self._holders = [*map(_holder, pieces, self._grads, self._weights)]
         self._positions = [piece.like.position for here in self._pieces_of for piece in here]
         self.clear()
 
@@ -108,8 +111,10 @@ class Bucket:
         """Make the plan read the pieces, as if their numbers were there."""
         self._items = items
         for piece, weight in zip(self._pieces, self._weights, strict=True):
-            whole = states.get(items.params[piece.number])
-            if not piece.can_cut(whole):
+            param = items.params[piece.number]
+            whole = states.get(param)
+            is_stale = MASTER in (whole or ()) and not master_dtype(param, groups[piece.like.group])
+            if whole is not None and (is_stale or not piece.can_use(whole)):
                 whole = make_state(*items.places[piece.number])
             if whole is not None:
                 self._states[weight] = piece.of_state(whole)
@@ -118,25 +123,41 @@ class Bucket:
             piece: Piece = self._pieces_of[number][index]
             return piece.of_state(make_state(*items.places[piece.number]))
 
-        has_copies = any(copy is not None for copy in self._copies)
-        self.plan.read(
-            [
-                {**group, "params": here}
-                for group, here in zip(groups, self._params_of, strict=True)
-            ],
-            self._states,
-            make,
-            grads=None,
-            grads_of=self._grads_of,
-            copies=self._copies_of if has_copies else None,
-            scale=scale,
-            positions=self._positions,
-        )
-        self._needs_weight = [
-            getattr(states.get(items.params[p.number], {}).get(MASTER), "dtype", None)
-            != torch.float32
-            for p in self._pieces
+        holders = [
+            _holder(piece, piece.of(items.grads[piece.number]), weight) if grad is None else holder
+            for piece, grad, weight, holder in zip(
+                self._pieces, self._grads, self._weights, self._holders, strict=True
+            )
         ]
+        has_copies = any(copy is not None for copy in self._copies)
+        try:
+            self.plan.read(
+                [
+                    {**group, "params": here}
+                    for group, here in zip(groups, self._params_of, strict=True)
+                ],
+                self._states,
+                make,
+                grads=None,
+                grads_of=_by_group(len(groups), self._pieces, holders),
+                copies=self._copies_of if has_copies else None,
+                scale=scale,
+                positions=self._positions,
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            error.args = (re.sub(r"\[(\d+)\]\[(\d+)\]", self._name, str(error)),)
+            raise
+        self._needs_weight = [
+            master_dtype(items.params[piece.number], groups[piece.like.group]) != torch.float32
+            for piece in self._pieces
+        ]
+
+    def _name(self, match: re.Match[str]) -> str:
+        """Return the place in the whole groups of a place in this bucket."""
+        assert self._items is not None
+        piece: Piece = self._pieces_of[int(match[1])][int(match[2])]
+        number, index = self._items.places[piece.number]
+        return f"[{number}][{index}]"
 
     def start(self) -> None:
         """Ask for the gradients, and for weights without a whole master."""
@@ -147,7 +168,8 @@ class Bucket:
         pairs = []
         rows = zip(self._pieces, self._grads, self._weights, self._needs_weight, strict=True)
         for piece, grad, weight, needs_weight in rows:
-            pairs.append((grad, piece.of(self._items.grads[piece.number])))
+            if grad is not None:
+                pairs.append((grad, piece.of(self._items.grads[piece.number])))
             if needs_weight:
                 pairs.append((weight, piece.of(self._items.params[piece.number])))
         self._arrival = self.bus.to_host(pairs)
@@ -185,6 +207,10 @@ def _by_group(groups: int, pieces: list[Piece], values: Sequence[Any]) -> list[l
     return lists
 
 
-def _with_grad(holder: Tensor, grad: Tensor) -> Tensor:
-    holder.grad = grad.view_as(grad)
-    return holder
+def _holder(piece: Piece, grad: Any, weight: Any) -> Tensor | None:
+    """Return the tensor whose `.grad` is a scaled gradient; one that is not is the weight's."""
+    if grad is None:
+        return None
+    holder = grad.detach() if piece.like.scaled else weight
+    holder.grad = grad
+    return holder if piece.like.scaled else None

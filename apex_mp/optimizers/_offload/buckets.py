@@ -39,7 +39,7 @@ class Buckets:
         self._cuts = cuts
         self._slots = [Slot() for _ in range(SLOTS)]
         self._buses: dict[torch.device, transfers.Transfers] = {}
-        self._likes: list[Like] = []  # what `_buckets` were made for
+        self._made_for: tuple[int, list[Like]] = (0, [])  # groups and parameters, `_buckets`
         self._buckets: list[Bucket] = []
         self._read: list[Bucket] = []
         self._failure: str | None = None
@@ -74,9 +74,9 @@ class Buckets:
         self.clear()
         self._read = []
         likes = [Like.of(items, number, groups) for number in range(len(items.params))]
-        if likes != self._likes:
-            self._likes, self._buckets = [], self._made(likes, len(groups))
-            self._likes = likes
+        if (len(groups), likes) != self._made_for:
+            self._buckets = self._made(likes, len(groups))
+            self._made_for = len(groups), likes
         for bucket in self._buckets:
             bucket.read(items, groups, states, make_state, scale)
             self._read.append(bucket)
@@ -126,17 +126,19 @@ class Buckets:
             clip: Its `clip_to` and `clip_norm`, likewise.
         """
         try:
-            self._go_through(norms, clip)
-        except KeyboardInterrupt:
-            self._go_through(norms, clip)  # The rest: a step is taken whole.
-            raise
+            try:
+                self._go_through(norms, clip)
+            except KeyboardInterrupt:
+                self._go_through(norms, clip)  # The rest: a step is taken whole.
+                raise
         except BaseException as error:
             done = sum(bucket.is_done for bucket in self._read)
-            self._failure = (
-                f"{self._who}: the step before this one ended with {type(error).__name__} after "
-                f"{done} of {len(self._read)} buckets of parameters; the weights of the others "
-                "are as before it. Load a checkpoint into the model and a new optimizer"
-            )
+            if self.has_begun and done < len(self._read):
+                self._failure = (
+                    f"{self._who}: the step before this one ended with {type(error).__name__} "
+                    f"after {done} of {len(self._read)} buckets of parameters; the weights of the "
+                    "others are as before it. Load a checkpoint into the model and a new optimizer"
+                )
             raise
 
     def _go_through(self, norms: Norms, clip: Mapping[str, Any]) -> None:

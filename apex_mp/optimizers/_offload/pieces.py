@@ -20,7 +20,8 @@ class Items:
         places: Group and index.
         positions: The number of the parameter in the optimizer.
         params: The parameters.
-        grads: Their gradients, in the parameters' memory order.
+        grads: Their gradients, in the parameters' memory order, on the GPU or here.
+        are_here: Whether the gradient is in host memory.
         scaled: Whether the gradient is scaled by the loss scale.
         copies: Where the new parameter is also written; None: nowhere.
     """
@@ -29,6 +30,7 @@ class Items:
     positions: list[int]
     params: list[Tensor]
     grads: list[Tensor]
+    are_here: list[bool]
     scaled: list[bool]
     copies: list[Tensor | None]
 
@@ -43,6 +45,7 @@ class Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     grad: torch.dtype
+    grad_is_here: bool
     scaled: bool
     copy: torch.dtype | None
     is_random: bool
@@ -59,6 +62,7 @@ class Like(NamedTuple):
             param.dtype,
             param.device,
             items.grads[number].dtype,
+            items.are_here[number],
             items.scaled[number],
             None if copy is None else copy.dtype,
             bool(groups[group].get("stochastic_rounding")),
@@ -108,15 +112,21 @@ class Piece:
             return value
         if value.shape == self.like.shape:
             return self.of(value)
+        if value.numel() > 1:
+            return value.new_empty(0)  # The plan says that it does not fit.
         # A count of steps: that of the parameter changes with its last piece.
         return value if self.is_last else value.clone()
 
-    def can_cut(self, state: Mapping[str, Any] | None) -> bool:
-        """Return whether the tensors of a state lie in memory as the parameter does."""
-        return self.begin is None or all(
-            value.stride() == self.like.stride
-            for value in (state or {}).values()
-            if isinstance(value, Tensor) and value.shape == self.like.shape
+    def can_use(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state is in host memory, and can be cut as the parameter is."""
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        return all(tensor.is_cpu for tensor in tensors) and (
+            self.begin is None
+            or all(
+                tensor.stride() == self.like.stride
+                for tensor in tensors
+                if tensor.shape == self.like.shape
+            )
         )
 
 

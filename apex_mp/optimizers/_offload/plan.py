@@ -13,10 +13,12 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import forks, transfers
 from apex_mp.core.grads.checks import match_strides
-from apex_mp.core.grads.found_inf import FoundInf, clip_divisor, inverse
+from apex_mp.core.grads.found_inf import FoundInf, clip_divisor
+from apex_mp.core.grads.marks import is_mark
 from apex_mp.core.step.scaled_step import HostOutcome, Lists
 from apex_mp.optimizers._device_part import Groups, Norms, Part
 from apex_mp.optimizers._offload.buckets import Buckets
+from apex_mp.optimizers._offload.gradients import HostGrads
 from apex_mp.optimizers._offload.pieces import Items
 from apex_mp.optimizers._offload.watch import WeightWatch
 from apex_mp.optimizers._several_devices import SeveralDevices, is_capturing
@@ -43,13 +45,23 @@ class OffloadedPlan(SeveralDevices):
         who: The optimizer's name, for messages.
         new_plan: Makes a plan for parameters on the CPU.
         steps_parts: Whether parts of tensors can be stepped.
+        host_grads: Has gradients that have left the GPU already; None: none have.
     """
 
-    def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan], steps_parts: bool) -> None:
+    def __init__(
+        self,
+        who: str,
+        new_plan: Callable[[], _C.StepPlan],
+        steps_parts: bool,
+        host_grads: HostGrads | None,
+    ) -> None:
         super().__init__(who, functools.partial(_new_reader, who))
         self._buckets = Buckets(who, new_plan, steps_parts)
+        self._host_grads = host_grads
+        self._options = new_plan()
         self._watch = WeightWatch()
         self._request: _Request | None = None
+        self._items: Items | None = None
         self._host_scale = 1.0
         self._checks = False
         forks.leak_in_children(self)
@@ -80,37 +92,64 @@ class OffloadedPlan(SeveralDevices):
             }
             for group in param_groups
         ]
+        # The readers have options of their own, so the groups' are read here, without parameters.
+        options = [{**group, "params": []} for group in param_groups]
+        self._options.read(
+            options, {}, make_state, grads=None, grads_of=None, copies=None, scale=1.0
+        )
+        own = grads_of
+        if self._host_grads is not None and grads is None:
+            groups, own = self._with_host_grads(self._host_grads, groups, grads_of)
         super().read(
             groups,
             {},
             make_state,
             grads=grads,
-            grads_of=grads_of,
-            copies=copies,
+            grads_of=own,
+            copies=copies if own is grads_of else None,
             scale=scale,
             unscale=unscale,
         )
         self.can_run = True
+        self._request = _Request(param_groups, state, make_state, grads, grads_of, copies, unscale)
         try:
-            self._refuse_devices()
+            self._refuse_devices(self._request)
         except BaseException:
             self._forget()
             raise
-        self._request = _Request(param_groups, state, make_state, grads, grads_of, copies, unscale)
 
-    def _refuse_devices(self) -> None:
-        for part in self._parts:
-            if not transfers.is_offloadable(part.device):
+    def _with_host_grads(
+        self, host_grads: HostGrads, groups: Groups, grads_of: Lists | None
+    ) -> tuple[Groups, Lists]:
+        """Return groups and `grads_of` with tensors that have the gradients that are here."""
+        host_grads.finish()
+        changed, lists = [], []
+        for number, group in enumerate(groups):
+            sources = grads_of[number] if grads_of is not None else group["params"]
+            params, holders = [], []
+            for param, source in zip(group["params"], sources, strict=True):
+                grad = host_grads.of(param if source is None else source)
+                holder = param if grad is None else grad.detach()
+                if grad is not None:
+                    holder.grad = grad
+                params.append(holder)
+                holders.append(None if source is None else source if grad is None else holder)
+            changed.append({**group, "params": params})
+            lists.append(holders)
+        return changed, lists
+
+    def _refuse_devices(self, request: _Request) -> None:
+        places = [place for part in self._parts for place in part.places_with_grad()]
+        for device in {request.param(place).device for place in places}:
+            if not transfers.is_offloadable(device):
                 raise RuntimeError(
-                    f"{self._who}: a parameter is on {part.device}, and the optimizer was made "
-                    "with offload=True; move the model back to the GPU, or make an optimizer "
-                    "without offload"
+                    f"{self._who}: a parameter is on {device}, and the optimizer was made with "
+                    "offload; move the model back to the GPU, or make an optimizer without it"
                 )
-            if is_capturing(part.device):
+            if is_capturing(device):
                 raise RuntimeError(
-                    f"{self._who}: {part.device} is capturing a CUDA graph, and with offload=True "
-                    "the CPU takes the step, which a graph cannot hold; capture forward and "
-                    "backward alone"
+                    f"{self._who}: {device} is capturing a CUDA graph, and with offload the CPU "
+                    "takes the step, which a graph cannot hold; capture forward and backward alone"
                 )
 
     @property
@@ -134,13 +173,13 @@ class OffloadedPlan(SeveralDevices):
             for group in request.param_groups
         ]
         try:
-            self._items = request.items(self._parts)
+            items = self._items = request.items(self._parts)
             state, make_state = request.state, request.make_state
-            self._buckets.read(self._items, groups, state, make_state, self._host_scale)
+            self._buckets.read(items, groups, state, make_state, self._host_scale)
         except BaseException:
             self._forget()
             raise
-        return self._watch.find(self._items, state)
+        return self._watch.find(items, state)
 
     @written.setter
     def written(self, _: list[Written]) -> None:
@@ -173,19 +212,22 @@ class OffloadedPlan(SeveralDevices):
 
     def _end_step(self, clip_to: float | None, clip_norm: Tensor | None) -> None:
         """Write what else a step writes on the GPU."""
-        request = self._request
+        request, items = self._request, self._items
         assert request is not None
+        assert items is not None
         if request.unscale:
-            divisor = self._host_scale
+            divisor = torch.tensor(self._host_scale, dtype=torch.float64)
             if clip_to is not None and clip_norm is not None:
-                divisor *= float(clip_divisor(clip_norm.cpu(), clip_to))
-            grads = request.to_unscale(self._items.places)
-            FoundInf().unscale_others(grads, inverse(divisor))
-        self._watch.note(self._items, request.state)
+                # As `clipped_scale` of csrc/math/step_scalars.h rounds it.
+                excess = clip_divisor(clip_norm.cpu(), clip_to)
+                divisor = torch.where(excess > 1, excess.float() * divisor.float(), divisor)
+            grads = request.to_unscale(items.places)
+            FoundInf().unscale_others(grads, 1.0 / float(divisor))
+        self._watch.note(items, request.state)
 
     def _let_go(self) -> None:
         super()._let_go()
-        self._request = None
+        self._request = self._items = None
         self._buckets.clear()
 
     def refresh_groups(self) -> None:
@@ -220,33 +262,47 @@ class _Request:
         begins = [0]
         for group in self.param_groups:
             begins.append(begins[-1] + len(group["params"]))
-        places = [place for part in parts for place in part.places_with_grad()]
+        rows = [
+            (place, grad, scaled)
+            for part in parts
+            for place, (grad, _, scaled) in zip(
+                part.places_with_grad(), part.plan.gradients, strict=True
+            )
+        ]
+        if len(parts) > 1:
+            rows.sort(key=lambda row: row[0])
+        places = [place for place, _, _ in rows]
         params = [self.param(place) for place in places]
-        rows = [row for part in parts for row in part.plan.gradients]
+        grads = [
+            match_strides(grad, param) for (_, grad, _), param in zip(rows, params, strict=True)
+        ]
         return Items(
             places,
             [begins[number] + index for number, index in places],
             params,
-            [match_strides(row[0], param) for row, param in zip(rows, params, strict=True)],
+            grads,
+            [is_mark(self.source(place)) for place in places],
             [scaled for _, _, scaled in rows],
             [self.copy(place) for place in places],
         )
+
+    def source(self, place: tuple[int, int]) -> Tensor | None:
+        """Return the gradient that a parameter is stepped with, as it is there."""
+        number, index = place
+        if self.grads is not None:
+            return self.grads[number][index]
+        given = None if self.grads_of is None else self.grads_of[number][index]
+        return (self.param(place) if given is None else given).grad
 
     def to_unscale(self, places: Iterable[tuple[int, int]]) -> list[Tensor]:
         """Return the gradients that the step leaves unscaled, each once."""
         found: dict[int, Tensor] = {}
         for number, index in places:
-            if self.grads is not None:
-                grad = self.grads[number][index]
-            else:
-                of = self.param((number, index))
-                if self.grads_of is not None:
-                    given = self.grads_of[number][index]
-                    if given is None:
-                        continue
-                    of = given
-                grad = of.grad
-            if grad is not None and grad.dtype in self.unscale:
+            is_own = self.grads is None and self.grads_of is not None
+            if is_own and self.grads_of[number][index] is None:  # type: ignore[index]
+                continue  # It is not scaled.
+            grad = self.source((number, index))
+            if grad is not None and not is_mark(grad) and grad.dtype in self.unscale:
                 found[grad.data_ptr()] = grad
         return [*found.values()]
 

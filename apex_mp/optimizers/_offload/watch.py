@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,31 +20,44 @@ class WeightWatch:
     """Knows weights and their masters again, by addresses and counts of writes."""
 
     def __init__(self) -> None:
-        self._facts: list[list[Any]] = []  # after the last step; see `_facts_of`
+        # By id of the parameter, after its last step.
+        self._known: dict[int, _Facts] = {}
 
     def note(self, items: Items, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Remember weights and masters after a step."""
-        self._facts = _facts_of(*_with_masters(items, states)[1:])
+        _, params, masters = _with_masters(items, states)
+        self._known.update(zip(map(id, params), _facts_of(params, masters), strict=True))
 
     def find(self, items: Items, states: Mapping[Tensor, dict[str, Any]]) -> list[Written]:
         """Return the weights that were written since, as `_C.StepPlan.written`."""
         places, params, masters = _with_masters(items, states)
-        facts = _facts_of(params, masters)
-        if facts == self._facts:
-            return []
-        before = {one[0]: one for one in zip(*self._facts, strict=True)}
         found = []
-        for place, master, now in zip(places, masters, zip(*facts, strict=True), strict=True):
-            known, is_split = before.get(now[0]), master.dtype == torch.int16
-            if known is None or known[1:3] != now[1:3]:
+        rows = zip(places, params, masters, _facts_of(params, masters), strict=True)
+        for place, param, master, now in rows:
+            known, is_split = self._known.get(id(param)), master.dtype == torch.int16
+            if known == now:
+                continue
+            if known is None or known.master != now.master:
                 if not is_split:  # A new remainder belongs to the weight that it came with.
                     found.append((*place, False, False))
-                continue
-            # So does one that was written.
-            is_pair = is_split and known[5] != now[5]
-            if known[3:5] != now[3:5] and not is_pair:
+            elif known.dtype != now.dtype and not is_split:
+                found.append((*place, False, False))
+            # A remainder that was written belongs to the weight that it was written with.
+            elif known[:3] != now[:3] and not (
+                is_split and known.master_version != now.master_version
+            ):
                 found.append((*place, True, False))
         return found
+
+
+class _Facts(NamedTuple):
+    """By what a weight and its master are known: addresses, and counts of writes."""
+
+    dtype: torch.dtype
+    weight: int
+    version: int
+    master: int
+    master_version: int
 
 
 def _with_masters(
@@ -58,13 +71,7 @@ def _with_masters(
     return [*places], [*params], [*masters]
 
 
-def _facts_of(params: list[Tensor], masters: list[Tensor]) -> list[list[Any]]:
-    """Return lists: id, dtype, master's address; weight's address and version; master's version."""
-    return [
-        [id(param) for param in params],
-        [param.dtype for param in params],
-        [master.data_ptr() for master in masters],
-        [param.data_ptr() for param in params],
-        _C.versions(params),
-        _C.versions(masters),
-    ]
+def _facts_of(params: list[Tensor], masters: list[Tensor]) -> Iterator[_Facts]:
+    versions = zip(_C.versions(params), _C.versions(masters), strict=True)
+    for param, master, (version, master_version) in zip(params, masters, versions, strict=True):
+        yield _Facts(param.dtype, param.data_ptr(), version, master.data_ptr(), master_version)

@@ -1,0 +1,172 @@
+"""offload: what is refused, and steps that are broken off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupts import run_until
+from offload_cases import (
+    F16,
+    OPTIMIZERS,
+    LateGpu,
+    Stream,
+    give_grads,
+    pair,
+    params_of,
+    stand_in,
+    train,
+)
+from torch import Tensor
+from torch.nn import Parameter
+
+from apex_mp.core import transfers
+from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers._offload import bucket as _bucket
+from apex_mp.optimizers._offload import buckets as _buckets
+
+
+@pytest.fixture(autouse=True)
+def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
+    """The stand-in; small buckets, so that there are several and large parameters are cut."""
+    monkeypatch.setattr(_buckets, "BUCKET_ELEMENTS", 5_000)
+    return stand_in(monkeypatch) if device.type == "cpu" else None
+
+
+@pytest.mark.parametrize("value", ["cpu", None, 1])
+def test_another_value_is_refused(value: Any, device: torch.device) -> None:
+    with pytest.raises(TypeError, match=f"FusedAdam: offload is {value!r}; it must be True, Fal"):
+        FusedAdam(params_of(device, F16), offload=value)
+
+
+def test_parameters_on_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"params\[0\]\[0\] is on cpu, and offload is set; it"):
+        FusedAdam([Parameter(torch.ones(3))], offload=True)
+
+
+@pytest.mark.cpu_only
+def test_a_model_that_went_to_the_cpu_is_refused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = params_of(device, F16)
+    optimizer = FusedAdam(params, offload=True)
+    monkeypatch.undo()
+    give_grads(params, 1)
+    with pytest.raises(RuntimeError, match="a parameter is on cpu, and the optimizer was made w"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_too_little_host_memory_is_said_before(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "available_bytes", lambda: 11_999)
+    with pytest.raises(MemoryError, match="moments take 12,000 bytes of host memory, and 11,999 "):
+        FusedAdam([Parameter(torch.ones(1_000, device=device).half())], master_weights=True,
+                  offload=True)  # fmt: skip
+    monkeypatch.setattr(transfers, "available_bytes", lambda: 12_000)
+    FusedAdam([Parameter(torch.ones(1_000, device=device).half())], master_weights=True,
+              offload=True)  # fmt: skip
+
+
+def test_the_free_memory_is_that_of_the_machine() -> None:
+    available = transfers.available_bytes()
+    assert available is None or 1 << 20 < available < 1 << 50
+
+
+@pytest.mark.cpu_only
+def test_memory_that_cannot_be_page_locked_is_said_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(transfers, "_has_warned", False)
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.pop("pin_memory", False):
+            raise RuntimeError("out of memory\nand more")
+        return empty(*args, **kwargs)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.warns(RuntimeWarning, match=r"^8 bytes .* \(out of memory\), so ordinary memory"):
+        assert transfers.pinned(8).numel() == 8
+    assert transfers.pinned(8).numel() == 8  # without a second warning
+
+
+@pytest.mark.cpu_only
+def test_a_captured_graph_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of(device, F16)
+    optimizer = FusedAdam(params, offload=True)
+    give_grads(params, 1)
+    monkeypatch.setattr("apex_mp.optimizers._offload.plan.is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="capturing a CUDA graph, and with offload the CPU"):
+        optimizer.step()
+
+
+# --- Steps that are broken off.
+
+
+@pytest.mark.cpu_only
+def test_after_an_error_weights_are_old_or_new_and_the_next_step_says_so(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain, params), (optimizer, others) = both = pair(OPTIMIZERS["Adam"], device, F16)
+    for one, its in both:
+        train(one, its, range(1, 3))
+    before = [param.detach().clone() for param in others]
+    finish = _bucket.Bucket.finish
+    calls = []
+
+    def break_off(bucket: Any, *args: Any) -> None:
+        calls.append(bucket)
+        if len(calls) == 4:
+            raise OSError("a disk")
+        finish(bucket, *args)
+
+    monkeypatch.setattr(_bucket.Bucket, "finish", break_off)
+    train(plain, params, range(3, 4))
+    with pytest.raises(OSError, match="a disk"):
+        train(optimizer, others, range(3, 4))
+    for stream in [s for bus in optimizer._plan._buckets._buses.values() for s in (bus._up,)]:
+        assert isinstance(stream, Stream)
+        stream.run(stream.asked())
+    pieces = [
+        torch.cat([each.detach().reshape(-1) for each in tensors])
+        for tensors in (before, params, others)
+    ]
+    old, new, now = pieces
+    assert bool(((now == old) | (now == new)).all())
+    assert not torch.equal(now, old)
+    with pytest.raises(RuntimeError, match=r"ended with OSError after 3 of \d+ buckets of param"):
+        optimizer.step()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_after_a_ctrl_c_anywhere_a_step_is_whole_or_not_there(device: torch.device) -> None:
+    def made() -> tuple[Any, list[Parameter], Callable[[], None]]:
+        params = [Parameter(torch.ones(4, device=device)) for _ in range(2)]
+        params.append(Parameter(torch.ones(8_000, device=device)))
+        optimizer = FusedAdam(params, 1e-3, offload=True)
+
+        def iteration() -> None:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+        iteration()
+        return optimizer, params, iteration
+
+    count = len(run_until(None, made()[2]))
+    assert count > 500
+    for at in range(0, count, 7):
+        optimizer, params, iteration = made()
+        place = run_until(at, iteration)[-1]
+        iteration()
+        values = {float(element) for param in params for element in param.detach()[[0, -1]]}
+        steps = {int(state["step"]) for state in optimizer.state.values()}
+        assert (len(values), len(steps)) == (1, 1), place
