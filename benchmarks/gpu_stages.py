@@ -148,10 +148,12 @@ def stages(device: str, results: Path, logs: Path) -> list[Stage]:
     real, python = device != "cpu", [sys.executable]
     benchmark = [*python, "-m", "benchmarks.{}", f"--results={results}"]
     timed = [
-        ("step", 95.0, ["--seconds=80"] if real else ["--quick"]),
+        ("step", 70.0, ["--seconds=55"] if real else ["--quick"]),
         ("training", 65.0, []),
-        ("memory", 35.0, [] if real else ["--quick"]),
-        ("activations", 35.0, [] if real else ["--quick"]),
+        ("training-offload", 35.0, ["--offload"]),
+        ("offload", 25.0, ["--rounds=5"]),
+        ("memory", 20.0, [] if real else ["--quick"]),
+        ("activations", 15.0, [] if real else ["--quick"]),
     ]
     table = [
         Stage("build", [*python, "-m", "benchmarks.gpu_build"], succeeds, part=0),
@@ -163,8 +165,9 @@ def stages(device: str, results: Path, logs: Path) -> list[Stage]:
     ]
     for name, limit, options in timed:
         stub = "stub" if name == "step" and not real else device
-        argv = [word.format(name) for word in benchmark] + [f"--device={stub}", *options]
-        table.append(Stage(name, argv, succeeds, limit, part=2, missing=lacking(name)))
+        module, _, _ = name.partition("-")
+        argv = [word.format(module) for word in benchmark] + [f"--device={stub}", *options]
+        table.append(Stage(name, argv, succeeds, limit, part=2, missing=lacking(module)))
     # A rehearsal may take longer, on few cores.
     return table if real else [dataclasses.replace(each, limit=10 * each.limit) for each in table]
 

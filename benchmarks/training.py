@@ -1,6 +1,7 @@
 """Whole training steps of a decoder: time, memory and loss of ways to train it in low precision.
 
     python -m benchmarks.training               print the table; write JSON and a picture
+    python -m benchmarks.training --offload     masters and moments in host memory
     python -m benchmarks.training --device cpu  small: only to see that it works
 
 The decoder is Llama of transformers with random weights. The data are synthetic: with probability
@@ -31,6 +32,7 @@ from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import step_machine
 from benchmarks.amp import environment
 from benchmarks.gpu_build import commit
+from benchmarks.offload import stand_in
 from benchmarks.step_device import DEVICES, Cpu
 from benchmarks.step_report import markdown
 
@@ -151,6 +153,16 @@ WAYS: dict[str, tuple[torch.dtype, Callable[[nn.Module, str], Way]]] = {
         torch.float32, lambda model, device: with_our_scaler(model, device, F16)),
     "ours amp.init scale_loss FusedAdam": (torch.float32, with_handle),
 }  # fmt: skip
+OFFLOADED: dict[str, tuple[torch.dtype, Callable[[nn.Module, str], Way]]] = {
+    "ours fp16 weights, GradScaler, masters": WAYS["ours fp16 weights, GradScaler, masters"],
+    "the same, offload=True": (
+        F16, lambda model, device: with_our_scaler(
+            model, device, master_weights=True, offload=True)),
+    'the same, offload="gradients"': (
+        F16, lambda model, device: with_our_scaler(
+            model, device, master_weights=True, offload="gradients")),
+}  # fmt: skip
+BACKWARDS = 8  # a step, with --offload
 
 
 def decoder(size: Size, device: str) -> nn.Module:
@@ -180,10 +192,10 @@ def tokens(size: Size, device: str) -> list[Tensor]:
     return [*drawn.to(device).unbind()]
 
 
-def measure(name: str, size: Size, clock: Cpu) -> dict[str, Any]:
-    """Train by one way; return times, memory and losses."""
+def measure(name: str, size: Size, clock: Cpu, backwards: int = 1) -> dict[str, Any]:
+    """Train by one way, each batch in `backwards` equal steps; return times, memory and losses."""
     device = clock.tensors
-    dtype, make = WAYS[name]
+    dtype, make = {**OFFLOADED, **WAYS}[name]
     model = decoder(size, device)
     for param in model.parameters():
         param.data = param.data.to(dtype)
@@ -196,9 +208,10 @@ def measure(name: str, size: Size, clock: Cpu) -> dict[str, Any]:
         for batch in batches:
             begin = clock.mark()
             low = way.autocast_dtype
-            with torch.autocast(device, low, enabled=low is not None):
-                loss = model(input_ids=batch, labels=batch).loss
-            way.backward(loss)
+            for _ in range(backwards):
+                with torch.autocast(device, low, enabled=low is not None):
+                    loss = model(input_ids=batch, labels=batch).loss
+                way.backward(loss / backwards)
             before_step = clock.mark()
             way.step()
             end = clock.mark()
@@ -242,6 +255,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--offload", action="store_true", help="compare ways to offload")
     parser.add_argument("--ways", nargs="+", metavar="PART", help="with this in their name [all]")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="for JSON and picture")
     args = parser.parse_args(argv)
@@ -257,23 +271,29 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     import transformers
 
     size, clock = SIZES[args.device], DEVICES[args.device]()
+    if args.offload:
+        size = size._replace(warm_up=2, steps=8)
     facts = environment(args.device)
     what = (
         f"whole training steps of a decoder on {facts['device']}, torch {torch.__version__}; Llama "
         f"of transformers {transformers.__version__}, hidden {size.width}, {size.layers} layers, "
         f"vocabulary {size.vocabulary}, tied; batch {size.batch} x {size.length}, clip {CLIP}, lr "
         f"{LR:g}; medians of {size.steps} steps after {size.warm_up}"
+        + (f"; {BACKWARDS} backwards a step" if args.offload else "")
     )
     results: dict[str, Any] = {"what": what, "commit": commit(), "environment": facts, "rows": []}
-    path = args.results / f"training-{step_machine.slug(facts['device'])}.json"
+    which = "training-offload" if args.offload else "training"
+    path = args.results / f"{which}-{step_machine.slug(facts['device'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    for name in WAYS:
+    for name in OFFLOADED if args.offload else WAYS:
         if args.ways is None or any(part in name for part in args.ways):
             gc.collect()  # Frees the previous model.
-            results["rows"].append(measure(name, size, clock))
+            backwards = BACKWARDS if args.offload else 1
+            with stand_in(args.device):
+                results["rows"].append(measure(name, size, clock, backwards))
             path.write_text(json.dumps(results, indent=1) + "\n")
     print(page(results))
-    if args.device == "cuda" and importlib.util.find_spec("matplotlib"):
+    if args.device == "cuda" and not args.offload and importlib.util.find_spec("matplotlib"):
         from benchmarks.training_chart import draw  # Nothing else here needs matplotlib.
 
         draw(results, path.with_suffix(".png"))

@@ -74,7 +74,7 @@ def pinned(size: int) -> Tensor:
             warn(
                 f"{size:,} bytes of host memory could not be page-locked ({reason}), so ordinary "
                 "memory is used, to and from which a GPU copies more slowly",
-                "offload",
+                "no-page-locked-memory",
             )
         return torch.empty(size, dtype=torch.uint8)
 

@@ -60,11 +60,14 @@ class FusedAdam(FusedOptimizer):
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
             gradients, in which small numbers would underflow [None].
         offload: Keep masters and moments in host memory and let the CPU take the step; on the GPU
-            are weights and gradients alone. Numbers are those of a step without it, and so is
-            `state_dict`. The host waits for the gradients; parameters must be on a GPU, and no
-            CUDA graph can hold a step [False].
+            are weights and gradients. Numbers are those without it, and so is `state_dict`. The
+            host waits for the gradients; parameters must be on a GPU, and no CUDA graph can hold a
+            step. "gradients": take those to host memory, too, when backward has accumulated them;
+            `.grad` then holds NaN of stride 0. Step by `apex_mp.amp.GradScaler`, or without one
+            [False].
 
     Raises:
+        MemoryError: `offload` is set, and there is less host memory than the state takes.
         RuntimeError: `amsgrad` is asked for.
         TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
             hyperparameter is no number.

@@ -38,6 +38,7 @@ class FusedAdamW(FusedAdam):
         offload: As of `FusedAdam` [False].
 
     Raises:
+        MemoryError: `offload` is set, and there is less host memory than the state takes.
         RuntimeError: `amsgrad` or `differentiable` is asked for.
         TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
             hyperparameter is no number.

@@ -69,6 +69,7 @@ class Run(Stateful):
             betas=(0.9, 0.95),
             weight_decay=0.1,
             master_weights=True,
+            offload=args.offload,
         )
         # bfloat16 needs no loss scale, but steps with inf or NaN are skipped and reported, too.
         scale = 2.0**16 if args.dtype == "float16" else 1.0
@@ -252,6 +253,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=of.positive, default=2, help="of the decoder")
     add("--length", type=of.positive, default=64, help="bytes of a piece of text")
     add("--recompute", action="store_true", help="activation checkpointing of each layer")
+    add("--offload", action="store_true", help="masters and moments in host memory; one GPU")
     add("--steps", type=of.positive, default=400, help="in all, those of a checkpoint counted")
     add("--batch_size", type=of.positive, default=16, help="pieces a step, of all processes")
     add("--learning_rate", type=float, default=3e-3, help="of FusedAdam, the highest")
@@ -272,6 +274,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--heads {args.heads} must divide --width {args.width}")
     if args.batch_size % world:
         parser.error(f"--batch_size {args.batch_size} must be a multiple of the {world} processes")
+    if args.offload and (world > 1 or args.device.type != "cuda"):
+        parser.error(
+            f"--offload needs one process and a GPU, not {world} and {args.device}; with several "
+            "pass CPUOffloadPolicy to fully_shard"
+        )
     if world % args.replicate:
         parser.error(f"--replicate {args.replicate} must divide the {world} processes")
     text = Text(args.text)

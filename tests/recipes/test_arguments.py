@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BERT, DCGAN, SPEECH = "bert/bert.py", "dcgan/dcgan.py", "speech_ctc/speech_ctc.py"
 IMAGENET, RL = "imagenet/main_amp.py", "rl/rl_fp16.py"
+PRETRAIN = "pretrain/pretrain.py"
 NO_FILE = "'none'; there is no such file or folder"
 
 
@@ -50,6 +51,7 @@ def run(folder: Path, script: str, *flags: str, python: tuple[str, ...] = ()) ->
         (RL, "--loss_scale 0", "rl_fp16.py: GradScaler: init_scale is 0.0; it must lie in"),
         (RL, "--learning_rate nan", "rl_fp16.py: FusedAdam: lr is nan; it must be 0 or more"),
         (RL, "--width 30", "--width 30: it must be a multiple of 8"),
+        (PRETRAIN, "--offload --device cpu", "--offload needs one process and a GPU, not 1 and c"),
         (IMAGENET, "none", "there is no such folder; DIR must be"),
         (IMAGENET, "--device cpu --resume none", "--resume none: there is no such file"),
         (IMAGENET, "--loss-scale abc", "'abc'; it must be a number or dynamic"),
