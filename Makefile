@@ -52,7 +52,7 @@ RECIPE := setup.py pyproject.toml MANIFEST.in $(shell find csrc)
 PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo docs test every-case test-slow processors mutants random-programs lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist release-check format clean
+.PHONY: help build demo docs test every-case test-slow processors mutants random-programs test-offload lint types coverage clients trainers recipes cuda-on-cpu torch-oldest cuda-link cuda-tests nightly gpu gpu-prepare bench sdist release-check format clean
 
 help:
 	@echo 'make build      set up .venv and build into the source tree'
@@ -62,6 +62,7 @@ help:
 	@echo 'make every-case run both with all of their parameters, not with a few cases that have each value'
 	@echo 'make processors run the tests that depend on the processor, as on older ones'
 	@echo 'make mutants    change one line of the package at a time, and see that a test fails'
+	@echo 'make test-offload  the tests of optimizers, with their state in host memory'
 	@echo 'make random-programs  20,000 random programs of training, others each time'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
@@ -111,6 +112,12 @@ mutants: $(BUILT)
 # 20,000 programs of today's training, others each time.
 random-programs: $(BUILT)
 	RANDOM_PROGRAMS=20000 $(PYTEST) --dist load $(SECONDS_OF)2400 tests/amp/test_random_programs_today.py $(PYTEST_ARGS)
+
+# The tests of optimizers and of loops, with masters and moments in host memory.
+OFFLOADED := tests/optimizers tests/fp16_utils tests/amp/test_random_programs_today.py tests/amp/test_interrupts.py
+
+test-offload: $(BUILT)
+	$(PYTEST) --offload $(OFFLOADED) $(PYTEST_ARGS)
 
 lint: $(BUILT)
 	$(VENV)/bin/ruff check . .ci/run.py

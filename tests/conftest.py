@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # version of apex_mp, which an earlier run left in the cache on the disk.
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
+import offload_cases
 import torch
 from each_value import cases_with_each_value
 from torch import distributed as dist
@@ -41,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device-only", action="store_true", help="leave out tests without the fixture `device`"
     )
     parser.addoption(
+        "--offload",
+        action="store_true",
+        help="fused optimizers keep their state in host memory, beside a stand-in for a GPU",
+    )
+    parser.addoption(
         "--every-case",
         action="store_true",
         help="run each test with all of its parameters, not with a few that have each value",
@@ -60,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "any_torch: is as true of one torch as of another; make cuda-tests leaves it out"
     )
+    if config.getoption("--offload"):
+        offload_cases.offload_everywhere()
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(DeadContext())
 
@@ -69,11 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_cpu = torch.device(config.getoption("device")).type == "cpu"
     unwanted = "cuda_only" if on_cpu else "cpu_only"
     device_only = config.getoption("--device-only")
+    left_out = offload_cases.NOT_OFFLOADED if config.getoption("--offload") else ()
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         on_device = "device" in getattr(item, "fixturenames", ()) or item.get_closest_marker(
             "cuda_only"
         )
+        if any(name in item.nodeid for name in left_out):
+            continue
         if not item.get_closest_marker(unwanted) and (on_device or not device_only):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     every_case = config.getoption("every_case")

@@ -32,6 +32,8 @@ from apex_mp.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
+from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers._offload import buckets
 
 
 class Stream:
@@ -167,6 +169,44 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> LateGpu:
 
 def _fill(target: Tensor) -> None:
     target.fill_(float("nan"))
+
+
+def offload_everywhere() -> None:
+    """Have all fused optimizers of the process keep their state in host memory, in small buckets.
+
+    Each is on a stand-in of its own kind: `--offload` of the tests.
+    """
+    transfers._cuda, transfers._KIND = LateGpu(), "cpu"
+    transfers.pinned = lambda size: torch.zeros(size, dtype=torch.uint8)
+    buckets.BUCKET_ELEMENTS = 5_000
+    init = FusedOptimizer.__init__
+
+    @functools.wraps(init)
+    def offloaded(self: Any, *args: Any) -> None:
+        init(self, *args[:4], True)
+
+    FusedOptimizer.__init__ = offloaded  # type: ignore[method-assign]
+
+
+# Tests of what is otherwise with offload. They count passes over gradients, of which the GPU takes
+# some; or write weights through .data in a step that compares none, which a CPU notices by samples;
+# or are about DTensors, which are refused, or devices that are none, or the words of an error.
+NOT_OFFLOADED = (
+    "test_checked_steps.py::test_a_step_after_a_check_reads_gradients_once_more",
+    "test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
+    "test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
+    "test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",
+    "test_fp16_optimizer_in_torch.py::test_a_scheduler_on_the_inner_optimizer_leaves_the_fused",
+    "test_split_masters.py::test_a_remainder_is_dropped_when_its_weight_is_written",
+    "test_written_weights.py::test_training_goes_on_from_written_weights[",
+    "test_written_weights.py::test_weights_that_are_swapped_in_and_back_stay_exact[split",
+    "test_several_devices",
+    "test_sharded",
+    "test_step_dtensors.py",
+    "test_fused_adam_legacy_call.py::test_a_call_that_does_not_fit_raises_a_sentence_and_chan",
+    "test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host[unwaited",
+    "test_offload",
+)
 
 
 # --- The same optimizer without and with it.

@@ -17,7 +17,7 @@ CI = Path(__file__).parents[2] / ".ci"
 MAKEFILE = """
 .PHONY: build test docs
 build test test-slow every-case cuda-tests torch-oldest release-check mutants random-programs \\
-  docs types sdist lint coverage:
+  test-offload docs types sdist lint coverage:
 	@echo $@ >> build/order
 clients trainers recipes cuda-on-cpu cuda-link processors:
 	@echo $@ >> build/order; test ! -e src/bug
@@ -107,6 +107,7 @@ def test_after_a_nightly_run_targets_with_paths_run_where_these_have_changed(
     assert run(ci, monkeypatch, "--nightly")[0]
     commit()
     with_paths = {"clients", "trainers", "recipes", "cuda-on-cpu", "cuda-link", "processors"}
+    with_paths.add("test-offload")
     assert not run(ci, monkeypatch)[1] & with_paths
     Path("tests/cuda_on_cpu/file").write_text("changed")
     commit()

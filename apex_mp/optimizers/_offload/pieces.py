@@ -120,7 +120,8 @@ class Piece:
     def can_use(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state is in host memory, and can be cut as the parameter is."""
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        return all(tensor.is_cpu for tensor in tensors) and (
+        # One without numbers is left to the plan, which says so.
+        return all(tensor.is_cpu or tensor.is_meta for tensor in tensors) and (
             self.begin is None
             or all(
                 tensor.stride() == self.like.stride
