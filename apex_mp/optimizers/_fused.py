@@ -238,10 +238,11 @@ class FusedOptimizer(SavedOptimizer):
     def _present_plan(self) -> _Plan:
         plan: _Plan | None = self.__dict__.get("_plan")
         if plan is None:  # also after pickle and deepcopy
-            plan = self._new_plan()
             if self.offload:
                 grads, cuts = self._host_grads, self._steps_parts
                 plan = OffloadedPlan(self._public_name, self._new_plan, cuts, grads)
+            else:
+                plan = self._new_plan()
             self._plan = plan
         return plan
 
