@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host, on streams of their own, beside the device and the CPU."""
+"""Copies between a GPU and the host on streams of their own, which overlap the work of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Transfers:
         self._down, self._up = _cuda.Stream(device), _cuda.Stream(device)
 
     def follow(self) -> None:
-        """Order copies that are asked for from now on behind what the GPU was given until now."""
+        """Make later copies wait for the work that the GPU's current stream has now."""
         current = _cuda.current_stream(self._device)
         self._down.wait_stream(current)
         self._up.wait_stream(current)
@@ -50,12 +50,12 @@ class Transfers:
         return event
 
     def lead(self) -> None:
-        """Order what the GPU is given from now on behind the copies to it."""
+        """Make later work of the GPU's current stream wait for the copies to the GPU."""
         _cuda.current_stream(self._device).wait_stream(self._up)
 
 
 def is_offloadable(device: torch.device) -> bool:
-    """Return whether a device is a GPU, so that there is something to take off it."""
+    """Return whether a device is a GPU."""
     return device.type == _KIND
 
 
@@ -99,7 +99,7 @@ def available_bytes() -> int | None:
 
 
 def _free_in_group() -> Iterator[int]:
-    """Yield what the control group of this process (a container, a job) leaves to it."""
+    """Yield the free bytes of the control group at the root: in a container, its own."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, taken = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))

@@ -59,19 +59,20 @@ class FusedAdam(FusedOptimizer):
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
             gradients, in which small numbers would underflow [None].
-        offload: Keep masters and moments in host memory and let the CPU take the step; on the GPU
-            are weights and gradients. Numbers are those without it, and so is `state_dict`. The
-            host waits for the gradients; parameters must be on a GPU, and no CUDA graph can hold a
-            step. "gradients": take those to host memory, too, when backward has accumulated them;
-            `.grad` then holds NaN of stride 0. Step by `apex_mp.amp.GradScaler`, or without one
-            [False].
+        offload: Keep masters and moments in host memory and step on the CPU. Weights and gradients
+            stay on the GPU, where parameters must be. Results and `state_dict` are as without
+            offload. The host waits for the gradients; a CUDA graph cannot capture the step.
+            "gradients": also move each gradient to host memory once backward has accumulated it;
+            `.grad` is then a placeholder, NaN of stride 0. Use `apex_mp.amp.GradScaler` or no
+            scaler; torch's is refused [False].
 
     Raises:
         MemoryError: `offload` is set, and there is less host memory than the state takes.
         RuntimeError: `amsgrad` is asked for.
-        TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
-            hyperparameter is no number.
-        ValueError: A hyperparameter is out of range.
+        TypeError: The operators cannot step a parameter: its dtype, layout or class; a
+            hyperparameter is no number; or `offload` is set for a DTensor.
+        ValueError: A hyperparameter is out of range, or `offload` is set and a parameter is not on
+            a GPU.
     """
 
     _public_name = "FusedAdam"

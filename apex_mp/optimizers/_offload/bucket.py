@@ -17,7 +17,7 @@ from apex_mp.optimizers._state import MASTER, master_dtype
 
 
 class Slot:
-    """Page-locked memory of a bucket, as large as any has needed."""
+    """Page-locked memory that several buckets use in turn; it grows to the largest."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -108,7 +108,7 @@ class Bucket:
         make_state: Callable[[int, int], dict[str, Any]],
         scale: float,
     ) -> None:
-        """Make the plan read the pieces, as if their numbers were there."""
+        """Make the plan read the pieces; their values are copied later, by `start`."""
         self._items = items
         for piece, weight in zip(self._pieces, self._weights, strict=True):
             param = items.params[piece.number]
@@ -179,7 +179,7 @@ class Bucket:
         if self.is_done:
             return
         assert self._items is not None
-        if not self.plan.has_run:
+        if not self.plan.has_run:  # It has if a Ctrl-C came between the step and the copies.
             self._arrival.synchronize()
             self.plan.run(
                 norms=norms,

@@ -1,7 +1,7 @@
 """The buckets in which parameters on a GPU go through a step on the CPU.
 
-Gradients come to the host, the CPU steps, and the new weights go back: each bucket while others are
-under way. In page-locked memory there is nothing but a few buckets.
+Gradients are copied to the host, the CPU steps, and new weights are copied back; the copies of one
+bucket overlap the step of another. Masters and moments are not page-locked.
 """
 
 from __future__ import annotations

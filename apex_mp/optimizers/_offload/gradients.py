@@ -27,10 +27,10 @@ class _Kept:
     """The gradient of a parameter in host memory.
 
     Attributes:
-        host: Its numbers; None: it had none yet.
+        host: The gradient; None before the first backward.
         mark: The parameter's `.grad` while they are here.
-        is_new: Whether it was taken since it was asked for last.
-        node: What accumulates it in backward; it has the hook only as long as it lives.
+        is_new: Whether backward has stored a gradient since the last call of `HostGrads.of`.
+        node: The parameter's AccumulateGrad node, kept alive because it holds a hook.
     """
 
     node: Any

@@ -159,7 +159,7 @@ class OffloadedPlan(SeveralDevices):
 
     @has_run.setter
     def has_run(self, _: bool) -> None:
-        """Nothing: the buckets know it, also after a Ctrl-C."""
+        """Ignore what the base class sets; the buckets know it, also after a Ctrl-C."""
 
     @property
     def written(self) -> list[Written]:
@@ -183,7 +183,7 @@ class OffloadedPlan(SeveralDevices):
 
     @written.setter
     def written(self, _: list[Written]) -> None:
-        """Nothing: what the readers of gradients find is not asked for."""
+        """Ignore what the base class sets; its plans only read gradients."""
 
     def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
         return bool(missing)
