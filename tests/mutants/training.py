@@ -327,7 +327,7 @@ OPTIMIZERS = {
         "offload",
     ),
     "a gradient that was cleared counts": Mutant(
-        "HostGrads.before", "param.grad is None", "False", "offload_gradients"
+        "HostGrads.before", "param.grad is not kept.mark", "False", "offload_gradients"
     ),
     "accumulated gradients replace each other": Mutant(
         "HostGrads.after",

@@ -26,10 +26,10 @@ from offload_cases import (
     train,
 )
 from tolerances import assert_near, assert_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from apex_mp import amp
+from apex_mp import AveragedMasters, amp, convert
 from apex_mp.core import transfers
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
@@ -311,6 +311,38 @@ def test_masters_are_where_the_parameters_are(make: str, device: torch.device) -
         train(optimizer, params, range(3))
     for param, other in zip(both[0][1], both[1][1], strict=True):
         assert_same_bits(both[1][0].master(other), both[0][0].master(param))
+
+
+def test_masters_are_averaged_and_written_to_files(device: torch.device) -> None:
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(1)
+        model = nn.Linear(60, 70).to(device, F16)
+        optimizer = OPTIMIZERS["Adam"](model.parameters(), offload=offload)
+        averaged = AveragedMasters(model, optimizer)
+        for step in range(1, 4):
+            give_grads([*model.parameters()], step)
+            optimizer.step()
+            averaged.update_parameters(model)
+        found.append([*averaged.module.parameters(), *convert.masters(model, optimizer).values()])
+    for plain, offloaded in zip(*found, strict=True):
+        assert_same_bits(offloaded.detach().cpu(), plain.detach().cpu())
+
+
+def test_two_optimizers_take_turns(device: torch.device) -> None:
+    models = []
+    for offload in (False, True):
+        params = params_of(device, F16)
+        optimizers = [
+            OPTIMIZERS["Adam"](some, offload=offload) for some in (params[:3], params[3:])
+        ]
+        for step in range(4):
+            give_grads(params, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        models.append(params)
+    for plain, offloaded in zip(*models, strict=True):
+        assert_same_bits(offloaded.detach(), plain.detach())
 
 
 def test_memory_orders_differ(device: torch.device) -> None:

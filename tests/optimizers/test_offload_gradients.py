@@ -210,6 +210,20 @@ def test_checkpointed_layers_and_groups_that_are_added(device: torch.device) -> 
     assert_equal(*models)
 
 
+def test_a_compiled_model_trains(device: torch.device) -> None:
+    models = []
+    for offload in (False, "gradients"):
+        model = new_model(device)
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = adam(model, offload)
+        for step in range(3):
+            loss_of(compiled, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_equal(*models)
+
+
 # --- What reads .grad itself cannot work with it, and says so.
 
 

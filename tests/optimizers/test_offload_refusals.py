@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +107,29 @@ def test_a_captured_graph_is_refused(device: torch.device, monkeypatch: pytest.M
     monkeypatch.setattr("apex_mp.optimizers._offload.plan.is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="capturing a CUDA graph, and with offload the CPU"):
         optimizer.step()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_forked_process_frees_no_page_locked_memory_and_no_stream(
+    has_stepped: bool, device: torch.device
+) -> None:
+    params = params_of(device, F16)
+    optimizer = OPTIMIZERS["Adam"](params, offload="gradients")
+    sum((param.float() ** 2).sum() for param in params).backward()
+    held = [weakref.ref(optimizer._host_grads)]
+    if has_stepped:
+        optimizer.step()
+        held.append(weakref.ref(optimizer._plan))
+    pid = os.fork()
+    if pid == 0:  # Copies to the device are in flight here.
+        del optimizer, params
+        gc.collect()
+        os._exit(sum(each() is None for each in held))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    del optimizer, params
+    gc.collect()
+    assert all(each() is None for each in held)
 
 
 # --- Steps that are broken off.

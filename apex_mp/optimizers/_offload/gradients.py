@@ -75,20 +75,17 @@ class HostGrads:
 
     def before(self, param: Tensor) -> None:
         """Called before backward adds to `.grad`, to which it would add the mark."""
-        kept = self._kept.get(param)
-        if kept is None or param.grad is None or not is_mark(param.grad):
-            if kept is not None:
-                kept.mark = None  # It was cleared, or replaced by a gradient on the GPU.
-            return
-        if param.grad is not kept.mark:  # That of an optimizer that is gone.
+        kept = self._kept[param]
+        if param.grad is not kept.mark:  # Cleared, replaced, or the mark of another optimizer.
             kept.mark = None
-        param.grad = None
+        if is_mark(param.grad):
+            param.grad = None
 
     @torch.no_grad()
     def after(self, param: Tensor) -> None:
         """Called after backward has added to `.grad`: take it."""
-        kept, grad = self._kept.get(param), param.grad
-        if kept is None or grad is None or grad.layout != torch.strided or is_wrapper(grad):
+        kept, grad = self._kept[param], param.grad
+        if grad is None or grad.layout != torch.strided or is_wrapper(grad):
             return
         if is_mark(grad) or grad.numel() <= 1 or not transfers.is_offloadable(param.device):
             return
