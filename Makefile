@@ -57,7 +57,7 @@ PYTHON_FILES := $(shell find apex_mp tests examples -name '*.py' 2>/dev/null)
 help:
 	@echo 'make build      set up .venv and build into the source tree'
 	@echo 'make demo       train on handwritten digits in fp32, fp16, amp and bf16; a table and a picture'
-	@echo 'make test       run the tests, but for the slow ones'
+	@echo 'make test       run the tests, but for the slow ones, and lint'
 	@echo 'make test-slow  run those that start processes or build'
 	@echo 'make every-case run both with all of their parameters, not with a few cases that have each value'
 	@echo 'make processors run the tests that depend on the processor, as on older ones'
@@ -89,9 +89,10 @@ build: $(BUILT)
 demo: $(BUILT)
 	$(VENV)/bin/python examples/digits/digits.py --compare
 
-# A process for each core; the tests of a file stay together.
+# A process for each core; the tests of a file stay together. lint takes a second.
 test: $(BUILT)
 	$(PYTEST) -m 'not slow' --durations 10 $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory lint
 
 every-case: $(BUILT)
 	$(PYTEST) --every-case $(PYTEST_ARGS)

@@ -69,7 +69,6 @@ ON_ONE_CORE = [
     Target("docs", 0.5, EACH_TIME),
     Target("types", 0.5, EACH_TIME),
     Target("sdist", 0.5, EACH_TIME),
-    Target("lint", 0.2, EACH_TIME),
 ]
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,7 +39,7 @@ struct Given {
   pybind11::object scale;     // a number: scaled gradients are divided by it
   std::vector<at::ScalarType> unscale;  // a step that is taken leaves scaled gradients of these
                                         // dtypes unscaled
-  std::vector<int32_t> positions;  // of the parameters in the optimizer, if these are not all
+  std::vector<int32_t> positions;       // of the parameters in the optimizer, if these are not all
 
   bool unscales(const at::Tensor& grad, bool scaled) const {
     return scaled && std::find(unscale.begin(), unscale.end(), grad.scalar_type()) != unscale.end();

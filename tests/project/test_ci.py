@@ -17,7 +17,7 @@ CI = Path(__file__).parents[2] / ".ci"
 MAKEFILE = """
 .PHONY: build test docs
 build test test-slow every-case cuda-tests torch-oldest release-check mutants random-programs \\
-  test-offload docs types sdist lint coverage:
+  test-offload docs types sdist coverage:
 	@echo $@ >> build/order
 clients trainers recipes cuda-on-cpu cuda-link processors:
 	@echo $@ >> build/order; test ! -e src/bug
