@@ -71,7 +71,7 @@ help:
 	@echo 'make trainers   train with accelerate, transformers, Lightning, timm and PEFT'
 	@echo 'make recipes    run the recipes of examples/ small, and see that they do what they are for'
 	@echo 'make cuda-on-cpu  run the CUDA kernels on the CPU under sanitizers, and bugs planted in them'
-	@echo 'make docs       build the site from docs/ in build/docs/; warnings, dead links and gaps in docstrings are errors'
+	@echo 'make docs       build the site from docs/ in build/docs/; warnings, dead links, gaps in docstrings and pages too wide for a phone are errors'
 	@echo 'make sdist      make the source distribution, unpack it, and see that its tests can start'
 	@echo 'make release-check  make what could be uploaded, install it afresh, and run the lines of README'
 	@echo 'make format     let ruff and clang-format write their changes'
@@ -175,6 +175,7 @@ docs: $(DOCS_READY) $(BUILT)
 	rm -rf build/docs
 	$(VENV)/bin/sphinx-build -q -W --keep-going docs build/docs
 	if command -v node > /dev/null; then node docs/_site/search.cjs build/docs; fi
+	if command -v node chromium | grep -q chromium; then node docs/_site/widths.cjs build/docs; fi
 	@echo 'The site is build/docs/index.html.'
 
 clients: $(CLIENTS_READY)
