@@ -27,7 +27,7 @@ class Transfers:
         self._device = device
         self._down, self._up = _cuda.Stream(device), _cuda.Stream(device)
 
-    def follow(self) -> None:
+    def wait_for_gpu(self) -> None:
         """Make later copies wait for the work that the GPU's current stream has now."""
         current = _cuda.current_stream(self._device)
         self._down.wait_stream(current)
@@ -49,7 +49,7 @@ class Transfers:
             event.record(stream)
         return event
 
-    def lead(self) -> None:
+    def make_gpu_wait(self) -> None:
         """Make later work of the GPU's current stream wait for the copies to the GPU."""
         _cuda.current_stream(self._device).wait_stream(self._up)
 

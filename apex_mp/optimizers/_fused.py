@@ -98,6 +98,7 @@ class FusedOptimizer(SavedOptimizer):
         """Add a group; options it lacks are the constructor's.
 
         Raises:
+            MemoryError: With `offload` its states need more host memory than there is.
             RuntimeError: A hyperparameter asks for what this optimizer does not have.
             TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
                 hyperparameter is no number.

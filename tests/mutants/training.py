@@ -313,7 +313,7 @@ OPTIMIZERS = {
     ),
     "a split master is stepped without its weight": Mutant(
         "Bucket.read",
-        "master_dtype(items.params[piece.number], groups[piece.like.group]) != torch.float32",
+        "master_dtype(items.params[piece.number], groups[piece.layout.group]) != torch.float32",
         "False",
         "offload",
     ),
@@ -322,8 +322,8 @@ OPTIMIZERS = {
     ),
     "a parameter whose random bits depend on elements is cut": Mutant(
         "Buckets._cut",
-        "size <= BUCKET_ELEMENTS or like.is_random or (not self._cuts)",
-        "size <= BUCKET_ELEMENTS or (not self._cuts)",
+        "size <= BUCKET_ELEMENTS or layout.is_random or (not self._steps_parts)",
+        "size <= BUCKET_ELEMENTS or (not self._steps_parts)",
         "offload",
     ),
     "a gradient that was cleared counts": Mutant(

@@ -91,8 +91,8 @@ def test_copies_may_take_place_at_any_time(
 WAITS = {
     "for the gradients": (_bucket.Bucket, "finish", "self._arrival.synchronize()"),
     "for weights to leave": (_bucket.Slot, "wait", "self.departure.synchronize()"),
-    "of copies for the GPU": (transfers.Transfers, "follow", None),
-    "of the GPU for copies": (transfers.Transfers, "lead", None),
+    "of copies for the GPU": (transfers.Transfers, "wait_for_gpu", None),
+    "of the GPU for copies": (transfers.Transfers, "make_gpu_wait", None),
 }
 
 

@@ -147,9 +147,7 @@ def test_a_grad_that_was_replaced_after_it_was_taken_is_refused(device: torch.de
     optimizer = adam(model, "gradients")
     loss_of(model, 1).backward()
     model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(
-        RuntimeError, match=r"of shape \[40, 30\] was taken .* as DistributedDataPa"
-    ):
+    with pytest.raises(RuntimeError, match=r"params\[0\]\[0\]\.grad was replaced after its value"):
         optimizer.step()
 
 
@@ -274,7 +272,7 @@ def test_two_optimizers_cannot_take_one_gradient(device: torch.device) -> None:
     optimizers = [adam(model, "gradients") for _ in range(2)]
     loss_of(model, 1).backward()
     optimizers[0].step()
-    with pytest.raises(RuntimeError, match='another optimizer with offload="gradients" has taken'):
+    with pytest.raises(RuntimeError, match=r"params\[0\]\[0\]\.grad was taken to host"):
         optimizers[1].step()
 
 

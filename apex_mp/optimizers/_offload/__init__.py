@@ -75,5 +75,5 @@ def check_memory(
     if available is not None and needed > available:
         raise MemoryError(
             f"{who}: with offload masters and moments take {needed:,} bytes of host memory, and "
-            f"{available:,} are available"
+            f"{available:,} are available; split masters and narrower moments take less"
         )

@@ -68,10 +68,10 @@ class Bucket:
         self.bus = bus
         self._slot = slot
         self._pieces = pieces
-        likes = [piece.like for piece in pieces]
+        layouts = [piece.layout for piece in pieces]
         # A gradient that is here already needs no other memory.
-        dtypes = [None if like.grad_is_here else like.grad for like in likes]
-        dtypes += [like.dtype for like in likes] + [like.copy for like in likes]
+        dtypes = [None if layout.grad_on_host else layout.grad_dtype for layout in layouts]
+        dtypes += [layout.dtype for layout in layouts] + [layout.copy_dtype for layout in layouts]
         sizes = [p.size for p in pieces] * 3
         needed = [pair for pair in zip(sizes, dtypes, strict=True) if pair[1] is not None]
         memory = slot.take(needed)
@@ -88,7 +88,7 @@ class Bucket:
         self._params_of = _by_group(groups, pieces, self._weights)
         self._copies_of = _by_group(groups, pieces, self._copies)
         self._holders = [*map(_holder, pieces, self._grads, self._weights)]
-        self._positions = [piece.like.position for here in self._pieces_of for piece in here]
+        self._positions = [piece.layout.position for here in self._pieces_of for piece in here]
         self.clear()
 
     def clear(self) -> None:
@@ -113,7 +113,9 @@ class Bucket:
         for piece, weight in zip(self._pieces, self._weights, strict=True):
             param = items.params[piece.number]
             whole = states.get(param)
-            is_stale = MASTER in (whole or ()) and not master_dtype(param, groups[piece.like.group])
+            is_stale = MASTER in (whole or ()) and not master_dtype(
+                param, groups[piece.layout.group]
+            )
             if whole is not None and (is_stale or not piece.can_use(whole)):
                 whole = make_state(*items.places[piece.number])
             if whole is not None:
@@ -148,7 +150,7 @@ class Bucket:
             error.args = (re.sub(r"\[(\d+)\]\[(\d+)\]", self._name, str(error)),)
             raise
         self._needs_weight = [
-            master_dtype(items.params[piece.number], groups[piece.like.group]) != torch.float32
+            master_dtype(items.params[piece.number], groups[piece.layout.group]) != torch.float32
             for piece in self._pieces
         ]
 
@@ -203,7 +205,7 @@ class Bucket:
 def _by_group(groups: int, pieces: list[Piece], values: Sequence[Any]) -> list[list[Any]]:
     lists: list[list[Any]] = [[] for _ in range(groups)]
     for piece, value in zip(pieces, values, strict=True):
-        lists[piece.like.group].append(value)
+        lists[piece.layout.group].append(value)
     return lists
 
 
@@ -211,6 +213,6 @@ def _holder(piece: Piece, grad: Any, weight: Any) -> Tensor | None:
     """Return the tensor whose `.grad` is a scaled gradient; one that is not is the weight's."""
     if grad is None:
         return None
-    holder = grad.detach() if piece.like.scaled else weight
+    holder = grad.detach() if piece.layout.scaled else weight
     holder.grad = grad
-    return holder if piece.like.scaled else None
+    return holder if piece.layout.scaled else None

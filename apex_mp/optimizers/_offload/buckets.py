@@ -16,7 +16,7 @@ from apex_mp import _C
 from apex_mp.core import transfers
 from apex_mp.optimizers._device_part import Groups, Norms
 from apex_mp.optimizers._offload.bucket import Bucket, Slot
-from apex_mp.optimizers._offload.pieces import Items, Like, Piece
+from apex_mp.optimizers._offload.pieces import Items, Layout, Piece
 
 # Elements of a bucket, and how many buckets are under way: one that comes, one that is stepped, one
 # that goes.
@@ -30,16 +30,16 @@ class Buckets:
     Args:
         who: The optimizer's name, for messages.
         new_plan: Makes a plan for parameters on the CPU.
-        cuts: Whether parts of tensors can be stepped, so that large ones are cut.
+        steps_parts: Whether parts of tensors can be stepped, so that large ones are cut.
     """
 
-    def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan], cuts: bool) -> None:
+    def __init__(self, who: str, new_plan: Callable[[], _C.StepPlan], steps_parts: bool) -> None:
         self._who = who
         self._new_plan = new_plan
-        self._cuts = cuts
+        self._steps_parts = steps_parts
         self._slots = [Slot() for _ in range(SLOTS)]
         self._buses: dict[torch.device, transfers.Transfers] = {}
-        self._made_for: tuple[int, list[Like]] = (0, [])  # groups and parameters, `_buckets`
+        self._made_for: tuple[int, list[Layout]] = (0, [])  # groups and parameters, `_buckets`
         self._buckets: list[Bucket] = []
         self._read: list[Bucket] = []
         self._failure: str | None = None
@@ -73,31 +73,31 @@ class Buckets:
             raise RuntimeError(self._failure)
         self.clear()
         self._read = []
-        likes = [Like.of(items, number, groups) for number in range(len(items.params))]
-        if (len(groups), likes) != self._made_for:
-            self._buckets = self._made(likes, len(groups))
-            self._made_for = len(groups), likes
+        layouts = [Layout.of(items, number, groups) for number in range(len(items.params))]
+        if (len(groups), layouts) != self._made_for:
+            self._buckets = self._made(layouts, len(groups))
+            self._made_for = len(groups), layouts
         for bucket in self._buckets:
             bucket.read(items, groups, states, make_state, scale)
             self._read.append(bucket)
 
-    def _made(self, likes: list[Like], groups: int) -> list[Bucket]:
+    def _made(self, layouts: list[Layout], groups: int) -> list[Bucket]:
         buckets = []
-        for number, pieces in enumerate(self._filled(likes)):
-            device = pieces[0].like.device
+        for number, pieces in enumerate(self._filled(layouts)):
+            device = pieces[0].layout.device
             if device not in self._buses:
                 self._buses[device] = transfers.Transfers(device)
             slot, bus = self._slots[number % SLOTS], self._buses[device]
             buckets.append(Bucket(self._new_plan(), pieces, groups, slot, bus))
         return buckets
 
-    def _filled(self, likes: list[Like]) -> Iterator[list[Piece]]:
+    def _filled(self, layouts: list[Layout]) -> Iterator[list[Piece]]:
         """Yield the pieces of each bucket, on one device."""
         bucket: list[Piece] = []
         left = BUCKET_ELEMENTS
-        for number, like in enumerate(likes):
-            for piece in self._cut(number, like):
-                is_there = bucket and bucket[0].like.device == like.device
+        for number, layout in enumerate(layouts):
+            for piece in self._cut(number, layout):
+                is_there = bucket and bucket[0].layout.device == layout.device
                 if bucket and (piece.size > left or not is_there):
                     yield bucket
                     bucket, left = [], BUCKET_ELEMENTS
@@ -106,15 +106,15 @@ class Buckets:
         if bucket:
             yield bucket
 
-    def _cut(self, number: int, like: Like) -> list[Piece]:
-        size = like.shape.numel()
+    def _cut(self, number: int, layout: Layout) -> list[Piece]:
+        size = layout.shape.numel()
         # Random bits depend on the number of the element in its parameter.
-        if size <= BUCKET_ELEMENTS or like.is_random or not self._cuts:
-            return [Piece(number, like)]
+        if size <= BUCKET_ELEMENTS or layout.is_random or not self._steps_parts:
+            return [Piece(number, layout)]
         begins = range(0, size, BUCKET_ELEMENTS)
         ends = [*begins[1:], size]
         return [
-            Piece(number, like, *ends_of, is_last=ends_of[1] == size)
+            Piece(number, layout, *ends_of, is_last=ends_of[1] == size)
             for ends_of in zip(begins, ends, strict=True)
         ]
 
@@ -145,13 +145,13 @@ class Buckets:
         """Take the step in each bucket where it is not taken yet."""
         buses = {bucket.bus for bucket in self._read}
         for bus in buses:
-            bus.follow()
+            bus.wait_for_gpu()
         for number, bucket in enumerate(self._read):
             for ahead in self._read[number : number + SLOTS - 1]:
                 ahead.start()
             bucket.finish(norms, clip)
         for bus in buses:
-            bus.lead()
+            bus.make_gpu_wait()
 
     def clear(self) -> None:
         """Drop what was read."""

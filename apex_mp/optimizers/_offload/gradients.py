@@ -91,7 +91,7 @@ class HostGrads:
             return
         grad = match_strides(grad.detach(), param)
         bus = self._bus(param.device)
-        bus.follow()
+        bus.wait_for_gpu()
         if kept.mark is not None and kept.host is not None:
             self._add(bus, kept.host, grad)
         else:
@@ -136,8 +136,12 @@ class HostGrads:
             event.synchronize()
         self._leaving.clear()
 
-    def of(self, param: Tensor) -> Tensor | None:
+    def of(self, place: tuple[int, int], param: Tensor) -> Tensor | None:
         """Return the gradient that is here for a parameter, after `finish`; None: there is none.
+
+        Args:
+            place: Group and index of what it steps, for messages.
+            param: The parameter.
 
         Raises:
             RuntimeError: Another optimizer has taken it, or `.grad` was replaced after it was
@@ -149,18 +153,18 @@ class HostGrads:
             kept.is_new = False
         if grad is None:
             return None
+        where = f"{self._who}: params[{place[0]}][{place[1]}]"
         if not is_mark(grad):
             if not is_new:
                 return None
             raise RuntimeError(
-                f"{self._who}: the gradient of a parameter of shape {[*param.shape]} was taken to "
-                'host memory by offload="gradients", and then its .grad was replaced, as '
-                "DistributedDataParallel does; make the optimizer with offload=True"
+                f"{where}.grad was replaced after its values went to host memory, as "
+                'DistributedDataParallel does, and offload is "gradients"; it must be True'
             )
         if kept is None or kept.mark is not grad:
             raise RuntimeError(
-                f'{self._who}: another optimizer with offload="gradients" has taken the gradient '
-                f"of a parameter of shape {[*param.shape]}; one optimizer alone can step it"
+                f"{where}.grad was taken to host memory by another optimizer whose offload is "
+                '"gradients", too; one optimizer alone can step a parameter'
             )
         return kept.host
 

@@ -21,7 +21,7 @@ class Items:
         positions: The number of the parameter in the optimizer.
         params: The parameters.
         grads: Their gradients, in the parameters' memory order, on the GPU or here.
-        are_here: Whether the gradient is in host memory.
+        on_host: Whether the gradient is in host memory.
         scaled: Whether the gradient is scaled by the loss scale.
         copies: Where the new parameter is also written; None: nowhere.
     """
@@ -30,12 +30,12 @@ class Items:
     positions: list[int]
     params: list[Tensor]
     grads: list[Tensor]
-    are_here: list[bool]
+    on_host: list[bool]
     scaled: list[bool]
     copies: list[Tensor | None]
 
 
-class Like(NamedTuple):
+class Layout(NamedTuple):
     """What host memory for a parameter depends on."""
 
     group: int
@@ -44,14 +44,14 @@ class Like(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    grad: torch.dtype
-    grad_is_here: bool
+    grad_dtype: torch.dtype
+    grad_on_host: bool
     scaled: bool
-    copy: torch.dtype | None
+    copy_dtype: torch.dtype | None
     is_random: bool
 
     @classmethod
-    def of(cls, items: Items, number: int, groups: Groups) -> Like:
+    def of(cls, items: Items, number: int, groups: Groups) -> Layout:
         param, copy = items.params[number], items.copies[number]
         group = items.places[number][0]
         return cls(
@@ -62,7 +62,7 @@ class Like(NamedTuple):
             param.dtype,
             param.device,
             items.grads[number].dtype,
-            items.are_here[number],
+            items.on_host[number],
             items.scaled[number],
             None if copy is None else copy.dtype,
             bool(groups[group].get("stochastic_rounding")),
@@ -75,31 +75,31 @@ class Piece:
 
     Attributes:
         number: Of the parameter among the items.
-        like: The parameter's layout.
+        layout: The parameter's layout.
         begin: The first element in memory order; None if all are here, in the parameter's shape.
         end: The first that is not here.
         is_last: Whether the parameter ends here.
     """
 
     number: int
-    like: Like
+    layout: Layout
     begin: int | None = None
     end: int = 0
     is_last: bool = True
 
     @property
     def size(self) -> int:
-        return self.like.shape.numel() if self.begin is None else self.end - self.begin
+        return self.layout.shape.numel() if self.begin is None else self.end - self.begin
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a tensor like the parameter."""
+        """Return these elements of a tensor of the parameter's layout."""
         return tensor if self.begin is None else _flat(tensor)[self.begin : self.end]
 
     def on_host(self, memory: Tensor) -> Tensor:
         """Return a flat tensor in the shape of these elements."""
         if self.begin is not None:
             return memory
-        return memory.as_strided(self.like.shape, self.like.stride)
+        return memory.as_strided(self.layout.shape, self.layout.stride)
 
     def of_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Return the part of the parameter's state that belongs to these elements."""
@@ -110,7 +110,7 @@ class Piece:
     def _of_value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.shape == self.like.shape:
+        if value.shape == self.layout.shape:
             return self.of(value)
         if value.numel() > 1:
             return value.new_empty(0)  # The plan says that it does not fit.
@@ -124,9 +124,9 @@ class Piece:
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors) and (
             self.begin is None
             or all(
-                tensor.stride() == self.like.stride
+                tensor.stride() == self.layout.stride
                 for tensor in tensors
-                if tensor.shape == self.like.shape
+                if tensor.shape == self.layout.shape
             )
         )
 

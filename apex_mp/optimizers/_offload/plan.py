@@ -15,7 +15,7 @@ from apex_mp.core import forks, transfers
 from apex_mp.core.grads.checks import match_strides
 from apex_mp.core.grads.found_inf import FoundInf, clip_divisor
 from apex_mp.core.grads.marks import is_mark
-from apex_mp.core.step.scaled_step import HostOutcome, Lists
+from apex_mp.core.step.scaled_step import UNKNOWN, HostOutcome, Lists
 from apex_mp.optimizers._device_part import Groups, Norms, Part
 from apex_mp.optimizers._offload.buckets import Buckets
 from apex_mp.optimizers._offload.gradients import HostGrads
@@ -64,6 +64,7 @@ class OffloadedPlan(SeveralDevices):
         self._items: Items | None = None
         self._host_scale = 1.0
         self._checks = False
+        self._checked_outcome = UNKNOWN
         forks.leak_in_children(self)
 
     def read(
@@ -127,8 +128,8 @@ class OffloadedPlan(SeveralDevices):
         for number, group in enumerate(groups):
             sources = grads_of[number] if grads_of is not None else group["params"]
             params, holders = [], []
-            for param, source in zip(group["params"], sources, strict=True):
-                grad = host_grads.of(param if source is None else source)
+            for index, (param, source) in enumerate(zip(group["params"], sources, strict=True)):
+                grad = host_grads.of((number, index), param if source is None else source)
                 holder = param if grad is None else grad.detach()
                 if grad is not None:
                     holder.grad = grad
@@ -140,11 +141,12 @@ class OffloadedPlan(SeveralDevices):
 
     def _refuse_devices(self, request: _Request) -> None:
         places = [place for part in self._parts for place in part.places_with_grad()]
-        for device in {request.param(place).device for place in places}:
+        place_on = {request.param(place).device: place for place in reversed(places)}
+        for device, (number, index) in place_on.items():
             if not transfers.is_offloadable(device):
                 raise RuntimeError(
-                    f"{self._who}: a parameter is on {device}, and the optimizer was made with "
-                    "offload; move the model back to the GPU, or make an optimizer without it"
+                    f"{self._who}: params[{number}][{index}] is on {device}, and offload is set; "
+                    "it must be on a GPU. Move the model back, or make an optimizer without offload"
                 )
             if is_capturing(device):
                 raise RuntimeError(
