@@ -7,7 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from offload_cases import stand_in
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -133,6 +135,12 @@ MASTERS = {"master_weights": True}
 APIS: dict[str, tuple[Build, torch.dtype, Any, dict[str, Any]]] = {
     "GradScaler, `torch.optim.AdamW`": (grad_scaler, torch.float32, torch.optim.AdamW, ADAM),
     "GradScaler, `FusedAdam`": (grad_scaler, torch.float16, FusedAdam, ADAM | MASTERS),
+    "GradScaler, `FusedAdam(offload=True)`": (
+        grad_scaler,
+        torch.float16,
+        FusedAdam,
+        ADAM | MASTERS | {"offload": True},
+    ),
     "GradScaler, `FusedSGD`": (
         grad_scaler,
         torch.float16,
@@ -175,8 +183,11 @@ def train(api: str, kind: Kind, rank: int) -> dict[str, Any]:
         )
 
     try:
-        trainer = build(model, wrap, make)
-        return steps(trainer, model, kind, rank * kind.parts // WORLD)
+        with pytest.MonkeyPatch.context() as patch:
+            if options.get("offload"):
+                stand_in(patch, seed=rank)
+            trainer = build(model, wrap, make)
+            return steps(trainer, model, kind, rank * kind.parts // WORLD)
     except (TypeError, ValueError, RuntimeError) as error:
         return {"refused": str(error)}
     finally:
@@ -214,6 +225,12 @@ _LISTS = "ZeroRedundancyOptimizer steps its parameters by its optim"
 _SHARDED = ("FSDP2", "HSDP", "TP + FSDP2")
 # What the others say instead.
 REFUSED: dict[tuple[str, str], str] = {
+    **{
+        ("GradScaler, `FusedAdam(offload=True)`", kind): (
+            "FusedAdam: params[0][0] is a DTensor, and offload is set; it must be False"
+        )
+        for kind in _SHARDED
+    },
     **{
         ("GradScaler, `FusedLAMB`", kind): f"FusedLAMB: params[0][0] {_DTENSOR}"
         for kind in _SHARDED
