@@ -111,9 +111,7 @@ class FusedOptimizer(SavedOptimizer):
         test = tensors.part_not_steppable if self._steps_parts else tensors.not_steppable
         tensors.check_params(self._public_name, number, params, test, names)
         if self.offload and params:
-            _offload.check_params(self._public_name, number, params, names)
-            groups = [*self.param_groups, {**self.defaults, **param_group, "params": params}]
-            _offload.check_memory(self._public_name, groups, self.state, self._layout)
+            _offload.check_group(self, {**self.defaults, **param_group, "params": params}, names)
         super().add_param_group(param_group)
         self._watch_gradients()
 

@@ -65,16 +65,20 @@ def test_a_model_that_went_to_the_cpu_is_refused(
     assert not optimizer.state
 
 
+@pytest.mark.parametrize(("offload", "needed"), [(True, 12_000), ("gradients", 14_000)])
 def test_too_little_host_memory_is_said_before(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    offload: bool | str, needed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "available_bytes", lambda: 11_999)
-    with pytest.raises(MemoryError, match="moments take 12,000 bytes of host memory, and 11,999 "):
-        FusedAdam([Parameter(torch.ones(1_000, device=device).half())], master_weights=True,
-                  offload=True)  # fmt: skip
-    monkeypatch.setattr(transfers, "available_bytes", lambda: 12_000)
-    FusedAdam([Parameter(torch.ones(1_000, device=device).half())], master_weights=True,
-              offload=True)  # fmt: skip
+    def make(available: int) -> None:
+        monkeypatch.setattr(transfers, "available_bytes", lambda: available)
+        params = [Parameter(torch.ones(1_000, device=device).half())]
+        FusedAdam(params, master_weights=True, offload=offload)
+
+    with pytest.raises(
+        MemoryError, match=f" take {needed:,} bytes of host memory, and {needed - 1:,}"
+    ):
+        make(needed - 1)
+    make(needed)
 
 
 def test_the_free_memory_is_that_of_the_machine() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from apex_mp.core import transfers
 from apex_mp.core.tensors import is_wrapper
-from apex_mp.optimizers._state import StateLayout
 
 
 def check_option(who: str, value: Any) -> None:
@@ -19,24 +18,25 @@ def check_option(who: str, value: Any) -> None:
         raise TypeError(f"{who}: offload is {value!r}; it must be True, False or 'gradients'")
 
 
-def check_params(who: str, number: int, params: Iterable[Any], names: Sequence[str] | None) -> None:
-    """Refuse parameters of a group that cannot be offloaded; frozen ones may be anywhere.
+def check_group(optimizer: Any, group: Mapping[str, Any], names: Sequence[str] | None) -> None:
+    """Refuse a new group that cannot be offloaded; frozen parameters may be anywhere.
 
     Args:
-        who: The optimizer's name, for messages.
-        number: The number of the group.
-        params: Its parameters.
-        names: Of the parameters, empty where there is none [None: none].
+        optimizer: A FusedOptimizer, without the group.
+        group: The group, complete.
+        names: Of its parameters, empty where there is none [None: none].
 
     Raises:
-        TypeError: One is a DTensor.
+        MemoryError: What all groups do not have in host memory yet is more than it holds.
+        TypeError: A parameter is a DTensor.
         ValueError: One is not on a GPU.
     """
-    for index, param in enumerate(params):
+    number = len(optimizer.param_groups)
+    for index, param in enumerate(group["params"]):
         if not (isinstance(param, Tensor) and param.requires_grad):
             continue  # If it is no tensor, torch says so.
         named = f" ({names[index]})" if names and names[index] else ""
-        where = f"{who}: params[{number}][{index}]{named}"
+        where = f"{optimizer._public_name}: params[{number}][{index}]{named}"
         if is_wrapper(param):
             raise TypeError(
                 f"{where} is a {type(param).__name__}, and offload is set; it must be False. "
@@ -48,32 +48,23 @@ def check_params(who: str, number: int, params: Iterable[Any], names: Sequence[s
                 f"{where} is on {param.device}, and offload is set; it must be on a GPU. Move the "
                 "model there before, or leave offload out"
             )
+    _check_memory(optimizer, [*optimizer.param_groups, group])
 
 
-def check_memory(
-    who: str,
-    groups: Iterable[Mapping[str, Any]],
-    states: Mapping[Any, Any],
-    layout_of: Callable[[Mapping[str, Any]], StateLayout],
-) -> None:
-    """Raise a MemoryError if the states that parameters do not have yet need more than there is.
-
-    Args:
-        who: The optimizer's name, for messages.
-        groups: The parameter groups.
-        states: The states of parameters.
-        layout_of: Returns the layout of a group's states.
-    """
+def _check_memory(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Count parameters without a state; until the first step they have no gradient here, either."""
+    has_grads = optimizer.offload == "gradients"
     needed = sum(
-        layout_of(group).bytes_of(param, group)
+        optimizer._layout(group).bytes_of(param, group) + has_grads * param.nbytes
         for group in groups
         for param in group["params"]
         if isinstance(param, Tensor) and param.requires_grad and not is_lazy(param)
-        if param not in states
+        if param not in optimizer.state
     )
     available = transfers.available_bytes()
     if available is not None and needed > available:
+        what = "masters, moments and gradients" if has_grads else "masters and moments"
         raise MemoryError(
-            f"{who}: with offload masters and moments take {needed:,} bytes of host memory, and "
-            f"{available:,} are available; split masters and narrower moments take less"
+            f"{optimizer._public_name}: with offload {what} take {needed:,} bytes of host memory, "
+            f"and {available:,} are available; split masters and narrower moments take less"
         )
