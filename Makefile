@@ -62,7 +62,7 @@ help:
 	@echo 'make every-case run both with all of their parameters, not with a few cases that have each value'
 	@echo 'make processors run the tests that depend on the processor, as on older ones'
 	@echo 'make mutants    change one line of the package at a time, and see that a test fails'
-	@echo 'make test-offload  the tests of optimizers, with their state in host memory'
+	@echo 'make test-offload  the tests of steps, with states of optimizers in host memory'
 	@echo 'make random-programs  20,000 random programs of training, others each time'
 	@echo 'make lint       ruff and clang-format'
 	@echo 'make types      mypy --strict'
@@ -114,11 +114,11 @@ mutants: $(BUILT)
 random-programs: $(BUILT)
 	RANDOM_PROGRAMS=20000 $(PYTEST) --dist load $(SECONDS_OF)2400 tests/amp/test_random_programs_today.py $(PYTEST_ARGS)
 
-# The tests of optimizers and of loops, with masters and moments in host memory.
-OFFLOADED := tests/optimizers tests/fp16_utils tests/amp/test_random_programs_today.py tests/amp/test_interrupts.py
+# With masters and moments in host memory.
+OFFLOADED := $(addprefix tests/,optimizers fp16_utils amp core checkpoints monitor)
 
 test-offload: $(BUILT)
-	$(PYTEST) --offload $(OFFLOADED) $(PYTEST_ARGS)
+	$(PYTEST) --offload -m 'not slow' $(OFFLOADED) $(PYTEST_ARGS)
 
 lint: $(BUILT)
 	$(VENV)/bin/ruff check . .ci/run.py

@@ -49,7 +49,7 @@ ON_BOTH_CORES = [
     Target("build", 4, EACH_TIME),
     Target("test", 3, EACH_TIME),
     Target("test-slow", 6, EACH_TIME),
-    Target("test-offload", 4, ("csrc", "apex_mp/optimizers", "apex_mp/core", "tests/optimizers")),
+    Target("test-offload", 6, ("csrc", "apex_mp", "tests/optimizers", "tests/amp")),
     Target("processors", 1, ("csrc", *BY_PROCESSOR, "tests/amp")),
     Target("cuda-on-cpu", 15, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
     Target("recipes", 8, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),

@@ -193,6 +193,8 @@ def offload_everywhere() -> None:
 # or are about DTensors, which are refused, or devices that are none, or the words of an error.
 NOT_OFFLOADED = (
     "test_checked_steps.py::test_a_step_after_a_check_reads_gradients_once_more",
+    "test_grad_scaler_clip.py::test_a_fused_step_looks_at_gradients_itself",
+    "test_grad_scaler_norms.py::test_a_step_measures_what_no_pass_before_it_has_measured[Fused",
     "test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
     "test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",
     "test_fp16_optimizer_masters.py::test_masters_gradients_cost_nothing_unlooked_at",
@@ -201,7 +203,8 @@ NOT_OFFLOADED = (
     "test_written_weights.py::test_training_goes_on_from_written_weights[",
     "test_written_weights.py::test_weights_that_are_swapped_in_and_back_stay_exact[split",
     "test_several_devices",
-    "test_sharded",
+    "test_shard",
+    "refused_before_anything_is_changed[DTensor-",
     "test_step_dtensors.py",
     "test_fused_adam_legacy_call.py::test_a_call_that_does_not_fit_raises_a_sentence_and_chan",
     "test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host[unwaited",

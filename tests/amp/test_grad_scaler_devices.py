@@ -61,6 +61,7 @@ def grad_of(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     return made[kind]().to(device)
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler. SGD steps 1 parameter of b?float16 that have no")
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 @pytest.mark.parametrize(
     ("kind", "dtype"),

@@ -82,3 +82,9 @@ def test_o3_means_it(device: torch.device) -> None:
     optimizer = FusedAdam(model.parameters(), lr=1e-6)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
     assert said_by(optimizer, 3) == []
+
+
+def test_without_a_gradient_to_look_at_nothing_is_counted(device: torch.device) -> None:
+    optimizer = FusedAdam([Parameter(torch.ones(9, dtype=BF16, device=device))], lr=1e-6)
+    (one,) = said_by(optimizer, 1, 0.0)
+    assert "between two such numbers is lost. FusedAdam(..., master_weights=True)" in one
