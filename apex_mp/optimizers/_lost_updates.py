@@ -130,11 +130,11 @@ class LostUpdateCounter:
         names = ", ".join(self._names[:_NAMED]) + (", ..." if len(self._names) > _NAMED else "")
         dtypes = " and ".join(self._dtypes)
         lost = f"{unchanged:,} of {total:,}" if unchanged else f"none of {total:,} yet"
-        seen = f": {lost} in the first step" if total else ""
+        found = f": {lost} in the first step" if total else ""
         steps = counted(len(self._names), "parameter")
         return (
             f"{who} steps {steps} of {dtypes} that have no float32 masters: {names}. An update of "
-            f"less than half the distance between two such numbers is lost{seen}. {advice}"
+            f"less than half the distance between two such numbers is lost{found}. {advice}"
         )
 
 
