@@ -4,6 +4,7 @@
 
 const { execFileSync } = require("child_process");
 const fs = require("fs");
+const os = require("os");
 const path = require("path");
 
 const WIDTHS = [390, 1400];
@@ -47,13 +48,17 @@ const visit = `${faults};
   })();`;
 const start = path.join(site, "widths.html");
 fs.writeFileSync(start, `<!doctype html><meta charset="utf-8"><body><script>${visit}</script>`);
-const options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"];
-const last = ["--virtual-time-budget=600000", "--dump-dom", `file://${start}`];
-const shown = execFileSync("chromium", [...options, ...last], {
+const profile = fs.mkdtempSync(path.join(os.tmpdir(), "chromium-"));
+const options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"];
+options.push("--allow-file-access-from-files", `--user-data-dir=${profile}`);
+options.push("--virtual-time-budget=600000", "--dump-dom", `file://${start}`);
+const shown = execFileSync("chromium", options, {
   encoding: "utf8",
   stdio: ["ignore", "pipe", "ignore"],
+  timeout: 300000,
 });
 fs.rmSync(start);
+fs.rmSync(profile, { recursive: true });
 const found = JSON.parse(decodeURIComponent(/<body>(.*)<\/body>/s.exec(shown)[1]));
 for (const fault of found) console.error(fault);
 process.exit(found.length ? 1 : 0);
