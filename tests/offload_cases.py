@@ -193,7 +193,7 @@ def offload_everywhere() -> None:
 # or are about DTensors, which are refused, or devices that are none, or the words of an error.
 NOT_OFFLOADED = (
     "test_checked_steps.py::test_a_step_after_a_check_reads_gradients_once_more",
-    "test_grad_scaler_clip.py::test_a_fused_step_looks_at_gradients_itself",
+    "test_grad_scaler_clip.py::test_a_fused_step_looks_at_gradients_once",
     "test_grad_scaler_norms.py::test_a_step_measures_what_no_pass_before_it_has_measured[Fused",
     "test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
     "test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",

@@ -158,10 +158,19 @@ def test_unscale_loses_what_float16_cannot_hold_and_clipping_does_not(
 
 
 @pytest.mark.parametrize(
-    ("way", "unscaled"), [("step", 0), ("clip_grad_norm_", 0), ("unscale_", 1), ("both", 1)]
+    ("make", "way", "checked", "unscaled"),
+    [
+        (FusedAdam, "step", 0, 0),
+        (FusedAdam, "clip_grad_norm_", 0, 0),
+        (FusedAdam, "unscale_", 0, 1),
+        (FusedAdam, "both", 0, 1),
+        (OF_TORCH["AdamW fused"], "step", 1, 0),
+        (OF_TORCH["AdamW fused"], "clip_grad_norm_", 1, 0),
+    ],
 )
-def test_a_fused_step_looks_at_gradients_itself(
-    way: str, unscaled: int, device: torch.device
+@pytest.mark.every_case
+def test_a_fused_step_looks_at_gradients_once(
+    make: Any, way: str, checked: int, unscaled: int, device: torch.device
 ) -> None:
     counts = {"check_": 0, "unscale_": 0}
 
@@ -172,7 +181,7 @@ def test_a_fused_step_looks_at_gradients_itself(
             return func(*args, **(kwargs or {}))
 
     params = make_params(device)
-    optimizer = FusedAdam(params)
+    optimizer = make(params)
     scaler = new_scaler(device)
     give_scaled(scaler, params, 0)
     with Counting():
@@ -181,4 +190,4 @@ def test_a_fused_step_looks_at_gradients_itself(
         if way in ("unscale_", "both"):
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
-    assert counts == {"check_": 0, "unscale_": unscaled}
+    assert counts == {"check_": checked, "unscale_": unscaled}

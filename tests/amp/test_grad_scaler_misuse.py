@@ -18,7 +18,7 @@ from apex_mp.amp import GradScaler
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
 
-MAKES = {"FusedAdam": OURS["FusedAdam"], "SGD": OF_TORCH["SGD"]}
+MAKES = {"FusedAdam": OURS["FusedAdam"], **{n: OF_TORCH[n] for n in ("SGD", "AdamW fused")}}
 
 
 each_optimizer = pytest.mark.parametrize("make", MAKES.values(), ids=[*MAKES])
@@ -76,6 +76,17 @@ def test_unscaling_and_stepping_twice_are_refused_as_in_torch(
             messages[-1].append(str(caught.value))
     assert messages[0] == messages[1]
     assert len(messages[0]) == 3
+
+
+def test_an_error_in_torchs_fused_step_leaves_no_scale(device: torch.device) -> None:
+    params = make_params(device)
+    optimizer = OF_TORCH["AdamW fused"](params)
+    scaler = new_scaler(device)
+    give_scaled(scaler, params, 0)
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
 @pytest.mark.parametrize("clipped", [False, True])
