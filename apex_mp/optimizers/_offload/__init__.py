@@ -27,7 +27,7 @@ def check_group(optimizer: Any, group: Mapping[str, Any], names: Sequence[str] |
         names: Of its parameters, empty where there is none [None: none].
 
     Raises:
-        MemoryError: What all groups do not have in host memory yet is more than it holds.
+        MemoryError: The states to be made, of all groups, need more host memory than there is.
         TypeError: A parameter is a DTensor.
         ValueError: One is not on a GPU.
     """
@@ -52,7 +52,7 @@ def check_group(optimizer: Any, group: Mapping[str, Any], names: Sequence[str] |
 
 
 def _check_memory(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Count parameters without a state; until the first step they have no gradient here, either."""
+    """Raise a MemoryError if parameters without a state need more host memory than there is."""
     has_grads = optimizer.offload == "gradients"
     needed = sum(
         optimizer._layout(group).bytes_of(param, group) + has_grads * param.nbytes
