@@ -89,7 +89,7 @@ def test_the_batch_of_the_skipped_step_is_run_again_and_not_the_present_one() ->
     monitor.run = lambda: model(-torch.ones(2).half())
     monitor.before_step(scale=8.0)
     monitor.run = lambda: model(torch.ones(2).half())
-    monitor.record(scale=8.0, skipped=True)  # As late as a GPU tells it.
+    monitor.record(scale=8.0, skipped=True)  # On a GPU it is known as late.
     assert "sick" in monitor.history.origins[1]
 
 
