@@ -41,7 +41,7 @@ class Stream:
 
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu = gpu
-        self._queue: collections.deque[Callable[[], None]] = collections.deque()
+        self._queue: collections.deque[tuple[Tensor, Callable[[], None]]] = collections.deque()
         self._done = 0  # copies that have taken place
         self._follows = False  # the work that the current stream was given
         gpu.streams.append(self)
@@ -49,21 +49,23 @@ class Stream:
     def wait_stream(self, current: Current) -> None:
         self._follows = True
 
-    def add(self, target: Tensor, source: Tensor) -> None:
-        """Ask for a copy."""
+    def add(self, func: Any, target: Tensor, source: Tensor) -> None:
+        """Ask for a copy, or for a sum."""
         self._gpu.asked += 1
         ordered = self._follows
         with torch.no_grad():
-            _fill(target)
+            is_read = any(_overlap(target, read) for read, _ in self._queue)
+            if func is torch.ops.aten.copy_.default and not is_read:
+                _fill(target)
 
-        def copy() -> None:
+        def work() -> None:
             with torch.no_grad():
                 if ordered:
-                    target.copy_(source)
+                    func(target, source)
                 else:  # The source may not be there yet, the target may still be read.
                     _fill(target)
 
-        self._queue.append(copy)
+        self._queue.append((source, work))
         self._gpu.let_go_on()
 
     def done(self) -> int:
@@ -75,7 +77,7 @@ class Stream:
     def run(self, until: int) -> None:
         """Let copies take place, in order."""
         while self._done < until and self._queue:
-            self._queue.popleft()()
+            self._queue.popleft()[1]()
             self._done += 1
 
     def leave(self) -> None:
@@ -94,6 +96,9 @@ class Current:
         for each in self._gpu.streams:
             each.leave()
 
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
 
 class Event:
     """A place in a stream."""
@@ -109,15 +114,15 @@ class Event:
 
 
 class _Asking(TorchDispatchMode):
-    """A context in which copies are asked for, not made."""
+    """A context in which copies and sums are asked for, not made."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
         self._stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self._stream.add(*args[:2])
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
+            self._stream.add(func, *args[:2])
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -165,6 +170,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> LateGpu:
     monkeypatch.setattr(transfers, "_KIND", "cpu")
     monkeypatch.setattr(transfers, "pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
     return gpu
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
+    return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
 
 
 def _fill(target: Tensor) -> None:

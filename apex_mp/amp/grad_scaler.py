@@ -333,7 +333,7 @@ class GradScaler(UnscalingGradScaler):
         super().update(new_scale)
         self._losses.forget()
         for clip in self._clips.values():
-            clip.is_late = True
+            clip.is_late, clip.is_replayed = True, self._losses.are_replayed()
 
     def _refuse_lost_flags(self) -> None:
         """Raise a RuntimeError if a later step has overwritten whether one was skipped."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 from apex_mp import _C
 from apex_mp.core.grads.checks import Edits
 from apex_mp.core.log import warn
-from apex_mp.core.masters.master_grads import MasterGrads
+from apex_mp.core.masters.master_grads import MasterGrads, Stage
 from apex_mp.core.step import readback
 
 _STEPS_OF_ZEROS = 4  # before a warning
@@ -78,6 +78,19 @@ class Misuse:
                 "gradients-edited-twice",
             )
         return edits is Edits.OF_MODEL
+
+    def refuse_used(self) -> None:
+        """Raise a RuntimeError if fp32 parameters have no gradients but those of the last step."""
+        grads = self._grads
+        is_used = grads.stage is Stage.STEPPED and not (grads.has_new_grads() or grads.is_in_graph)
+        if is_used and any(param.grad is not None for param in grads.masters.fp32_params()):
+            raise RuntimeError(
+                "FP16_Optimizer.step: no gradients have come since the last step, which has left "
+                "those of float32 parameters unscaled. If a CUDA graph with the backward was "
+                "replayed, these are scaled, which nothing shows: capture optimizer.backward(loss),"
+                " which unscales them in the graph. To step twice with the same gradients, call "
+                "optimizer.backward twice"
+            )
 
     def check_clip(self) -> None:
         """Warn, before the first finite step, if the model's scaled gradients were clipped.

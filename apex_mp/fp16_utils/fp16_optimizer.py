@@ -331,6 +331,9 @@ class FP16_Optimizer(Checkpoints):
 
         Returns:
             What the inner optimizer's step returned; None if the step was skipped.
+
+        Raises:
+            RuntimeError: The last step has used the gradients of float32 parameters already.
         """
         readback.poll()
         self._adopt_new()
@@ -344,6 +347,7 @@ class FP16_Optimizer(Checkpoints):
             skipped, value = self._step_with_closure(closure)
         else:
             self._misuse.check_clip()
+            self._misuse.refuse_used()
             self._unscale_what_came_in()
             with self._announced():
                 skipped, value = self._step_without_closure()

@@ -15,6 +15,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
+from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
     GradCheck,
     HostOutcome,
@@ -98,7 +99,7 @@ class FusedOptimizer(SavedOptimizer):
         """Add a group; options it lacks are the constructor's.
 
         Raises:
-            MemoryError: With `offload` its states need more host memory than there is.
+            MemoryError: With `offload` its states need more than the container's limit leaves.
             RuntimeError: A hyperparameter asks for what this optimizer does not have.
             TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
                 hyperparameter is no number.
@@ -165,6 +166,7 @@ class FusedOptimizer(SavedOptimizer):
             ValueError: `grads`, `output_params` or `grad_norms` do not fit the groups, or a
                 hyperparameter is out of range now.
         """
+        readback.poll()  # Plain loops have nothing else that does.
         loss = None
         if closure is not None:
             with torch.enable_grad():

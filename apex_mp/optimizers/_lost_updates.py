@@ -46,7 +46,6 @@ class LostUpdates:
         optimizer = self._optimizer()
         if self._is_done or optimizer is None:
             return None
-        readback.poll()  # The answer for an earlier step may have arrived.
         moving = [group for group in optimizer.param_groups if not _stands_still(group)]
         without_master = {
             id(param)

@@ -164,5 +164,5 @@ class SavedOptimizer(torch.optim.Optimizer):
             return
         if self._host_grads is None:
             self._host_grads = HostGrads(self._public_name)
-        for group in self.param_groups:
-            self._host_grads.watch(group["params"])
+        for number, group in enumerate(self.param_groups):
+            self._host_grads.watch(number, group)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from apex_mp.core import tensors
+from apex_mp.core import tensors, transfers
 from apex_mp.core.log import counted, warn
 from apex_mp.core.masters.written_weights import differ, is_time_to_compare
 from apex_mp.core.step import readback
@@ -70,19 +70,29 @@ def take(optimizer: Any, plan: Any, before: Mapping[Tensor, Any]) -> None:
 
 def _replace(master: Tensor, weight: Tensor, was_compared: bool) -> Tensor:
     """Copy a weight to its master where it was written; return whether it was, as a tensor."""
-    pairs: Iterable[tuple[Tensor, Tensor]] = [(master, weight)]
-    if was_compared and master.is_contiguous() and weight.is_contiguous():
-        size = _PIECE_ON_CPU if weight.is_cpu else _PIECE
-        pairs = zip(
-            torch.split(master.view(-1), size), torch.split(weight.view(-1), size), strict=True
-        )
     written = []
-    for part, weights in pairs:
-        of_weight = weights.to(part.device)  # If masters are in host memory.
-        differs = differ(part, of_weight, converted=not was_compared)
-        part.copy_(torch.where(differs, of_weight, part))
+    for part, weights in _pieces(master, weight, was_compared):
+        differs = differ(part, weights, converted=not was_compared)
+        part.copy_(torch.where(differs, weights, part))
         written.append(differs.any())
     return torch.stack(written).any()
+
+
+def _pieces(master: Tensor, weight: Tensor, was_compared: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a master and of its weight, on the master's device."""
+    if not (was_compared and master.is_contiguous() and weight.is_contiguous()):
+        yield master, weight.to(master.device)
+        return
+    staged = None
+    if master.is_cpu and transfers.is_offloadable(weight.device):
+        staged = transfers.pinned(min(weight.numel(), _PIECE) * weight.element_size())
+        staged = staged.view(weight.dtype)
+    parts = (torch.split(each.view(-1), _PIECE) for each in (master, weight))
+    for part, weights in zip(*parts, strict=True):
+        if staged is not None:
+            weights = staged[: weights.numel()].copy_(weights)
+        size = _PIECE_ON_CPU if part.is_cpu else _PIECE
+        yield from zip(torch.split(part, size), torch.split(weights, size), strict=True)
 
 
 # Elements that are compared at a time, which takes some 20 bytes for each.

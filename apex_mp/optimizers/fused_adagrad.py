@@ -34,7 +34,7 @@ class FusedAdagrad(FusedOptimizer):
         offload: As of `FusedAdam` [False].
 
     Raises:
-        MemoryError: `offload` is set, and there is less host memory than the state takes.
+        MemoryError: `offload` is set, and the state takes more than the container's limit leaves.
         TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
             hyperparameter is no number.
         ValueError: A hyperparameter is out of range.

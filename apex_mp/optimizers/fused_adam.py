@@ -67,7 +67,7 @@ class FusedAdam(FusedOptimizer):
             scaler; torch's is refused [False].
 
     Raises:
-        MemoryError: `offload` is set, and there is less host memory than the state takes.
+        MemoryError: `offload` is set, and the state takes more than the container's limit leaves.
         RuntimeError: `amsgrad` is asked for.
         TypeError: The operators cannot step a parameter: its dtype, layout or class; a
             hyperparameter is no number; or `offload` is set for a DTensor.

@@ -38,7 +38,7 @@ class FusedLAMB(FusedOptimizer):
         offload: As of `FusedAdam` [False].
 
     Raises:
-        MemoryError: `offload` is set, and there is less host memory than the state takes.
+        MemoryError: `offload` is set, and the state takes more than the container's limit leaves.
         RuntimeError: `amsgrad` is asked for.
         TypeError: The operators cannot step a parameter: its dtype, layout or class; or a
             hyperparameter is no number.

@@ -190,7 +190,7 @@ OPTIMIZERS = {
     ),
     "a master outlives what was written to its weight": Mutant(
         "_written._replace",
-        "part.copy_(torch.where(differs, of_weight, part))",
+        "part.copy_(torch.where(differs, weights, part))",
         "",
         "written_weights",
     ),
@@ -210,7 +210,7 @@ OPTIMIZERS = {
         "_note", "setattr(optimizer, _FOUND_HIDDEN, True)", "None", "written_weights"
     ),
     "all of a master is taken from its weight": Mutant(
-        "_written._replace", "torch.where(differs, of_weight, part)", "of_weight", "written_weights"
+        "_written._replace", "torch.where(differs, weights, part)", "weights", "written_weights"
     ),
     "a file turns off the masters that were asked for": Mutant(
         "SavedOptimizer._adapted",
@@ -327,13 +327,19 @@ OPTIMIZERS = {
         "offload",
     ),
     "a gradient that was cleared counts": Mutant(
-        "HostGrads.before", "param.grad is not kept.mark", "False", "offload_gradients"
+        "HostGrads.take", "held.is_zero = True", "pass", "offload_gradients"
     ),
     "accumulated gradients replace each other": Mutant(
-        "HostGrads.after",
-        "kept.mark is not None and kept.host is not None",
-        "False",
-        "offload_gradients",
+        "HostGrads.send", "bus.add_on_host", "bus.to_host", "offload_gradients"
+    ),
+    "a gradient that was set to zero counts": Mutant(
+        "_zero", "mark.held.is_zero = True", "pass", "offload_gradients"
+    ),
+    "gradients on their way to the host are kept": Mutant(
+        "HostGrads._keep", "self._leaving_bytes <= self._limit", "True", "offload_gradients"
+    ),
+    "copies of an offloaded step are not waited for after an error": Mutant(
+        "Buckets._go_through", "bus.make_gpu_wait()", "pass", "offload_refusals"
     ),
     "a written remainder counts as stale": Mutant(
         "WeightWatch.find",

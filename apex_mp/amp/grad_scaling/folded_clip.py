@@ -29,7 +29,10 @@ class FoldedClip:
 
     Attributes:
         norm: As given; likewise `max_norm` and `found_inf`.
+        scale: By which the step that was checked divides; None: none was.
         is_late: Whether `update` came before the step.
+        is_replayed: Whether it did, and replays of a CUDA graph write gradients, whose versions do
+            not show that they are new.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class FoldedClip:
         found_inf: Tensor | None = None,
     ) -> None:
         self.norm, self.max_norm, self.found_inf = norm, max_norm, found_inf
-        self.is_late = False
+        self.scale: float | Tensor | None = None
+        self.is_late = self.is_replayed = False
         self._is_stepping = False
         self._versions = _C.GradVersions()
         self._versions.record(params_of(optimizer))

@@ -57,6 +57,10 @@ class ScaledLosses:
                 "gradients-that-were-not-scaled",
             )
 
+    def are_replayed(self) -> bool:
+        """Return whether a CUDA graph scales them, so that gradients are new without a call."""
+        return self._is_in_graph
+
     def forget(self) -> None:
         """Begin a new iteration."""
         self._is_scaled = False

@@ -113,6 +113,8 @@ class UnscalingGradScaler(BoundedGradScaler):
         if self._enabled:
             refuse_own_scaling(optimizer)
             self._check_scale_growth_tracker("clip_grad_norm_")
+            if optimizer in self._clips and self._clips[optimizer].is_replayed:
+                self._clips.pop(optimizer).close()
             self._clip_of(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is not OptState.UNSCALED:
@@ -163,9 +165,10 @@ class UnscalingGradScaler(BoundedGradScaler):
                 f"GradScaler.clip_grad_norm_: norm_type is {norm_type}; only the l2 norm is "
                 "measured while gradients are scaled. Call scaler.unscale_(optimizer) before"
             )
-        found_inf = None
+        found_inf = checked = None
         if grads is None:
-            norm, found_inf, is_wide = self._check_scaled(optimizer, max_norm)
+            checked = self._scaled_step(optimizer, max_norm)
+            norm, found_inf, is_wide = self._check_scaled(optimizer, checked)
         else:
             norm = self._measure(optimizer, grads).norm(scale.device) / scale
             is_wide = torch.float64 in grads.dtypes()
@@ -176,6 +179,8 @@ class UnscalingGradScaler(BoundedGradScaler):
             )
         state[_CLIPPED] = True
         clip = self._clips[optimizer] = FoldedClip(optimizer, norm, max_norm, found_inf)
+        # A plan knows the scale by its address, which another tensor must not get.
+        clip.scale = None if checked is None else checked.scale
         clip.guard(optimizer)
         if step_log.listeners:
             state[NOTED] = norm, clip.divisor.reciprocal()
@@ -183,7 +188,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             self.unscale_(optimizer)
         return norm.clone() if is_wide else norm.float()
 
-    def _check_scaled(self, optimizer: Any, max_norm: float) -> tuple[Tensor, Tensor, bool]:
+    def _check_scaled(self, optimizer: Any, step: ScaledStep) -> tuple[Tensor, Tensor, bool]:
         """Check gradients for a step that clips them.
 
         Returns:
@@ -191,7 +196,7 @@ class UnscalingGradScaler(BoundedGradScaler):
             them is float64.
         """
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        found = optimizer.check_gradients(self._scaled_step(optimizer, max_norm))
+        found = optimizer.check_gradients(step)
         self._note_dtypes(found.dtypes)
         if found.dtypes:
             self._note_flag(optimizer, found.found_inf)

@@ -61,6 +61,7 @@ class MasterGrads:
     Attributes:
         masters: The masters.
         stage: See Stage.
+        is_in_graph: Whether a replay of a CUDA graph unscales gradients without a call.
         holding: Whether masters hold unscaled gradients of their own, which a step then uses.
     """
 
@@ -76,6 +77,7 @@ class MasterGrads:
         self._model_versions, self._fp32_versions = _C.GradVersions(), _C.GradVersions()
         self._edits = checks.EditWatch()
         self._rescaled = self._sources_are_rescaled = False
+        self.is_in_graph = False
         self._slots = GradSlots([])
         parallel_masters.add(self.masters)
 
@@ -132,6 +134,7 @@ class MasterGrads:
             Whether there is inf or NaN in it; None if that is not known yet (lazy masters).
         """
         self._release()
+        self.is_in_graph = self.is_in_graph or readback.is_capturing()
         self._scale = self.scale_of_grads()
         found = self._own_are_scaled() and self._unscale_own()
         self.stage = Stage.UNSCALED

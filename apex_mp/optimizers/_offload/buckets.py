@@ -146,12 +146,14 @@ class Buckets:
         buses = {bucket.bus for bucket in self._read}
         for bus in buses:
             bus.wait_for_gpu()
-        for number, bucket in enumerate(self._read):
-            for ahead in self._read[number : number + SLOTS - 1]:
-                ahead.start()
-            bucket.finish(norms, clip)
-        for bus in buses:
-            bus.make_gpu_wait()
+        try:
+            for number, bucket in enumerate(self._read):
+                for ahead in self._read[number : number + SLOTS - 1]:
+                    ahead.start()
+                bucket.finish(norms, clip)
+        finally:  # Else a late copy could overwrite a checkpoint that is loaded after an error.
+            for bus in buses:
+                bus.make_gpu_wait()
 
     def clear(self) -> None:
         """Drop what was read."""

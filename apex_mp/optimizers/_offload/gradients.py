@@ -1,12 +1,18 @@
-"""`offload="gradients"`: gradients leave the GPU during backward."""
+"""`offload="gradients"`: gradients leave the GPU during backward.
+
+All that is done with them is a row of copies on one stream of the GPU: a gradient to host memory,
+or its sum with what is there. So the host waits only in `HostGrads.finish`, and a gradient that is
+cleared needs nothing: the next one is written over it, later on the same stream.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,36 +20,53 @@ from torch import Tensor
 
 from apex_mp.core import forks, transfers
 from apex_mp.core.grads.checks import match_strides
-from apex_mp.core.grads.marks import is_mark, mark_like
+from apex_mp.core.grads.marks import Held, is_mark, mark_like
+from apex_mp.core.step import readback
 from apex_mp.core.tensors import is_wrapper
 
-# Elements that are accumulated at a time, and how many of these pieces are under way.
+# Elements that are added at a time.
 _PIECE = 1 << 22
-_PIECES = 3
+# The part of all gradients' bytes whose copies may be under way, beside the newest gradient.
+_UNDER_WAY = 1 / 16
 
 
-@dataclasses.dataclass(eq=False)
-class _Kept:
-    """The gradient of a parameter in host memory.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Held(Held):
+    """The gradient of a parameter.
 
     Attributes:
-        host: The gradient; None before the first backward.
-        mark: The parameter's `.grad` while they are here.
-        is_new: Whether backward has stored a gradient since the last call of `HostGrads.of`.
-        node: The parameter's AccumulateGrad node, kept alive because it holds a hook.
+        param: The parameter.
+        owner: Takes the gradient to host memory.
+        memory: Where it lies; None before the first backward.
+        number: Of the gradient: backward has stored as many where `.grad` was None.
+        is_new: Whether backward has stored or added one since the last call of `HostGrads.of`.
     """
 
-    node: Any
-    host: Tensor | None = None
-    mark: Tensor | None = None
+    param: weakref.ref[Tensor]
+    owner: weakref.ref[HostGrads]
+    memory: Tensor | None = None
+    number: int = 0
     is_new: bool = False
+
+    def add(self, mark: Any, grad: Tensor) -> None:
+        owner, param = self.owner(), self.param()
+        if owner is None or param is None or mark.number != self.number:
+            raise RuntimeError(
+                f"{self.name}.grad stands for a gradient in host memory that is gone, and backward "
+                "adds to it; clear .grad when an optimizer is replaced, and do not put one back"
+            )
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{self.name}.grad is in host memory, and backward adds a sparse gradient to it; "
+                "offload must be True or False"
+            )
+        owner.send(self, match_strides(grad.detach(), param))
 
 
 class HostGrads:
     """Takes the gradients of parameters to host memory when backward has accumulated them.
 
-    A parameter's `.grad` is then a mark, by which it is known that the gradient was not cleared.
-    Gradients of one element stay.
+    A parameter's `.grad` is then a mark, to which backward adds: see `mark_like`.
 
     Args:
         who: The optimizer's name, for messages.
@@ -51,91 +74,119 @@ class HostGrads:
 
     def __init__(self, who: str) -> None:
         self._who = who
-        self._kept: dict[Tensor, _Kept] = {}
+        self._held: dict[Tensor, _Held] = {}
         self._buses: dict[torch.device, transfers.Transfers] = {}
         self._last: dict[torch.device, Any] = {}  # the event of the last copy
-        # Gradients whose copies may not have taken place, so that their memory is not used anew.
+        # Gradients whose memory may not be used anew, and the events of their copies.
         self._leaving: collections.deque[tuple[Any, Tensor]] = collections.deque()
-        self._free: list[Tensor] = []
-        # Events, parts of gradients, and what is added to them then.
-        self._arriving: collections.deque[tuple[Any, Tensor, Tensor]] = collections.deque()
+        self._leaving_bytes, self._limit = 0, 0.0
+        self._lock = threading.Lock()  # Autograd has a thread for each GPU.
         forks.leak_in_children(self)
 
-    def watch(self, params: Iterable[Tensor]) -> None:
-        """Take the gradients of these parameters from now on."""
-        itself = weakref.ref(self)
-        for param in params:
-            if not param.requires_grad or param in self._kept:
-                continue
-            node = torch.autograd.graph.get_gradient_edge(param).node
-            self._kept[param] = _Kept(node)
-            node.register_prehook(functools.partial(_before, itself, weakref.ref(param)))
-            take: Any = functools.partial(_after, itself)
-            param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    def watch(self, number: int, group: Mapping[str, Any]) -> None:
+        """Take the gradients of a parameter group from now on.
 
-    def before(self, param: Tensor) -> None:
-        """Called before backward adds to `.grad`, to which it would add the mark."""
-        kept = self._kept[param]
-        if param.grad is not kept.mark:  # Cleared, replaced, or the mark of another optimizer.
-            kept.mark = None
-        if is_mark(param.grad):
-            param.grad = None
+        Args:
+            number: Of the group, for messages.
+            group: The group.
+        """
+        itself = weakref.ref(self)
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            if not param.requires_grad or param in self._held:
+                continue
+            name = names[index] if names else f"params[{number}][{index}]"
+            self._held[param] = _Held(
+                f"{self._who}: {name}", param=weakref.ref(param), owner=itself
+            )
+            self._limit += _UNDER_WAY * param.nbytes
+            take: Any = functools.partial(_take, itself)
+            param.register_post_accumulate_grad_hook(take)
 
     @torch.no_grad()
-    def after(self, param: Tensor) -> None:
-        """Called after backward has added to `.grad`: take it."""
-        kept, grad = self._kept[param], param.grad
-        if grad is None or grad.layout != torch.strided or is_wrapper(grad):
+    def take(self, param: Tensor) -> None:
+        """Take a gradient that backward has stored in `.grad`."""
+        grad = param.grad
+        if grad is None or is_mark(grad) or grad.layout != torch.strided or is_wrapper(grad):
             return
-        if is_mark(grad) or grad.numel() <= 1 or not transfers.is_offloadable(param.device):
+        if not transfers.is_offloadable(param.device):
             return
-        grad = match_strides(grad.detach(), param)
-        bus = self._bus(param.device)
-        bus.wait_for_gpu()
-        if kept.mark is not None and kept.host is not None:
-            self._add(bus, kept.host, grad)
-        else:
-            if kept.host is None or not _alike(kept.host, grad):
-                kept.host = _pinned_like(grad)
-            self._last[param.device] = bus.to_host([(kept.host, grad)])
-        self._leaving.append((self._last[param.device], grad))
-        while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()
-        kept.mark, kept.is_new = mark_like(param), True
-        param.grad = kept.mark
+        held = self._held[param]
+        held.number += 1
+        held.is_zero = True  # What is there does not count.
+        self.send(held, match_strides(grad.detach(), param))
+        param.grad = mark_like(param, held, held.number)
+
+    def send(self, held: _Held, grad: Tensor) -> None:
+        """Copy a gradient to host memory, or add it to what is there."""
+        if readback.is_capturing():
+            raise RuntimeError(
+                f'{held.name}: a CUDA graph is captured, and offload is "gradients", which takes '
+                "gradients to host memory during backward; a graph cannot hold that. Capture "
+                "forward and backward with offload=True"
+            )
+        with self._lock:
+            device, memory = grad.device, self._memory_for(held, grad)
+            bus = self._bus(device)
+            bus.wait_for_gpu()
+            if held.is_zero:
+                event = bus.to_host([(memory, grad)])
+            else:
+                targets, sources = (torch.split(_flat(each), _PIECE) for each in (memory, grad))
+                event = bus.add_on_host(zip(targets, sources, strict=True))
+            held.is_zero, held.is_new, self._last[device] = False, True, event
+            self._keep(event, grad)
+
+    def _memory_for(self, held: _Held, grad: Tensor) -> Tensor:
+        """Return host memory for a gradient; the first call allocates that of all parameters."""
+        if held.memory is None:
+            params = [param for param, each in self._held.items() if each.memory is None]
+            parts = transfers.pinned_together([param.nbytes for param in params])
+            for param, part in zip(params, parts, strict=True):
+                self._held[param].memory = _shaped(part, param)
+        memory = held.memory
+        assert memory is not None
+        if memory.dtype != grad.dtype or memory.stride() != grad.stride():  # The model was changed.
+            self._wait()
+            memory = _shaped(transfers.pinned(grad.nbytes), grad).copy_(memory)
+            held.memory = memory
+        return memory
 
     def _bus(self, device: torch.device) -> transfers.Transfers:
         if device not in self._buses:
+            self._wait()  # For copies of parameters that were on another device before.
             self._buses[device] = transfers.Transfers(device)
         return self._buses[device]
 
-    def _add(self, bus: transfers.Transfers, host: Tensor, grad: Tensor) -> None:
-        """Add a gradient to one that is here, when it has come."""
-        targets, sources = torch.split(_flat(host), _PIECE), torch.split(_flat(grad), _PIECE)
-        for target, source in zip(targets, sources, strict=True):
-            if len(self._arriving) == _PIECES:
-                self._add_oldest()
-            memory = self._free.pop() if self._free else transfers.pinned(8 * _PIECE)
-            part = memory[: source.numel() * source.element_size()].view(source.dtype)
-            event = self._last[grad.device] = bus.to_host([(part, source)])
-            self._arriving.append((event, target, part))
+    def _keep(self, event: Any, grad: Tensor) -> None:
+        """Keep a gradient until its copy has taken place, and few of them.
 
-    def _add_oldest(self) -> None:
-        event, target, part = self._arriving[0]
-        event.synchronize()
-        self._arriving.popleft()
-        target.add_(part)
-        self._free.append(torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()))
+        The GPU waits, so that its memory can be used anew; the host, which may be ahead by a whole
+        backward, does not.
+        """
+        while self._leaving:
+            first, oldest = self._leaving[0]
+            if not first.query():
+                if self._leaving_bytes <= self._limit:
+                    break
+                self._buses[oldest.device].make_gpu_wait_for(first)
+            self._leaving.popleft()
+            self._leaving_bytes -= oldest.nbytes
+        self._leaving.append((event, grad))
+        self._leaving_bytes += grad.nbytes
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait until all gradients that were taken are here."""
-        while self._arriving:
-            self._add_oldest()
+    def _wait(self) -> None:
         for event in self._last.values():
             event.synchronize()
         self._leaving.clear()
+        self._leaving_bytes = 0
 
+    def finish(self) -> None:
+        """Wait until all gradients that were taken are here."""
+        with self._lock:
+            self._wait()
+
+    @torch.no_grad()
     def of(self, place: tuple[int, int], param: Tensor) -> Tensor | None:
         """Return the gradient that is here for a parameter, after `finish`; None: there is none.
 
@@ -147,10 +198,11 @@ class HostGrads:
             RuntimeError: Another optimizer has taken it, or `.grad` was replaced after it was
                 taken.
         """
-        grad, kept = param.grad, self._kept.get(param)
-        is_new = kept is not None and kept.is_new
-        if kept is not None:
-            kept.is_new = False
+        grad: Any = param.grad
+        held = self._held.get(param)
+        is_new = held is not None and held.is_new
+        if held is not None:
+            held.is_new = False
         if grad is None:
             return None
         where = f"{self._who}: params[{place[0]}][{place[1]}]"
@@ -161,34 +213,27 @@ class HostGrads:
                 f"{where}.grad was replaced after its values went to host memory, as "
                 'DistributedDataParallel does, and offload is "gradients"; it must be True'
             )
-        if kept is None or kept.mark is not grad:
+        if held is None or grad.held is not held or grad.number != held.number:
             raise RuntimeError(
                 f"{where}.grad was taken to host memory by another optimizer whose offload is "
                 '"gradients", too; one optimizer alone can step a parameter'
             )
-        return kept.host
+        memory = held.memory
+        assert memory is not None
+        if held.is_zero:
+            memory.zero_()
+            held.is_zero = False
+        return memory.to(grad.dtype)  # The model was cast.
 
 
-def _before(owner: weakref.ref[HostGrads], param: weakref.ref[Tensor], _: Any) -> None:
-    grads, itself = owner(), param()
-    if grads is not None and itself is not None:
-        grads.before(itself)
-
-
-def _after(owner: weakref.ref[HostGrads], param: Tensor) -> None:
+def _take(owner: weakref.ref[HostGrads], param: Tensor) -> None:
     grads = owner()
     if grads is not None:
-        grads.after(param)
+        grads.take(param)
 
 
-def _pinned_like(grad: Tensor) -> Tensor:
-    size = grad.numel() * grad.element_size()
-    memory = transfers.pinned(max(size, 1))[:size].view(grad.dtype)
-    return memory.as_strided(grad.shape, grad.stride())
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+def _shaped(memory: Tensor, like: Tensor) -> Tensor:
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -152,6 +152,7 @@ class OffloadedPlan(SeveralDevices):
                 raise RuntimeError(
                     f"{self._who}: {device} is capturing a CUDA graph, and with offload the CPU "
                     "takes the step, which a graph cannot hold; capture forward and backward alone"
+                    " (offload must be True for that)"
                 )
 
     @property
