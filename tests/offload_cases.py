@@ -33,7 +33,7 @@ from apex_mp.optimizers import (
     FusedSGD,
 )
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._offload import buckets
+from apex_mp.optimizers._offload import bucket, buckets
 
 
 class Stream:
@@ -124,6 +124,10 @@ class _Asking(TorchDispatchMode):
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
             self._stream.add(func, *args[:2])
             return args[0]
+        if func is torch.ops.aten._foreach_copy_.default:
+            for target, source in zip(*args[:2], strict=True):
+                self._stream.add(torch.ops.aten.copy_.default, target, source)
+            return None
         return func(*args, **(kwargs or {}))
 
 
@@ -178,7 +182,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _fill(target: Tensor) -> None:
-    target.fill_(float("nan"))
+    # Bytes of NaN in each floating dtype.
+    target.fill_(float("nan") if target.is_floating_point() else 0xFF)
 
 
 def offload_everywhere() -> None:
@@ -188,7 +193,7 @@ def offload_everywhere() -> None:
     """
     transfers._cuda, transfers._KIND = LateGpu(), "cpu"
     transfers.pinned = lambda size: torch.zeros(size, dtype=torch.uint8)
-    buckets.BUCKET_ELEMENTS = 5_000
+    buckets.BUCKET_ELEMENTS, bucket._SMALL = 5_000, 300
     init = FusedOptimizer.__init__
 
     @functools.wraps(init)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from apex_mp.core.log import warn
+
+# Targets and sources of copies.
+Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 
 _cuda: Any = torch.cuda
 _KIND = "cuda"  # the type of device from which is copied
@@ -34,18 +37,30 @@ class Transfers:
         self._up.wait_stream(current)
         self._current = current
 
-    def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Copy each second tensor, on the GPU, to the first; return an event to wait for."""
-        return self._copy(self._down, pairs)
+    def to_host(self, pairs: Pairs, gathered: Pairs = ()) -> Any:
+        """Copy each second tensor, on the GPU, to the first; return an event to wait for.
 
-    def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Copy each second tensor to the first, on the GPU; return an event to wait for."""
-        return self._copy(self._up, pairs)
+        Args:
+            pairs: Targets on the host, and sources.
+            gathered: Copies on the GPU that are made before.
+        """
+        return self._copy(self._down, pairs, before=gathered)
 
-    def _copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
+    def to_device(self, pairs: Pairs, scattered: Pairs = ()) -> Any:
+        """Copy each second tensor to the first, on the GPU; return an event to wait for.
+
+        Args:
+            pairs: Targets on the GPU, and sources.
+            scattered: Copies on the GPU that are made afterwards.
+        """
+        return self._copy(self._up, pairs, after=scattered)
+
+    def _copy(self, stream: Any, pairs: Pairs, before: Pairs = (), after: Pairs = ()) -> Any:
         with _cuda.stream(stream):
+            _copy_together(before)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
+            _copy_together(after)
             return self._event(stream)
 
     def _event(self, stream: Any) -> Any:
@@ -74,6 +89,12 @@ class Transfers:
     def make_gpu_wait_for(self, event: Any) -> None:
         """Make later work of the stream that `wait_for_gpu` saw last wait for an event."""
         self._current.wait_event(event)
+
+
+def _copy_together(pairs: Pairs) -> None:
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_([*targets], [*sources])
 
 
 def is_offloadable(device: torch.device) -> bool:

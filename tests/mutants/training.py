@@ -309,21 +309,24 @@ OPTIMIZERS = {
         "fused_sgd_state",
     ),
     "each piece of a parameter counts its steps": Mutant(
-        "Piece._of_value", "value if self.is_last else value.clone()", "value", "offload"
+        "Parts._cut_state",
+        "[*value.detach().expand(last, *value.shape).clone(), value]",
+        "[value] * len(parts)",
+        "offload",
     ),
     "a split master is stepped without its weight": Mutant(
-        "Bucket.read",
-        "master_dtype(items.params[piece.number], groups[piece.layout.group]) != torch.float32",
-        "False",
-        "offload",
+        "Parts.__init__", "of_master != torch.float32", "False", "offload"
+    ),
+    "small tensors that travel together are not gathered": Mutant(
+        "Transfers.to_host", "gathered", "()", "offload"
     ),
     "random bits of a bucket are those of its first parameters": Mutant(
         "Bucket.read", "self._positions", "()", "offload"
     ),
     "a parameter whose random bits depend on elements is cut": Mutant(
-        "Buckets._cut",
-        "size <= BUCKET_ELEMENTS or layout.is_random or (not self._steps_parts)",
-        "size <= BUCKET_ELEMENTS or (not self._steps_parts)",
+        "Buckets._part_of",
+        "self._steps_parts and (not layout.is_random)",
+        "self._steps_parts",
         "offload",
     ),
     "a gradient that was cleared counts": Mutant(

@@ -46,6 +46,7 @@ each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=[*OPTI
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets, so that there are several and large parameters are cut."""
     monkeypatch.setattr(_buckets, "BUCKET_ELEMENTS", 5_000)
+    monkeypatch.setattr(_bucket, "_SMALL", 300)
     return stand_in(monkeypatch) if device.type == "cpu" else None
 
 
@@ -114,6 +115,28 @@ def test_a_missing_wait_is_a_wrong_number(
         train(optimizer, params, range(3))
     with pytest.raises(AssertionError):
         assert_equal(both)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_small_tensors_travel_together(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[int] = []
+    copy_ = transfers.Transfers._copy
+
+    def counted(bus: Any, stream: Any, moves: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs.append(len(moves))
+        return copy_(bus, stream, moves, *args, **kwargs)
+
+    monkeypatch.setattr(transfers.Transfers, "_copy", counted)
+    both = pair(OPTIMIZERS["Adam"], device, dtype, [(7,), (20, 30), (3, 5), (2, 2), (1,), (400,)])
+    for optimizer, params in both:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert_equal(both)
+    # Gradients, and what has no whole master; then weights: two large tensors, and all small ones.
+    assert pairs == [3 if dtype == F16 else 6, 3]
 
 
 @pytest.mark.cpu_only

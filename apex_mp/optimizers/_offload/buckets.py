@@ -16,12 +16,13 @@ from apex_mp import _C
 from apex_mp.core import transfers
 from apex_mp.optimizers._device_part import Groups, Norms
 from apex_mp.optimizers._offload.bucket import Bucket, Slot
-from apex_mp.optimizers._offload.pieces import Items, Layout, Piece
+from apex_mp.optimizers._offload.pieces import Items, Layout, Parts, Piece
 
 # Elements of a bucket, and how many buckets are under way: one that comes, one that is stepped, one
 # that goes.
 BUCKET_ELEMENTS = 1 << 22
 SLOTS = 3
+_MANY_THREADS = 8
 
 
 class Buckets:
@@ -39,7 +40,8 @@ class Buckets:
         self._steps_parts = steps_parts
         self._slots = [Slot() for _ in range(SLOTS)]
         self._buses: dict[torch.device, transfers.Transfers] = {}
-        self._made_for: tuple[int, list[Layout]] = (0, [])  # groups and parameters, `_buckets`
+        # Elements of a bucket, groups and parameters for which `_buckets` were made.
+        self._made_for: tuple[int, int, list[Layout]] = (0, 0, [])
         self._buckets: list[Bucket] = []
         self._read: list[Bucket] = []
         self._failure: str | None = None
@@ -74,11 +76,14 @@ class Buckets:
         self.clear()
         self._read = []
         layouts = [Layout.of(items, number, groups) for number in range(len(items.params))]
-        if (len(groups), layouts) != self._made_for:
+        made_for = self._elements, len(groups), layouts
+        if made_for != self._made_for:
             self._buckets = self._made(layouts, len(groups))
-            self._made_for = len(groups), layouts
+            self._made_for = made_for
+        sizes = [self._part_of(layout) for layout in layouts]
+        parts = Parts(items, sizes, groups, states, make_state)
         for bucket in self._buckets:
-            bucket.read(items, groups, states, make_state, scale)
+            bucket.read(parts, groups, scale)
             self._read.append(bucket)
 
     def _made(self, layouts: list[Layout], groups: int) -> list[Bucket]:
@@ -94,29 +99,36 @@ class Buckets:
     def _filled(self, layouts: list[Layout]) -> Iterator[list[Piece]]:
         """Yield the pieces of each bucket, on one device."""
         bucket: list[Piece] = []
-        left = BUCKET_ELEMENTS
+        left = self._elements
         for number, layout in enumerate(layouts):
-            for piece in self._cut(number, layout):
+            for piece in self._pieces(number, layout):
                 is_there = bucket and bucket[0].layout.device == layout.device
                 if bucket and (piece.size > left or not is_there):
                     yield bucket
-                    bucket, left = [], BUCKET_ELEMENTS
+                    bucket, left = [], self._elements
                 bucket.append(piece)
                 left -= piece.size
         if bucket:
             yield bucket
 
-    def _cut(self, number: int, layout: Layout) -> list[Piece]:
-        size = layout.shape.numel()
+    def _pieces(self, number: int, layout: Layout) -> Iterator[Piece]:
+        size, part = layout.shape.numel(), self._part_of(layout)
+        if part is None:
+            yield Piece(number, layout, size)
+            return
+        for index, begin in enumerate(range(0, size, part)):
+            yield Piece(number, layout, min(part, size - begin), index)
+
+    def _part_of(self, layout: Layout) -> int | None:
+        """Return to how many elements a parameter is cut; None: it is not."""
         # Random bits depend on the number of the element in its parameter.
-        if size <= BUCKET_ELEMENTS or layout.is_random or not self._steps_parts:
-            return [Piece(number, layout)]
-        begins = range(0, size, BUCKET_ELEMENTS)
-        ends = [*begins[1:], size]
-        return [
-            Piece(number, layout, *ends_of, is_last=ends_of[1] == size)
-            for ends_of in zip(begins, ends, strict=True)
-        ]
+        can_cut = self._steps_parts and not layout.is_random
+        return self._elements if can_cut and layout.shape.numel() > self._elements else None
+
+    @property
+    def _elements(self) -> int:
+        """Elements of a bucket; with many threads it takes as long with more of them."""
+        return BUCKET_ELEMENTS * (4 if torch.get_num_threads() >= _MANY_THREADS else 1)
 
     def step(self, norms: Norms, clip: Mapping[str, Any]) -> None:
         """Take the step that was read.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from apex_mp.optimizers._device_part import Groups, Places
+from apex_mp.optimizers._state import MASTER, master_dtype
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,61 +77,118 @@ class Piece:
     Attributes:
         number: Of the parameter among the items.
         layout: The parameter's layout.
-        begin: The first element in memory order; None if all are here, in the parameter's shape.
-        end: The first that is not here.
-        is_last: Whether the parameter ends here.
+        size: The number of elements.
+        part: Of the parameter, the first is 0; None if all elements are here, in their shape.
     """
 
     number: int
     layout: Layout
-    begin: int | None = None
-    end: int = 0
-    is_last: bool = True
+    size: int
+    part: int | None = None
 
-    @property
-    def size(self) -> int:
-        return self.layout.shape.numel() if self.begin is None else self.end - self.begin
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a tensor of the parameter's layout."""
-        return tensor if self.begin is None else _flat(tensor)[self.begin : self.end]
+    def of(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return these elements of tensors of all items that `cut` has cut."""
+        return parts[self.number][self.part or 0]
 
     def on_host(self, memory: Tensor) -> Tensor:
         """Return a flat tensor in the shape of these elements."""
-        if self.begin is not None:
+        if self.part is not None:
             return memory
         return memory.as_strided(self.layout.shape, self.layout.stride)
 
-    def of_state(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of the parameter's state that belongs to these elements."""
-        if self.begin is None:
-            return whole
-        return {name: self._of_value(value) for name, value in whole.items()}
 
-    def _of_value(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.shape == self.layout.shape:
-            return self.of(value)
-        if value.numel() > 1:
-            return value.new_empty(0)  # The plan says that it does not fit.
-        # A count of steps: that of the parameter changes with its last piece.
-        return value if self.is_last else value.clone()
+def cut(tensor: Tensor, size: int | None) -> Sequence[Tensor]:
+    """Return a tensor's elements in memory order, as many at a time; None: the tensor itself."""
+    if size is None:
+        return (tensor,)
+    parts: Sequence[Tensor] = torch.split(tensor.detach().as_strided((tensor.numel(),), (1,)), size)
+    return parts
 
-    def can_use(self, state: Mapping[str, Any]) -> bool:
+
+class Parts:
+    """The tensors of a step, cut as the parameters are; see `Items` for the lists.
+
+    Args:
+        items: What is stepped.
+        sizes: By item the number of elements in a part; None: it is not cut.
+        groups: The parameter groups.
+        states: The states of parameters.
+        make_state: Completes the state of a parameter, given its group and index.
+
+    Attributes:
+        needs_weight: Whether the CPU needs the weight, because there is no whole master.
+    """
+
+    def __init__(
+        self,
+        items: Items,
+        sizes: Sequence[int | None],
+        groups: Groups,
+        states: Mapping[Tensor, dict[str, Any]],
+        make_state: Callable[[int, int], dict[str, Any]],
+    ) -> None:
+        self.items = items
+        self.params = [*map(cut, items.params, sizes)]
+        self.grads = [*map(cut, items.grads, sizes)]
+        self.copies = [
+            () if copy is None else cut(copy, size)
+            for copy, size in zip(items.copies, sizes, strict=True)
+        ]
+        self.needs_weight: list[bool] = []
+        self._make_state, self._sizes = make_state, sizes
+        self._states: list[Sequence[dict[str, Any]] | None] = []
+        for number, param in enumerate(items.params):
+            state = states.get(param)
+            of_master = master_dtype(param, groups[items.places[number][0]])
+            self.needs_weight.append(of_master != torch.float32)
+            if state is not None:
+                is_stale = MASTER in state and not of_master
+                if is_stale or not self._can_use(number, state):
+                    state = make_state(*items.places[number])
+            self._states.append(None if state is None else self._cut_state(number, state))
+
+    def existing_state(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the part of its parameter's state; None if there is none yet."""
+        states = self._states[piece.number]
+        return None if states is None else states[piece.part or 0]
+
+    def new_state(self, piece: Piece) -> dict[str, Any]:
+        """Return the same of a state that is completed."""
+        number = piece.number
+        state = self._make_state(*self.items.places[number])
+        states = self._states[number] = self._cut_state(number, state)
+        return states[piece.part or 0]
+
+    def _cut_state(self, number: int, state: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        size, param = self._sizes[number], self.items.params[number]
+        if size is None:
+            return (state,)
+        last = len(self.params[number]) - 1
+        parts: list[dict[str, Any]] = [{} for _ in range(last + 1)]
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                values = cut(value, size)
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                values = [value.new_empty(0)] * len(parts)  # The plan says that it does not fit.
+            elif isinstance(value, Tensor):
+                # A count of steps: that of the parameter changes with its last part.
+                values = [*value.detach().expand(last, *value.shape).clone(), value]
+            else:
+                values = [value] * len(parts)
+            for part, each in zip(parts, values, strict=True):
+                part[name] = each
+        return parts
+
+    def _can_use(self, number: int, state: Mapping[str, Any]) -> bool:
         """Return whether a state is in host memory, and can be cut as the parameter is."""
+        param, is_cut = self.items.params[number], self._sizes[number] is not None
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
         # One without numbers is left to the plan, which says so.
-        return all(tensor.is_cpu or tensor.is_meta for tensor in tensors) and (
-            self.begin is None
-            or all(
-                tensor.stride() == self.layout.stride
+        return all(tensor.is_cpu or tensor.is_meta for tensor in tensors) and not (
+            is_cut
+            and any(
+                tensor.stride() != param.stride()
                 for tensor in tensors
-                if tensor.shape == self.layout.shape
+                if tensor.shape == param.shape
             )
         )
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor without gaps as they lie in memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
