@@ -5,8 +5,8 @@
     python -m benchmarks.gpu_check --stages 'memcheck recipe-bert'
 
 A part ends after four minutes; stages that have not begun then are "not reached". The JSON and the
-archive of logs are written again after each stage, so a run that is killed leaves the results of
-those before. Nothing is installed or fetched.
+archive, of logs and of all results, are written again after each stage, so a run that is killed
+leaves the results of those before. Nothing is installed or fetched.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Record:
 
     def __init__(self, path: Path, facts: dict[str, Any], asked: Sequence[Stage]) -> None:
         self.path, self.facts, self._lock = path, facts, threading.Lock()
+        self._start = time.time()
         self.stages: dict[str, dict[str, Any]] = {
             stage.name: {"outcome": "not reached", "found": ""} for stage in asked
         }
@@ -104,9 +105,14 @@ class Record:
             draft.write_text(text + "\n")
             draft.replace(self.path)
             with tarfile.open(draft, "w:gz") as archive:
-                for log in sorted(LOGS.glob("*.log")):
-                    archive.add(log, arcname=f"{self.path.stem}/{log.name}")
+                for path in [*sorted(LOGS.glob("*.log")), *self._results()]:
+                    archive.add(path, arcname=f"{self.path.stem}/{path.name}")
             draft.replace(self.path.with_suffix(".tar.gz"))
+
+    def _results(self) -> list[Path]:
+        """Return the files that stages have written: the archive is all there is to copy."""
+        files = (p for p in sorted(self.path.parent.iterdir()) if p.suffix in {".json", ".png"})
+        return [path for path in files if path.stat().st_mtime >= self._start]
 
     def row(self, name: str) -> str:
         facts = self.stages[name]

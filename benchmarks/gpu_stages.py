@@ -16,6 +16,8 @@ from benchmarks.gpu_build import PREPARED, ROOT
 
 # Returns what was found, if it is a success; raises ValueError with what is wrong.
 Judge = Callable[[int, str], str]
+# What a GPU is asked first: launches, waits, graphs, and state in host memory.
+FIRST = ("cuda_steps", "offload", "offload_*", "replayed_gradients")
 FUSED = ("fused_*", "fp16_optimizer_*", "step_*", "device_scale", "unscaled_grads", "grad_versions")
 ERROR_EXIT_CODE = 99
 # Errors of CUDA calls are not counted: torch tries some that fail, and those of our launches are
@@ -173,13 +175,17 @@ def stages(device: str, results: Path, logs: Path) -> list[Stage]:
 
 
 def _tests(device: str) -> list[Stage]:
-    fused = [str(p) for name in FUSED for p in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
+    first, fused = (
+        [str(p) for name in names for p in sorted((ROOT / "tests").glob(f"*/test_{name}.py"))]
+        for names in (FIRST, FUSED)
+    )
     # Each test's outcome is printed when it is known: a run that is stopped names what failed.
     command = [sys.executable, "-m", "pytest", "-v", f"--device={device}", "--device-only"]
     if find_spec("xdist"):
         command += ["-p", "xdist", f"-n{max(1, (os.cpu_count() or 1) // 4)}", "--dist=worksteal"]
-    rest = [f"--ignore={path}" for path in fused]
+    rest = [f"--ignore={path}" for path in first + fused]
     return [
+        Stage("first", [*command, *first], tests_pass, 120.0, environment=PLAIN_PYTEST),
         Stage("tests", [*command, *rest, "tests"], tests_pass, environment=PLAIN_PYTEST),
         Stage("fused", [*command, *fused], tests_pass, environment=PLAIN_PYTEST),
     ]

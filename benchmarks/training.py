@@ -162,7 +162,8 @@ OFFLOADED: dict[str, tuple[torch.dtype, Callable[[nn.Module, str], Way]]] = {
         F16, lambda model, device: with_our_scaler(
             model, device, master_weights=True, offload="gradients")),
 }  # fmt: skip
-BACKWARDS = 8  # a step, with --offload
+# With --offload: backwards a step, and layers, so that the state has some 250M parameters.
+BACKWARDS, OFFLOADED_LAYERS = 8, 3
 
 
 def decoder(size: Size, device: str) -> nn.Module:
@@ -272,7 +273,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     size, clock = SIZES[args.device], DEVICES[args.device]()
     if args.offload:
-        size = size._replace(warm_up=2, steps=8)
+        size = size._replace(warm_up=1, steps=4, layers=min(size.layers, OFFLOADED_LAYERS))
     facts = environment(args.device)
     what = (
         f"whole training steps of a decoder on {facts['device']}, torch {torch.__version__}; Llama "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tarfile
@@ -60,14 +61,22 @@ def test_stages_that_pass_leave_two_files_without_a_path_of_the_machine(
     desk: Desk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = [stage("build", f"print('built in', {str(ROOT)!r})", part=0), stage("report")]
+    desk.results.mkdir()
+    (desk.results / "step-of-before.json").touch()
+    os.utime(desk.results / "step-of-before.json", (0, 0))
+    (desk.results / "step-of-now.json").touch()
+    os.utime(desk.results / "step-of-now.json", (2**33, 2**33))
     assert desk.run(table) == 0
+    (desk.results / "step-of-before.json").unlink()
+    (desk.results / "step-of-now.json").unlink()
     assert desk.outcomes == {"build": "passed", "report": "passed"}
     assert re.search(r"^build +passed +\d", capsys.readouterr().out, re.MULTILINE)
     archive, record = sorted(path.name for path in desk.results.iterdir())[::-1]
     assert re.fullmatch(r"gpu-check-rehearsal-\d{8}-\d{6}\.(json|tar\.gz)", record)
     assert str(ROOT) not in (desk.results / record).read_text()
     with tarfile.open(desk.results / archive) as logs:
-        assert {Path(name).name for name in logs.getnames()} == {"build.log", "report.log"}
+        names = {Path(name).name for name in logs.getnames()}
+    assert names == {"build.log", "report.log", "step-of-now.json", record}
 
 
 def test_a_failure_is_printed_and_the_others_run(

@@ -59,9 +59,12 @@ def test_readme_and_pages_quote_the_h100() -> None:
         return f"{ways[way]['step_ms']:.1f} ms and {ways[way]['peak_GiB']:.1f} GiB"
 
     readme = page("../README.md")
-    narrow = said("ours fp16 weights, GradScaler, split, bf16 moments")
-    assert f"takes {narrow} with float16 weights, split masters and bfloat16 moments" in readme
-    assert f"{said('ours fp16 weights, GradScaler, masters')} with float32 masters" in readme
+    split = said("ours fp16 weights, GradScaler, split masters")
+    assert f"takes {split} with float16 weights and split masters" in readme
+    narrow = said("ours bf16 weights, split, bf16 moments, stochastic")
+    assert f"{narrow} with bfloat16 weights and moments" in readme
+    lossy = said("torch bf16 weights + AdamW(fused), no masters")
+    assert f"without masters take {lossy}, and lose small updates" in readme
     torchs = "torch autocast fp16 + GradScaler + AdamW(fused), fp32 weights"
     assert f"AdamW(fused) takes {said(torchs)} (" in readme
     workloads = {each["workload"]: each for each in results(f"step-{H100}")["workloads"]}
@@ -141,7 +144,8 @@ def test_the_page_of_memory_quotes_batches_and_shares() -> None:
     text = page("memory.md")
     assert f"{bert['fp32']} in float32, {bert['fp16, FP16_Optimizer']} in float16, " in text
     assert f"{bert['amp.init']} under `amp.init`" in text
-    said = f"of {bert['fp16, FP16_Optimizer']} for BERT-base in float16, of {bert['fp32']} in"
+    fp16, autocast = bert["fp16, FP16_Optimizer"], bert["amp.init"]
+    said = f"of {fp16} for BERT-base in float16, of {autocast} under autocast"
     assert said in page("../README.md")
     three = (resnet[mode] for mode in ("fp32", "fp16, FP16_Optimizer", "amp.init"))
     assert f"of ResNet-50 at 224 x 224: {', '.join(map(str, three))}" in text

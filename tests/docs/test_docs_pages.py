@@ -83,6 +83,19 @@ def test_blocks_are_fenced_and_say_what_they_are() -> None:
         assert not indented, f"{page.name}: write a fenced block: {indented}"
 
 
+PAGES_ON_GPUS = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("gpu", "memory", "trainers", "works_with")),
+    *(f"docs/recipes/{name}.md" for name in ("custom_op", "rl_fp16")),
+)
+
+
+@pytest.mark.parametrize("page", PAGES_ON_GPUS)
+def test_pages_say_the_same_of_gpus(page: str) -> None:
+    text = re.sub(r"\(\S+\)", "", " ".join((ROOT / page).read_text().split()))
+    assert "Commit 8160a19 has run on [one H100]; no GPU has run what came after it" in text
+
+
 def test_the_rule_that_is_shown_is_that_of_adagrad() -> None:
     (block,) = [block for block in BLOCKS if block.page == "docs/add_an_optimizer.md"]
     rule = (ROOT / "csrc" / "math" / "adagrad.h").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from fp16_cases import F16, F32, INF, parameter, pull
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from apex_mp import amp
 from apex_mp.core.step import readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
@@ -154,3 +157,145 @@ def test_replays_of_a_whole_iteration_are_iterations(device: torch.device) -> No
         assert captured.loss_scale == plain.loss_scale
         for one, other in zip(params, plain_params, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("clip", "launches"), [(False, 3), (True, 4)])
+def test_a_step_of_grad_scaler_is_few_launches_and_no_wait(
+    clip: bool, launches: int, device: torch.device
+) -> None:
+    optimizer = fused(device, 300, 0.0)
+    scaler = amp.GradScaler("cuda", init_scale=8.0)
+
+    def step() -> None:
+        scaler.scale(torch.ones((), device=device))
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    step()
+    kernels, waits = launches_and_waits(step)
+    assert len(kernels) == launches * STEPS, kernels[:20]
+    assert waits == []
+    with nothing_waits():
+        step()
+
+
+def linears(device: torch.device, layers: int, width: int) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to(device, F16)
+
+
+def scaled(model: nn.Module) -> tuple[nn.Module, FusedAdam, amp.GradScaler]:
+    optimizer = FusedAdam(model.parameters(), 1e-2, master_weights=True)
+    return model, optimizer, amp.GradScaler("cuda", init_scale=1024.0, growth_interval=4)
+
+
+def test_replays_of_an_iteration_with_grad_scaler_and_a_clip_are_iterations(
+    device: torch.device,
+) -> None:
+    captured, plain = (scaled(linears(device, 4, 64)) for _ in range(2))
+    data, factor = torch.randn(8, 64, device=device, dtype=F16), torch.ones((), device=device)
+
+    def iterate(model: nn.Module, optimizer: FusedAdam, scaler: amp.GradScaler) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(data).float().pow(2).mean() * factor).backward()
+        scaler.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            iterate(*captured)
+    torch.cuda.current_stream().wait_stream(stream)
+    readback.wait()
+    for _ in range(3):
+        iterate(*plain)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iterate(*captured)
+    for value in (1.0, 3.0, INF, 0.1, 1.0, 1.0, 1.0, 1.0, float("nan"), 2.0):
+        factor.fill_(value)
+        graph.replay()
+        iterate(*plain)
+        for one, other in zip(captured[0].parameters(), plain[0].parameters(), strict=True):
+            assert torch.equal(one, other), value
+        assert captured[2].get_scale() == plain[2].get_scale()
+
+
+def test_gradients_that_leave_during_backward_are_not_in_its_peak(device: torch.device) -> None:
+    peaks = {}
+    for offload in (True, "gradients"):
+        model = linears(device, 24, 4096)
+        optimizer = FusedAdam(model.parameters(), master_weights=True, offload=offload)
+        data = torch.randn(1024, 4096, device=device, dtype=F16) * 1e-3
+        for is_measured in (False, True):
+            loss = model(data).float().mean()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            loss.backward()
+            torch.cuda.synchronize()
+            if is_measured:
+                peaks[offload] = torch.cuda.max_memory_allocated() - before
+            optimizer.zero_grad()
+    weights = sum(param.nbytes for param in model.parameters())
+    assert peaks["gradients"] < peaks[True] - 0.6 * weights, (peaks, weights)
+
+
+def test_a_captured_backward_is_refused_where_gradients_leave(device: torch.device) -> None:
+    model = linears(device, 2, 64)
+    optimizer = FusedAdam(model.parameters(), master_weights=True, offload="gradients")
+    data = torch.randn(8, 64, device=device, dtype=F16)
+
+    def backward() -> None:
+        model(data).float().mean().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match='a CUDA graph is captured, and offload is "gradients"'),
+        torch.cuda.graph(graph),
+    ):
+        backward()
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in model.parameters()]
+    backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 32 == 0:
+            gc.collect()
+        return torch.full((64,), float(index))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_workers_are_forked_while_gradients_leave(device: torch.device) -> None:
+    model = linears(device, 4, 64)
+    optimizer = FusedAdam(model.parameters(), master_weights=True, offload="gradients")
+    scaler = amp.GradScaler("cuda")
+    for _ in range(2):
+        batches = torch.utils.data.DataLoader(
+            Numbers(), batch_size=8, num_workers=2, pin_memory=True, multiprocessing_context="fork"
+        )
+        for batch in batches:
+            data = batch.to(device, F16, non_blocking=True) / 64
+            scaler.scale(model(data).float().pow(2).mean()).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert all(bool(param.isfinite().all()) for param in model.parameters())

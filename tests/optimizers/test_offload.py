@@ -67,8 +67,10 @@ def test_each_step_is_that_without_offload(
     make: Callable[..., Any], dtype: torch.dtype, device: torch.device
 ) -> None:
     both = pair(make, device, dtype)
-    # Norms in float64 are summed in another order, which float32 does not show.
-    same = assert_near if dtype == F64 else assert_same_bits
+    # Norms are summed in another order, which float32 shows on a GPU alone.
+    has_norms = make in (OPTIMIZERS["LAMB"], OPTIMIZERS["NovoGrad"], OPTIMIZERS["Adam, clipped"])
+    is_near = dtype == F64 or (has_norms and device.type == "cuda")
+    same = assert_near if is_near else assert_same_bits
     for steps in (range(3), range(3, 6)):
         for optimizer, params in both:
             train(optimizer, params, steps)
