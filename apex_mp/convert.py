@@ -19,8 +19,8 @@ from apex_mp.checkpointing.convert_checks import (
     check_value,
 )
 from apex_mp.checkpointing.rename import renamed
+from apex_mp.core.masters.joined import joined
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.written_weights import current
 from apex_mp.optimizers import _state
 from apex_mp.optimizers.master_weights import MasterWeights
 
@@ -249,7 +249,7 @@ def current_masters(function: str, model: nn.Module, optimizer: Any) -> dict[int
     master_of = _masters_of(function, model, optimizer)
     stepped = ((param, master_of.get(id(param))) for param in model.parameters())
     return {
-        id(param): current(master, _state.beside(master, param))
+        id(param): joined(_state.beside(master, param), master)
         for param, master in stepped
         if master is not None
     }

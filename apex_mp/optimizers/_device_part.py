@@ -12,7 +12,6 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import extension
 from apex_mp.core.step.scaled_step import Lists
-from apex_mp.optimizers._written import Written
 
 Groups: TypeAlias = list[dict[str, Any]]
 Places: TypeAlias = list[tuple[int, int]]
@@ -88,13 +87,6 @@ class Part:
     def without_grad(self) -> Places:
         """Return places in the whole groups of parameters that were read and have no gradient."""
         return self._whole(self.plan.without_grad)
-
-    def written(self) -> list[Written]:
-        """As `_C.StepPlan.written`, with places in the whole groups."""
-        return [
-            (number, self._indices[number][index], was_compared, is_hidden)
-            for number, index, was_compared, is_hidden in self.plan.written
-        ]
 
     def has_kernels(self) -> bool:
         """Return whether the plan can run; parameters without a gradient may be on any device.

@@ -26,7 +26,7 @@ from apex_mp.core.step.scaled_step import (
     dropping_amp_tensors,
 )
 from apex_mp.core.step.skips import ParamNames
-from apex_mp.optimizers import _legacy_call, _offload, _written
+from apex_mp.optimizers import _legacy_call, _offload
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._offload.plan import OffloadedPlan
 from apex_mp.optimizers._saved import SavedOptimizer
@@ -192,7 +192,6 @@ class FusedOptimizer(SavedOptimizer):
         plan = self._present_plan()
         try:
             plan = self._read_by_plan(plan, step, before)
-            _written.take(self, plan, before)
             self._steps_taken += 1
             outcome = self._run(plan, step)
         except BaseException:
@@ -389,10 +388,7 @@ class FusedOptimizer(SavedOptimizer):
         return undo
 
     def _take_back(self, before: Before) -> None:
-        """Restore states as they were before the step: None removes one.
-
-        Masters that were written from weights in between stay so.
-        """
+        """Restore states as they were before the step: None removes one."""
         for param, state in before.items():
             if state is None:
                 self.state.pop(param, None)

@@ -13,7 +13,6 @@ from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.masters.class_with import class_with, own_class
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step.scaled_step import GradCheck, ScaledStep
-from apex_mp.optimizers import _written
 from apex_mp.optimizers._fused import Before, FusedOptimizer
 from apex_mp.optimizers._state import MASTER, unpack
 from apex_mp.optimizers.fused_adam import FusedAdam
@@ -83,7 +82,7 @@ class _InPlace(FusedOptimizer):
                 self.state[param] = {key: state[key] for key in state if key != MASTER}
         self._leave()
         given = give_masters(self)
-        given._own_masters.load(masters, compares_all=_written.finds_hidden(self))
+        given._own_masters.load(masters)
 
     def _leave(self) -> None:
         own = own_class(type(self))

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex_mp import _C
-from apex_mp.core import tensors
-from apex_mp.core.log import counted, warn
 from apex_mp.core.masters.exchange import exchanged
+from apex_mp.core.masters.joined import joined, split
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.written_weights import current, is_time_to_compare
-from apex_mp.optimizers import _state
 
 
 @dataclasses.dataclass
@@ -58,49 +54,24 @@ class OwnMasters:
         self.counts = StepCounts(owner, 2 if split else 4)
         self.kept: dict[Tensor, Tensor] = {}
         self.stepped: set[Tensor] = set()
-        self._known: dict[Tensor, tuple[int, int]] = {}  # version and address after a step
-        self._has_warned = self._has_found_hidden = False
 
     @torch.no_grad()
-    def whole(
-        self, params: Sequence[Tensor], named: Callable[[], Iterable[tuple[str, Tensor]]]
-    ) -> dict[Tensor, Tensor]:
-        """Return float32 masters for a step; where a weight was written since, it wins.
+    def whole(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Return float32 masters for a step; 16-bit parameters without a master get one."""
+        return {param: self._now(param, in_place=True) for param in params}
 
-        Args:
-            params: 16-bit parameters; those without a master get one.
-            named: Returns parameters and their names, for a warning.
-        """
-        masters: dict[Tensor, Tensor] = {}
-        written: list[Tensor] = []
-        compares = self._has_found_hidden or is_time_to_compare(self.counts.steps - 1)
-        for param, place in self._places(params):
-            kept, known = self.kept.get(param), self._known.get(param)
-            if kept is None:
-                masters[param] = param.detach().float()
-            elif _is_remainder(kept):
-                masters[param] = _state.joined(param, kept)
-                if known is not None and known != place:
-                    masters[param] = param.detach().float()
-                    written.append(param)
-            elif known == place and not compares:
-                masters[param] = kept
-            else:
-                masters[param] = current(kept, param)
-                if masters[param].data_ptr() != kept.data_ptr():
-                    written.append(param)
-                    self._has_found_hidden |= known == place
-        if written and not self._has_warned:
-            self._has_warned = True
-            _warn_of_writes(written, named())
-        return masters
+    def _now(self, param: Tensor, *, in_place: bool = False) -> Tensor:
+        kept = self.kept.get(param)
+        if kept is None:
+            return param.detach().float()
+        has_place = in_place and not _is_remainder(kept) and kept.stride() == param.stride()
+        return joined(param, kept, out=kept if has_place else None)
 
     @torch.no_grad()
     def keep(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Keep the masters of a step, after they were rounded to the weights."""
         for param, master in masters.items():
             self.kept[param] = self._split(master, param) if self.split else master
-        self._known.update(self._places([*masters]))
         if len(self.kept) != self.counts.params:
             self.counts.params = len(self.kept)
             self.counts.elements = sum(kept.numel() for kept in self.kept.values())
@@ -108,41 +79,29 @@ class OwnMasters:
     def _split(self, master: Tensor, param: Tensor) -> Tensor:
         kept = self.kept.get(param)
         is_there = kept is not None and _is_remainder(kept)
-        return _state.split(master, param, kept if is_there else None)
+        return split(master, param, kept if is_there else None)
 
-    def load(self, saved: Mapping[Tensor, Tensor], *, compares_all: bool = False) -> None:
+    def load(self, saved: Mapping[Tensor, Tensor]) -> None:
         """Replace all masters by loaded ones; a parameter without one has its weight.
 
         Args:
             saved: Masters by parameter.
-            compares_all: Compare all weights with their masters in each step from now on [False].
         """
-        self.kept, self._known, self.stepped = {**saved}, {}, {*saved}
-        self._has_found_hidden |= compares_all
+        self.kept, self.stepped = {**saved}, {*saved}
 
     def whole_of(self, param: Tensor) -> Tensor:
-        """Return the float32 values of a parameter's master now, maybe in the memory of it."""
-        kept = self.kept.get(param)
-        if kept is None:
-            return param.detach().float()
-        return _whole(param, kept) if _is_remainder(kept) else current(kept, param)
+        """Return a copy of a parameter's master in float32."""
+        return self._now(param)
 
     def replace(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Replace the masters of some parameters."""
         self.kept.update(masters)
-        for param in masters:
-            self._known.pop(param, None)
 
     def saved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter and its master in float32."""
-        for param, kept in self.kept.items():
+        for param in self.kept:
             if needs_master(param):  # Else it is in float32 again.
-                yield param, _whole(param, kept)
-
-    def _places(self, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        versions = _C.versions([*params])
-        addresses = (tensors.local_part(param).data_ptr() for param in params)
-        return zip(params, zip(versions, addresses, strict=True), strict=True)
+                yield param, self._now(param)
 
 
 def needs_master(param: Tensor) -> bool:
@@ -150,23 +109,8 @@ def needs_master(param: Tensor) -> bool:
     return param.dtype in LOW_PRECISION
 
 
-def _whole(param: Tensor, kept: Tensor) -> Tensor:
-    return _state.joined(param, kept) if _is_remainder(kept) else kept
-
-
 def _is_remainder(kept: Tensor) -> bool:
     return kept.dtype == torch.int16
-
-
-def _warn_of_writes(written: list[Tensor], named: Iterable[tuple[str, Tensor]]) -> None:
-    first = next((name for name, param in named if param is written[0]), "a parameter")
-    more = f" and {counted(len(written) - 1, 'more parameter')}" if len(written) > 1 else ""
-    warn(
-        f"MasterWeights: {first}{more} changed since the last step, outside of the optimizer; the "
-        "float32 masters were set to the new weights. To load weights and masters, load the "
-        "model's state_dict and the optimizer's",
-        "weights-changed-outside-of-the-step",
-    )
 
 
 def listed(params: Any) -> Any:

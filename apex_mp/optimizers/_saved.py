@@ -10,6 +10,7 @@ from torch import Tensor
 
 from apex_mp.core import options
 from apex_mp.core.checkpoints.state_checks import as_dict, check_optimizer_state
+from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback
 from apex_mp.optimizers import _state
 from apex_mp.optimizers._offload.gradients import HostGrads
@@ -95,7 +96,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
                 state = states.get(index, {})
-                if not compact and _state.is_split(state):
+                if _state.MASTER not in state:
+                    continue
+                if param.dtype not in LOW_PRECISION:  # It is its own master again.
+                    states[index] = {k: v for k, v in state.items() if k != _state.MASTER}
+                elif not compact and _state.is_split(state):
                     states[index] = {**state, _state.MASTER: _state.whole_master(param, state)}
         return saved
 

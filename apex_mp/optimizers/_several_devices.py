@@ -17,7 +17,6 @@ from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.core.step.scaled_step import UNKNOWN, HostOutcome, Lists
 from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._device_part import Groups, Norms, Part, Places, split
-from apex_mp.optimizers._written import Written
 
 
 class SeveralDevices:
@@ -46,7 +45,6 @@ class SeveralDevices:
         self._who = who
         self._new_plan = new_plan
         self.without_grad: Places = []
-        self.written: list[Written] = []
         self.can_run = True
         self.has_run = False
         self.has_parts = False
@@ -104,7 +102,6 @@ class SeveralDevices:
             groups = [group for part in parts for group in part.groups]
             self.grad_dtypes |= {param.dtype for group in groups for param in group["params"]}
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
-        self.written = sorted(place for part in parts for place in part.written())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
 
     def _plan_for(self, device: torch.device) -> _C.StepPlan:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp import _C
 from apex_mp.core import tensors
 from apex_mp.core.grads import checks
+from apex_mp.core.masters.joined import joined, like, split
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.written_weights import current
 
 MASTER = "master_param"
 
@@ -87,42 +86,18 @@ def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     master = state.get(MASTER) if param.dtype in LOW_PRECISION else None
     if master is None:
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-    values = whole_master(param, state)
-    if values is master:
-        values = current(master, beside(master, param)).clone()
-    return values.to(param.device)
+    return whole_master(param, state).to(param.device)
 
 
 def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return a parameter's master in float32, where it is kept: itself, or a split one joined."""
-    master: Tensor = state[MASTER]
-    return joined(beside(master, param), master) if is_split(state) else master
+    """Return a parameter's master in float32, new, where it is kept."""
+    kept: Tensor = state[MASTER]
+    return joined(beside(kept, param), kept)
 
 
 def beside(master: Tensor, param: Tensor) -> Tensor:
     """Return a parameter where its master is: itself, or a copy in host memory."""
     return param if master.device == param.device else param.detach().to(master.device)
-
-
-def joined(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master that a parameter and a remainder are the parts of."""
-    master = _like(param, torch.float32)
-    _C.join_master(*map(tensors.local_part, (param.detach(), remainder, master)))
-    return master
-
-
-def split(master: Tensor, param: Tensor, remainder: Tensor | None = None) -> Tensor:
-    """Write one part of a float32 master to its parameter; return the other, an int16 remainder.
-
-    Args:
-        master: The master.
-        param: Its parameter.
-        remainder: Where the other part is written, in the parameter's memory order [None: new].
-    """
-    if remainder is None:
-        remainder = _like(param, torch.int16)
-    _C.split_master(*map(tensors.local_part, (master, param.detach(), remainder)))
-    return remainder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +150,7 @@ class StateLayout:
             if torch.is_tensor(whole.get(name)):
                 whole[name] = checks.match_strides(whole[name], param).to(device, dtype)
             else:
-                whole[name] = _like(param, dtype, device)
+                whole[name] = like(param, dtype, device)
         kept_as = master_dtype(param, group)
         if kept_as is not None:
             whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as, device)
@@ -221,7 +196,7 @@ class StateLayout:
                 is_part = name == MASTER and is_split(whole)
                 _check_like(f"{where}['{name}']", value, param, is_part)
                 dtype = torch.int16 if is_part else self._wide_dtype(name, param)
-                whole[name] = Kept(_like(param, dtype, device).copy_(value))
+                whole[name] = Kept(like(param, dtype, device).copy_(value))
         for name in self.numbers:
             number = _number(f"{where}['{name}']", name, whole[name])
             whole[name] = Kept(_new_number(param, number, device))
@@ -238,7 +213,7 @@ def _as_master(
     """Return the master of a state, or a new one, in `dtype`: float32, or int16 for a remainder."""
     if not torch.is_tensor(value):
         if dtype == torch.int16:
-            return _like(param, dtype, device)
+            return like(param, dtype, device)
         return param.detach().to(device).float()
     laid: Tensor = checks.match_strides(value, param).to(device)
     if laid.dtype == dtype:
@@ -246,14 +221,10 @@ def _as_master(
     weight = beside(laid, param)
     if dtype != torch.int16:
         return joined(weight, laid)
-    remainder = split(current(laid, weight), weight)
+    remainder = split(joined(weight, laid), weight)
     if weight is not param:
         param.detach().copy_(weight)
     return remainder
-
-
-def _like(param: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, device=device, requires_grad=False)
 
 
 def _new_number(param: Tensor, value: Any, device: torch.device | None) -> Tensor:

@@ -188,7 +188,7 @@ class MasterWeights(torch.optim.Optimizer):
             if param not in self._own_masters.kept and param in self.state:  # Made in 16 bits.
                 state = self.state[param]
                 state.update({key: widened(value) for key, value in state.items()})
-        return self._own_masters.whole(params, lambda: ParamNames(None, None).params(groups))
+        return self._own_masters.whole(params)
 
     def _write_masters(self, masters: dict[Tensor, Tensor]) -> None:
         if not self._own_masters.split:  # Else the weight is one part of the master.
@@ -232,7 +232,7 @@ class MasterWeights(torch.optim.Optimizer):
         check_own("MasterWeights.master", self, param)
         if not needs_master(param):
             return param.detach().clone()
-        return self._own_masters.whole_of(param).clone()
+        return self._own_masters.whole_of(param)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own, with a float32 `master_param` in the state of parameters.

@@ -162,7 +162,7 @@ __device__ math::Measured measure_numbers(
   math::Measured total = {0.0, 0.0};
   walk<opmath_t>(part, [&](int index, auto span) {
     const auto raw_param = load<opmath_t>(param, index, span);
-    const auto raw_rest = load_remainders<opmath_t>(copy, index, span);
+    const auto raw_rest = load_beside<opmath_t>(copy, part.copy_counts, index, span);
     const auto raw_grad = load<opmath_t>(grad, index, span);
     Raw<opmath_t, span> raw_state[Rule::kTensors];
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ math::Measured measure_numbers(
     opmath_t g[span];
     opmath_t tensors[Rule::kTensors][span];
     widen(raw_param, param.dtype, p);
-    join_masters(raw_rest, param, copy, p);
+    find_masters(raw_rest, param, copy, part.copy_counts, p);
     widen(raw_grad, grad.dtype, g);
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) widen(raw_state[i], state[i].dtype, tensors[i]);
@@ -230,7 +230,7 @@ __device__ void step_numbers(const PartOf<Rule>& part,
   const auto is_there = [&](int i) { return Rule::kAllTensors || state[i].data != nullptr; };
   walk<opmath_t>(part, [&](int index, auto span) {
     const auto raw_param = load<opmath_t, cache>(param, index, span);
-    const auto raw_rest = load_remainders<opmath_t, cache>(copy, index, span);
+    const auto raw_rest = load_beside<opmath_t, cache>(copy, part.copy_counts, index, span);
     const auto raw_grad = load<opmath_t>(grad, index, span);
     Raw<opmath_t, span> raw_state[Rule::kTensors];
 #pragma unroll
@@ -242,7 +242,7 @@ __device__ void step_numbers(const PartOf<Rule>& part,
     opmath_t g[span];
     opmath_t tensors[Rule::kTensors][span];
     widen(raw_param, param.dtype, p);
-    join_masters(raw_rest, param, copy, p);
+    find_masters(raw_rest, param, copy, part.copy_counts, p);
     widen(raw_grad, grad.dtype, g);
 #pragma unroll
     for (int i = 0; i < Rule::kTensors; ++i) widen(raw_state[i], state[i].dtype, tensors[i]);

@@ -102,6 +102,7 @@ struct Part {
   int32_t count;
   int32_t head;
   bool double_math;
+  bool copy_counts;  // of a step alone, see step::Row
   int32_t slot;
 };
 

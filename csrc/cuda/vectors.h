@@ -290,21 +290,54 @@ __device__ inline void split(float master, DType dtype, uint32_t& weight, uint32
   }
 }
 
-// Loads nothing unless the array holds remainders.
-template <typename opmath_t, Cache cache = Cache::kKept, int kWidth, int kCount>
-__device__ auto load_remainders(const Array& array, int index, Span<kWidth, kCount> span) {
-  if (array.dtype == DType::kRemainder) return load<opmath_t, cache>(array, index, span);
-  return Raw<opmath_t, span>{};
+__device__ inline float held(float master, float weight, DType dtype) {
+  const float half = __half2float(__float2half_rn(master));
+  const bool rounds = dtype == DType::kHalf ? math::rounds_to_float16(master, half, weight)
+                                            : math::rounds_to_bfloat16(master, weight);
+  return math::held_if(rounds, master, weight);
 }
 
-// Turns `numbers`, the weights, into masters if the array `remainders` holds remainders.
+// What is beside the parameters of a step: remainders, or the weights of whole masters if these
+// count; else nothing is loaded.
+template <typename opmath_t, Cache cache = Cache::kKept, int kWidth, int kCount>
+__device__ auto load_beside(const Array& copy, bool counts, int index, Span<kWidth, kCount> span) {
+  Raw<opmath_t, span> raw = {};
+  if (counts || copy.dtype == DType::kRemainder) {
+    load_vectors<2, cache>(static_cast<const char*>(copy.data) + index * 2, raw.words, span);
+  }
+  return raw;
+}
+
+// Turns `numbers`, weights with their remainders beside them, into masters.
 template <typename opmath_t, int width>
-__device__ void join_masters(const Raw<opmath_t, width>& raw, const Array& weights,
-                             const Array& remainders, opmath_t (&numbers)[width]) {
-  if (remainders.dtype != DType::kRemainder) return;
+__device__ void join_masters(const Raw<opmath_t, width>& raw, DType weights,
+                             opmath_t (&numbers)[width]) {
 #pragma unroll
   for (int i = 0; i < width; ++i) {
-    numbers[i] = join(static_cast<float>(numbers[i]), half_word(raw.words, i), weights.dtype);
+    numbers[i] = join(static_cast<float>(numbers[i]), half_word(raw.words, i), weights);
+  }
+}
+
+// The same for whole masters, with their weights beside them.
+template <typename opmath_t, int width>
+__device__ void hold_masters(const Raw<opmath_t, width>& raw, DType weights,
+                             opmath_t (&numbers)[width]) {
+  opmath_t wide[width];
+  widen(raw, weights, wide);
+#pragma unroll
+  for (int i = 0; i < width; ++i) {
+    numbers[i] = held(static_cast<float>(numbers[i]), static_cast<float>(wide[i]), weights);
+  }
+}
+
+// The same for the parameters of a step, whatever is beside them.
+template <typename opmath_t, int width>
+__device__ void find_masters(const Raw<opmath_t, width>& raw, const Array& param, const Array& copy,
+                             bool counts, opmath_t (&numbers)[width]) {
+  if (copy.dtype == DType::kRemainder) {
+    join_masters(raw, param.dtype, numbers);
+  } else if (counts) {
+    hold_masters(raw, copy.dtype, numbers);
   }
 }
 

@@ -13,6 +13,13 @@
 //
 // A master beyond float16 becomes inf, as the weight does; the payload of a NaN is lost.
 //
+// A weight may be written without what is kept beside it: a master that does not round to
+// its weight is the weight. A bfloat16 and any remainder are a master that rounds to it. A
+// remainder of a float16 counts at most half of the distance to the next one, 2**12 floats; another
+// one belongs to another weight, and counts as 0. A whole master, a float beside a weight, is
+// compared with it: of two weights that are equally near, either may be there, since both ways to
+// round are in use.
+//
 // number_t is float, or a register of floats with bits_of(), from_bits() and operators; bits_t are
 // its bits. A join takes a weight as a float and a remainder as 32 bits with its sign; a split
 // returns both in the lower 16 of 32 bits, and the upper ones are 0.
@@ -27,12 +34,14 @@ namespace apex_mp::math {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kExactFrom = 0x37800000u;  // the bits of 2**-16
 
-// A zero weight that the user has written stays zero, even with a negative remainder.
+// Nothing is below zero or above infinity.
 template <typename number_t, typename bits_t>
 APEX_MP_MATH number_t join_bfloat16(number_t weight, bits_t remainder) {
   const bits_t bits = bits_of(weight);
-  const auto is_below_zero = ((bits & 0x7fffffffu) == 0u) & ((remainder & 0x80000000u) != 0u);
-  return from_bits(bits + (is_below_zero ? bits_t{} : remainder), number_t());
+  const bits_t size = bits & 0x7fffffffu;
+  const auto is_below = (remainder & 0x80000000u) != 0u;
+  const auto is_beyond = (size == (is_below ? bits_t{} : bits_t{} + kInfinityBits));
+  return from_bits(bits + (is_beyond ? bits_t{} : remainder), number_t());
 }
 
 template <typename bits_t>
@@ -42,6 +51,10 @@ APEX_MP_MATH void split_bfloat16(bits_t master, bits_t& weight, bits_t& remainde
   remainder = is_nan ? bits_t{} : master & 0xffffu;
 }
 
+// From a normal float16 to the middle between it and the next one.
+constexpr uint32_t kFloatsToTie = 0x1000u;
+constexpr uint32_t kSubnormal = 0x38800000u;  // below the bits of 2**-14
+
 // 1.5 * 2**23: the sum with a whole number has that number in its lowest bits.
 constexpr float kUnits = 12582912.0f;
 constexpr uint32_t kUnitsBits = 0x4b400000u;
@@ -50,10 +63,17 @@ template <typename number_t, typename bits_t>
 APEX_MP_MATH number_t join_float16(number_t weight, bits_t remainder) {
   const bits_t bits = bits_of(weight);
   const bits_t size = bits & 0x7fffffffu;
-  const number_t steps = from_bits(kUnitsBits + remainder, number_t()) - number_t(kUnits);
+  // Subnormal float16 are equally far apart, and floats closer with each power of two below.
+  const bits_t next = size < kExactFrom ? bits_t{} + kExactFrom : size - (remainder >> 31);
+  const bits_t halvings = next < kSubnormal ? (kSubnormal >> 23) - (next >> 23) : bits_t{};
+  const bits_t to_tie = (bits_t{} + kFloatsToTie) << halvings;
+  const auto is_far = (size >= kExactFrom) & (remainder + to_tie > to_tie + to_tie);
+  const auto is_below_zero = (size == 0u) & ((remainder & 0x80000000u) != 0u);
+  const bits_t rest = is_far | is_below_zero | (size >= kInfinityBits) ? bits_t{} : remainder;
+  const number_t steps = from_bits(kUnitsBits + rest, number_t()) - number_t(kUnits);
   const number_t below = from_bits(size, number_t()) + steps * number_t(0x1p-40f);
   const bits_t signed_below = (bits & 0x80000000u) | bits_of(below);
-  return from_bits(size < kExactFrom ? signed_below : bits + remainder, number_t());
+  return from_bits(size < kExactFrom ? signed_below : bits + rest, number_t());
 }
 
 // `half` is the master as a float16, to nearest even, and `wide` that as a float.
@@ -69,6 +89,27 @@ APEX_MP_MATH void split_float16(number_t master, bits_t half, number_t wide, bit
   const bits_t floats = size < kExactFrom ? steps : size - wide_size;
   weight = is_up ? half + 1u : half;
   remainder = wide_size < kInfinityBits ? floats & 0xffffu : bits_t{};
+}
+
+// Whether a whole master rounds to a weight.
+template <typename number_t>
+APEX_MP_MATH auto rounds_to_bfloat16(number_t master, number_t weight) {
+  return bits_of(master) - bits_of(weight) + 0x8000u <= 0x10000u;
+}
+
+// The same; `half` is the master as a float16, to nearest even, as a float. Below 2**-13 float16
+// are 2**-24 apart, and a split may have rounded to the other one up to 2**-41 beyond the middle.
+template <typename number_t>
+APEX_MP_MATH auto rounds_to_float16(number_t master, number_t half, number_t weight) {
+  const auto to_weight = bits_of(master - weight) & 0x7fffffffu;
+  const auto to_half = bits_of(master - half) & 0x7fffffffu;
+  return ((to_weight == to_half) & (to_half <= kInfinityBits)) |
+         (to_weight <= bits_of(number_t(0x1.0001p-25f)));
+}
+
+template <typename mask_t, typename number_t>
+APEX_MP_MATH number_t held_if(mask_t rounds, number_t master, number_t weight) {
+  return from_bits(rounds ? bits_of(master) : bits_of(weight), number_t());
 }
 
 }  // namespace apex_mp::math

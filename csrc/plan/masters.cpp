@@ -15,7 +15,8 @@ namespace apex_mp::step {
 namespace {
 
 void check(const char* caller, const at::Tensor& master, const at::Tensor& weight,
-           const at::Tensor& remainder) {
+           const Argument& of_kept, const at::Tensor& kept,
+           std::initializer_list<at::ScalarType> kept_as) {
   const Argument of_weight = {caller, "weight"};
   const auto check_one = [&](const Argument& argument, const at::Tensor& tensor,
                              std::initializer_list<at::ScalarType> dtypes) {
@@ -28,7 +29,7 @@ void check(const char* caller, const at::Tensor& master, const at::Tensor& weigh
               weight.device());
   check_one(of_weight, weight, {at::kHalf, at::kBFloat16});
   check_one({caller, "master"}, master, {at::kFloat});
-  check_one({caller, "remainder"}, remainder, {at::kShort});
+  check_one(of_kept, kept, kept_as);
 }
 
 #ifdef APEX_MP_WITH_CUDA
@@ -45,23 +46,23 @@ void run(void (*kernel)(const std::vector<cuda::Row<3>>&, cudaStream_t), const a
 
 }  // namespace
 
-void join_master(const at::Tensor& weight, const at::Tensor& remainder, const at::Tensor& master) {
-  check("join_master", master, weight, remainder);
+void join_master(const at::Tensor& weight, const at::Tensor& kept, const at::Tensor& master) {
+  check("join_master", master, weight, {"join_master", "kept"}, kept, {at::kShort, at::kFloat});
   auto* numbers = static_cast<float*>(master.mutable_data_ptr());
 #ifdef APEX_MP_WITH_CUDA
-  if (weight.device().is_cuda()) return run(&cuda::join_masters, weight, remainder, master);
+  if (weight.device().is_cuda()) return run(&cuda::join_masters, weight, kept, master);
 #endif
   const std::vector<Chunk> chunks = cpu::chunks_of(weight);
   cpu::for_each_chunk(chunks, [&](int64_t index) {
     const Chunk& chunk = chunks[index];
     cpu::kernels().join_masters(cpu::at_element(cpu::in(weight), chunk.begin),
-                                cpu::at_element(cpu::in(remainder), chunk.begin),
-                                numbers + chunk.begin, chunk.count);
+                                cpu::at_element(cpu::in(kept), chunk.begin), numbers + chunk.begin,
+                                chunk.count);
   });
 }
 
 void split_master(const at::Tensor& master, const at::Tensor& weight, const at::Tensor& remainder) {
-  check("split_master", master, weight, remainder);
+  check("split_master", master, weight, {"split_master", "remainder"}, remainder, {at::kShort});
   const cpu::Out weights = cpu::out(weight);
   const cpu::Out remainders = cpu::out(remainder);
 #ifdef APEX_MP_WITH_CUDA

@@ -5,10 +5,10 @@
 
 namespace apex_mp::step {
 
-// Computes a float32 master from a float16 or bfloat16 weight and an int16 remainder, and back. All
-// three have one layout on one device; the caller allocates the results. Throws a sentence if they
-// do not fit.
-void join_master(const at::Tensor& weight, const at::Tensor& remainder, const at::Tensor& master);
+// Computes a float32 master from a float16 or bfloat16 weight and what is kept beside it, an int16
+// remainder or the float32 master itself; and back. All three have one layout on one device; the
+// caller allocates the results, and `master` may be `kept`. Throws a sentence if they do not fit.
+void join_master(const at::Tensor& weight, const at::Tensor& kept, const at::Tensor& master);
 void split_master(const at::Tensor& master, const at::Tensor& weight, const at::Tensor& remainder);
 
 }  // namespace apex_mp::step

@@ -84,7 +84,6 @@ void define_plan(py::module_& module) {
       .def("clear", &Plan::clear)
       .def_property_readonly("gradients", &Plan::gradients)
       .def_property_readonly("without_grad", &Plan::without_grad)
-      .def_property_readonly("written", &Plan::written)
       .def_property_readonly("can_run", &Plan::can_run)
       .def_property_readonly("has_run", &Plan::has_run)
       .def_property_readonly("has_parts", &Plan::has_parts)

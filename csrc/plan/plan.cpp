@@ -159,7 +159,6 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
   const auto count = static_cast<int64_t>(items_.size());
   tensors_.resize(count);
   task_.rows.resize(count);
-  weights_.resize(count);
   at::parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
     constexpr int64_t kRowsAhead = 16;
     for (int64_t first = begin; first < end; first += kRowsAhead) {
@@ -172,7 +171,6 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
       for (int64_t i = first; i < last; ++i) {
         if (!items_[i].is_read) continue;
         task_.rows[i] = memory_of(tensors_[i]);
-        weights_.compare(tensors_[i], task_.rows[i]);
       }
     }
   });
@@ -187,7 +185,6 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
     } else if (read_unusual(item_at(i), make_state, given, tensors_[rows])) {
       tensors_[rows].position = i;
       task_.rows[rows] = memory_of(tensors_[rows]);
-      weights_.compare(tensors_[rows], task_.rows[rows]);
       ++rows;
     }
   }
@@ -451,9 +448,6 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
   if (outcome.found_inf) return outcome;
   outcome = run_passes(is_checked ? Passes::kUpdate : Passes::kAll, scale, wait);
   has_run_ = !outcome.found_inf;
-  if (!outcome.found_inf) {
-    each_row([this](int64_t row) { weights_.record(tensors_[row], task_.rows[row]); });
-  }
   // If the host does not know that the step was skipped, the copies are unchanged.
   if (!outcome.found_inf) {
     for (const auto& [grad, laid] : laid_anew_) grad.copy_(laid);
@@ -475,19 +469,6 @@ std::vector<at::ScalarType> Plan::grad_dtypes() const {
     if (grad_dtypes_ >> static_cast<uint32_t>(dtype_of(dtype)) & 1u) dtypes.push_back(dtype);
   }
   return dtypes;
-}
-
-std::vector<std::tuple<int64_t, int64_t, bool, bool>> Plan::written() const {
-  using Change = WeightVersions::Change;
-  std::vector<std::tuple<int64_t, int64_t, bool, bool>> found;
-  for (const RowTensors& row : tensors_) {
-    const Change change = weights_.change(row);
-    if (change == Change::kNone) continue;
-    const ItemFacts& item = items_[row.position];
-    found.emplace_back(item.group, item.index, change != Change::kNotCompared,
-                       change == Change::kHidden);
-  }
-  return found;
 }
 
 bool Plan::takes_long(bool wait) const {

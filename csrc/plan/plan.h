@@ -22,7 +22,6 @@
 #include "plan/row_memory.h"
 #include "plan/state_order.h"
 #include "plan/task.h"
-#include "plan/weight_versions.h"
 
 namespace apex_mp::step {
 
@@ -110,12 +109,6 @@ class Plan {
   // know.
   bool has_run() const { return has_run_; }
 
-  // Of what was read: (group, index, true, is_hidden) where the weight was written since the last
-  // step, perhaps its float32 master too; with a split master only if its remainder was not.
-  // is_hidden: version and address are as they were. (group, index, false, false) where the master
-  // is new or the dtype has changed, so nothing can be compared with that step.
-  std::vector<std::tuple<int64_t, int64_t, bool, bool>> written() const;
-
   // The dtypes of the gradients that were read.
   std::vector<at::ScalarType> grad_dtypes() const;
 
@@ -164,7 +157,6 @@ class Plan {
   const OptionReader options_;
   StateNames names_;
   StateOrder order_;
-  WeightVersions weights_;
   std::vector<PyObject*> params_;  // these three only while a step is read
   std::vector<PyObject*> states_;
   std::vector<ItemFacts> items_;

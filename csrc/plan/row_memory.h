@@ -21,7 +21,7 @@ struct RowTensors {
   int32_t group = 0;
   bool scaled = true;
   bool writes_grad = false;
-  bool has_master = false;  // in the state
+  bool has_whole_master = false;  // in the state
 
   // Takes the tensors from a complete state. With a master a low-precision parameter is its copy,
   // or a part of it.
@@ -30,7 +30,7 @@ struct RowTensors {
     param = masters == Masters::kFloat ? &tensor_of(state.master_param) : &own;
     if (masters == Masters::kFloat) copy = &own;
     if (masters == Masters::kSplit) copy = &tensor_of(state.master_param);
-    has_master = masters != Masters::kNone;
+    has_whole_master = masters == Masters::kFloat;
     for (int i = 0; i < required.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
     for (int i = 0; i < math::kMaxNumbers; ++i) {
       // A number that may be missing belongs to the tensors: without them it is not used.
@@ -102,7 +102,8 @@ inline Row memory_of(const RowTensors& row) {
                 row.group,
                 static_cast<int32_t>(row.position),
                 row.scaled,
-                row.writes_grad};
+                row.writes_grad,
+                row.has_whole_master};
   for (int i = 0; i < math::kMaxTensors; ++i) memory.tensors[i] = to_write(row.tensors[i]);
   for (int i = 0; i < math::kMaxNumbers; ++i) {
     memory.numbers[i] = static_cast<float*>(to_write(row.numbers[i]).data);

@@ -36,6 +36,7 @@ struct Row {
   int32_t position;          // of the parameter in the optimizer
   bool scaled;               // the gradient is scaled by the loss scale
   bool writes_grad = false;  // write the unscaled gradient over it; else it is only read
+  bool copy_counts = false;  // the parameter is a whole master of the copy, see math/split.h
 };
 
 inline bool operator==(const Row& one, const Row& other) {
@@ -43,7 +44,7 @@ inline bool operator==(const Row& one, const Row& other) {
          std::equal(one.tensors, std::end(one.tensors), other.tensors) &&
          std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
          one.group == other.group && one.position == other.position && one.scaled == other.scaled &&
-         one.writes_grad == other.writes_grad;
+         one.writes_grad == other.writes_grad && one.copy_counts == other.copy_counts;
 }
 
 // A number that the host knows (pointer == nullptr), or a factor on one in the device's memory.

@@ -15,6 +15,7 @@ NOT_REFUSED = "Failed: DID NOT RAISE"
 FREED = r"AddressSanitizer: heap-use-after-free"
 
 CHECKED = "tests/optimizers/test_checked_steps.py"
+WRITTEN = "tests/optimizers/test_written_weights.py"
 SPLIT = "tests/optimizers/test_split_masters.py"
 ROUNDING = "tests/optimizers/test_stochastic_rounding.py"
 SAME_BITS = f"{ROUNDING}::test_random_bits_are_those_of_the_hash"
@@ -35,6 +36,20 @@ PLANTED_PLAN_BUGS = {
         "assert",
         net=NET,
         scope="float join(float weight, uint16_t remainder, DType",
+    ),
+    "a weight that was written does not count": PlantedBug(
+        "part.copy_counts = facts.copy_counts;",
+        "part.copy_counts = false;",
+        f"{WRITTEN}::test_training_goes_on_from_written_weights -k whole",
+        "assert",
+        net=NET,
+    ),
+    "a remainder of another weight counts": PlantedBug(
+        "is_far | is_below_zero",
+        "is_below_zero",
+        f"{WRITTEN}::test_any_remainder_beside_a_weight_is_a_master_that_rounds_to_it",
+        "assert",
+        net=NET,
     ),
     "a skipped step writes weights and remainders": PlantedBug(
         "  if (memory.outcome->found_inf != 0.0f) return;\n  const StepChunk chunk",

@@ -67,7 +67,7 @@ AMP = {
     ),
     "a model saves rounded weights": Mutant(
         "MasterState.save",
-        "tensor.float() if master is None else current(master, tensor)",
+        "tensor.float() if master is None else joined(tensor, master)",
         "tensor.float()",
         "amp_opt_levels",
     ),

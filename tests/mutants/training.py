@@ -111,7 +111,10 @@ FP16_UTILS = {
         "master_weights_in_loops",
     ),
     "MasterWeights overwrites what was written": Mutant(
-        "OwnMasters.whole", "current(kept, param)", "kept", "master_weights_in_loops"
+        "OwnMasters._now",
+        "joined(param, kept, out=kept if has_place else None)",
+        "kept if has_place else joined(param, kept)",
+        "master_weights_in_loops",
     ),
     "MasterWeights forgets a clip": Mutant(
         "Float32Grads.of",
@@ -185,32 +188,14 @@ OPTIMIZERS = {
         "not group['adam_w_mode']",
         "fused_adam_state",
     ),
-    "a remainder outlives what was written to its weight": Mutant(
-        "take", "master.zero_()", "", "split_masters"
-    ),
-    "a master outlives what was written to its weight": Mutant(
-        "_written._replace",
-        "part.copy_(torch.where(differs, weights, part))",
-        "",
-        "written_weights",
-    ),
     "a fused step in place keeps the decay that its optimizer had at first": Mutant(
         "_InPlace._refresh", "group.update(self._added_options(group))", "", "run_fused_changes"
     ),
     "a fused step in place is left without its masters": Mutant(
         "_InPlace._unfuse",
-        "given._own_masters.load(masters, compares_all=_written.finds_hidden(self))",
+        "given._own_masters.load(masters)",
         "None",
         "run_fused_changes",
-    ),
-    "a write by data is looked for in no step": Mutant(
-        "written_weights.is_time_to_compare", "steps & steps - 1 == 0", "False", "written_weights"
-    ),
-    "a write by data is found once, and not from then on": Mutant(
-        "_note", "setattr(optimizer, _FOUND_HIDDEN, True)", "None", "written_weights"
-    ),
-    "all of a master is taken from its weight": Mutant(
-        "_written._replace", "torch.where(differs, weights, part)", "weights", "written_weights"
     ),
     "a file turns off the masters that were asked for": Mutant(
         "SavedOptimizer._adapted",
@@ -220,18 +205,6 @@ OPTIMIZERS = {
     ),
     "a parameter in float32 keeps its master": Mutant(
         "StateLayout.completed", "whole.pop(MASTER, None)", "", "written_weights"
-    ),
-    "weights of the other 16-bit dtype are taken as written": Mutant(
-        "differ",
-        "torch.where(differs_from_other.any(), differs, differs_from_other)",
-        "differs",
-        "written_weights",
-    ),
-    "a tie of a split master is taken as written": Mutant(
-        "_is_not_rounded",
-        "(weight != nearest) & (weight != larger)",
-        "weight != nearest",
-        "written_weights",
     ),
     "a checkpoint has remainders": Mutant(
         "SavedOptimizer.state_dict", "not compact", "compact", "split_masters"
@@ -314,9 +287,6 @@ OPTIMIZERS = {
         "[value] * len(parts)",
         "offload",
     ),
-    "a split master is stepped without its weight": Mutant(
-        "Parts.__init__", "of_master != torch.float32", "False", "offload"
-    ),
     "small tensors that travel together are not gathered": Mutant(
         "Transfers.to_host", "gathered", "()", "offload"
     ),
@@ -343,12 +313,6 @@ OPTIMIZERS = {
     ),
     "copies of an offloaded step are not waited for after an error": Mutant(
         "Buckets._go_through", "bus.make_gpu_wait()", "pass", "offload_refusals"
-    ),
-    "a written remainder counts as stale": Mutant(
-        "WeightWatch.find",
-        "is_split and known.master_version != now.master_version",
-        "False",
-        "offload",
     ),
     "gradients on several devices are clipped each by their own norm": Mutant(
         "SeveralDevices._run",

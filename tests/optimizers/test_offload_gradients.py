@@ -119,7 +119,6 @@ ACTIONS: dict[str, Callable[[nn.Module, FusedAdam, int], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*changed outside of step")
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_calls_is_that_without_offload(
     seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

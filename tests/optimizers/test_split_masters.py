@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -192,38 +191,6 @@ def test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters(
         assert all(state["master_param"].dtype == I16 for state in split.state.values())
         if split.state:
             assert_same_numbers(split, wide)
-
-
-# --- Weights that are written between steps.
-
-WRITES: dict[str, Any] = {
-    "copy_": lambda param: param.copy_(torch.ones_like(param)),
-    "data.copy_": lambda param: param.data.copy_(torch.ones_like(param)),
-    "data.mul_": lambda param: param.data.mul_(2.0),
-}
-
-
-@each_half
-@pytest.mark.parametrize("write", WRITES)
-def test_a_remainder_is_dropped_when_its_weight_is_written(
-    dtype: torch.dtype, write: str, device: torch.device
-) -> None:
-    if device.type != "cpu" and "data" in write:
-        pytest.skip("the host would have to wait to hear of it")
-    _, split = trained(dtype, device)
-    written, other = params_of(split)[0], params_of(split)[2]
-    kept = split.master(other)
-    with torch.no_grad():
-        WRITES[write](written)
-    expected = written.detach().float()
-    split.param_groups[0]["lr"] = 0.0
-    message = r"FusedAdam: params\[0\]\[0\] changed outside of step\(\)\. Training goes on"
-    for step in range(2):
-        give_equal_grads(step, split)
-        with pytest.warns(RuntimeWarning, match=message) if step == 0 else nullcontext():
-            split.step()
-        assert_same_bits(split.master(written), expected)
-        assert_same_bits(split.master(other), kept)
 
 
 # --- master()

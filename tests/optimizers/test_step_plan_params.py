@@ -304,7 +304,6 @@ CHANGES: tuple[Callable[[Run], None], ...] = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:.*changed outside of step:RuntimeWarning")
 @each_kind
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_steps_after_a_change_are_those_of_a_new_optimizer(

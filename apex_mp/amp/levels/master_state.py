@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp.amp.casts.casting import is_low
-from apex_mp.core.masters.written_weights import current
+from apex_mp.core.masters.joined import joined
 
 # By parameter of the model. Optimizers with a parameter in common have one master of it.
 Masters: TypeAlias = dict[Parameter, Parameter]
@@ -69,7 +69,7 @@ class MasterState:
         for name, tensor in tensors.items():
             if tensor is not None and is_low(tensor.dtype) and prefix + name in state:
                 master = self.masters.get(tensor)  # type: ignore[call-overload]
-                state[prefix + name] = tensor.float() if master is None else current(master, tensor)
+                state[prefix + name] = tensor.float() if master is None else joined(tensor, master)
 
     def load(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any

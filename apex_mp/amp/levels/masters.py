@@ -27,9 +27,9 @@ from apex_mp.core.checkpoints.checkpoint_view import (
 from apex_mp.core.log import logger, see
 from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.class_with import class_with, own_class
+from apex_mp.core.masters.joined import joined
 from apex_mp.core.masters.masters import Masters
 from apex_mp.core.masters.weight_watch import WeightWatch
-from apex_mp.core.masters.written_weights import current
 from apex_mp.core.step.inner import StepWatch
 
 _LOG = logger("apex_mp.amp")
@@ -113,7 +113,7 @@ class OptimizerMasters(Masters):
                 master = Parameter(originals.get(param, param).data.float())
                 self._masters[param] = master
             else:  # An earlier optimizer's, whose weight may have been written.
-                master.data.copy_(current(master, param))
+                master.data.copy_(joined(param, master))
             return master
 
         for group in optimizer.param_groups:

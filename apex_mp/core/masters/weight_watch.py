@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from apex_mp import _C
 from apex_mp.core.grads import found_inf
 from apex_mp.core.log import counted, warn
+from apex_mp.core.masters.joined import differ
 from apex_mp.core.masters.masters import Masters
-from apex_mp.core.masters.written_weights import differ
 from apex_mp.core.step import readback
 
 _SAMPLES = 256

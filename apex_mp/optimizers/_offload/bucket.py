@@ -214,7 +214,7 @@ class Bucket:
         return f"[{number}][{index}]"
 
     def start(self) -> None:
-        """Ask for the gradients, and for weights without a whole master."""
+        """Ask for gradients and weights."""
         if self._arrival is not None or self.is_done:
             return
         parts = self._parts
@@ -225,16 +225,10 @@ class Bucket:
             for number, piece in enumerate(self._pieces)
             if self._grads.here[number] is not None
         ]
-        weights = [
-            (number, piece.of(parts.params))
-            for number, piece in enumerate(self._pieces)
-            if parts.needs_weight[piece.number]
-        ]
+        weights = [(number, piece.of(parts.params)) for number, piece in enumerate(self._pieces)]
         moves, through = self._grads.moves(grads)
-        if weights:
-            more = self._weights.moves(weights)
-            moves, through = moves + more[0], through + more[1]
-        self._arrival = self.bus.to_host(moves, through)
+        more = self._weights.moves(weights)
+        self._arrival = self.bus.to_host(moves + more[0], through + more[1])
 
     def finish(self, norms: Norms, clip: Mapping[str, Any]) -> None:
         """Take the step, once the gradients are there, and send the weights back."""

@@ -114,9 +114,6 @@ class Parts:
         groups: The parameter groups.
         states: The states of parameters.
         make_state: Completes the state of a parameter, given its group and index.
-
-    Attributes:
-        needs_weight: Whether the CPU needs the weight, because there is no whole master.
     """
 
     def __init__(
@@ -134,15 +131,14 @@ class Parts:
             () if copy is None else cut(copy, size)
             for copy, size in zip(items.copies, sizes, strict=True)
         ]
-        self.needs_weight: list[bool] = []
         self._make_state, self._sizes = make_state, sizes
         self._states: list[Sequence[dict[str, Any]] | None] = []
         for number, param in enumerate(items.params):
             state = states.get(param)
-            of_master = master_dtype(param, groups[items.places[number][0]])
-            self.needs_weight.append(of_master != torch.float32)
             if state is not None:
-                is_stale = MASTER in state and not of_master
+                is_stale = MASTER in state and not master_dtype(
+                    param, groups[items.places[number][0]]
+                )
                 if is_stale or not self._can_use(number, state):
                     state = make_state(*items.places[number])
             self._states.append(None if state is None else self._cut_state(number, state))

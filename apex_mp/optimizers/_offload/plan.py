@@ -20,9 +20,7 @@ from apex_mp.optimizers._device_part import Groups, Norms, Part
 from apex_mp.optimizers._offload.buckets import Buckets
 from apex_mp.optimizers._offload.gradients import HostGrads
 from apex_mp.optimizers._offload.pieces import Items
-from apex_mp.optimizers._offload.watch import WeightWatch
 from apex_mp.optimizers._several_devices import SeveralDevices, is_capturing
-from apex_mp.optimizers._written import Written
 
 # Gradients are read by a plan of SGD without momentum, which needs no state.
 _READER_OPTIONS = {
@@ -59,7 +57,6 @@ class OffloadedPlan(SeveralDevices):
         self._buckets = Buckets(who, new_plan, steps_parts)
         self._host_grads = host_grads
         self._options = new_plan()
-        self._watch = WeightWatch()
         self._request: _Request | None = None
         self._items: Items | None = None
         self._host_scale = 1.0
@@ -79,7 +76,7 @@ class OffloadedPlan(SeveralDevices):
         scale: float | Tensor,
         unscale: Sequence[torch.dtype],
     ) -> None:
-        """As `_C.StepPlan.read`; states are read and made by `written`, which a step reads next.
+        """As `_C.StepPlan.read`; states are read and made by `run`, before anything is written.
 
         Raises:
             RuntimeError: As there; or a parameter is not on a GPU, or one is capturing a CUDA
@@ -164,12 +161,10 @@ class OffloadedPlan(SeveralDevices):
     def has_run(self, _: bool) -> None:
         """Ignore what the base class sets; the buckets know it, also after a Ctrl-C."""
 
-    @property
-    def written(self) -> list[Written]:
-        """The weights that were written since the last step, as of `_C.StepPlan.written`."""
+    def _read_buckets(self) -> None:
+        """Read and check what the CPU steps; missing states are made."""
         request = self._request
-        if request is None:
-            return []
+        assert request is not None
         (self._host_scale,) = _on_host([self._scale])
         groups = [
             {name: _host_option(value) for name, value in group.items()}
@@ -182,11 +177,6 @@ class OffloadedPlan(SeveralDevices):
         except BaseException:
             self._forget()
             raise
-        return self._watch.find(items, state)
-
-    @written.setter
-    def written(self, _: list[Written]) -> None:
-        """Ignore what the base class sets; its plans only read gradients."""
 
     def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
         return bool(missing)
@@ -194,6 +184,7 @@ class OffloadedPlan(SeveralDevices):
     def run(self, *, check: bool, **kwargs: Any) -> HostOutcome:
         """As `_C.StepPlan.run`; the host knows the outcome."""
         self._checks = check
+        self._read_buckets()
         outcome = super().run(check=check, **kwargs)
         return outcome if outcome.is_known else self._checked_outcome
 
@@ -226,7 +217,6 @@ class OffloadedPlan(SeveralDevices):
                 divisor = torch.where(excess > 1, excess.float() * divisor.float(), divisor)
             grads = request.to_unscale(items.places)
             FoundInf().unscale_others(grads, 1.0 / float(divisor))
-        self._watch.note(items, request.state)
 
     def _let_go(self) -> None:
         super()._let_go()

@@ -30,6 +30,7 @@ struct StepChunk {
   Out copy;                        // data == nullptr: there is none; a kRemainder: see step::Row
   Out tensors[math::kMaxTensors];  // of state; data == nullptr: there is none
   int64_t count;
+  bool copy_counts;         // see step::Row
   math::Rounding rounding;  // of state in bfloat16
   uint32_t first;           // where the chunk begins in its tensor, modulo 2**32
 };
@@ -47,8 +48,9 @@ struct Kernels {
   CheckResult (*unscale)(In src, Out dst, int64_t count, double inv_scale, bool sums);
   // Returns 1 if something it tested was not finite, else 0.
   int32_t (*axpby)(In x, In y, Out out, int64_t count, const math::Axpby<double>& factors);
-  // Weights are of a half type; see math/split.h.
-  void (*join_masters)(In weights, In remainders, float* masters, int64_t count);
+  // Weights are of a half type; what is kept beside them are remainders, or whole masters in float;
+  // see math/split.h.
+  void (*join_masters)(In weights, In kept, float* masters, int64_t count);
   void (*split_masters)(const float* masters, Out weights, Out remainders, int64_t count);
   StepKernel step[math::AllRules::kCount];
   MeasureKernel measure[math::AllRules::kCount];  // nullptr where Rule::kRatio < 0

@@ -13,11 +13,19 @@ APEX_MP_MATH bool are_plain(half_block_t weights) {
   return __builtin_expect(_mm256_testz_si256(others, others), true);
 }
 
+// Whether remainders may be those of any plain weight; each one that a split has made is.
+APEX_MP_MATH bool are_near(half_block_t remainders) {
+  constexpr uint16_t kToTie = math::kFloatsToTie;
+  const auto far = reinterpret_cast<__m256i>(remainders + kToTie > uint16_t{2 * kToTie});
+  return __builtin_expect(_mm256_testz_si256(far, far), true);
+}
+
 APEX_MP_MATH void join(const Half* weights, const uint16_t* remainders, FloatBlock& masters) {
   load(weights, masters);
   BitsBlock rests;
   load_signed(remainders, rests);
-  const bool plain = are_plain(load_register<half_block_t>(weights));
+  const bool plain = are_plain(load_register<half_block_t>(weights)) &&
+                     are_near(load_register<half_block_t>(remainders));
   for (int i = 0; i < kRegisters; ++i) {
     masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
                        : math::join_float16(masters[i], rests[i]);
@@ -29,6 +37,31 @@ APEX_MP_MATH void join(const BFloat16* weights, const uint16_t* remainders, Floa
   BitsBlock rests;
   load_signed(remainders, rests);
   for (int i = 0; i < kRegisters; ++i) masters[i] = math::join_bfloat16(masters[i], rests[i]);
+}
+
+// Sets whole masters that do not round to their weights to these.
+APEX_MP_MATH void hold(const Half* weights, FloatBlock& masters) {
+  half_register_t halves[kRegisters];
+  for (int i = 0; i < kRegisters; ++i) halves[i] = pack(masters[i], Half());
+  const auto others =
+      reinterpret_cast<__m256i>(in_order(halves) ^ load_register<half_block_t>(weights));
+  if (__builtin_expect(_mm256_testz_si256(others, others), true)) return;
+  FloatBlock wide;
+  load(weights, wide);
+  for (int i = 0; i < kRegisters; ++i) {
+    const Floats half = load(reinterpret_cast<const Half*>(&halves[i]));
+    const auto rounds = math::rounds_to_float16(masters[i], half, wide[i]);
+    masters[i] = math::held_if(rounds, masters[i], wide[i]);
+  }
+}
+
+APEX_MP_MATH void hold(const BFloat16* weights, FloatBlock& masters) {
+  FloatBlock wide;
+  load(weights, wide);
+  for (int i = 0; i < kRegisters; ++i) {
+    const auto rounds = math::rounds_to_bfloat16(masters[i], wide[i]);
+    masters[i] = math::held_if(rounds, masters[i], wide[i]);
+  }
 }
 
 APEX_MP_MATH void split(const FloatBlock& masters, Half* weights, uint16_t* remainders) {
@@ -75,6 +108,25 @@ inline float join(BFloat16 weight, uint16_t remainder) {
   return math::join_bfloat16(widen(weight), with_sign(remainder));
 }
 
+inline float join(Half weight, float master) {
+  Half half;
+  narrow(master, half);
+  const bool rounds = math::rounds_to_float16(master, widen(half), widen(weight));
+  return math::held_if(rounds, master, widen(weight));
+}
+
+inline float join(BFloat16 weight, float master) {
+  return math::held_if(math::rounds_to_bfloat16(master, widen(weight)), master, widen(weight));
+}
+
+#if APEX_MP_LEVEL > 0
+template <typename half_t>
+APEX_MP_MATH void join(const half_t* weights, const float* whole, FloatBlock& masters) {
+  load(whole, masters);
+  hold(weights, masters);
+}
+#endif
+
 inline void split(float master, Half& weight, uint16_t& remainder) {
   Half half;
   narrow(master, half);
@@ -93,10 +145,10 @@ inline void split(float master, BFloat16& weight, uint16_t& remainder) {
   remainder = static_cast<uint16_t>(remainder_bits);
 }
 
-template <typename half_t>
-inline void join_all(const void* weights, const void* remainders, float* masters, int64_t count) {
+template <typename half_t, typename kept_t>
+inline void join_all(const void* weights, const void* kept, float* masters, int64_t count) {
   const auto* halves = static_cast<const half_t*>(weights);
-  const auto* rests = static_cast<const uint16_t*>(remainders);
+  const auto* rests = static_cast<const kept_t*>(kept);
   int64_t i = 0;
 #if APEX_MP_LEVEL > 0
   for (; i + kBlock <= count; i += kBlock) {
@@ -123,9 +175,17 @@ inline void split_all(const float* masters, void* weights, void* remainders, int
   for (; i < count; ++i) split(masters[i], halves[i], rests[i]);
 }
 
-void join_masters(In weights, In remainders, float* masters, int64_t count) {
-  const auto join_them = weights.dtype == DType::kHalf ? join_all<Half> : join_all<BFloat16>;
-  join_them(weights.data, remainders.data, masters, count);
+template <typename kept_t>
+inline void join_all(In weights, const void* kept, float* masters, int64_t count) {
+  const bool is_half = weights.dtype == DType::kHalf;
+  const auto join_them = is_half ? join_all<Half, kept_t> : join_all<BFloat16, kept_t>;
+  join_them(weights.data, kept, masters, count);
+}
+
+void join_masters(In weights, In kept, float* masters, int64_t count) {
+  const bool is_whole = kept.dtype == DType::kFloat;
+  const auto join_them = is_whole ? join_all<float> : join_all<uint16_t>;
+  join_them(weights, kept.data, masters, count);
 }
 
 void split_masters(const float* masters, Out weights, Out remainders, int64_t count) {

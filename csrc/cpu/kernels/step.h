@@ -6,10 +6,15 @@ inline bool is_split(const StepChunk& chunk) { return chunk.copy.dtype == DType:
 template <typename opmath_t>
 inline opmath_t* open_param(const StepChunk& chunk, int64_t begin, int64_t count,
                             opmath_t* buffer) {
-  if (!is_split(chunk)) return open(chunk.param, begin, count, buffer);
+  if (!(is_split(chunk) || chunk.copy_counts)) return open(chunk.param, begin, count, buffer);
   float masters[kTile];
-  join_masters(In{at(chunk.param.data, chunk.param.dtype, begin), chunk.param.dtype},
-               In{at(chunk.copy.data, chunk.copy.dtype, begin), chunk.copy.dtype}, masters, count);
+  const In param = {at(chunk.param.data, chunk.param.dtype, begin), chunk.param.dtype};
+  const In copy = {at(chunk.copy.data, chunk.copy.dtype, begin), chunk.copy.dtype};
+  if (is_split(chunk)) {
+    join_masters(param, copy, masters, count);
+  } else {
+    join_masters(copy, param, masters, count);
+  }
   cast(masters, buffer, count);
   return buffer;
 }
@@ -25,7 +30,11 @@ inline void close_param(const opmath_t* tile, const StepChunk& chunk, int64_t be
                   {copy, chunk.copy.dtype}, count);
     return;
   }
-  close(tile, chunk.param, begin, count);
+  if (chunk.copy_counts) {  // Else floats were opened where they lie.
+    convert_out(tile, at(chunk.param.data, chunk.param.dtype, begin), chunk.param.dtype, count);
+  } else {
+    close(tile, chunk.param, begin, count);
+  }
   if (chunk.copy.data != nullptr) convert_out(tile, copy, chunk.copy.dtype, count);
 }
 
@@ -89,13 +98,14 @@ inline StepChunk part_of(StepChunk chunk, int64_t begin, int64_t count) {
   return chunk;
 }
 
-// Whether the parameter is float, or split with a gradient of its dtype; the state float or
-// bfloat16, of one dtype, and no tensor of it is left out; the gradient not double; and the copy of
-// a half type and aligned to its type, if there is one.
+// Whether the parameter is float, or a master with a gradient of its weight's dtype; the state
+// float or bfloat16, of one dtype, and no tensor of it is left out; the gradient not double; and
+// the copy of a half type and aligned to its type, if there is one.
 template <typename Rule>
 bool fits_registers(const StepChunk& chunk) {
-  bool fits =
-      is_split(chunk) ? chunk.grad.dtype == chunk.param.dtype : chunk.param.dtype == DType::kFloat;
+  bool fits = is_split(chunk) || chunk.param.dtype == DType::kFloat;
+  fits &= !is_split(chunk) || chunk.grad.dtype == chunk.param.dtype;
+  fits &= !chunk.copy_counts || chunk.grad.dtype == chunk.copy.dtype;
   const DType state = chunk.tensors[0].dtype;
   fits &= state == DType::kFloat || state == DType::kBFloat16;
   for (int i = 0; i < Rule::kTensors; ++i) {
@@ -114,10 +124,20 @@ inline int64_t head_of(const StepChunk& chunk) {
   return head < chunk.count ? head : chunk.count;
 }
 
-// Loads and stores parameters that are floats; SplitParams those that are weights and remainders.
+// Loads and stores parameters that are floats; MasterParams whole masters of weights, which are
+// written later; SplitParams weights and remainders.
 struct FloatParams {
   float* floats;
   explicit FloatParams(const StepChunk& chunk) : floats(static_cast<float*>(chunk.param.data)) {}
+};
+
+template <typename half_t>
+struct MasterParams {
+  float* floats;
+  const half_t* weights;
+  explicit MasterParams(const StepChunk& chunk)
+      : floats(static_cast<float*>(chunk.param.data)),
+        weights(static_cast<const half_t*>(chunk.copy.data)) {}
 };
 
 template <typename half_t>
@@ -140,6 +160,13 @@ APEX_MP_MATH void load_params(FloatParams params, int64_t i, FloatBlock& block) 
 }
 
 template <typename half_t>
+APEX_MP_MATH void load_params(MasterParams<half_t> params, int64_t i, FloatBlock& block) {
+  fetch_ahead(params.weights + i);
+  fetch_and_load(params.floats + i, block);
+  hold(params.weights + i, block);
+}
+
+template <typename half_t>
 APEX_MP_MATH void load_params(SplitParams<half_t> params, int64_t i, FloatBlock& block) {
   fetch_ahead(params.weights + i);
   fetch_ahead(params.remainders + i);
@@ -147,6 +174,11 @@ APEX_MP_MATH void load_params(SplitParams<half_t> params, int64_t i, FloatBlock&
 }
 
 APEX_MP_MATH void store_params(const FloatBlock& block, FloatParams params, int64_t i) {
+  store(block, params.floats + i);
+}
+
+template <typename half_t>
+APEX_MP_MATH void store_params(const FloatBlock& block, MasterParams<half_t> params, int64_t i) {
   store(block, params.floats + i);
 }
 
@@ -237,6 +269,10 @@ auto step_blocks_of(const StepChunk& chunk) {
   if (is_split(chunk)) {
     return is_half ? step_blocks<Rule, SplitParams<Half>, Half, state_t, stochastic>
                    : step_blocks<Rule, SplitParams<BFloat16>, BFloat16, state_t, stochastic>;
+  }
+  if (chunk.copy_counts) {
+    return is_half ? step_blocks<Rule, MasterParams<Half>, Half, state_t, stochastic>
+                   : step_blocks<Rule, MasterParams<BFloat16>, BFloat16, state_t, stochastic>;
   }
   if (is_half) return step_blocks<Rule, FloatParams, Half, state_t, stochastic>;
   return chunk.grad.dtype == DType::kBFloat16

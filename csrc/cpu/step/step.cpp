@@ -170,6 +170,7 @@ StepChunk part_of(const Row& row, const Chunk& chunk, const math::Rounding& roun
                            part_to_write(row.copy, chunk.begin),
                            {},
                            chunk.count,
+                           row.copy_counts,
                            rounding,
                            static_cast<uint32_t>(chunk.begin)};
   for (int i = 0; i < math::kMaxTensors; ++i) {

@@ -42,6 +42,7 @@ struct StepFacts {
   uint32_t double_math : 1;
   uint32_t scaled : 1;
   uint32_t writes_grad : 1;
+  uint32_t copy_counts : 1;
 };
 
 // The work of one block, read by one load of 16 bytes, without a search. An empty row has a chunk

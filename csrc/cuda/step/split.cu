@@ -9,14 +9,19 @@ namespace {
 __global__ void __launch_bounds__(kBlockSize) join_kernel(const __grid_constant__ Table<3> table) {
   const Part<3> part = part_of_block(table);
   const Array& weights = part.arrays[0];
-  const Array& remainders = part.arrays[1];
+  const Array& kept = part.arrays[1];
   const Array& masters = part.arrays[2];
   walk<float>(part, [&](int index, auto span) {
     const auto raw_weights = load<float>(weights, index, span);
-    const auto raw_rest = load<float>(remainders, index, span);
+    const auto raw_kept = load<float>(kept, index, span);
     float numbers[span];
-    widen(raw_weights, weights.dtype, numbers);
-    join_masters(raw_rest, weights, remainders, numbers);
+    if (kept.dtype == DType::kRemainder) {
+      widen(raw_weights, weights.dtype, numbers);
+      join_masters(raw_kept, weights.dtype, numbers);
+    } else {
+      widen(raw_kept, kept.dtype, numbers);
+      hold_masters(raw_weights, weights.dtype, numbers);
+    }
     store(numbers, masters, index, span);
   });
 }

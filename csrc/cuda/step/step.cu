@@ -23,7 +23,7 @@ StepFacts facts_of(const step::Row& row) {
   return {bits(row.param),      bits(row.grad),
           bits(row.copy),       bits(row.tensors[0]) | bits(row.tensors[1]) << kDTypeBits,
           has_double_math(row), row.scaled,
-          row.writes_grad};
+          row.writes_grad,      row.copy_counts};
 }
 
 int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
@@ -36,6 +36,7 @@ int64_t chunk_size_of_rows(const std::vector<step::Row>& rows) {
 // Whether rows are equal except for the gradient's address. A missing gradient fits any row.
 bool same_row(const step::Row& one, const step::Row& other) {
   return one.param == other.param && one.copy == other.copy &&
+         one.copy_counts == other.copy_counts &&
          std::equal(one.tensors, std::end(one.tensors), other.tensors) &&
          std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
          one.group == other.group && one.position == other.position &&

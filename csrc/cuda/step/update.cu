@@ -64,6 +64,7 @@ __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const Step
   }
   part.count = chunk.count;
   part.double_math = facts.double_math;
+  part.copy_counts = facts.copy_counts;
   part.head = head_of(part);
   return part;
 }

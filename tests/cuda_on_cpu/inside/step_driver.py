@@ -62,6 +62,7 @@ class Row:
     group: int = 0
     scaled: bool = True
     writes_grad: bool = False
+    copy_counts: bool = False
     position: int = 0
 
 
@@ -244,8 +245,8 @@ def _row(row: Row) -> CRow:
     addresses = [None if number is None else number.data_ptr() for number in row.numbers]
     numbers = (c_void_p * MAX_NUMBERS)(*addresses)
     arrays = [_array(tensor) for tensor in (row.param, row.grad, row.copy)]
-    facts = (row.param.numel(), row.group, row.position, row.scaled, row.writes_grad)
-    return CRow(*arrays, tensors, numbers, *facts)
+    facts = (row.param.numel(), row.group, row.position, row.scaled)
+    return CRow(*arrays, tensors, numbers, *facts, row.writes_grad, row.copy_counts)
 
 
 def _group(group: Group) -> CGroup:

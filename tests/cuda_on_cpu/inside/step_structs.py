@@ -23,6 +23,7 @@ class CRow(Structure):
         ("position", c_int),
         ("scaled", c_bool),
         ("writes_grad", c_bool),
+        ("copy_counts", c_bool),
     ]
 
 

@@ -37,6 +37,7 @@ MOVES: dict[str, Callable[[Row], object]] = {
     "dtype of the gradient": lambda row: setattr(row, "grad", row.grad.float()),
     "scaled": lambda row: setattr(row, "scaled", not row.scaled),
     "writes_grad": lambda row: setattr(row, "writes_grad", not row.writes_grad),
+    "copy_counts": lambda row: setattr(row, "copy_counts", not row.copy_counts),
     "position": lambda row: setattr(row, "position", 7),
 }
 
