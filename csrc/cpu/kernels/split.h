@@ -2,30 +2,41 @@
 // impl.h.
 
 #if APEX_MP_LEVEL > 0
-// Whether masters with these float16 weights are exact and finite, as in most blocks; then a join
-// is an addition and a split a difference. False also for 2**-16 itself, to which a smaller master
-// may have been rounded.
-APEX_MP_MATH bool are_plain(half_block_t weights) {
+// Not 0 where a master with this float16 weight is not exact and finite, unlike in most blocks; if
+// it is, a join is an addition and a split a difference. Not 0 for 2**-16 itself, either, to which
+// a smaller master may have been rounded.
+APEX_MP_MATH __m256i not_plain(half_block_t weights) {
   constexpr uint16_t kFirst = 0x0101;
   constexpr uint16_t kInfinite = 0x7c00;
   const half_block_t size = weights & uint16_t{0x7fff};
-  const auto others = reinterpret_cast<__m256i>(size - kFirst >= uint16_t{kInfinite - kFirst});
-  return __builtin_expect(_mm256_testz_si256(others, others), true);
+  return _mm256_subs_epu16(reinterpret_cast<__m256i>(size - kFirst),
+                           _mm256_set1_epi16(kInfinite - kFirst - 1));
 }
 
-// Whether remainders may be those of any plain weight; each one that a split has made is.
-APEX_MP_MATH bool are_near(half_block_t remainders) {
+// Not 0 where a remainder is not that of just any plain weight.
+APEX_MP_MATH __m256i not_near(half_block_t remainders) {
   constexpr uint16_t kToTie = math::kFloatsToTie;
-  const auto far = reinterpret_cast<__m256i>(remainders + kToTie > uint16_t{2 * kToTie});
-  return __builtin_expect(_mm256_testz_si256(far, far), true);
+  return _mm256_subs_epu16(reinterpret_cast<__m256i>(remainders + kToTie),
+                           _mm256_set1_epi16(2 * kToTie));
+}
+
+// Not 0 where a bfloat16 is zero, infinite or NaN.
+APEX_MP_MATH __m256i zero_or_infinite(half_block_t weights) {
+  const half_block_t size = weights & uint16_t{0x7fff};
+  return _mm256_subs_epu16(reinterpret_cast<__m256i>(size - uint16_t{1}),
+                           _mm256_set1_epi16(0x7f80 - 2));
+}
+
+APEX_MP_MATH bool is_zero(__m256i bits) {
+  return __builtin_expect(_mm256_testz_si256(bits, bits), true);
 }
 
 APEX_MP_MATH void join(const Half* weights, const uint16_t* remainders, FloatBlock& masters) {
   load(weights, masters);
   BitsBlock rests;
   load_signed(remainders, rests);
-  const bool plain = are_plain(load_register<half_block_t>(weights)) &&
-                     are_near(load_register<half_block_t>(remainders));
+  const bool plain = is_zero(not_plain(load_register<half_block_t>(weights)) |
+                             not_near(load_register<half_block_t>(remainders)));
   for (int i = 0; i < kRegisters; ++i) {
     masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
                        : math::join_float16(masters[i], rests[i]);
@@ -36,16 +47,19 @@ APEX_MP_MATH void join(const BFloat16* weights, const uint16_t* remainders, Floa
   load(weights, masters);
   BitsBlock rests;
   load_signed(remainders, rests);
-  for (int i = 0; i < kRegisters; ++i) masters[i] = math::join_bfloat16(masters[i], rests[i]);
+  const bool plain = is_zero(zero_or_infinite(load_register<half_block_t>(weights)));
+  for (int i = 0; i < kRegisters; ++i) {
+    masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
+                       : math::join_bfloat16(masters[i], rests[i]);
+  }
 }
 
 // Sets whole masters that do not round to their weights to these.
 APEX_MP_MATH void hold(const Half* weights, FloatBlock& masters) {
   half_register_t halves[kRegisters];
   for (int i = 0; i < kRegisters; ++i) halves[i] = pack(masters[i], Half());
-  const auto others =
-      reinterpret_cast<__m256i>(in_order(halves) ^ load_register<half_block_t>(weights));
-  if (__builtin_expect(_mm256_testz_si256(others, others), true)) return;
+  const half_block_t others = in_order(halves) ^ load_register<half_block_t>(weights);
+  if (is_zero(reinterpret_cast<__m256i>(others))) return;
   FloatBlock wide;
   load(weights, wide);
   for (int i = 0; i < kRegisters; ++i) {
@@ -74,7 +88,7 @@ APEX_MP_MATH void split(const FloatBlock& masters, Half* weights, uint16_t* rema
     rests[i] = (bits_of(masters[i]) - bits_of(wide[i])) & 0xffffu;
   }
   const half_block_t block = in_order(halves);
-  if (are_plain(block)) {
+  if (is_zero(not_plain(block))) {
     memcpy(weights, &block, sizeof(block));
   } else {
     BitsBlock bits;

@@ -204,7 +204,8 @@ APEX_MP_MATH void store_rounded(const FloatBlock& block, BFloat16* dst, int whic
 
 template <typename Rule, typename params_t, typename grad_t, typename state_t, bool stochastic>
 void step_tile_in_registers(const StepChunk& tile,
-                            const typename Rule::template Factors<Floats>& factors) {
+                            const typename Rule::template Factors<Floats>& given) {
+  const auto factors = given;  // Stores could write to those that were given.
   const params_t params(tile);
   const auto* grads = static_cast<const grad_t*>(tile.grad.data);
   auto* firsts = static_cast<state_t*>(tile.tensors[0].data);
@@ -237,11 +238,13 @@ void step_tile_in_registers(const StepChunk& tile,
   }
 }
 
+// Past the cache, unless the copy was read and is there.
 template <typename half_t>
-void stream_tile(const void* params, void* copy, int64_t count) {
-  const auto* src = static_cast<const float*>(params);
-  auto* dst = static_cast<half_t*>(copy);
-  for (int64_t i = 0; i < count; i += kWidth) stream(load(src + i), dst + i);
+void store_copy(const StepChunk& tile) {
+  const auto* src = static_cast<const float*>(tile.param.data);
+  auto* dst = static_cast<half_t*>(tile.copy.data);
+  if (tile.copy_counts) return narrow_all(src, dst, tile.count);
+  for (int64_t i = 0; i < tile.count; i += kWidth) stream(load(src + i), dst + i);
 }
 
 // The chunk must begin where stream() may write, and end with a whole block.
@@ -255,9 +258,9 @@ void step_blocks(const StepChunk& chunk, const typename Rule::template Factors<F
     // each other.
     if (tile.copy.data == nullptr || is_split(tile)) continue;
     if (tile.copy.dtype == DType::kHalf) {
-      stream_tile<Half>(tile.param.data, tile.copy.data, tile.count);
+      store_copy<Half>(tile);
     } else {
-      stream_tile<BFloat16>(tile.param.data, tile.copy.data, tile.count);
+      store_copy<BFloat16>(tile);
     }
   }
   if (chunk.copy.data != nullptr) _mm_sfence();
