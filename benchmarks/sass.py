@@ -33,6 +33,7 @@ FLAGS = ("-O3", "--fmad=false", "-lineinfo", "-DNDEBUG", "-std=c++17", "-Xptxas"
 MOST_REGISTERS = 64
 # Kernels that spill some 100 bytes on sm_90, with which an H100 was faster (docs/decisions.md).
 SPILLING = {f"step_kernel<{of}>" for of in ("Adam", "Adam, bfloat16", "Lamb", "Lamb, bfloat16")}
+SPILLED_AT_MOST = 176  # bytes, on 9.0
 # Relative differences from the published figures; beyond them these have to be renewed.
 KERNEL_SLACK = {"registers": 0.05, "instructions": 0.05}
 LOOP_SLACK = {
@@ -159,7 +160,9 @@ def faults_of(row: Row) -> Iterator[str]:
     if row["registers"] > MOST_REGISTERS:
         yield f"takes {row['registers']} registers; {MOST_REGISTERS} are the most"
     spills = row["spilled"] or row["stack"] or row["local"]
-    if spills and not (row["sm"] == "90" and row["kernel"] in SPILLING and row["spilled"] <= 128):
+    if spills and not (
+        row["sm"] == "90" and row["kernel"] in SPILLING and row["spilled"] <= SPILLED_AT_MOST
+    ):
         yield (
             f"spills {row['spilled']} bytes, has {row['stack']} bytes of stack and accesses local "
             f"memory {row['local']} times; it must keep all in registers"

@@ -82,6 +82,8 @@ class Misuse:
     def refuse_used(self) -> None:
         """Raise a RuntimeError if fp32 parameters have no gradients but those of the last step."""
         grads = self._grads
+        if readback.is_capturing():  # The graph holds the step; backward may come before a replay.
+            return
         is_used = grads.stage is Stage.STEPPED and not (grads.has_new_grads() or grads.is_in_graph)
         if is_used and any(param.grad is not None for param in grads.masters.fp32_params()):
             raise RuntimeError(

@@ -274,12 +274,6 @@ __device__ void round_as_stored(DType dtype, opmath_t (&numbers)[width]) {
   }
 }
 
-__device__ inline float join(float weight, uint16_t remainder, DType dtype) {
-  const auto floats = static_cast<uint32_t>(static_cast<int16_t>(remainder));
-  return dtype == DType::kHalf ? math::join_float16(weight, floats)
-                               : math::join_bfloat16(weight, floats);
-}
-
 __device__ inline void split(float master, DType dtype, uint32_t& weight, uint32_t& remainder) {
   if (dtype == DType::kHalf) {
     const __half half = __float2half_rn(master);
@@ -295,6 +289,12 @@ __device__ inline float held(float master, float weight, DType dtype) {
   const bool rounds = dtype == DType::kHalf ? math::rounds_to_float16(master, half, weight)
                                             : math::rounds_to_bfloat16(master, weight);
   return math::held_if(rounds, master, weight);
+}
+
+__device__ inline float join(float weight, uint16_t remainder, DType dtype) {
+  const auto floats = static_cast<uint32_t>(static_cast<int16_t>(remainder));
+  if (dtype == DType::kBFloat16) return math::join_bfloat16(weight, floats);
+  return held(math::join_float16(weight, floats), weight, DType::kHalf);
 }
 
 // What is beside the parameters of a step: remainders, or the weights of whole masters if these
@@ -322,11 +322,11 @@ __device__ void join_masters(const Raw<opmath_t, width>& raw, DType weights,
 template <typename opmath_t, int width>
 __device__ void hold_masters(const Raw<opmath_t, width>& raw, DType weights,
                              opmath_t (&numbers)[width]) {
-  opmath_t wide[width];
-  widen(raw, weights, wide);
 #pragma unroll
   for (int i = 0; i < width; ++i) {
-    numbers[i] = held(static_cast<float>(numbers[i]), static_cast<float>(wide[i]), weights);
+    const opmath_t weight = weights == DType::kHalf ? number_at<DType::kHalf>(raw, i)
+                                                    : number_at<DType::kBFloat16>(raw, i);
+    numbers[i] = held(static_cast<float>(numbers[i]), static_cast<float>(weight), weights);
   }
 }
 

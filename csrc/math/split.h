@@ -13,12 +13,10 @@
 //
 // A master beyond float16 becomes inf, as the weight does; the payload of a NaN is lost.
 //
-// A weight may be written without what is kept beside it: a master that does not round to
-// its weight is the weight. A bfloat16 and any remainder are a master that rounds to it. A
-// remainder of a float16 counts at most half of the distance to the next one, 2**12 floats; another
-// one belongs to another weight, and counts as 0. A whole master, a float beside a weight, is
-// compared with it: of two weights that are equally near, either may be there, since both ways to
-// round are in use.
+// A weight may be written without what is kept beside it: a master that does not round to its
+// weight is the weight. A bfloat16 and any remainder are a master that rounds to it. A float16 is
+// compared with what it and the remainder are, and with a whole master, a float kept beside it. Of
+// two weights that are equally near, either may be there, since both ways to round are in use.
 //
 // number_t is float, or a register of floats with bits_of(), from_bits() and operators; bits_t are
 // its bits. A join takes a weight as a float and a remainder as 32 bits with its sign; a split
@@ -53,23 +51,18 @@ APEX_MP_MATH void split_bfloat16(bits_t master, bits_t& weight, bits_t& remainde
 
 // From a normal float16 to the middle between it and the next one.
 constexpr uint32_t kFloatsToTie = 0x1000u;
-constexpr uint32_t kSubnormal = 0x38800000u;  // below the bits of 2**-14
 
 // 1.5 * 2**23: the sum with a whole number has that number in its lowest bits.
 constexpr float kUnits = 12582912.0f;
 constexpr uint32_t kUnitsBits = 0x4b400000u;
 
+// A remainder of another weight may be too large for this one: see rounds_to_float16().
 template <typename number_t, typename bits_t>
 APEX_MP_MATH number_t join_float16(number_t weight, bits_t remainder) {
   const bits_t bits = bits_of(weight);
   const bits_t size = bits & 0x7fffffffu;
-  // Subnormal float16 are equally far apart, and floats closer with each power of two below.
-  const bits_t next = size < kExactFrom ? bits_t{} + kExactFrom : size - (remainder >> 31);
-  const bits_t halvings = next < kSubnormal ? (kSubnormal >> 23) - (next >> 23) : bits_t{};
-  const bits_t to_tie = (bits_t{} + kFloatsToTie) << halvings;
-  const auto is_far = (size >= kExactFrom) & (remainder + to_tie > to_tie + to_tie);
   const auto is_below_zero = (size == 0u) & ((remainder & 0x80000000u) != 0u);
-  const bits_t rest = is_far | is_below_zero | (size >= kInfinityBits) ? bits_t{} : remainder;
+  const bits_t rest = is_below_zero ? bits_t{} : remainder;
   const number_t steps = from_bits(kUnitsBits + rest, number_t()) - number_t(kUnits);
   const number_t below = from_bits(size, number_t()) + steps * number_t(0x1p-40f);
   const bits_t signed_below = (bits & 0x80000000u) | bits_of(below);
@@ -91,7 +84,7 @@ APEX_MP_MATH void split_float16(number_t master, bits_t half, number_t wide, bit
   remainder = wide_size < kInfinityBits ? floats & 0xffffu : bits_t{};
 }
 
-// Whether a whole master rounds to a weight.
+// Whether a master rounds to a weight.
 template <typename number_t>
 APEX_MP_MATH auto rounds_to_bfloat16(number_t master, number_t weight) {
   return bits_of(master) - bits_of(weight) + 0x8000u <= 0x10000u;

@@ -31,30 +31,7 @@ APEX_MP_MATH bool is_zero(__m256i bits) {
   return __builtin_expect(_mm256_testz_si256(bits, bits), true);
 }
 
-APEX_MP_MATH void join(const Half* weights, const uint16_t* remainders, FloatBlock& masters) {
-  load(weights, masters);
-  BitsBlock rests;
-  load_signed(remainders, rests);
-  const bool plain = is_zero(not_plain(load_register<half_block_t>(weights)) |
-                             not_near(load_register<half_block_t>(remainders)));
-  for (int i = 0; i < kRegisters; ++i) {
-    masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
-                       : math::join_float16(masters[i], rests[i]);
-  }
-}
-
-APEX_MP_MATH void join(const BFloat16* weights, const uint16_t* remainders, FloatBlock& masters) {
-  load(weights, masters);
-  BitsBlock rests;
-  load_signed(remainders, rests);
-  const bool plain = is_zero(zero_or_infinite(load_register<half_block_t>(weights)));
-  for (int i = 0; i < kRegisters; ++i) {
-    masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
-                       : math::join_bfloat16(masters[i], rests[i]);
-  }
-}
-
-// Sets whole masters that do not round to their weights to these.
+// Sets masters that do not round to their weights to these.
 APEX_MP_MATH void hold(const Half* weights, FloatBlock& masters) {
   half_register_t halves[kRegisters];
   for (int i = 0; i < kRegisters; ++i) halves[i] = pack(masters[i], Half());
@@ -75,6 +52,30 @@ APEX_MP_MATH void hold(const BFloat16* weights, FloatBlock& masters) {
   for (int i = 0; i < kRegisters; ++i) {
     const auto rounds = math::rounds_to_bfloat16(masters[i], wide[i]);
     masters[i] = math::held_if(rounds, masters[i], wide[i]);
+  }
+}
+
+APEX_MP_MATH void join(const Half* weights, const uint16_t* remainders, FloatBlock& masters) {
+  load(weights, masters);
+  BitsBlock rests;
+  load_signed(remainders, rests);
+  const bool plain = is_zero(not_plain(load_register<half_block_t>(weights)) |
+                             not_near(load_register<half_block_t>(remainders)));
+  for (int i = 0; i < kRegisters; ++i) {
+    masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
+                       : math::join_float16(masters[i], rests[i]);
+  }
+  if (!plain) hold(weights, masters);
+}
+
+APEX_MP_MATH void join(const BFloat16* weights, const uint16_t* remainders, FloatBlock& masters) {
+  load(weights, masters);
+  BitsBlock rests;
+  load_signed(remainders, rests);
+  const bool plain = is_zero(zero_or_infinite(load_register<half_block_t>(weights)));
+  for (int i = 0; i < kRegisters; ++i) {
+    masters[i] = plain ? from_bits(bits_of(masters[i]) + rests[i], Floats())
+                       : math::join_bfloat16(masters[i], rests[i]);
   }
 }
 
@@ -114,10 +115,6 @@ inline uint32_t with_sign(uint16_t remainder) {
   return static_cast<uint32_t>(static_cast<int16_t>(remainder));
 }
 
-inline float join(Half weight, uint16_t remainder) {
-  return math::join_float16(widen(weight), with_sign(remainder));
-}
-
 inline float join(BFloat16 weight, uint16_t remainder) {
   return math::join_bfloat16(widen(weight), with_sign(remainder));
 }
@@ -127,6 +124,10 @@ inline float join(Half weight, float master) {
   narrow(master, half);
   const bool rounds = math::rounds_to_float16(master, widen(half), widen(weight));
   return math::held_if(rounds, master, widen(weight));
+}
+
+inline float join(Half weight, uint16_t remainder) {
+  return join(weight, math::join_float16(widen(weight), with_sign(remainder)));
 }
 
 inline float join(BFloat16 weight, float master) {
