@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.amp import GradScaler
+from apex_mp.core.step import readback
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 OPTIMIZERS: list[Any] = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
@@ -88,3 +89,16 @@ def test_without_a_gradient_to_look_at_nothing_is_counted(device: torch.device) 
     optimizer = FusedAdam([Parameter(torch.ones(9, dtype=BF16, device=device))], lr=1e-6)
     (one,) = said_by(optimizer, 1, 0.0)
     assert "between two such numbers is lost. FusedAdam(..., master_weights=True)" in one
+
+
+def test_a_plain_step_handles_what_came_from_a_device_meanwhile(device: torch.device) -> None:
+    """A loop without a scaler has nothing else that does; pinned memory would pile up."""
+    param = Parameter(torch.ones(2, device=device))
+    optimizer = FusedSGD([param], lr=0.1)
+    arrived: list[list[float]] = []
+    readback.submit([torch.ones((), device=device)], arrived.append)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert arrived == [[1.0]]
