@@ -62,6 +62,7 @@ class StepPlan:
         self,
         param_groups: list[dict[str, Any]],
         state: dict[Any, Any],
+        masters: dict[Any, Any],
         make_state: Callable[[int, int], dict[str, Any]],
         *,
         grads: list[list[Tensor | None]] | None,
@@ -101,6 +102,8 @@ class StepPlan:
     def written(self) -> list[tuple[int, int, bool, bool]]: ...
     @property
     def can_run(self) -> bool: ...
+    @property
+    def has_others(self) -> bool: ...
     @property
     def has_run(self) -> bool: ...
     @property

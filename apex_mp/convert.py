@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from apex_mp.checkpointing.convert_checks import (
 from apex_mp.checkpointing.rename import renamed
 from apex_mp.core.masters.joined import joined
 from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.store import MasterStore
 from apex_mp.optimizers import _state
-from apex_mp.optimizers.master_weights import MasterWeights
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
 
@@ -79,7 +80,7 @@ def load(
     state = _renamed("convert.load", state_dict, model)
     tensors = _tensors(model)
     check_keys(state, model)
-    master_of = _masters_of("convert.load", model, optimizer, write=True)
+    master_of = _masters_of("convert.load", model, optimizer)
     for name, value in state.items():
         if name in tensors:
             tensor = tensors[name][1]
@@ -89,7 +90,7 @@ def load(
     with torch.no_grad():
         for name, (_, tensor) in tensors.items():
             if id(tensor) in master_of and name in state:
-                master_of[id(tensor)].copy_(state[name])
+                master_of[id(tensor)].open().copy_(state[name])
 
 
 def to_mixed(
@@ -199,13 +200,11 @@ def _renamed(function: str, state_dict: Any, model: Any) -> OrderedDict[str, Any
     return renamed(state_dict, [*model.state_dict()])
 
 
-def _masters_of(
-    function: str, model: nn.Module, optimizer: Any, *, write: bool = False
-) -> dict[int, Tensor]:
-    """Return masters by id() of the model's parameters; with `write`, writing to them counts."""
+def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, _Master]:
+    """Return how to read and write the masters of a model, by id() of its parameters."""
     if optimizer is None:
         return {}
-    found: dict[int, Tensor] = {}
+    found: dict[int, _Master] = {}
     of_model = {id(param) for param in model.parameters()}
     for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         check_optimizer(function, one)
@@ -219,20 +218,31 @@ def _masters_of(
                 f"{function}: the optimizer, a {type(one).__name__}, steps no parameter of this "
                 "model; give the one that does, and FP16_Optimizer itself, not the one inside it"
             )
-        found |= {id(param): master for master, param in model_of.items()}
-        if isinstance(one, MasterWeights):
-            own = dict(one._own_masters.saved())
-            found |= {id(param): master for param, master in own.items()}
-            if write:  # The next step splits them again.
-                one._own_masters.replace(own)
-            continue
-        for param, state in one.state.items():
-            if _state.MASTER not in state or param.dtype not in LOW_PRECISION:
-                continue
-            found[id(param)] = _state.whole_master(param, state)
-            if write:  # If it was split, the next step splits it again.
-                state[_state.MASTER] = found[id(param)]
+        for master, param in model_of.items():
+            read = functools.partial(joined, param, master)
+            found[id(param)] = _Master(read, functools.partial(_itself, master))
+        store: MasterStore | None = getattr(one, "_own_masters", None)
+        for group in one.param_groups:
+            for param in group["params"]:
+                if (
+                    store is not None
+                    and param.dtype in LOW_PRECISION
+                    and _state.has_master(param, group, one)
+                ):
+                    read = functools.partial(store.whole_of, param)
+                    found[id(param)] = _Master(read, functools.partial(store.opened, param))
     return found
+
+
+class _Master(NamedTuple):
+    """A master: `read` returns a copy, `open` itself, which counts when it is written."""
+
+    read: Callable[[], Tensor]
+    open: Callable[[], Tensor]
+
+
+def _itself(master: Tensor) -> Tensor:
+    return master
 
 
 def current_masters(function: str, model: nn.Module, optimizer: Any) -> dict[int, Tensor]:
@@ -246,12 +256,9 @@ def current_masters(function: str, model: nn.Module, optimizer: Any) -> dict[int
     Raises:
         TypeError, ValueError: As `masters`.
     """
-    master_of = _masters_of(function, model, optimizer)
-    stepped = ((param, master_of.get(id(param))) for param in model.parameters())
+    masters = _masters_of(function, model, optimizer)
     return {
-        id(param): joined(_state.beside(master, param), master)
-        for param, master in stepped
-        if master is not None
+        id(param): masters[id(param)].read() for param in model.parameters() if id(param) in masters
     }
 
 

@@ -125,16 +125,17 @@ def held(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = [state.items() for state in optimizer.state.values()]
     state = [(key, value) for one in states for key, value in one if torch.is_tensor(value)]
-    around, kept = list[Tensor](), dict[Tensor, Tensor]()
+    store = getattr(optimizer, "_own_masters", None)
+    masters = [] if store is None else [*store.kept.values()]
+    kept = dict[Tensor, Tensor]()
     if isinstance(optimizer, MasterWeights):
-        around = [*optimizer._own_masters.kept.values()]
         kept = optimizer._float32_grads.kept or {}
     # To look at a master's .grad would make it; this counts one only if it exists.
     unscaled = [grad for grad in map(stored_grad, params) if grad is not None]
     lists = (
         weights,
         [*grads, *unscaled, *kept.values()],
-        params + [value for key, value in state if key == "master_param"] + around,
+        params + masters,
         [value for _, value in state],
     )
     return by_storage(dict(zip(HELD, lists, strict=True)))

@@ -163,8 +163,8 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
 @torch.no_grad()
 def _agree(optimizer: FusedAdam) -> None:
     """Copy masters to weights that a step without copies has left as they were."""
-    for param, state in optimizer.state.items():
-        param.data.copy_(state["master_param"])
+    for param, master in optimizer._own_masters.kept.items():
+        param.data.copy_(master)
 
 
 def page(results: dict[str, Any]) -> str:

@@ -71,7 +71,7 @@ def ours_bf16(arena: Arena) -> Running:
     optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
     arena.share_moments(optimizer, step=count_on_param)
     for param, master in zip(params, arena.bfloat_masters, strict=True):
-        optimizer.state[param]["master_param"] = master
+        optimizer._own_masters.kept[param] = master
     return Running(lambda: give_grads(params, arena.bfloat_grads), optimizer.step)
 
 
@@ -79,10 +79,9 @@ def split(arena: Arena, half: list[Tensor], **options: Any) -> tuple[list[Tensor
     """FusedAdam with split masters, which notices if others write its weights."""
     params = parameters(arena.not_shared(half))
     optimizer = FusedAdam(params, master_weights="split", **options, **OPTIONS)
-    remainder = functools.partial(torch.zeros_like, dtype=torch.int16)
-    arena.share_moments(
-        optimizer, narrow=bool(options), step=count_on_param, master_param=remainder
-    )
+    arena.share_moments(optimizer, narrow=bool(options), step=count_on_param)
+    for param in params:
+        optimizer._own_masters.kept[param] = torch.zeros_like(param, dtype=torch.int16)
     return params, optimizer
 
 

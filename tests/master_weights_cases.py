@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tolerances import assert_same_bits
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from apex_mp.core.masters.joined import differ
 from apex_mp.optimizers import MasterWeights
@@ -38,9 +38,14 @@ def give_grads(params: list[nn.Parameter], twins: list[nn.Parameter], step: int)
         param.grad, twin.grad = grad, grad.float()
 
 
+def masters_of(optimizer: Any) -> dict[Tensor, Tensor]:
+    """Return the masters that an optimizer keeps, in float32."""
+    return {param: optimizer.master(param) for param in optimizer._own_masters.kept}
+
+
 def check(optimizer: Any, params: list[nn.Parameter], twins: list[nn.Parameter]) -> None:
     """Masters are the twins to the bit, and parameters are masters, rounded."""
-    kept = dict(optimizer._own_masters.saved())
+    kept = masters_of(optimizer)
     for param, twin in zip(params, twins, strict=True):
         assert param.dtype in (F16, BF16)
         assert_same_bits(kept[param], twin.detach())

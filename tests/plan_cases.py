@@ -122,6 +122,7 @@ def _predictions(
     optimizer: FusedAdam, grads: list[Tensor | None]
 ) -> Iterator[reference.Adam | None]:
     rest = iter(grads)
+    optimizer._own_masters.put_back(optimizer)  # What was in no group.
     for group in optimizer.param_groups:
         group_grads = [next(rest) for _ in group["params"]]
         norm = reference.l2_norm([grad for grad in group_grads if grad is not None])
@@ -132,11 +133,7 @@ def _predictions(
                 yield None
                 continue
             state = optimizer.state.get(param) or {}
-            master = has_master(param, group) and "master_param" in state
-            start = param.detach()
-            if master:  # Weights that were written win.
-                kept = state["master_param"].to(param.dtype) == start
-                start = torch.where(kept, state["master_param"], start)
+            start = optimizer.master(param) if has_master(param, group) else param.detach()
             zeros = torch.zeros_like(param, dtype=F64)
             moments = [state.get(key, zeros) for key in MOMENTS]
             model = reference.Adam(start, *moments, step=float(state.get("step", 0.0)))
@@ -155,7 +152,7 @@ def _assert_as_predicted(optimizer: FusedAdam, param: Parameter, wanted: referen
     state = optimizer.state[param]
     stepped = param.detach()
     if any(has_master(param, g) for g in optimizer.param_groups if _holds(g["params"], param)):
-        stepped = state["master_param"]
+        stepped = optimizer.master(param)
         assert_same_bits(param.detach(), stepped.to(param.dtype))
     assert float(state["step"]) == wanted.step
     assert_near(stepped, wanted.param, _TOLERANCES[stepped.dtype])

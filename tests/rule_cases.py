@@ -166,3 +166,10 @@ def make_params(
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(shape, generator=generator) for shape in shapes]
     return [Parameter(value.to(device, dtype)) for value in values]
+
+
+def copy_master(optimizer: Any, param: Tensor, other: Any, twin: Tensor) -> None:
+    """Give another optimizer a copy of a parameter's master, if there is one."""
+    kept = optimizer._own_masters.kept
+    if param in kept:
+        other._own_masters.kept[twin] = kept[param].clone()

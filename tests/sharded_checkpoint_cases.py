@@ -76,10 +76,12 @@ class Run(Stateful):
     def numbers(self) -> dict[str, Any]:
         """All that a step changes."""
         states = [self.optimizer.state.get(param, {}) for param in self.model.parameters()]
-        names = ("exp_avg", "exp_avg_sq", "master_param")
+        names = ("exp_avg", "exp_avg_sq")
+        kept = self.optimizer._own_masters.kept
         return {
             "weights": flat(self.model.parameters()),
             **{name: flat(state[name] for state in states if name in state) for name in names},
+            "masters": flat(kept[param] for param in self.model.parameters() if param in kept),
             "counts": [float(state["step"]) for state in states if state],
             "scale": self.scaler.state_dict(),
         }

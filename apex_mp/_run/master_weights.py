@@ -17,13 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.core.log import counted, is_first_process
+from apex_mp.core.masters.store import MASTER, needs_master
 from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._in_place import fuse, put_masters
-from apex_mp.optimizers._own_masters import StepCounts, needs_master
-from apex_mp.optimizers._state import MASTER
-from apex_mp.optimizers.master_weights import MasterWeights, give_masters
+from apex_mp.optimizers._in_place import fuse
+from apex_mp.optimizers.master_weights import MasterWeights, StepCounts, give_masters
 
 
 @contextlib.contextmanager
@@ -123,10 +122,7 @@ class _Giver:
         self._count(optimizer)
         originals = {p: self._originals.pop(p) for p in low if p in self._originals}
         if originals:
-            if isinstance(optimizer, MasterWeights):
-                optimizer._own_masters.replace(originals)
-            else:
-                put_masters(optimizer, originals)
+            optimizer._own_masters.kept.update(originals)
             _say(
                 f"the weights of {name} became 16-bit after it was made; its masters hold the "
                 "float32 weights"
@@ -138,7 +134,7 @@ class _Giver:
         if isinstance(optimizer, MasterWeights):
             if counter is not None:
                 counter.leave_to(optimizer)
-            counts = optimizer._own_masters.counts
+            counts = optimizer._counts
         else:
             if counter is None:
                 counter = self._counters[optimizer] = _Counter(optimizer)
@@ -292,12 +288,11 @@ class _Counter:
 
     def leave_to(self, optimizer: MasterWeights) -> None:
         """Leave counting to the optimizer, which was fused until now and counts by itself."""
-        masters = optimizer._own_masters
-        if masters.counts is not self.counts:
+        if optimizer._counts is not self.counts:
             self._is_over = True  # In a hook no hook can be removed.
             step_log.unlisten(self)
-            self.counts.steps += masters.counts.steps
-            masters.counts = self.counts
+            self.counts.steps += optimizer._counts.steps
+            optimizer._counts = self.counts
 
     def __call__(self, optimizer: Any, *_: Any) -> None:
         if isinstance(optimizer, MasterWeights):

@@ -14,7 +14,7 @@ from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers._state import MASTER, has_master
+from apex_mp.optimizers._state import has_master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +74,8 @@ def lost_updates(
     twin = copy.deepcopy(optimizer, memo)
     for state in twin.state.values():
         for name, value in state.items():
-            # Step counts and masters are float32 in float64 optimizers, too.
-            kept = name in ("step", MASTER)
-            if isinstance(value, Tensor) and value.is_floating_point() and not kept:
+            # Step counts are float32 in float64 optimizers, too.
+            if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                 state[name] = value.double()
     before = {key: param.detach().clone() for key, param in wide.items()}
     twin.step()

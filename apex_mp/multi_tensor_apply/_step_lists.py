@@ -72,6 +72,7 @@ def step_lists(
         plan.read(
             [group],
             state,
+            {},
             refuse,
             grads=[[*grads]],
             grads_of=None,

@@ -62,6 +62,7 @@ class Part:
     def read(
         self,
         state: dict[Any, Any],
+        masters: dict[Any, Any],
         make_state: Callable[[int, int], dict[str, Any]],
         scale: float | Tensor,
         unscale: Sequence[torch.dtype],
@@ -72,7 +73,9 @@ class Part:
             return make_state(number, self._indices[number][index])
 
         try:
-            self.plan.read(self.groups, state, make, scale=scale, unscale=unscale, **self._lists)
+            self.plan.read(
+                self.groups, state, masters, make, scale=scale, unscale=unscale, **self._lists
+            )
         except (RuntimeError, TypeError) as error:
             error.args = (re.sub(r"\[(\d+)\]\[(\d+)\]", self._name, str(error)),)
             raise

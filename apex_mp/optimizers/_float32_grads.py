@@ -12,9 +12,9 @@ from apex_mp.core.grads import shards
 from apex_mp.core.grads.found_inf import FoundInf, clip_divisor, inverse
 from apex_mp.core.grads.grad_slots import Grads
 from apex_mp.core.grads.measured import measure
+from apex_mp.core.masters.store import needs_master
 from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, Lists, ScaledStep, StepResult
 from apex_mp.core.tensors import local_part
-from apex_mp.optimizers._own_masters import needs_master
 
 _NameOf: TypeAlias = Callable[[Tensor], str]
 

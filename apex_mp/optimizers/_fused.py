@@ -15,6 +15,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
+from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
     GradCheck,
@@ -31,7 +32,7 @@ from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._offload.plan import OffloadedPlan
 from apex_mp.optimizers._saved import SavedOptimizer
 from apex_mp.optimizers._several_devices import SeveralDevices
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._state import master_dtype
 
 _Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
 # For each parameter whose state a step has replaced, the state before; None: it had none.
@@ -87,6 +88,7 @@ class FusedOptimizer(SavedOptimizer):
     ) -> None:
         _offload.check_option(self._public_name, offload)
         self.offload = offload
+        self._own_masters = MasterStore()
         # Only then: without it groups have the keys of apex and torch.
         if master_weights:
             defaults = {**defaults, "master_weights": master_weights}
@@ -175,7 +177,7 @@ class FusedOptimizer(SavedOptimizer):
             step = _legacy_call.scaled_step(
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
-            is_first = not self.state
+            is_first = not self.__dict__["state"]
             with torch.no_grad(), self._watching_updates(step):
                 step.result = self._step_by_plan(step)
                 if is_first and is_called_for_state():
@@ -198,6 +200,8 @@ class FusedOptimizer(SavedOptimizer):
             if not plan.has_run:  # Else the weights were stepped, and need their state.
                 self._take_back(before)
             raise
+        if plan.has_others:
+            self._own_masters.put_aside(self)
         if not (step.check or step.found_inf is not None):
             outcome = HostOutcome(False)  # What is not looked for is not found.
         if outcome.found_inf:
@@ -330,7 +334,8 @@ class FusedOptimizer(SavedOptimizer):
         """Make a plan read the next step; missing state is created."""
         plan.read(
             self.param_groups,
-            self.state,
+            self.__dict__["state"],
+            self._own_masters.kept,
             functools.partial(self._make_state, before),
             grads=step.grads,
             grads_of=step.grads_of,
@@ -354,14 +359,12 @@ class FusedOptimizer(SavedOptimizer):
         """
         group = self.param_groups[number]
         param = group["params"][index]
+        self._own_masters.put_back(self)
         before.setdefault(param, self.state.get(param))
         state = self._layout(group).completed(before[param] or {}, param, group, self._state_device)
         self.state[param] = state
+        self._own_masters.keep_as(param, master_dtype(param, group), self._state_device)
         return state
-
-    def _layout(self, group: Mapping[str, Any]) -> StateLayout:
-        """Return the layout of the states of a group."""
-        return self._state_layout
 
     def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
         """Called after a step if the host knows that it was not skipped.

@@ -12,9 +12,10 @@ from apex_mp.core import tensors
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.masters.class_with import class_with, own_class
 from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step.scaled_step import GradCheck, ScaledStep
 from apex_mp.optimizers._fused import Before, FusedOptimizer
-from apex_mp.optimizers._state import MASTER, unpack
+from apex_mp.optimizers._state import unpack
 from apex_mp.optimizers.fused_adam import FusedAdam
 from apex_mp.optimizers.fused_sgd import FusedSGD
 from apex_mp.optimizers.master_weights import give_masters
@@ -75,14 +76,8 @@ class _InPlace(FusedOptimizer):
 
     def _unfuse(self) -> None:
         """Step by torch's class from now on, with `MasterWeights`."""
-        masters = {}
-        for param, state in self.state.items():
-            if MASTER in state:  # A checkpoint may hold the state.
-                masters[param] = state[MASTER]
-                self.state[param] = {key: state[key] for key in state if key != MASTER}
         self._leave()
-        given = give_masters(self)
-        given._own_masters.load(masters)
+        give_masters(self)
 
     def _leave(self) -> None:
         own = own_class(type(self))
@@ -209,6 +204,7 @@ def fuse(optimizer: Any) -> bool:
     if not (optimizer._can_step() and _are_steppable(params)):
         optimizer._leave()
         return False
+    optimizer._own_masters = MasterStore()
     states = {
         param: optimizer._adapt_state(f"{cls.__name__}: its state", state, param)
         for param, state in optimizer.state.items()
@@ -216,23 +212,6 @@ def fuse(optimizer: Any) -> bool:
     }
     optimizer.state.update(unpack(states))
     return True
-
-
-def put_masters(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
-    """Replace masters of a fused optimizer.
-
-    Args:
-        optimizer: The optimizer, with `master_weights=True`.
-        masters: A float32 tensor for each of some parameters.
-    """
-    layout = optimizer._state_layout
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in masters:
-                state = {**optimizer.state.get(param, {}), MASTER: masters[param].clone()}
-                # The state of an SGD may lack a buffer; that of an Adam is whole in checkpoints.
-                whole = layout.completed(state, param, group) if layout.numbers else state
-                optimizer.state[param] = whole
 
 
 def _are_steppable(params: Iterable[Tensor]) -> bool:

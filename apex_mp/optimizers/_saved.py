@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import options
+from apex_mp.core.checkpoints.checkpoint_view import attribute_with_checkpoint_view
 from apex_mp.core.checkpoints.state_checks import as_dict, check_optimizer_state
-from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.store import MASTER, MasterStore, StateView
 from apex_mp.core.step import readback
 from apex_mp.optimizers import _state
 from apex_mp.optimizers._offload.gradients import HostGrads
@@ -29,6 +31,11 @@ class SavedOptimizer(torch.optim.Optimizer):
     # Whether masters and moments are in host memory, and gradients, too.
     offload: bool | str = False
     _host_grads: HostGrads | None = None
+    _own_masters: MasterStore
+
+    def _layout(self, group: Mapping[str, Any]) -> _state.StateLayout:
+        """Return the layout of the states of a group."""
+        return self._state_layout
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
@@ -66,6 +73,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Where states are made; None: with their parameters."""
         return torch.device("cpu") if self.offload else None
 
+    state = attribute_with_checkpoint_view("state", torch.optim.Optimizer)
+
+    def _checkpoint_view(self) -> StateView:
+        return StateView(self)
+
     # --- What users call.
 
     def master(self, param: Tensor) -> Tensor:
@@ -80,7 +92,8 @@ class SavedOptimizer(torch.optim.Optimizer):
             ValueError: It is in no group.
         """
         _state.check_own(f"{self._public_name}.master", self, param)
-        return _state.master_of(param, self.state.get(param, {}))
+        self._own_masters.put_back(self)
+        return self._own_masters.whole_of(param)
 
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Return state and options.
@@ -91,17 +104,18 @@ class SavedOptimizer(torch.optim.Optimizer):
                 too [False].
         """
         readback.wait()  # A first step that was skipped leaves no state.
+        self._own_masters.put_back(self)
         saved = super().state_dict()
-        states = saved["state"]
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
-                state = states.get(index, {})
-                if _state.MASTER not in state:
+                state = saved["state"].get(index)
+                master = self._own_masters.saved(param, compact=compact)
+                if master is None or (state is None and self._own_masters.is_weight(param)):
                     continue
-                if param.dtype not in LOW_PRECISION:  # It is its own master again.
-                    states[index] = {k: v for k, v in state.items() if k != _state.MASTER}
-                elif not compact and _state.is_split(state):
-                    states[index] = {**state, _state.MASTER: _state.whole_master(param, state)}
+                if state is None:  # The master was loaded before the first step.
+                    layout, device = self._layout(group), self._state_device
+                    state = layout.completed({}, param, group, device)
+                saved["state"][index] = {**state, MASTER: master}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -116,9 +130,10 @@ class SavedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: Groups do not fit, a hyperparameter is out of range, or a
                 parameter's state is not that of such an optimizer.
         """
+        masters: dict[Tensor, Tensor] = {}
 
         def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            adapted = self._adapted(saved)
+            adapted = self._adapted(saved, masters)
             for group in adapted["param_groups"]:
                 self._check_options({**self.defaults, **group})
             return adapted
@@ -129,9 +144,15 @@ class SavedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(as_dict(self._public_name, state_dict))
         finally:
             handle.remove()
+        self._own_masters.load(masters)
 
-    def _adapted(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved state_dict in the layout used here, for load_state_dict and `unpack`."""
+    def _adapted(self, saved: Mapping[str, Any], masters: dict[Tensor, Tensor]) -> dict[str, Any]:
+        """Return a saved state_dict in the layout used here, for load_state_dict and `unpack`.
+
+        Args:
+            saved: The state_dict.
+            masters: Its masters are added.
+        """
         check_optimizer_state(self._public_name, saved)
         states: dict[Any, Any] = dict(saved["state"])
         saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
@@ -142,9 +163,19 @@ class SavedOptimizer(torch.optim.Optimizer):
             return dict(saved)  # torch says in which way they do not fit.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for index, param in zip(saved_group["params"], group["params"], strict=True):
-                if states.get(index):
-                    where = f"{self._public_name}.load_state_dict: state[{index}]"
-                    states[index] = self._adapt_state(where, states[index], param)
+                state = states.get(index)
+                if not state:
+                    continue
+                where = f"{self._public_name}.load_state_dict: state[{index}]"
+                rest = {name: value for name, value in state.items() if name != MASTER}
+                if MASTER in state:
+                    device = self._state_device
+                    master = _state.loaded_master(where, state[MASTER], param, device)
+                    masters.update({} if master is None else {param: master})
+                if rest:
+                    states[index] = self._adapt_state(where, rest, param)
+                else:
+                    del states[index]
             # What was asked for here stays. Without masters here the file says whether there are.
             for option in ("moment_dtype", "stochastic_rounding"):
                 saved_group.pop(option, None)
@@ -158,10 +189,22 @@ class SavedOptimizer(torch.optim.Optimizer):
         return {**saved, "state": states, "param_groups": saved_groups}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._pickled}}
+        """Return what is pickled and copied: masters are among the state."""
+        self._own_masters.put_back(self)
+        own = {name: getattr(self, name) for name in self._pickled}
+        states = self._own_masters.beside(collections.defaultdict(dict, self.state))
+        return {**super().__getstate__(), **own, "state": states}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "state": _state.unpack(state["state"])})
+        states = _state.unpack(state["state"])
+        masters = {p: s.pop(MASTER) for p, s in states.items() if MASTER in s}
+        for param in masters:
+            if not states[param]:
+                del states[param]
+        if "_own_masters" not in vars(self):  # Else load_state_dict calls this.
+            self._own_masters = MasterStore()
+        self._own_masters.kept.update(masters)
+        super().__setstate__({**state, "state": states})
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:

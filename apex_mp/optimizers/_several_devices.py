@@ -48,6 +48,7 @@ class SeveralDevices:
         self.can_run = True
         self.has_run = False
         self.has_parts = False
+        self.has_others = False
         self.grad_dtypes: set[torch.dtype] = set()
         self._plans: dict[torch.device, _C.StepPlan] = {}
         # The gradients and their scale, and what `check` has found in them.
@@ -60,6 +61,7 @@ class SeveralDevices:
         self,
         param_groups: Groups,
         state: dict[Any, Any],
+        masters: dict[Any, Any],
         make_state: Callable[[int, int], dict[str, Any]],
         *,
         grads: Lists | None,
@@ -86,7 +88,7 @@ class SeveralDevices:
 
         try:
             for part in parts:
-                part.read(state, make, scale, unscale)
+                part.read(state, masters, make, scale, unscale)
             for number, index in sorted(made):  # In the order of parameters, as with one plan.
                 param = param_groups[number]["params"][index]
                 state[param] = state.pop(param)
@@ -96,6 +98,7 @@ class SeveralDevices:
             raise
         self._plans = {part.device: part.plan for part in parts}
         self._scale = scale
+        self.has_others = bool(made)  # Perhaps; each plan takes what is on other devices for such.
         self.has_parts = any(part.plan.has_parts for part in parts)
         self.grad_dtypes = set().union(*(part.plan.grad_dtypes for part in parts))
         if self.has_parts:  # Another process may have a gradient.

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from apex_mp.core import tensors
 from apex_mp.core.grads import checks
-from apex_mp.core.masters.joined import joined, like, split
+from apex_mp.core.masters.joined import like
 from apex_mp.core.masters.masters import LOW_PRECISION
-
-MASTER = "master_param"
+from apex_mp.core.masters.store import MASTER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,33 +75,9 @@ def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def is_split(state: Mapping[str, Any]) -> bool:
-    """Return whether a state has the remainder of a master."""
-    return getattr(state.get(MASTER), "dtype", None) == torch.int16
-
-
-def master_of(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return a copy of the values that are stepped, in float32: a master's or the parameter's."""
-    master = state.get(MASTER) if param.dtype in LOW_PRECISION else None
-    if master is None:
-        return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-    return whole_master(param, state).to(param.device)
-
-
-def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Return a parameter's master in float32, new, where it is kept."""
-    kept: Tensor = state[MASTER]
-    return joined(beside(kept, param), kept)
-
-
-def beside(master: Tensor, param: Tensor) -> Tensor:
-    """Return a parameter where its master is: itself, or a copy in host memory."""
-    return param if master.device == param.device else param.detach().to(master.device)
-
-
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The names of an optimizer's entries in `state[param]`, beside `master_param`.
+    """The names of an optimizer's entries in `state[param]`.
 
     Attributes:
         kind: The optimizer with an article, for messages: "an Adam".
@@ -132,8 +107,7 @@ class StateLayout:
     ) -> dict[str, Any]:
         """Return a complete state by a group's options, in the parameter's memory order.
 
-        An entry that is not a tensor counts as missing, except a plain number among `numbers`. If a
-        float32 master is split, the parameter is written too.
+        An entry that is not a tensor counts as missing, except a plain number among `numbers`.
 
         Args:
             state: What there is of it.
@@ -151,12 +125,6 @@ class StateLayout:
                 whole[name] = checks.match_strides(whole[name], param).to(device, dtype)
             else:
                 whole[name] = like(param, dtype, device)
-        kept_as = master_dtype(param, group)
-        if kept_as is not None:
-            whole[MASTER] = _as_master(whole.get(MASTER), param, kept_as, device)
-        else:
-            # The parameter is stepped itself, so a master would be that of before.
-            whole.pop(MASTER, None)
         return whole
 
     def loaded(
@@ -168,8 +136,7 @@ class StateLayout:
     ) -> dict[str, Any]:
         """Return a parameter's saved state in the layout used here.
 
-        Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`. A
-        master in 16 bits is left out: torch, which loaded it, has cast it like its parameter.
+        Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`.
 
         Args:
             where: The state's name, for messages.
@@ -188,43 +155,40 @@ class StateLayout:
                 "optimizer"
             )
         whole = dict(state)
-        if getattr(whole.get(MASTER), "dtype", None) in LOW_PRECISION:
-            del whole[MASTER]
-        for name in (*self.tensors, MASTER):
-            if name in whole:
-                value = whole[name]
-                is_part = name == MASTER and is_split(whole)
-                _check_like(f"{where}['{name}']", value, param, is_part)
-                dtype = torch.int16 if is_part else self._wide_dtype(name, param)
-                whole[name] = Kept(like(param, dtype, device).copy_(value))
+        wide = torch.promote_types(param.dtype, torch.float32)
+        for name in self.tensors:
+            _check_like(f"{where}['{name}']", whole[name], param)
+            whole[name] = Kept(like(param, wide, device).copy_(whole[name]))
         for name in self.numbers:
             number = _number(f"{where}['{name}']", name, whole[name])
             whole[name] = Kept(_new_number(param, number, device))
         return whole
 
-    def _wide_dtype(self, name: str, param: Tensor) -> torch.dtype:
-        is_double = param.dtype == torch.float64 and name in self.tensors
-        return torch.float64 if is_double else torch.float32
 
+def loaded_master(
+    where: str, value: Any, param: Tensor, device: torch.device | None = None
+) -> Tensor | None:
+    """Return a copy of a saved master: float32, or an int16 remainder.
 
-def _as_master(
-    value: Any, param: Tensor, dtype: torch.dtype, device: torch.device | None
-) -> Tensor:
-    """Return the master of a state, or a new one, in `dtype`: float32, or int16 for a remainder."""
-    if not torch.is_tensor(value):
-        if dtype == torch.int16:
-            return like(param, dtype, device)
-        return param.detach().to(device).float()
-    laid: Tensor = checks.match_strides(value, param).to(device)
-    if laid.dtype == dtype:
-        return laid
-    weight = beside(laid, param)
-    if dtype != torch.int16:
-        return joined(weight, laid)
-    remainder = split(joined(weight, laid), weight)
-    if weight is not param:
-        param.detach().copy_(weight)
-    return remainder
+    One in 16 bits is left out: torch, which loaded it, has cast it like its parameter. So is {},
+    which torch.distributed.checkpoint has for what is not in a file.
+
+    Args:
+        where: Its state's name, for messages.
+        value: The saved master.
+        param: Its parameter.
+        device: Where it is kept [None: with the parameter].
+
+    Raises:
+        TypeError, ValueError: It is not the master of such a parameter.
+    """
+    if getattr(value, "dtype", None) in LOW_PRECISION or (isinstance(value, dict) and not value):
+        return None
+    is_remainder = getattr(value, "dtype", None) == torch.int16
+    _check_like(f"{where}['{MASTER}']", value, param, is_remainder)
+    if param.dtype not in LOW_PRECISION:
+        return None
+    return like(param, torch.int16 if is_remainder else torch.float32, device).copy_(value)
 
 
 def _new_number(param: Tensor, value: Any, device: torch.device | None) -> Tensor:
@@ -232,7 +196,7 @@ def _new_number(param: Tensor, value: Any, device: torch.device | None) -> Tenso
     return torch.full((), number, dtype=torch.float32, device=device or param.device)
 
 
-def _check_like(name: str, value: Any, param: Tensor, is_remainder: bool) -> None:
+def _check_like(name: str, value: Any, param: Tensor, is_remainder: bool = False) -> None:
     """Refuse what cannot be copied into a tensor like the parameter."""
     if is_remainder and param.dtype not in LOW_PRECISION:
         raise TypeError(

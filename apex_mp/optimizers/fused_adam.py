@@ -39,9 +39,8 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
         capturable: No effect: a step can be captured in a CUDA graph anyway, after one outside of
             the capture, if all parameters are on one device; see `refresh_hyperparameters` [False].
-        master_weights: Keep a float32 master of each float16 and bfloat16 parameter in
-            `state[p]["master_param"]`, step it, and write the parameter in the same pass. After
-            loading other weights into the model, drop the masters too. "split": keep only the
+        master_weights: Keep a float32 master of each float16 and bfloat16 parameter beside the
+            state, step it, and write the parameter in the same pass. "split": keep only the
             remainder, the part that the parameter does not hold, in 2 bytes instead of 4;
             `master(p)` returns the master. With bfloat16 it is equal to a float32 master to the
             bit; with float16 it is so from 2**-16 to 65504 and within 2**-41 below, and larger

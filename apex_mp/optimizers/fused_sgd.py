@@ -11,7 +11,7 @@ from torch.optim.optimizer import required
 
 from apex_mp.core import options
 from apex_mp.optimizers._fused import Before, FusedOptimizer
-from apex_mp.optimizers._state import MASTER, StateLayout
+from apex_mp.optimizers._state import StateLayout
 
 BUFFER = "momentum_buffer"
 IS_FRESH = "is_fresh"  # float32: not 0 if the buffer holds nothing yet
@@ -125,7 +125,7 @@ class FusedSGD(FusedOptimizer):
             )
 
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        if state.get(BUFFER) is not None or not {BUFFER, MASTER} & state.keys():
+        if state.get(BUFFER) is not None or BUFFER not in state:
             return super()._adapt_state(where, state, param)
         # No buffer: torch saves this for a parameter without a gradient or without momentum.
         rest = {key: value for key, value in state.items() if key != BUFFER}

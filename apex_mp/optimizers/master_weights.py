@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from apex_mp.core.checkpoints.checkpoint_view import attribute_with_checkpoint_view
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.masters.class_with import class_with, own_class
 from apex_mp.core.masters.exchange import Exchange, exchanged
 from apex_mp.core.masters.masters import widened
+from apex_mp.core.masters.store import (
+    MASTER,
+    MasterStore,
+    StateView,
+    listed,
+    low_params,
+    needs_master,
+)
 from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, dropping_amp_tensors
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers import _legacy_call
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._own_masters import OwnMasters, in_float32, listed, low_params, needs_master
-from apex_mp.optimizers._state import MASTER, check_own
+from apex_mp.optimizers._state import check_own
+
+
+@dataclasses.dataclass
+class StepCounts:
+    """The steps of an optimizer, and its masters.
+
+    Attributes:
+        owner: The optimizer's class.
+        bytes_each: Bytes of a master's element between steps.
+        steps: The steps, skipped ones included.
+        skipped: Those that were skipped.
+        params: The parameters that have a master.
+        elements: Their elements.
+    """
+
+    owner: str
+    bytes_each: int
+    steps: int = 0
+    skipped: int = 0
+    params: int = 0
+    elements: int = 0
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -64,7 +94,9 @@ class MasterWeights(torch.optim.Optimizer):
     unscale_grads: bool | None = None
     _steps_taken = 0  # or tried
     _steps_masters = False
-    _own_masters: OwnMasters
+    _own_masters: MasterStore
+    _is_split: bool
+    _counts: StepCounts
     _float32_grads: Float32Grads
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
@@ -109,7 +141,7 @@ class MasterWeights(torch.optim.Optimizer):
         with dropping_amp_tensors(self):
             step = _legacy_call.scaled_step(name, self, None, None, 1.0, None)
             self._steps_taken += 1
-            self._own_masters.counts.steps += 1
+            self._counts.steps += 1
             if closure is not None:
                 if step.check or step.found_inf is not None:
                     raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")
@@ -118,10 +150,9 @@ class MasterWeights(torch.optim.Optimizer):
             found, new = self._float32_grads.of(grads, step, self.__name)
             step.result = result_of(grads, found, step)
             if step.result.outcome.found_inf:
-                self._own_masters.counts.skipped += 1
+                self._counts.skipped += 1
                 return None
-            masters = self._masters_for_step()
-            self._own_masters.stepped.update(new)
+            masters = self._masters_for_step(new)
             with self.__stepping(), exchanged(masters, new):
                 value = super().step(*args, **kwargs)
             self._write_masters(masters)
@@ -141,9 +172,8 @@ class MasterWeights(torch.optim.Optimizer):
             _, grads = self._float32_grads.of(self.__grads(), ScaledStep(), self.__name)
             new.clear()
             new.update(grads)
-            self._own_masters.stepped.update(grads)
-            if not masters:
-                masters.update(self._masters_for_step())
+            missing = self._masters_for_step(grads)
+            masters.update({p: master for p, master in missing.items() if p not in masters})
             exchange.enter()
 
         @functools.wraps(closure)
@@ -176,14 +206,18 @@ class MasterWeights(torch.optim.Optimizer):
             self._steps_masters = False
             attributes.update(hidden)
 
-    def _masters_for_step(self) -> dict[Tensor, Tensor]:
-        """Return the masters for a step: of all 16-bit parameters that require grad.
+    def _masters_for_step(self, grads: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
+        """Return the masters for a step.
 
-        An optimizer may change those without a gradient, too.
+        Args:
+            grads: The 16-bit parameters with a gradient. Besides, all that require grad have a
+                master: an optimizer may change those without a gradient, too.
         """
-        groups = self.param_groups
-        every = (param for group in groups for param in group["params"])
-        params = [param for param in every if needs_master(param) and param.requires_grad]
+        self._own_masters.put_back(self)
+        self._own_masters.put_aside(self)
+        own = [param for group in self.param_groups for param in group["params"]]
+        low = [param for param in own if needs_master(param)]
+        params = [param for param in low if param.requires_grad or param in grads]
         for param in params:
             if param not in self._own_masters.kept and param in self.state:  # Made in 16 bits.
                 state = self.state[param]
@@ -191,9 +225,12 @@ class MasterWeights(torch.optim.Optimizer):
         return self._own_masters.whole(params)
 
     def _write_masters(self, masters: dict[Tensor, Tensor]) -> None:
-        if not self._own_masters.split:  # Else the weight is one part of the master.
+        if not self._is_split:  # Else the weight is one part of the master.
             Exchange(masters, {}).copy_to_weights()
-        self._own_masters.keep(masters)
+        self._own_masters.keep(masters, as_remainders=self._is_split)
+        kept, counts = self._own_masters.kept, self._counts
+        if len(kept) != counts.params:
+            counts.params, counts.elements = len(kept), sum(map(torch.numel, kept.values()))
 
     # --- Gradients.
 
@@ -220,6 +257,9 @@ class MasterWeights(torch.optim.Optimizer):
 
     # --- Checkpoints and copies.
 
+    def _checkpoint_view(self) -> StateView:
+        return StateView(self)
+
     def master(self, param: Tensor) -> Tensor:
         """Return a copy of the values that steps work on: the master, in float32, or the parameter.
 
@@ -230,8 +270,7 @@ class MasterWeights(torch.optim.Optimizer):
             ValueError: It is in no group.
         """
         check_own("MasterWeights.master", self, param)
-        if not needs_master(param):
-            return param.detach().clone()
+        self._own_masters.put_back(self)
         return self._own_masters.whole_of(param)
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,17 +278,17 @@ class MasterWeights(torch.optim.Optimizer):
 
         Hooks of the user's are called before masters are added.
         """
+        self._own_masters.put_back(self)
         saved: dict[str, Any] = super().state_dict()
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         numbers = itertools.chain.from_iterable(g["params"] for g in saved["param_groups"])
         number_of = dict(zip(params, numbers, strict=True))
-        states = {**saved["state"]}
-        for param, master in self._own_masters.saved():
-            number = number_of.get(param, -1)
-            # Its class could not load a state that lacks entries; if it makes none, it can.
-            is_whole = number in states or param in self._own_masters.stepped
-            if number >= 0 and is_whole:
-                saved["state"][number] = {**states.get(number, {}), MASTER: master}
+        states = saved["state"]
+        for param, number in number_of.items():
+            master = self._own_masters.saved(param)
+            # Without need none: the class alone could not load a state that lacks its entries.
+            if master is not None and (number in states or not self._own_masters.is_weight(param)):
+                states[number] = {**states.get(number, {}), MASTER: master}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -284,12 +323,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle as the optimizer's own class does, with the masters."""
+        self._own_masters.put_back(self)
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, own, *items = reduced
         own_type = own_class(type(self))
         plain = tuple(own_type if each is type(self) else each for each in args)
         kept = [*self._own_masters.kept.items()]
-        more = (kept, self._own_masters.split, self._float32_grads.kept is not None)
+        more = (kept, self._is_split, self._float32_grads.kept is not None)
         return _remake, (make, plain), (own, more), *items
 
     def __setstate__(self, state: Any) -> None:
@@ -368,10 +408,7 @@ def give_masters(
         TypeError: Its class has a base, such as ABC, with which Python does not let it be changed.
     """
     cls = type(optimizer)
-    members = {
-        name: in_float32(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)
-    }
-    with_masters = class_with(MasterWeights, cls, members)
+    with_masters = _class_with_masters(cls)
     try:
         optimizer.__class__ = with_masters
     except TypeError:
@@ -387,12 +424,38 @@ def give_masters(
     return optimizer
 
 
+def _class_with_masters(cls: Any) -> Any:
+    members: dict[str, Any] = {
+        name: in_float32(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)
+    }
+    members["state"] = attribute_with_checkpoint_view("state", cls)
+    return class_with(MasterWeights, cls, members)
+
+
 def _put_masters(optimizer: Any, split: bool, keep_grads: bool) -> None:
-    optimizer._own_masters = OwnMasters(type(optimizer).__name__, split)
+    if "_own_masters" not in vars(optimizer):
+        optimizer._own_masters = MasterStore()
+    optimizer._is_split = split
+    optimizer._counts = StepCounts(type(optimizer).__name__, 2 if split else 4)
     optimizer._float32_grads = Float32Grads(keep_grads)
+
+
+def in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method, of a schedule-free optimizer, that changes parameters in float32 as well."""
+
+    @functools.wraps(method)
+    def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        masters = optimizer._masters_for_step()
+        with torch.no_grad(), exchanged(masters, {}):
+            result = method(optimizer, *args, **kwargs)
+        optimizer._write_masters(masters)
+        return result
+
+    return call
 
 
 def _remake(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     optimizer = make(*args)
-    optimizer.__class__ = class_with(MasterWeights, type(optimizer), {})
+    cls = type(optimizer)
+    optimizer.__class__ = _class_with_masters(cls)
     return optimizer

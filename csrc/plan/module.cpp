@@ -54,14 +54,14 @@ void define_plan(py::module_& module) {
       .def(
           "read",
           [](Plan& plan, const py::list& param_groups, const py::dict& state,
-             const py::function& make_state, py::object grads, py::object grads_of,
-             py::object copies, py::object scale, const std::vector<at::ScalarType>& unscale,
-             const std::vector<int32_t>& positions) {
-            plan.read(param_groups, state, make_state,
+             const py::dict& masters, const py::function& make_state, py::object grads,
+             py::object grads_of, py::object copies, py::object scale,
+             const std::vector<at::ScalarType>& unscale, const std::vector<int32_t>& positions) {
+            plan.read(param_groups, {state, masters, make_state},
                       {grads, grads_of, copies, scale, unscale, positions});
           },
-          py::arg("param_groups"), py::arg("state"), py::arg("make_state"), py::kw_only(),
-          py::arg("grads"), py::arg("grads_of"), py::arg("copies"), py::arg("scale"),
+          py::arg("param_groups"), py::arg("state"), py::arg("masters"), py::arg("make_state"),
+          py::kw_only(), py::arg("grads"), py::arg("grads_of"), py::arg("copies"), py::arg("scale"),
           py::arg("unscale") = std::vector<at::ScalarType>(),
           py::arg("positions") = std::vector<int32_t>())
       .def(
@@ -86,6 +86,7 @@ void define_plan(py::module_& module) {
       .def_property_readonly("without_grad", &Plan::without_grad)
       .def_property_readonly("can_run", &Plan::can_run)
       .def_property_readonly("has_run", &Plan::has_run)
+      .def_property_readonly("has_others", &Plan::has_others)
       .def_property_readonly("has_parts", &Plan::has_parts)
       .def_property_readonly("grad_dtypes", &Plan::grad_dtypes)
       .def_property_readonly("outcome", &Plan::outcome)

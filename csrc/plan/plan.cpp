@@ -68,8 +68,10 @@ int32_t rule_named(const std::string& name) {
 
 struct Plan::Item {
   Place place;
-  PyObject* param;
+  PyObject* key;    // the parameter
+  PyObject* param;  // or its part in this process
   PyObject* state;
+  PyObject* master;
   RequiredState required;
   bool scaled = true;
   bool writes_grad = false;
@@ -104,20 +106,18 @@ Plan::Plan(const std::string& rule, const std::string& caller,
   for (size_t i = 0; i < numbers.size(); ++i) names_.numbers[i] = interned(numbers[i].c_str());
 }
 
-void Plan::read(const py::list& param_groups, const py::dict& state, const py::function& make_state,
-                const Given& given) {
+void Plan::read(const py::list& param_groups, const States& states, const Given& given) {
   TORCH_CHECK(!running_, caller_, ": another thread is taking a step with this optimizer");
   clear();
   try {
-    read_all(param_groups, state, make_state, given);
+    read_all(param_groups, states, given);
   } catch (...) {
     clear();  // A step that is refused leaves nothing alive.
     throw;
   }
 }
 
-void Plan::read_all(const py::list& param_groups, const py::dict& state,
-                    const py::function& make_state, const Given& given) {
+void Plan::read_all(const py::list& param_groups, const States& states, const Given& given) {
   without_grad_.clear();
   has_run_ = false;
   has_parts_ = false;
@@ -125,7 +125,8 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
   device_ = params_.empty() ? at::Device(at::kCPU) : tensor_of(params_.front()).device();
   can_run_ = has_kernels(device_);
   const NumberReader numbers(caller_, device_, kept_);
-  order_.find(caller_, params_, state.ptr(), states_);
+  state_order_.find(caller_, params_, states.state.ptr(), states_);
+  masters_order_.find(caller_, params_, states.masters.ptr(), masters_);
   int64_t group = 0;
   for (const py::handle each : param_groups) {
     const GroupOptions options = options_.read(each.ptr(), numbers);
@@ -142,7 +143,7 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
     }
     ++group;
   }
-  read_rows(make_state, given);
+  read_rows(states, given);
   grad_dtypes_ = 0;
   for (const Row& row : task_.rows) {
     if (row.grad.data != nullptr) grad_dtypes_ |= 1u << static_cast<uint32_t>(row.grad.dtype);
@@ -154,7 +155,7 @@ void Plan::read_all(const py::list& param_groups, const py::dict& state,
 
 // First reads the parameters whose tensors are all usual, by several threads if there are many:
 // that does not call Python, whose lock this thread holds. Then reads the others, one by one.
-void Plan::read_rows(const py::function& make_state, const Given& given) {
+void Plan::read_rows(const States& states, const Given& given) {
   constexpr int64_t kRowsPerThread = 256;
   const auto count = static_cast<int64_t>(items_.size());
   tensors_.resize(count);
@@ -182,7 +183,7 @@ void Plan::read_rows(const py::function& make_state, const Given& given) {
         task_.rows[rows] = task_.rows[i];
       }
       ++rows;
-    } else if (read_unusual(item_at(i), make_state, given, tensors_[rows])) {
+    } else if (read_unusual(item_at(i), states, given, tensors_[rows])) {
       tensors_[rows].position = i;
       task_.rows[rows] = memory_of(tensors_[rows]);
       ++rows;
@@ -203,7 +204,9 @@ Plan::Item Plan::item_at(int64_t position) const {
   PyObject* param = params_[position];
   return {{caller_.c_str(), "params", facts.group, facts.index},
           param,
+          param,
           states_[position],
+          masters_[position],
           required_state_[facts.group].of(tensor_of(param))};
 }
 
@@ -254,7 +257,7 @@ bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) con
   row.group = static_cast<int32_t>(item.place.group);
   row.scaled = source.scaled;
   row.writes_grad = given.unscales(*row.grad, row.scaled);
-  return take_usual(item, given, read_usual_state(item.state, names_), row);
+  return take_usual(item, given, read_usual_state(item.state, item.master, names_), row);
 }
 
 bool Plan::take_usual(const Item& item, const Given& given, const State& state,
@@ -283,12 +286,11 @@ bool Plan::read_without_grad(const Item& item, const Given& given, const Source&
   row.scaled = source.scaled;
   row.param_of_grad = source.param == nullptr ? &param : &tensor_of(source.param);
   row.writes_grad = given.unscales(*row.param_of_grad, row.scaled);
-  return take_usual(item, given, read_state(item.state, names_), row);
+  return take_usual(item, given, read_state(item.state, item.master, names_), row);
 }
 
 // Returns whether there is a row.
-bool Plan::read_unusual(Item item, const py::function& make_state, const Given& given,
-                        RowTensors& row) {
+bool Plan::read_unusual(Item item, const States& states, const Given& given, RowTensors& row) {
   PyObject* part = local_part(item.param);
   const bool is_part = part != item.param;
   has_parts_ |= is_part;  // also without a gradient, which other processes may have
@@ -311,7 +313,7 @@ bool Plan::read_unusual(Item item, const py::function& make_state, const Given& 
   if (!can_run_) return false;
   PyObject* copy = item_of(given.copies, item.place);
   if (copy != nullptr && copy != item.param) item.copy = &tensor_of(copy);
-  check_row(item, make_state, *grad, row);
+  check_row(item, states, *grad, row);
   return true;
 }
 
@@ -342,13 +344,16 @@ const at::Tensor& Plan::laid_like(const at::Tensor& param, const at::Tensor& gra
   return kept_.back();
 }
 
-void Plan::check_row(const Item& item, const py::function& make_state, const at::Tensor& grad,
+void Plan::check_row(const Item& item, const States& states, const at::Tensor& grad,
                      RowTensors& row) {
   const at::Tensor& param = tensor_of(item.param);
   TORCH_CHECK_VALUE(item.required.masters == Masters::kNone || item.copy == nullptr, caller_,
                     ".step: output_params was given with master_weights; give one of the two, "
                     "each parameter has one low-precision copy");
-  State state = read_state(item.state, names_);
+  State state = read_state(item.state, item.master, names_);
+  if (state.master != nullptr && tensor_of(state.master).sizes() != param.sizes()) {
+    state.master = nullptr;  // The parameter was resized.
+  }
   row = {};
   row.grad = &laid_like(param, grad, item.writes_grad);
   row.group = static_cast<int32_t>(item.place.group);
@@ -358,8 +363,9 @@ void Plan::check_row(const Item& item, const py::function& make_state, const at:
   check_given(item, *row.grad);
   check_state(state, names_, item.required, param, item.place);
   if (!state.is_complete(item.required) || lies_otherwise(state, item.required, param)) {
-    made_.push_back(make_state(item.place.group, item.place.index));
-    state = read_state(made_.back().ptr(), names_);
+    made_.push_back(states.make(item.place.group, item.place.index));
+    PyObject* master = entry(states.masters.ptr(), item.key);
+    state = read_state(made_.back().ptr(), master, names_);
     TORCH_INTERNAL_ASSERT(state.is_complete(item.required));
     TORCH_CHECK(
         !lies_otherwise(state, item.required, param), caller_, ": params[", item.place.group, "][",

@@ -57,17 +57,24 @@ struct Clip {
 // invalidated when a tensor is replaced, moved, reshaped or reloaded.
 class Plan {
  public:
+  // Where a step finds the state of parameters and their masters, by parameter. `make(group,
+  // index)` is called for a parameter that lacks state or master, or has them in another memory
+  // order; it puts a master into `masters` and returns new state. The caller removes the state if
+  // the step is refused or skipped.
+  struct States {
+    const pybind11::dict& state;
+    const pybind11::dict& masters;
+    const pybind11::function& make;
+  };
+
   // `rule` is the kName of one of math/rules.h, `caller` the optimizer's name in messages, and
   // `tensors` and `numbers` the names of its state in the order of the rule. A plan that steps
   // `once` may do so while a CUDA graph is captured.
   Plan(const std::string& rule, const std::string& caller, const std::vector<std::string>& tensors,
        const std::vector<std::string>& numbers, bool once);
 
-  // Reads and checks everything. `make_state(group, index)` is called for a parameter without
-  // state, or with state in another memory order, and returns new state; the caller removes it if
-  // the step is refused or skipped. Throws a sentence for a parameter that cannot be stepped.
-  void read(const pybind11::list& param_groups, const pybind11::dict& state,
-            const pybind11::function& make_state, const Given& given);
+  // Reads and checks everything. Throws a sentence for a parameter that cannot be stepped.
+  void read(const pybind11::list& param_groups, const States& states, const Given& given);
 
   // Checks and measures the gradients that were read, for a step of the same task, and does not
   // take it: found_inf() and norm() say what was found.
@@ -112,6 +119,9 @@ class Plan {
   // The dtypes of the gradients that were read.
   std::vector<at::ScalarType> grad_dtypes() const;
 
+  // Whether there are states or masters of what is no parameter, as after one was replaced.
+  bool has_others() const { return state_order_.has_others() || masters_order_.has_others(); }
+
   // Whether parts of DTensors were read; `run` does not combine inf, NaN and norms over processes.
   bool has_parts() const { return has_parts_; }
 
@@ -124,19 +134,16 @@ class Plan {
     bool is_read = false;
   };
 
-  void read_all(const pybind11::list& param_groups, const pybind11::dict& state,
-                const pybind11::function& make_state, const Given& given);
+  void read_all(const pybind11::list& param_groups, const States& states, const Given& given);
   void list_params(const pybind11::list& param_groups);
-  void read_rows(const pybind11::function& make_state, const Given& given);
+  void read_rows(const States& states, const Given& given);
   Item item_at(int64_t position) const;
   bool read_usual(const Item& item, const Given& given, RowTensors& row) const;
   bool take_usual(const Item& item, const Given& given, const State& state, RowTensors& row) const;
   bool read_without_grad(const Item& item, const Given& given, const Source& source,
                          RowTensors& row) const;
-  bool read_unusual(Item item, const pybind11::function& make_state, const Given& given,
-                    RowTensors& row);
-  void check_row(const Item& item, const pybind11::function& make_state, const at::Tensor& grad,
-                 RowTensors& row);
+  bool read_unusual(Item item, const States& states, const Given& given, RowTensors& row);
+  void check_row(const Item& item, const States& states, const at::Tensor& grad, RowTensors& row);
   Source source_of(const Item& item, const Given& given) const;
   void read_norms(const pybind11::object& norms, const NumberReader& numbers);
   bool read_found_inf(const pybind11::object& found_inf);
@@ -156,9 +163,11 @@ class Plan {
   const math::RuleFacts& rule_;
   const OptionReader options_;
   StateNames names_;
-  StateOrder order_;
-  std::vector<PyObject*> params_;  // these three only while a step is read
+  StateOrder state_order_;
+  StateOrder masters_order_;
+  std::vector<PyObject*> params_;  // these four only while a step is read
   std::vector<PyObject*> states_;
+  std::vector<PyObject*> masters_;
   std::vector<ItemFacts> items_;
   std::vector<RequiredState> required_state_;  // of each group
   Task task_;

@@ -27,9 +27,9 @@ struct RowTensors {
   // or a part of it.
   void take(const State& state, const RequiredState& required, const at::Tensor& own) {
     const Masters masters = required.masters;
-    param = masters == Masters::kFloat ? &tensor_of(state.master_param) : &own;
+    param = masters == Masters::kFloat ? &tensor_of(state.master) : &own;
     if (masters == Masters::kFloat) copy = &own;
-    if (masters == Masters::kSplit) copy = &tensor_of(state.master_param);
+    if (masters == Masters::kSplit) copy = &tensor_of(state.master);
     has_whole_master = masters == Masters::kFloat;
     for (int i = 0; i < required.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
     for (int i = 0; i < math::kMaxNumbers; ++i) {

@@ -5,8 +5,9 @@
 
 namespace apex_mp::step {
 
-State read_state(PyObject* dictionary, const StateNames& names) {
+State read_state(PyObject* dictionary, PyObject* master, const StateNames& names) {
   State state;
+  if (master != nullptr && is_tensor(master)) state.master = local_part(master);
   if (dictionary == nullptr || !PyDict_Check(dictionary)) return state;
   const auto look_up = [dictionary](PyObject* name) {
     PyObject* found = name == nullptr ? nullptr : entry(dictionary, name);
@@ -14,7 +15,6 @@ State read_state(PyObject* dictionary, const StateNames& names) {
   };
   for (int i = 0; i < math::kMaxTensors; ++i) state.tensors[i] = look_up(names.tensors[i]);
   for (int i = 0; i < math::kMaxNumbers; ++i) state.numbers[i] = look_up(names.numbers[i]);
-  state.master_param = look_up(names.master_param);
   return state;
 }
 
@@ -23,30 +23,27 @@ bool lies_otherwise(const State& state, const RequiredState& required, const at:
     return object != nullptr && !lie_alike(tensor_of(object), param);
   };
   return std::any_of(state.tensors, state.tensors + required.tensors, otherwise) ||
-         otherwise(state.master_param);
+         otherwise(state.master);
 }
 
 void check_state(const State& state, const StateNames& names, const RequiredState& required,
                  const at::Tensor& param, const Place& place) {
   const at::ScalarType wide = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto check = [&](PyObject* name, PyObject* object, at::ScalarType dtype) {
+  const auto check = [&](const char* name, PyObject* object, at::ScalarType dtype) {
     if (object == nullptr) return;
-    const Place here = place.in(PyUnicode_AsUTF8(name));
+    const Place here = place.in(name);
     check_peer_but_order(tensor_of(object), here, param, place);
     check_dtype(tensor_of(object), here, dtype);
   };
   for (int i = 0; i < required.tensors; ++i) {
     PyObject* object = state.tensors[i];
     const bool is_wanted = object != nullptr && tensor_of(object).scalar_type() == required.dtype;
-    check(names.tensors[i], object, is_wanted ? required.dtype : wide);
+    check(PyUnicode_AsUTF8(names.tensors[i]), object, is_wanted ? required.dtype : wide);
   }
-  if (state.master_param != nullptr) {
-    const at::Tensor& master = tensor_of(state.master_param);
-    if (master.scalar_type() == at::kShort) {
-      check_remainder(master, place.in(PyUnicode_AsUTF8(names.master_param)), param, place);
-    } else {
-      check(names.master_param, state.master_param, at::kFloat);
-    }
+  if (state.master != nullptr && tensor_of(state.master).scalar_type() == at::kShort) {
+    check_remainder(tensor_of(state.master), place.in("masters"), param, place);
+  } else {
+    check("masters", state.master, at::kFloat);
   }
   for (int i = 0; i < math::kMaxNumbers; ++i) {
     if (state.numbers[i] == nullptr) continue;

@@ -1,4 +1,4 @@
-// The present state of a parameter, optimizer.state[param]. For the plan.
+// The present state of a parameter, optimizer.state[param], and its master. For the plan.
 #pragma once
 
 #include "math/rules.h"
@@ -12,7 +12,6 @@ namespace apex_mp::step {
 struct StateNames {
   PyObject* tensors[math::kMaxTensors] = {};
   PyObject* numbers[math::kMaxNumbers] = {};
-  PyObject* master_param = interned("master_param");
 };
 
 // The entries that a step requires.
@@ -33,13 +32,13 @@ struct RequiredState {
 struct State {
   PyObject* tensors[math::kMaxTensors] = {};
   PyObject* numbers[math::kMaxNumbers] = {};
-  PyObject* master_param = nullptr;
+  PyObject* master = nullptr;
 
   // Whether there is a master in this form, or none if there should be none.
   bool has(Masters masters) const {
-    if (masters == Masters::kNone) return master_param == nullptr;
+    if (masters == Masters::kNone) return master == nullptr;
     const at::ScalarType dtype = masters == Masters::kFloat ? at::kFloat : at::kShort;
-    return master_param != nullptr && tensor_of(master_param).scalar_type() == dtype;
+    return master != nullptr && tensor_of(master).scalar_type() == dtype;
   }
 
   // Whether all required entries exist in the required dtypes.
@@ -57,8 +56,9 @@ struct State {
 
 // Reads the entries by the addresses of their names. Does not call Python; the dictionary must not
 // be written meanwhile.
-inline State read_usual_state(PyObject* dictionary, const StateNames& names) {
+inline State read_usual_state(PyObject* dictionary, PyObject* master, const StateNames& names) {
   State state;
+  if (master != nullptr && is_tensor(master)) state.master = master;
   if (dictionary == nullptr || !PyDict_Check(dictionary)) return state;
   PyObject* key = nullptr;
   PyObject* value = nullptr;
@@ -70,13 +70,12 @@ inline State read_usual_state(PyObject* dictionary, const StateNames& names) {
     for (int i = 0; i < math::kMaxNumbers; ++i) {
       if (key == names.numbers[i]) state.numbers[i] = value;
     }
-    if (key == names.master_param) state.master_param = value;
   }
   return state;
 }
 
 // Reads the entries by their names: in a loaded state names are other objects.
-State read_state(PyObject* dictionary, const StateNames& names);
+State read_state(PyObject* dictionary, PyObject* master, const StateNames& names);
 
 // Whether a tensor of the state has another memory order than the parameter, for example because
 // the parameter was made channels_last later.

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/python_headers.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -14,6 +15,11 @@ namespace apex_mp::step {
 // are compared with those of living objects before they are used.
 class StateOrder {
  public:
+  // Whether the dictionary has a key that is no parameter.
+  bool has_others() const {
+    return std::find(param_of_key_.begin(), param_of_key_.end(), -1) != param_of_key_.end();
+  }
+
   // Fills states[i] with the value of params[i] in the dictionary, or nullptr. Borrowed.
   // Throws a sentence that begins with `caller` if a parameter stands there twice.
   void find(const std::string& caller, const std::vector<PyObject*>& params, PyObject* dictionary,

@@ -123,7 +123,7 @@ class Program(Steps):
         for name, expected in self.expected.items():
             param, optimizer = getattr(self.model, name), self.optimizers[self.owners[name]]
             expected.last = torch.full_like(expected.last, torch.nan)
-            if "master_param" not in optimizer.state.get(param, {}):
+            if param not in optimizer._own_masters.kept:
                 expected.value = exact(param)
 
     @precondition(lambda self: "d" not in self.owners)

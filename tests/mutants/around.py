@@ -21,7 +21,7 @@ CHECKPOINTS = {
         "_make_of_amp", "state.get('dynamic', True) is False", "False", "load_checkpoint"
     ),
     "masters keep old weights when a model is loaded": Mutant(
-        "load", "master_of[id(tensor)].copy_(state[name])", "", "convert"
+        "load", "master_of[id(tensor)].open().copy_(state[name])", "", "convert"
     ),
     "statistics of batch norms are rounded": Mutant(
         "to_mixed", "torch.float32", "tensor.dtype", "convert"

@@ -111,9 +111,9 @@ FP16_UTILS = {
         "master_weights_in_loops",
     ),
     "MasterWeights overwrites what was written": Mutant(
-        "OwnMasters._now",
-        "joined(param, kept, out=kept if has_place else None)",
-        "kept if has_place else joined(param, kept)",
+        "MasterStore.whole",
+        "joined(param, kept, out=kept)",
+        "kept",
         "master_weights_in_loops",
     ),
     "MasterWeights forgets a clip": Mutant(
@@ -130,15 +130,33 @@ FP16_UTILS = {
     ),
     "MasterWeights steps some parameters in 16 bits": Mutant(
         "MasterWeights._masters_for_step",
-        "needs_master(param) and param.requires_grad",
-        "needs_master(param) and param.grad is not None",
+        "param.requires_grad or param in grads",
+        "param in grads",
         "master_weights_of_others",
     ),
-    "masters of a model that is cast later are rounded": Mutant(
-        "_Giver.give", "optimizer._own_masters.replace(originals)", "", "run_master_weights"
+    "MasterWeights steps frozen parameters that have a gradient in 16 bits": Mutant(
+        "MasterWeights._masters_for_step",
+        "param.requires_grad or param in grads",
+        "param.requires_grad",
+        "master_store",
     ),
-    "masters of a fused optimizer in place are made from rounded weights": Mutant(
-        "_Giver.give", "put_masters(optimizer, originals)", "", "run_fused"
+    "a replaced parameter is kept alive by its master": Mutant(
+        "FusedOptimizer._step_by_plan", "plan.has_others", "False", "master_store"
+    ),
+    "a parameter that comes back has lost its state": Mutant(
+        "MasterStore.put_back", "state.setdefault(param, of_param)", "None", "master_store"
+    ),
+    "a master that was loaded before the first step is not saved": Mutant(
+        "SavedOptimizer.state_dict",
+        "master is None or (state is None and self._own_masters.is_weight(param))",
+        "master is None or state is None",
+        "master_store",
+    ),
+    "torch.distributed.checkpoint loads no masters": Mutant(
+        "StateView.state", "store.beside", "dict", "distributed_checkpoint"
+    ),
+    "masters of a model that is cast later are rounded": Mutant(
+        "_Giver.give", "optimizer._own_masters.kept.update(originals)", "", "run_master_weights"
     ),
     "an Adam in place decays weights": Mutant(
         "_Adam._added_options",
@@ -191,12 +209,6 @@ OPTIMIZERS = {
     "a fused step in place keeps the decay that its optimizer had at first": Mutant(
         "_InPlace._refresh", "group.update(self._added_options(group))", "", "run_fused_changes"
     ),
-    "a fused step in place is left without its masters": Mutant(
-        "_InPlace._unfuse",
-        "given._own_masters.load(masters)",
-        "None",
-        "run_fused_changes",
-    ),
     "a file turns off the masters that were asked for": Mutant(
         "SavedOptimizer._adapted",
         "group.get('master_weights')",
@@ -204,11 +216,9 @@ OPTIMIZERS = {
         "written_weights",
     ),
     "a parameter in float32 keeps its master": Mutant(
-        "StateLayout.completed", "whole.pop(MASTER, None)", "", "written_weights"
+        "MasterStore.keep_as", "self.kept.pop(param, None)", "", "written_weights"
     ),
-    "a checkpoint has remainders": Mutant(
-        "SavedOptimizer.state_dict", "not compact", "compact", "split_masters"
-    ),
+    "a checkpoint has remainders": Mutant("MasterStore.saved", "compact", "True", "split_masters"),
     "a loaded checkpoint says how masters are kept": Mutant(
         "SavedOptimizer._adapted",
         "saved_group['master_weights'] = group['master_weights']",
@@ -240,9 +250,9 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "moments of float64 parameters are loaded in float32": Mutant(
-        "StateLayout._wide_dtype",
-        "param.dtype == torch.float64 and name in self.tensors",
-        "False",
+        "StateLayout.loaded",
+        "torch.promote_types(param.dtype, torch.float32)",
+        "torch.float32",
         "fused_adam_state",
     ),
     "a moment of another shape is loaded": Mutant(
@@ -328,7 +338,7 @@ OPTIMIZERS = {
     ),
     "the state of torch.optim.SGD without a buffer is refused": Mutant(
         "FusedSGD._adapt_state",
-        "state.get(BUFFER) is not None or not {BUFFER, MASTER} & state.keys()",
+        "state.get(BUFFER) is not None or BUFFER not in state",
         "True",
         "fused_sgd_state",
     ),

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from master_weights_cases import BF16, F16, both_kinds, check, give_grads, in_float32, new_params
+from master_weights_cases import (
+    BF16,
+    F16,
+    both_kinds,
+    check,
+    give_grads,
+    in_float32,
+    masters_of,
+    new_params,
+)
 from tolerances import assert_same_bits
 from torch import Tensor, nn
 
@@ -78,7 +87,7 @@ def test_under_our_scaler_no_digit_of_a_gradient_is_lost(
             nn.utils.clip_grad_norm_([param for param in twins if param.requires_grad], clip)
         twin.step()
     assert scaler.get_scale() == 2.0**10
-    kept = dict(optimizer._own_masters.saved())
+    kept = masters_of(optimizer)
     for param, of_twin in zip(model.parameters(), twins, strict=True):
         # A clip factor is rounded otherwise.
         torch.testing.assert_close(
@@ -124,7 +133,7 @@ def test_after_unscale_gradients_of_the_model_are_clipped_and_stepped(device: to
         for param, of_twin in zip(model.parameters(), twins, strict=True):
             of_twin.grad = None if param.grad is None else param.grad.float()
         twin.step()
-    kept = dict(optimizer._own_masters.saved())
+    kept = masters_of(optimizer)
     for param, of_twin in zip(model.parameters(), twins, strict=True):
         assert_same_bits(kept.get(param, param).detach().float(), of_twin.detach())
 

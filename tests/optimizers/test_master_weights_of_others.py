@@ -13,6 +13,7 @@ from master_weights_cases import (
     check,
     give_grads,
     in_float32,
+    masters_of,
     new_params,
     train_in_parallel,
 )
@@ -99,7 +100,7 @@ def test_larc_around_it_scales_its_gradients(device: torch.device) -> None:
         give_grads(params, twins, step)
         for optimizer in around:
             optimizer.step()
-    kept: dict[Tensor, Tensor] = dict(ours._own_masters.saved())
+    kept: dict[Tensor, Tensor] = masters_of(ours)
     for param, expected in zip(params, twins, strict=True):
         # LARC measures the rounded weights and gradients.
         torch.testing.assert_close(kept[param], expected.detach(), rtol=0, atol=2.0**-9)

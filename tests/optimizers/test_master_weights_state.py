@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from master_weights_cases import BF16, both_kinds, give_grads, in_float32, new_params
+from master_weights_cases import BF16, both_kinds, give_grads, in_float32, masters_of, new_params
 from tolerances import assert_same_bits
 from torch import nn
 
@@ -50,7 +50,7 @@ def test_checkpoints_and_copies_go_on_to_the_bit(kind: Any, device: torch.device
                 assert_same_bits(param.detach(), expected.detach())
         give_grads(fused, twins, step)
         of_fused.step()
-    masters = dict(optimizer._own_masters.saved())
+    masters = masters_of(optimizer)
     for param, expected in zip(fused, params, strict=True):
         torch.testing.assert_close(of_fused.master(param), masters[expected])
 

@@ -114,7 +114,7 @@ def test_without_kernels_for_cuda_the_command_that_builds_them_is_named() -> Non
     lists = dict.fromkeys(["grads", "grads_of", "copies"])
     plan = FusedAdam._new_plan()
     part = Part("FusedAdam", torch.device("cuda", 1), plan, [[0]], groups, lists)
-    part.read({}, lambda number, index: {}, 1.0, ())
+    part.read({}, {}, lambda number, index: {}, 1.0, ())
     with pytest.raises(RuntimeError, match=r"params\[0\]\[0\] is on cuda:1, .*\n.*FORCE_CUDA=1 "):
         part.has_kernels()
 

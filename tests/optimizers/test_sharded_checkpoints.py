@@ -44,7 +44,7 @@ def test_a_run_goes_on_in_any_number_of_processes(folder: Path, world: int, name
         after = run[name]
         assert after["scale"] == expected["scale"]
         assert after["counts"] == expected["counts"] == [BEFORE + AFTER] * 4
-        for key in ("weights", "exp_avg", "exp_avg_sq", "master_param"):
+        for key in ("weights", "exp_avg", "exp_avg_sq", "masters"):
             if world == saved_by:
                 assert torch.equal(after[key], expected[key])
             else:
@@ -68,7 +68,7 @@ def test_a_consolidated_file_goes_on_without_us(folder: Path) -> None:
             param.grad = grad.to(dtype)
         optimizer.step()
         if dtype == torch.float16:
-            return [optimizer.state[param]["master_param"] for param in model.parameters()]
+            return [optimizer.master(param) for param in model.parameters()]
         return [*model.parameters()]
 
     half, single = torch.float16, torch.float32

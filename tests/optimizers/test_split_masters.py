@@ -188,7 +188,7 @@ def test_scaled_clipped_and_skipped_steps_are_those_of_float32_masters(
                 assert_same_bits(param.detach(), value.detach())
             for old, new in zip(before[1].values(), split.state.values(), strict=True):
                 assert all(torch.equal(old[name], new[name]) for name in new)
-        assert all(state["master_param"].dtype == I16 for state in split.state.values())
+        assert all(kept.dtype == I16 for kept in split._own_masters.kept.values())
         if split.state:
             assert_same_numbers(split, wide)
 
@@ -256,19 +256,19 @@ def test_a_checkpoint_of_either_kind_goes_on_as_either_kind(
     for optimizer in (wide, split, new):
         optimizer.step()
     for one, other in zip(params_of(new), params_of(wide), strict=True):
-        assert new.state[one]["master_param"].dtype == (F32 if masters is True else I16)
+        assert new._own_masters.kept[one].dtype == (F32 if masters is True else I16)
         assert_same_bits(new.master(one), wide.master(other))
         assert_is_nearest(one.detach(), new.master(one))
 
 
 def test_what_is_saved_is_portable_unless_it_is_to_be_compact(device: torch.device) -> None:
     _, split = trained(BF16, device)
-    live = split.state[params_of(split)[0]]["master_param"]
+    live = split._own_masters.kept[params_of(split)[0]]
     portable = split.state_dict()["state"][0]["master_param"]
     compact = split.state_dict(compact=True)["state"][0]["master_param"]
     assert portable.dtype == F32
     assert_same_bits(compact, live)
-    assert split.state[params_of(split)[0]]["master_param"] is live
+    assert split._own_masters.kept[params_of(split)[0]] is live
     assert (
         pickle.loads(pickle.dumps(split)).state_dict(compact=True)["state"][0]["master_param"].dtype
         == I16

@@ -59,7 +59,7 @@ def test_the_numbers_are_those_of_a_plain_step(
         found = optimizer.state[other][name]
         assert isinstance(found, DTensor) == (name != "step")
         assert torch.equal(found.to_local() if name != "step" else found, value)
-    assert ("master_param" in optimizer.state[other]) == (dtype == F16)
+    assert (other in optimizer._own_masters.kept) == (dtype == F16)
     master = optimizer.master(other)
     assert isinstance(master, DTensor)
     assert torch.equal(master.to_local(), expected.master(plain))

@@ -170,8 +170,7 @@ def use_keys_that_are_other_objects(run: Run) -> None:
 
 
 def drop_one_master(run: Run) -> None:
-    for state in run.optimizer.state.values():
-        state.pop("master_param", None)
+    run.optimizer._own_masters.kept.clear()
 
 
 def load_its_own_state(run: Run) -> None:
@@ -262,7 +261,6 @@ LACKING: dict[str, Callable[[dict[str, Any]], object]] = {
     "no exp_avg_sq": lambda state: state.pop("exp_avg_sq"),
     "a step that is a number": lambda state: state.update(step=3),
     "an exp_avg that is None": lambda state: state.update(exp_avg=None),
-    "a master that is None": lambda state: state.update(master_param=None),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fused_adam_cases import NAMES, copies_of, give_grads
-from rule_cases import SUBJECTS, make_params
+from rule_cases import SUBJECTS, copy_master, make_params
 from tolerances import assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
@@ -120,6 +120,7 @@ def test_random_bits_are_those_of_the_hash(
                     name: value.float() if value.dtype == BF16 else value.clone()
                     for name, value in optimizer.state[param].items()
                 }
+            copy_master(optimizer, param, wide, twin)
         give_grads(params, step, values=dtype)
         give_grads(wide_params, step, values=dtype)
         optimizer.step()

@@ -199,7 +199,7 @@ def test_weights_that_were_nan_are_replaced(device: torch.device) -> None:
     best = [param.detach().clone() for param in params_of(optimizer)]
     with torch.no_grad():
         for param in params_of(optimizer):
-            optimizer.state[param]["master_param"].fill_(torch.nan)
+            optimizer._own_masters.kept[param].fill_(torch.nan)
             param.fill_(torch.nan)
     step(optimizer, 3)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_a_master_that_is_written_alone_is_the_weight(device: torch.device) -> N
     optimizer = trained(F16, device)
     param = params_of(optimizer)[0]
     before = param.detach().clone()
-    optimizer.state[param]["master_param"].fill_(2.0)
+    optimizer._own_masters.kept[param].fill_(2.0)
     step(optimizer, 3, lr=0.0)
     assert_same_bits(param.detach(), before)
     assert_same_bits(optimizer.master(param), before.float())
@@ -317,7 +317,7 @@ def test_masters_that_a_constructor_asks_for_stay(kind: Any, device: torch.devic
     assert resumed.param_groups[0]["master_weights"] is True
     step(resumed, 1, lr=0.0)
     for param in params_of(resumed):
-        assert_same_bits(resumed.state[param]["master_param"], param.detach().float())
+        assert_same_bits(resumed._own_masters.kept[param], param.detach().float())
 
 
 # --- Masters that come back.
@@ -338,7 +338,7 @@ def test_a_float32_phase_leaves_no_master(masters: bool | str, device: torch.dev
         assert_same_bits(optimizer.master(param), param.detach())
     for number in range(3, 10):
         step(optimizer, number)
-    assert all("master_param" not in state for state in optimizer.state.values())
+    assert not optimizer._own_masters.kept
     cast(optimizer, F16)
     expected = [param.detach().float() for param in params_of(optimizer)]
     step(optimizer, 10, lr=0.0)

@@ -38,7 +38,7 @@ def no_wait(device: torch.device) -> Any:
 
 
 def rounded_masters(policy: nn.Module, optimizer: Any, dtype: torch.dtype) -> list[Tensor]:
-    return [optimizer.state[param]["master_param"].to(dtype) for param in policy.parameters()]
+    return [optimizer.master(param).to(dtype) for param in policy.parameters()]
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])

@@ -327,6 +327,6 @@ def test_an_optimizer_that_was_made_before_stays_as_it_is_when_it_loads(
             optimizer.step()
     assert type(before[0]) is ADAM
     for optimizer, has_masters in zip((*before, *copies), (0, 0, 1, 1), strict=True):
-        (state,) = optimizer.state.values()
+        (state,) = optimizer.state_dict()["state"].values()
         assert ("master_param" in state) == has_masters
     assert capsys.readouterr().err.count("stepped float32 masters of 1 parameter") == 2

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import transfers
+from apex_mp.core.masters.store import MASTER
 from apex_mp.optimizers._device_part import Groups, Norms
 from apex_mp.optimizers._offload.pieces import Parts, Piece
 
@@ -171,14 +172,19 @@ class Bucket:
     def read(self, parts: Parts, groups: Groups, scale: float) -> None:
         """Make the plan read the pieces; their values are copied later, by `start`."""
         self._parts = parts
-        states = {}
+        states, masters = {}, {}
         for piece, weight in zip(self._pieces, self._weights.here, strict=True):
             state = parts.existing_state(piece)
             if state is not None:
                 states[weight] = state
+                masters.update({weight: state[MASTER]} if MASTER in state else {})
 
         def make(number: int, index: int) -> dict[str, Any]:
-            return parts.new_state(self._pieces_of[number][index])
+            state = parts.new_state(self._pieces_of[number][index])
+            masters.update(
+                {self._params_of[number][index]: state[MASTER]} if MASTER in state else {}
+            )
+            return state
 
         holders = self._holders_of
         if self._has_host_grads:
@@ -195,6 +201,7 @@ class Bucket:
                     for group, here in zip(groups, self._params_of, strict=True)
                 ],
                 states,
+                masters,
                 make,
                 grads=None,
                 grads_of=holders,

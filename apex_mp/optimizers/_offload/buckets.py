@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import transfers
-from apex_mp.optimizers._device_part import Groups, Norms
+from apex_mp.optimizers._device_part import Norms
 from apex_mp.optimizers._offload.bucket import Bucket, Slot
-from apex_mp.optimizers._offload.pieces import Items, Layout, Parts, Piece
+from apex_mp.optimizers._offload.pieces import Items, Layout, Parts, Piece, States
 
 # Elements of a bucket, and how many buckets are under way: one that comes, one that is stepped, one
 # that goes.
@@ -54,18 +53,14 @@ class Buckets:
     def read(
         self,
         items: Items,
-        groups: Groups,
-        states: Mapping[Tensor, dict[str, Any]],
-        make_state: Callable[[int, int], dict[str, Any]],
+        states: States,
         scale: float,
     ) -> None:
         """Read and check a step before anything is changed.
 
         Args:
             items: What is stepped.
-            groups: The parameter groups, without tensors on a GPU.
             states: The states of parameters.
-            make_state: Completes the state of a parameter, given its group and index.
             scale: The divisor of scaled gradients.
 
         Raises:
@@ -75,13 +70,14 @@ class Buckets:
             raise RuntimeError(self._failure)
         self.clear()
         self._read = []
+        groups = states.groups
         layouts = [Layout.of(items, number, groups) for number in range(len(items.params))]
         made_for = self._elements, len(groups), layouts
         if made_for != self._made_for:
             self._buckets = self._made(layouts, len(groups))
             self._made_for = made_for
         sizes = [self._part_of(layout) for layout in layouts]
-        parts = Parts(items, sizes, groups, states, make_state)
+        parts = Parts(items, sizes, states)
         for bucket in self._buckets:
             bucket.read(parts, groups, scale)
             self._read.append(bucket)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from apex_mp.core.masters.store import MASTER
 from apex_mp.optimizers._device_part import Groups, Places
-from apex_mp.optimizers._state import MASTER, master_dtype
+from apex_mp.optimizers._state import master_dtype
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,25 +106,37 @@ def cut(tensor: Tensor, size: int | None) -> Sequence[Tensor]:
     return parts
 
 
+class States(NamedTuple):
+    """Where the states of parameters are.
+
+    Attributes:
+        groups: The parameter groups, without tensors on a GPU.
+        state: The states of parameters.
+        masters: Their masters.
+        make: Completes both of a parameter, given its group and index, and returns the state.
+    """
+
+    groups: Groups
+    state: Mapping[Tensor, dict[str, Any]]
+    masters: Mapping[Tensor, Tensor]
+    make: Callable[[int, int], dict[str, Any]]
+
+    def of(self, param: Tensor) -> dict[str, Any] | None:
+        """Return the state of a parameter, with its master; None: it has none."""
+        state, master = self.state.get(param), self.masters.get(param)
+        return state if state is None or master is None else {**state, MASTER: master}
+
+
 class Parts:
     """The tensors of a step, cut as the parameters are; see `Items` for the lists.
 
     Args:
         items: What is stepped.
         sizes: By item the number of elements in a part; None: it is not cut.
-        groups: The parameter groups.
         states: The states of parameters.
-        make_state: Completes the state of a parameter, given its group and index.
     """
 
-    def __init__(
-        self,
-        items: Items,
-        sizes: Sequence[int | None],
-        groups: Groups,
-        states: Mapping[Tensor, dict[str, Any]],
-        make_state: Callable[[int, int], dict[str, Any]],
-    ) -> None:
+    def __init__(self, items: Items, sizes: Sequence[int | None], states: States) -> None:
         self.items = items
         self.params = [*map(cut, items.params, sizes)]
         self.grads = [*map(cut, items.grads, sizes)]
@@ -131,16 +144,15 @@ class Parts:
             () if copy is None else cut(copy, size)
             for copy, size in zip(items.copies, sizes, strict=True)
         ]
-        self._make_state, self._sizes = make_state, sizes
+        self._all, self._sizes = states, sizes
         self._states: list[Sequence[dict[str, Any]] | None] = []
         for number, param in enumerate(items.params):
-            state = states.get(param)
+            state = states.of(param)
             if state is not None:
-                is_stale = MASTER in state and not master_dtype(
-                    param, groups[items.places[number][0]]
-                )
+                group = states.groups[items.places[number][0]]
+                is_stale = MASTER in state and not master_dtype(param, group)
                 if is_stale or not self._can_use(number, state):
-                    state = make_state(*items.places[number])
+                    state = self._made(number)
             self._states.append(None if state is None else self._cut_state(number, state))
 
     def existing_state(self, piece: Piece) -> dict[str, Any] | None:
@@ -151,9 +163,14 @@ class Parts:
     def new_state(self, piece: Piece) -> dict[str, Any]:
         """Return the same of a state that is completed."""
         number = piece.number
-        state = self._make_state(*self.items.places[number])
-        states = self._states[number] = self._cut_state(number, state)
+        states = self._states[number] = self._cut_state(number, self._made(number))
         return states[piece.part or 0]
+
+    def _made(self, number: int) -> dict[str, Any]:
+        self._all.make(*self.items.places[number])
+        state = self._all.of(self.items.params[number])
+        assert state is not None
+        return state
 
     def _cut_state(self, number: int, state: dict[str, Any]) -> Sequence[dict[str, Any]]:
         size, param = self._sizes[number], self.items.params[number]

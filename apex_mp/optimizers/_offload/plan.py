@@ -19,7 +19,7 @@ from apex_mp.core.step.scaled_step import UNKNOWN, HostOutcome, Lists
 from apex_mp.optimizers._device_part import Groups, Norms, Part
 from apex_mp.optimizers._offload.buckets import Buckets
 from apex_mp.optimizers._offload.gradients import HostGrads
-from apex_mp.optimizers._offload.pieces import Items
+from apex_mp.optimizers._offload.pieces import Items, States
 from apex_mp.optimizers._several_devices import SeveralDevices, is_capturing
 
 # Gradients are read by a plan of SGD without momentum, which needs no state.
@@ -68,6 +68,7 @@ class OffloadedPlan(SeveralDevices):
         self,
         param_groups: Groups,
         state: dict[Any, Any],
+        masters: dict[Any, Any],
         make_state: Callable[[int, int], dict[str, Any]],
         *,
         grads: Lists | None,
@@ -93,13 +94,14 @@ class OffloadedPlan(SeveralDevices):
         # The readers have options of their own, so the groups' are read here, without parameters.
         options = [{**group, "params": []} for group in param_groups]
         self._options.read(
-            options, {}, make_state, grads=None, grads_of=None, copies=None, scale=1.0
+            options, {}, {}, make_state, grads=None, grads_of=None, copies=None, scale=1.0
         )
         own = grads_of
         if self._host_grads is not None and grads is None:
             groups, own = self._with_host_grads(self._host_grads, groups, grads_of)
         super().read(
             groups,
+            {},
             {},
             make_state,
             grads=grads,
@@ -109,7 +111,9 @@ class OffloadedPlan(SeveralDevices):
             unscale=unscale,
         )
         self.can_run = True
-        self._request = _Request(param_groups, state, make_state, grads, grads_of, copies, unscale)
+        self._request = _Request(
+            param_groups, state, masters, make_state, grads, grads_of, copies, unscale
+        )
         try:
             self._refuse_devices(self._request)
         except BaseException:
@@ -172,8 +176,8 @@ class OffloadedPlan(SeveralDevices):
         ]
         try:
             items = self._items = request.items(self._parts)
-            state, make_state = request.state, request.make_state
-            self._buckets.read(items, groups, state, make_state, self._host_scale)
+            states = States(groups, request.state, request.masters, request.make_state)
+            self._buckets.read(items, states, self._host_scale)
         except BaseException:
             self._forget()
             raise
@@ -234,6 +238,7 @@ class _Request:
 
     param_groups: Groups
     state: dict[Any, Any]
+    masters: dict[Any, Any]
     make_state: Callable[[int, int], dict[str, Any]]
     grads: Lists | None
     grads_of: Lists | None
