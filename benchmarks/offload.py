@@ -3,7 +3,7 @@
     python -m benchmarks.offload               a GPU if there is one; writes JSON
     python -m benchmarks.offload --device cpu  a stand-in for one, whose copies take place at once
 
-Each workload is float16 weights and gradients, FusedAdam(master_weights=True). "CPU alone" is the
+Each workload is float16 weights and gradients, with float32 masters. "CPU alone" is the
 step of the same tensors in host memory; "bus alone" copies gradients to the host and weights back,
 both at the same time. A step that overlaps both takes the longer of the two. The stand-in has no
 bus and copies on the processors that also step; "without copies" leaves copies out.
@@ -100,7 +100,7 @@ def optimizer_of(shapes: Any, device: str, offload: bool) -> FusedAdam:
     for param in params:
         torch.nn.init.normal_(param, std=0.02)
         param.grad = torch.full_like(param, 1e-3)
-    return FusedAdam(params, 1e-4, master_weights=True, offload=offload)
+    return FusedAdam(params, 1e-4, master_weights="float32", offload=offload)
 
 
 def bus_alone(shapes: Any, device: str) -> Callable[[], object]:

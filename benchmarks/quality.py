@@ -37,7 +37,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NARROW = {"master_weights": "split", "moment_dtype": torch.bfloat16}
 # The first is the one that others are compared with.
 WAYS: dict[str, dict[str, Any]] = {
-    "float32 masters": {"master_weights": True},
+    "float32 masters": {"master_weights": "float32"},
     "split masters": {"master_weights": "split"},
     "split, bfloat16 moments": NARROW,
     "split, bfloat16 moments, stochastic": {**NARROW, "stochastic_rounding": True},

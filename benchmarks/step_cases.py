@@ -68,7 +68,7 @@ def ours_fp16_clip(arena: Arena) -> Running:
 def ours_bf16(arena: Arena) -> Running:
     """FusedAdam on bfloat16 parameters, with masters of its own."""
     params = parameters(arena.bfloat)
-    optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
+    optimizer = FusedAdam(params, master_weights="float32", **OPTIONS)
     arena.share_moments(optimizer, step=count_on_param)
     for param, master in zip(params, arena.bfloat_masters, strict=True):
         optimizer._own_masters.kept[param] = master
@@ -104,7 +104,7 @@ def split_fp16(arena: Arena, **options: Any) -> Running:
     return Running(prepare, step)
 
 
-def around_torch(arena: Arena, master_weights: Any = True, **options: Any) -> Running:
+def around_torch(arena: Arena, master_weights: Any = "float32", **options: Any) -> Running:
     """MasterWeights around AdamW of torch, on bfloat16 parameters."""
     params = parameters(arena.not_shared(arena.bfloat))
     options = {**OPTIONS, **options}

@@ -141,7 +141,7 @@ WAYS: dict[str, tuple[torch.dtype, Callable[[nn.Module, str], Way]]] = {
     "torch bf16 weights + AdamW(fused), no masters": (
         BF16, lambda model, device: with_torch(model, None)),
     "ours fp16 weights, GradScaler, masters": (
-        F16, lambda model, device: with_our_scaler(model, device, master_weights=True)),
+        F16, lambda model, device: with_our_scaler(model, device, master_weights="float32")),
     "ours fp16 weights, GradScaler, split masters": (
         F16, lambda model, device: with_our_scaler(model, device, master_weights="split")),
     "ours fp16 weights, GradScaler, split, bf16 moments": (
@@ -157,10 +157,10 @@ OFFLOADED: dict[str, tuple[torch.dtype, Callable[[nn.Module, str], Way]]] = {
     "ours fp16 weights, GradScaler, masters": WAYS["ours fp16 weights, GradScaler, masters"],
     "the same, offload=True": (
         F16, lambda model, device: with_our_scaler(
-            model, device, master_weights=True, offload=True)),
+            model, device, master_weights="float32", offload=True)),
     'the same, offload="gradients"': (
         F16, lambda model, device: with_our_scaler(
-            model, device, master_weights=True, offload="gradients")),
+            model, device, master_weights="float32", offload="gradients")),
 }  # fmt: skip
 # With --offload: backwards a step, and layers, so that the state has some 250M parameters.
 BACKWARDS, OFFLOADED_LAYERS = 8, 3

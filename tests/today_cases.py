@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     Attributes:
         name: For the printed program.
         rule: A key of MOMENTS.
-        make: Gets parameters, and True, "split" or False for the masters.
+        make: Gets parameters, and True, "float32" or False for the masters.
         is_ours: Has masters, computes in float32, and takes float16 gradients in any scaler.
         narrow: Whether it keeps moments in bfloat16.
         max_norm: To which it clips the gradients of each group, or None.
@@ -135,7 +135,7 @@ class Expected:
         if not has_masters(self.kind, masters, param):
             return weight
         master = exact(optimizer.master(param))
-        if masters == "split":  # A remainder beside another weight is some master of it.
+        if masters is True:  # A remainder beside another weight is some master of it.
             assert_rounded(weight, master, param.dtype)
             expected = torch.where(weight == self.last, self.value, master)
         else:

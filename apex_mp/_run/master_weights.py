@@ -280,7 +280,7 @@ class _Counter:
     """Counts the steps of a fused optimizer, and those that are skipped, as a listener."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        is_split = optimizer.param_groups[0]["master_weights"] == "split"
+        is_split = optimizer.param_groups[0]["master_weights"] != "float32"
         self.counts = StepCounts(type(optimizer).__name__, bytes_each=2 if is_split else 4)
         self._is_over = False
         optimizer.register_step_post_hook(self)

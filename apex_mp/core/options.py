@@ -44,6 +44,14 @@ def check_lr(who: str, lr: Any) -> None:
         raise ValueError(f"{who}: lr is a tensor of {lr.numel()} elements; it must have 1")
 
 
+def check_masters(who: str, value: Any) -> None:
+    """Raise a ValueError for a string that names no kind of masters."""
+    if isinstance(value, str) and value not in ("split", "float32"):
+        raise ValueError(
+            f"{who}: master_weights is {value!r}; it must be True, False, 'split' or 'float32'"
+        )
+
+
 def check_betas(who: str, betas: Any) -> None:
     """Check the two decay factors of moments.
 
@@ -88,7 +96,6 @@ def check_group(who: str, group: Mapping[str, Any]) -> None:
             "torch.bfloat16"
         )
     masters = group.get("master_weights", False)
-    if isinstance(masters, str) and masters != "split":
-        raise ValueError(f"{who}: master_weights is {masters!r}; it must be True, False or 'split'")
+    check_masters(who, masters)
     if "betas" in group:
         check_betas(who, group["betas"])

@@ -50,7 +50,7 @@ class FusedOptimizer(SavedOptimizer):
         defaults: The options of groups that lack them.
         unscale_grads: True, False or None.
         master_weights: Whether parameters in low precision have float32 masters in their state:
-            True, False, or "split", see `FusedAdam`.
+            True, False, "split" or "float32", see `FusedAdam`.
         offload: Whether masters and moments are in host memory, see `FusedAdam`.
     """
 

@@ -64,7 +64,7 @@ def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
     masters = group.get("master_weights")
     if not masters or param.dtype not in LOW_PRECISION:
         return None
-    return torch.int16 if masters == "split" else torch.float32
+    return torch.float32 if masters == "float32" else torch.int16
 
 
 def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:

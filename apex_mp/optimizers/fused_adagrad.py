@@ -54,7 +54,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
         *,
         max_grad_norm: float = 0.0,
-        master_weights: bool | Literal["split"] = False,
+        master_weights: bool | Literal["split", "float32"] = False,
         unscale_grads: bool | None = None,
         offload: bool | Literal["gradients"] = False,
     ) -> None:

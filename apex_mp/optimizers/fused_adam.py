@@ -39,13 +39,13 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: No effect: `zero_grad()` sets gradients to None, as torch does [False].
         capturable: No effect: a step can be captured in a CUDA graph anyway, after one outside of
             the capture, if all parameters are on one device; see `refresh_hyperparameters` [False].
-        master_weights: Keep a float32 master of each float16 and bfloat16 parameter beside the
-            state, step it, and write the parameter in the same pass. "split": keep only the
-            remainder, the part that the parameter does not hold, in 2 bytes instead of 4;
-            `master(p)` returns the master. With bfloat16 it is equal to a float32 master to the
-            bit; with float16 it is so from 2**-16 to 65504 and within 2**-41 below, and larger
-            masters become inf. If two bfloat16 are equally near to a master, the parameter is the
-            larger one. Weights that are written between steps count [False].
+        master_weights: Step a float32 master of each float16 and bfloat16 parameter, and write the
+            parameter in the same pass; `master(p)` returns it. Kept is the remainder, the part that
+            the parameter does not hold, in 2 bytes. With bfloat16 it is equal to a float32 master
+            to the bit; with float16 it is so from 2**-16 to 65504 and within 2**-41 below, and
+            larger masters become inf. If two bfloat16 are equally near to a master, the parameter
+            is the larger one. "float32": keep whole masters, in 4 bytes. "split" is another name of
+            True. Weights that are written between steps count [False].
         moment_dtype: `torch.bfloat16`: keep both moments in 2 bytes instead of 4, rounded to
             nearest in each step. The second moment is then stuck where a step would change it by
             less than 2**-9 of itself, for example where it should fall with betas[1] = 0.999; so
@@ -93,7 +93,7 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: bool = True,
         set_grad_none: bool = False,
         capturable: bool = False,
-        master_weights: bool | Literal["split"] = False,
+        master_weights: bool | Literal["split", "float32"] = False,
         moment_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         maximize: bool = False,

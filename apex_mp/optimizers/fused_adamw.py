@@ -62,7 +62,7 @@ class FusedAdamW(FusedAdam):
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float = 0.0,
-        master_weights: bool | Literal["split"] = False,
+        master_weights: bool | Literal["split", "float32"] = False,
         moment_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         unscale_grads: bool | None = None,

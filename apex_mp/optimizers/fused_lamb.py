@@ -66,7 +66,7 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
         *,
-        master_weights: bool | Literal["split"] = False,
+        master_weights: bool | Literal["split", "float32"] = False,
         unscale_grads: bool | None = None,
         offload: bool | Literal["gradients"] = False,
     ) -> None:

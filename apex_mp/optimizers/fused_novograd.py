@@ -71,7 +71,7 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         max_grad_norm: float = 0.0,
-        master_weights: bool | Literal["split"] = False,
+        master_weights: bool | Literal["split", "float32"] = False,
         unscale_grads: bool | None = None,
         offload: bool | Literal["gradients"] = False,
     ) -> None:

@@ -74,9 +74,9 @@ class MasterWeights(torch.optim.Optimizer):
     Args:
         params: What the optimizer's class takes; or an optimizer, which gets masters in place.
         optimizer_class: The class of the optimizer to make [None: `params` is an optimizer].
-        master_weights: True: masters of 4 bytes an element. "split": 2 bytes, the part of the
-            master that the weight does not hold; the whole master is made for the step, so it
-            works with an optimizer that keeps no view of a parameter between steps [True].
+        master_weights: True or "float32": masters of 4 bytes an element. "split": 2 bytes, the part
+            of the master that the weight does not hold; the whole master is made for the step, so
+            it works with an optimizer that keeps no view of a parameter between steps [True].
         keep_grads: Keep the memory of float32 gradients between steps, 4 bytes an element, instead
             of allocating it in each [False].
         options: Passed on to the class.
@@ -85,7 +85,7 @@ class MasterWeights(torch.optim.Optimizer):
         TypeError: `params` is an optimizer whose `step` was replaced, or with a first base such as
             ABC, or that came with a class or options; `optimizer_class` is no subclass of
             torch.optim.Optimizer, or keeps masters itself; or `keep_grads` is no bool.
-        ValueError: `master_weights` is neither True nor "split".
+        ValueError: `master_weights` is neither True, "split" nor "float32".
     """
 
     # As of a fused optimizer: torch.amp.GradScaler leaves unscaling and skipping to `step`.
@@ -348,9 +348,10 @@ def _new(
     keep_grads: bool = False,
     **options: Any,
 ) -> Any:
-    if master_weights is not True and master_weights != "split":
+    if master_weights is not True and master_weights not in ("split", "float32"):
         raise ValueError(
-            f'MasterWeights: master_weights is {master_weights!r}; it must be True or "split"'
+            f"MasterWeights: master_weights is {master_weights!r}; it must be True, 'split' or "
+            "'float32'"
         )
     if not isinstance(keep_grads, bool):
         raise TypeError(f"MasterWeights: keep_grads is {keep_grads!r}; it must be True or False")

@@ -79,9 +79,10 @@ const char* wish_of(Range range) {
 Masters masters_of(const std::string& caller, PyObject* group, PyObject* name) {
   PyObject* value = entry(group, name);
   if (value == nullptr) return Masters::kNone;
-  if (!PyUnicode_Check(value)) return as_bool(value) ? Masters::kFloat : Masters::kNone;
+  if (!PyUnicode_Check(value)) return as_bool(value) ? Masters::kSplit : Masters::kNone;
+  if (PyUnicode_CompareWithASCIIString(value, "float32") == 0) return Masters::kFloat;
   if (PyUnicode_CompareWithASCIIString(value, "split") == 0) return Masters::kSplit;
-  throw py::value_error(sentence(caller, "master_weights", value, "True, False or 'split'"));
+  throw py::value_error(sentence(caller, "master_weights", value, "True, False, 'split' or 'float32'"));
 }
 
 at::ScalarType moments_of(const std::string& caller, PyObject* group, PyObject* name) {

@@ -308,7 +308,7 @@ class Program(Steps):
         for number, kind in enumerate(self.of_kind):
             names = self.names_of(number)
             if kind.is_ours and self.of_masters[number]:
-                self.of_masters[number] = data.draw(st.sampled_from([True, "split"]))
+                self.of_masters[number] = data.draw(st.sampled_from(["float32", True]))
             elif kind.is_ours and data.draw(st.booleans()):
                 self.of_masters[number] = True
             params = [[getattr(self.model, name) for name in names]]

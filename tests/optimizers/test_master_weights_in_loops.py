@@ -209,7 +209,7 @@ def test_names_of_the_optimizers_own_are_left_to_it(device: torch.device) -> Non
 def test_a_weight_that_was_written_replaces_its_master(device: torch.device) -> None:
     params = new_params(None, BF16, device)
     twins = in_float32(params)
-    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1)
+    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1, master_weights="float32")
     twin = torch.optim.SGD(twins, lr=0.1)
     give_grads(params, twins, 0)
     optimizer.step()

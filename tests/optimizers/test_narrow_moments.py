@@ -45,7 +45,7 @@ def widened(value: Any) -> Any:
 
 
 @each_optimizer
-@pytest.mark.parametrize("masters", [False, True, "split"])
+@pytest.mark.parametrize("masters", [False, "float32", True])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
 @pytest.mark.usefixtures("cpu_level")
 def test_a_step_is_that_of_float32_moments_rounded(
@@ -86,7 +86,7 @@ def test_float64_parameters_keep_float64_moments(device: torch.device) -> None:
         assert_same_bits(param.detach(), expected.detach())
 
 
-@pytest.mark.parametrize(("masters", "size"), [(False, 4), (True, 8), ("split", 6)])
+@pytest.mark.parametrize(("masters", "size"), [(False, 4), ("float32", 8), (True, 6)])
 def test_a_state_takes_four_bytes_an_element_beside_the_master(
     masters: Any, size: int, device: torch.device
 ) -> None:
@@ -132,7 +132,7 @@ def train(optimizer: Any, steps: range) -> None:
 
 
 @each_rounding
-@pytest.mark.parametrize("masters", [True, "split"])
+@pytest.mark.parametrize("masters", ["float32", True])
 def test_a_checkpoint_goes_on_to_the_bit(
     masters: Any, stochastic: bool, device: torch.device
 ) -> None:

@@ -100,7 +100,7 @@ WRITES: dict[str, Callable[[list[Parameter]], None]] = {
 }
 
 
-each_kind = pytest.mark.parametrize("masters", [True, "split"], ids=["whole", "split"])
+each_kind = pytest.mark.parametrize("masters", ["float32", True], ids=["whole", "split"])
 
 
 @each_half
@@ -120,7 +120,7 @@ def test_training_goes_on_from_written_weights(
             now = optimizer.master(param)
             same = weight.view(torch.int16) == old.view(torch.int16)
             assert_same_bits(now[same], master[same])
-            if masters is True:
+            if masters == "float32":
                 assert_same_bits(now[~same], weight[~same].float())
             assert not differ(now, weight).any()
             assert_same_bits(param.detach(), weight)
@@ -172,11 +172,11 @@ def test_digits_of_masters_stay_where_nothing_was_written(
     assert_same_bits(optimizer.master(first), twin.master(same))
     rest = torch.arange(40, device=device) != 3
     assert_same_bits(optimizer.master(second)[rest], twin.master(other)[rest])
-    assert ((optimizer.master(second)[3] - 7.0).abs() < 1e-2).all()
+    assert ((optimizer.master(second)[3] - 7.0).abs() <= 2.0**-6 + 1e-3).all()  # Half a bfloat16.
 
 
 @each_half
-@pytest.mark.parametrize("masters", [True, "split"], ids=["whole", "split"])
+@pytest.mark.parametrize("masters", ["float32", True], ids=["whole", "split"])
 def test_weights_that_are_swapped_in_and_back_stay_exact(
     masters: bool | str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -195,7 +195,7 @@ def test_weights_that_are_swapped_in_and_back_stay_exact(
 
 
 def test_weights_that_were_nan_are_replaced(device: torch.device) -> None:
-    optimizer = trained(F16, device)
+    optimizer = trained(F16, device, masters="float32")
     best = [param.detach().clone() for param in params_of(optimizer)]
     with torch.no_grad():
         for param in params_of(optimizer):
@@ -213,7 +213,7 @@ def test_weights_that_were_nan_are_replaced(device: torch.device) -> None:
 
 
 def test_a_master_that_is_written_alone_is_the_weight(device: torch.device) -> None:
-    optimizer = trained(F16, device)
+    optimizer = trained(F16, device, masters="float32")
     param = params_of(optimizer)[0]
     before = param.detach().clone()
     optimizer._own_masters.kept[param].fill_(2.0)
@@ -249,7 +249,7 @@ def test_any_remainder_beside_a_weight_is_a_master_that_rounds_to_it(
 def test_loaded_weights_are_those_of_the_model_file(device: torch.device) -> None:
     optimizer = trained(F16, device)
     saved = optimizer.state_dict()
-    for masters in (True, "split"):
+    for masters in ("float32", True):
         resumed = FusedAdam(make_params(device, F16, SHAPES), lr=1e-3, master_weights=masters)
         best = [param.detach().clone() for param in params_of(resumed)]
         resumed.load_state_dict(saved)
@@ -258,8 +258,8 @@ def test_loaded_weights_are_those_of_the_model_file(device: torch.device) -> Non
             assert_same_bits(param.detach(), value)
 
 
-@pytest.mark.parametrize("source", [True, "split"], ids=["whole", "split"])
-@pytest.mark.parametrize("target", [True, "split"], ids=["whole", "split"])
+@pytest.mark.parametrize("source", ["float32", True], ids=["whole", "split"])
+@pytest.mark.parametrize("target", ["float32", True], ids=["whole", "split"])
 @each_half
 def test_a_resumed_run_keeps_every_digit(
     dtype: torch.dtype, target: bool | str, source: bool | str, device: torch.device
@@ -317,7 +317,8 @@ def test_masters_that_a_constructor_asks_for_stay(kind: Any, device: torch.devic
     assert resumed.param_groups[0]["master_weights"] is True
     step(resumed, 1, lr=0.0)
     for param in params_of(resumed):
-        assert_same_bits(resumed._own_masters.kept[param], param.detach().float())
+        assert param in resumed._own_masters.kept
+        assert_same_bits(resumed.master(param), param.detach().float())
 
 
 # --- Masters that come back.
@@ -330,7 +331,7 @@ def cast(optimizer: Any, dtype: torch.dtype) -> None:
         param.grad = None
 
 
-@pytest.mark.parametrize("masters", [True, "split"], ids=["whole", "split"])
+@pytest.mark.parametrize("masters", ["float32", True], ids=["whole", "split"])
 def test_a_float32_phase_leaves_no_master(masters: bool | str, device: torch.device) -> None:
     optimizer = trained(F16, device, masters=masters)
     cast(optimizer, F32)
@@ -346,7 +347,7 @@ def test_a_float32_phase_leaves_no_master(masters: bool | str, device: torch.dev
         assert_same_bits(optimizer.master(param), master)
 
 
-@pytest.mark.parametrize("masters", [True, "split"], ids=["whole", "split"])
+@pytest.mark.parametrize("masters", ["float32", True], ids=["whole", "split"])
 def test_a_phase_without_masters_leaves_none(masters: bool | str, device: torch.device) -> None:
     optimizer = trained(F16, device, masters=masters)
     optimizer.param_groups[0]["master_weights"] = False

@@ -170,7 +170,7 @@ def test_steps_with_and_without_the_fused_one_are_counted_together(
             pair.step(number)
     said = capsys.readouterr().err
     assert said.count("Adam stepped") == 1
-    assert "(64 bytes); 0 of 6 steps" in said
+    assert "(32 bytes); 0 of 6 steps" in said
 
 
 def clamped_by_data(optimizer_class: Any, changes_at: int) -> tuple[float, float]:
@@ -249,8 +249,8 @@ def test_a_copy_that_was_made_before_its_weights_became_16_bit_gets_masters(
         copied((model, optimizer))[1].step()
     assert abs((optimizer.master(model.weight) - before).mean().item() + 0.002) < 1e-3
     said = capsys.readouterr().err
-    assert "2 parameters in 16 bits (80 bytes); 0 of 20 steps" in said
-    assert "2 parameters in 16 bits (80 bytes); 0 of 1 step" in said
+    assert "2 parameters in 16 bits (40 bytes); 0 of 20 steps" in said
+    assert "2 parameters in 16 bits (40 bytes); 0 of 1 step" in said
 
 
 def test_a_hook_after_the_step_may_be_there() -> None:

@@ -169,7 +169,7 @@ def test_skipped_steps_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
             scaler.step(optimizer)
             scaler.update()
     assert scaler.get_scale() == 2.0**14
-    assert "1 parameter in 16 bits (16 bytes); 1 of 3 steps skipped" in capsys.readouterr().err
+    assert "1 parameter in 16 bits (8 bytes); 1 of 3 steps skipped" in capsys.readouterr().err
 
 
 def test_float32_scripts_are_as_they_were_and_names_are_restored(

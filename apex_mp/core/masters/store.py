@@ -98,7 +98,7 @@ class MasterStore:
         masters = {}
         for param in params:
             kept = self.kept.get(param)
-            if kept is not None and _is_place(kept, param):
+            if kept is not None and _is_place(kept, param, torch.float32):
                 masters[param] = joined(param, kept, out=kept)
             else:
                 masters[param] = self.whole_of(param)
@@ -110,7 +110,7 @@ class MasterStore:
         for param, master in masters.items():
             if as_remainders:
                 kept = self.kept.get(param)
-                is_there = kept is not None and kept.dtype == torch.int16
+                is_there = kept is not None and _is_place(kept, param, torch.int16)
                 self.kept[param] = split(master, param, kept if is_there else None)
             else:
                 self.kept[param] = master
@@ -172,10 +172,10 @@ def needs_master(param: Tensor) -> bool:
     return param.dtype in LOW_PRECISION
 
 
-def _is_place(kept: Tensor, param: Tensor) -> bool:
-    """Return whether the parameter's float32 master can be written there."""
-    is_alike = (kept.shape, kept.stride()) == (param.shape, param.stride())
-    return is_alike and kept.dtype == torch.float32
+def _is_place(kept: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a parameter's master or remainder can be written there."""
+    like_param = (param.shape, param.stride(), dtype)
+    return (kept.shape, kept.stride(), kept.dtype) == like_param
 
 
 def _beside(kept: Tensor, param: Tensor) -> Tensor:
