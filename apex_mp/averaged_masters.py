@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,10 +47,13 @@ class AveragedMasters(AveragedModel):
         super().__init__(model, **options)
         self.module._apply(lambda t: t.float() if t.dtype in LOW_PRECISION else t)  # type: ignore[no-untyped-call]
         self._source = _Source(optimizer)
-        values = _Values(model, optimizer)
+        values = Values(model, self._masters(model))
         with torch.no_grad():
             for averaged, value in zip(self.module.parameters(), values.parameters(), strict=True):
                 averaged.copy_(value)
+
+    def _masters(self, model: nn.Module) -> Mapping[int, Tensor]:
+        return convert.current_masters("AveragedMasters", model, self._source.optimizer)
 
     def update_parameters(self, model: nn.Module) -> None:
         """Add the present masters to the average.
@@ -58,7 +61,7 @@ class AveragedMasters(AveragedModel):
         Args:
             model: The model that the constructor was given.
         """
-        super().update_parameters(_Values(model, self._source.optimizer))  # type: ignore[arg-type]
+        super().update_parameters(Values(model, self._masters(model)))
 
 
 class _Source:
@@ -76,24 +79,25 @@ class _Source:
         return _Source(memo.get(id(self.optimizer), self.optimizer))
 
 
-class _Values:
+class Values(nn.Module):
     """A model's parameters with their float32 masters, and its buffers: what a torch average reads.
 
     Args:
         model: The model.
-        optimizer: Has the masters.
+        masters: By id() of a parameter.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._model = model
-        self._masters = convert.current_masters("AveragedMasters", model, optimizer)
+    def __init__(self, model: nn.Module, masters: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._of = model, masters  # In a tuple, so that it is no child.
 
-    def parameters(self) -> Iterator[Tensor]:
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """Yield the values of all parameters."""
-        for param in self._model.parameters():
-            value = self._masters.get(id(param), param)
+        model, masters = self._of
+        for param in model.parameters(recurse):
+            value = masters.get(id(param), param)
             yield value.float() if value.dtype in LOW_PRECISION else value
 
-    def buffers(self) -> Iterator[Tensor]:
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         """Yield the buffers."""
-        return self._model.buffers()
+        return self._of[0].buffers(recurse)

@@ -82,7 +82,7 @@ def fork() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, state
         return
     readback.poll()
-    plans = [weakref.ref(optimizer._plan) for optimizer in OPTIMIZERS]
+    plans = [weakref.ref(optimizer._engine.plan) for optimizer in OPTIMIZERS]
     OPTIMIZERS.clear()
     KEPT.clear()
     gc.collect()

@@ -38,6 +38,11 @@ def give_grads(params: list[nn.Parameter], twins: list[nn.Parameter], step: int)
         param.grad, twin.grad = grad, grad.float()
 
 
+def is_fused(optimizer: Any) -> bool:
+    """Return whether the last step was that of a rule, and not torch's own with masters."""
+    return optimizer._equivalent is not None and not optimizer._equivalent._was_own
+
+
 def masters_of(optimizer: Any) -> dict[Tensor, Tensor]:
     """Return the masters that an optimizer keeps, in float32."""
     return {param: optimizer.master(param) for param in optimizer._own_masters.kept}

@@ -104,7 +104,7 @@ def mode_name(mode: dict[str, Any]) -> str:
 
 def reference_of(optimizer: Any, made: type[Any], param: Parameter) -> Any:
     """Return the float64 copy of a parameter and its state, zeros where it has none."""
-    layout = optimizer._state_layout
+    layout = optimizer._rule.layout
     state = optimizer.state.get(param, {})
     zeros = dict.fromkeys(layout.tensors, torch.zeros_like(param, dtype=torch.float64))
     zeros |= dict.fromkeys(layout.numbers, torch.zeros((), device=param.device))
@@ -127,7 +127,7 @@ def references_after_step(
     result = {}
     for group in optimizer.param_groups:
         pairs = [(param, next(left)) for param in group["params"]]
-        clipped = all_grads if optimizer._clips_by_global_norm else [grad for _, grad in pairs]
+        clipped = all_grads if optimizer._rule.clips_by_global_norm else [grad for _, grad in pairs]
         norm = reference.l2_norm([grad for grad in clipped if grad is not None]) / scale
         max_norm = group["max_grad_norm"]
         clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -146,7 +146,7 @@ def assert_stepped(
 
     With `in_float32` float64 parameters have the bounds of float32.
     """
-    layout = optimizer._state_layout
+    layout = optimizer._rule.layout
     for param, wanted in expected.items():
         wide = param.dtype == torch.float64
         bounds = TOLERANCES[torch.float32] if wide and in_float32 else None

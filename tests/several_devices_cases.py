@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers._engine import Engine
 from apex_mp.optimizers._several_devices import SeveralDevices
 
 
@@ -21,7 +21,8 @@ def side_of(param: Tensor) -> torch.device:
 
 def spread(optimizer: Any) -> Any:
     """Have an optimizer step as with parameters on several devices; a copy of it does not."""
-    optimizer._plan = SeveralDevices(optimizer._public_name, optimizer._new_plan)
+    engine = optimizer._present_engine()
+    engine.plan = SeveralDevices(optimizer._public_name, engine.new_plan)
     return optimizer
 
 
@@ -33,15 +34,16 @@ class UnwaitedPlan(SeveralDevices):
 
 def step_unwaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have fused optimizers step as on a GPU that the host does not wait for."""
-    step_by_plan = FusedOptimizer._step_by_plan
+    step_all = Engine.step
 
-    def step(optimizer: Any, scaled_step: Any) -> Any:
-        optimizer._plan = UnwaitedPlan(optimizer._public_name, optimizer._new_plan)
-        return step_by_plan(optimizer, scaled_step)
+    def step(engine: Engine, optimizer: Any, *args: Any) -> Any:
+        engine.plan = UnwaitedPlan(type(optimizer).__name__, engine.new_plan)
+        return step_all(engine, optimizer, *args)
 
-    monkeypatch.setattr(FusedOptimizer, "_step_by_plan", step)
+    monkeypatch.setattr(Engine, "step", step)
 
 
 def count_of_plans(optimizer: FusedAdam) -> int:
-    assert isinstance(optimizer._plan, SeveralDevices)
-    return len(optimizer._plan._plans)
+    plan = optimizer._engine.plan
+    assert isinstance(plan, SeveralDevices)
+    return len(plan._plans)

@@ -81,7 +81,9 @@ class Run(Stateful):
         return {
             "weights": flat(self.model.parameters()),
             **{name: flat(state[name] for state in states if name in state) for name in names},
-            "masters": flat(kept[param] for param in self.model.parameters() if param in kept),
+            "masters": flat(
+                self.optimizer.master(param) for param in self.model.parameters() if param in kept
+            ),
             "counts": [float(state["step"]) for state in states if state],
             "scale": self.scaler.state_dict(),
         }

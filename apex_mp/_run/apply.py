@@ -23,7 +23,8 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     Raises:
         RuntimeError: See `install_as_apex`.
     """
-    install(settings.era, settings.force, ON_THE_COMMAND_LINE)
+    if settings.apex:
+        install(settings.era, settings.force, ON_THE_COMMAND_LINE)
     replacements = Replacements()
     launched.accept_local_rank(replacements)
     if settings.modernize:
@@ -31,7 +32,13 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     if settings.dtype == "bfloat16":
         bfloat16.cast_instead(replacements)
     if settings.master_weights:
-        master_weights.give_everywhere(replacements, says_nothing_found=not child)
+        giving = master_weights.Giving(
+            settings.master_weights,
+            settings.init_scale,
+            settings.strict,
+            says_nothing_found=not child,
+        )
+        master_weights.give_everywhere(replacements, giving)
     if settings.device == "cpu":
         if not child:
             print(cpu.ANNOUNCEMENT, file=sys.stderr)

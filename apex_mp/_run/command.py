@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from apex_mp._as_apex.eras import ERAS
 from apex_mp._run.settings import Settings
 from apex_mp.core import extension
 
-_WITH_VALUE = ("--era", "--device", "--dtype")
+_WITH_VALUE = ("--era", "--device", "--dtype", "--init-scale")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -24,6 +25,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = _parser()
     ours, theirs = _split(arguments)
     options = parser.parse_args(ours)
+    if (options.init_scale is not None or options.strict) and not options.master_weights:
+        parser.error("--init-scale and --strict need --master-weights")
+    if options.init_scale is not None and not 0.0 < options.init_scale < math.inf:
+        parser.error(f"--init-scale is {options.init_scale}; it must be more than 0")
     is_module = theirs[:1] == ["-m"]
     if not theirs[is_module:]:
         parser.error("there is nothing to run; give a script, or -m and a module")
@@ -44,6 +49,9 @@ def main(arguments: Sequence[str]) -> None:
         options.modernize,
         options.dtype,
         options.master_weights,
+        options.init_scale,
+        options.strict,
+        not options.no_apex,
     )
     program = main_module.Target(name, is_module=is_module)
     program.take_over(rest)
@@ -96,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp run",
         usage="%(prog)s [-h] [--era ERA] [--device cpu] [--dtype bfloat16] [--modernize]\n"
-        "       [--force] [--master-weights] (script.py | -m module) [what it is given ...]",
+        "       [--force] [--master-weights[=float32]] [--init-scale SCALE] [--strict]\n"
+        "       [--no-apex] (script.py | -m module) [what it is given ...]",
         allow_abbrev=False,
         description="Run an unmodified script: import apex finds apex_mp, and with "
         "--master-weights a script of today trains 16-bit weights; here and in child processes.",
@@ -122,9 +131,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--master-weights",
-        action="store_true",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "split", "float32"],
+        metavar="float32",
         help="for scripts of today: 16-bit weights get float32 masters, and torch's GradScaler is "
-        "apex_mp's, which takes float16 gradients",
+        "apex_mp's, which takes float16 gradients; =float32 keeps whole masters [=split: what "
+        "weights do not hold of them]",
+    )
+    parser.add_argument(
+        "--init-scale",
+        type=float,
+        help="with --master-weights: the first scale of each GradScaler [the script's]",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="with --master-weights: end with status 3 if a 16-bit parameter was stepped without a "
+        "master",
+    )
+    parser.add_argument(
+        "--no-apex",
+        action="store_true",
+        help="do not install the name apex, for scripts whose libraries look whether it is there",
     )
     parser.add_argument(
         "--force", action="store_true", help="hide an apex that is installed, for this run"

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
+import logging
+import os
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.swa_utils import AveragedModel
 
 from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler as OurGradScaler
+from apex_mp.averaged_masters import Values
 from apex_mp.core.log import counted, is_first_process
-from apex_mp.core.masters.store import MASTER, needs_master
+from apex_mp.core.masters.exchange import Exchange
+from apex_mp.core.masters.store import MASTER, MasterStore, StepCounts, needs_master
 from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._in_place import fuse
-from apex_mp.optimizers.master_weights import MasterWeights, StepCounts, give_masters
+from apex_mp.optimizers.master_weights import MasterWeights, Settings, give_masters
+
+# The exit status of `run --strict` if a 16-bit parameter was stepped without a master.
+NOT_ALL_HAD_MASTERS = 3
+# Modules of optimizers that only pass on the step of another one.
+_PASS_ON = ("accelerate", "apex_mp")
 
 
 @contextlib.contextmanager
-def use_master_weights() -> Iterator[None]:
+def use_master_weights(master_weights: bool | str = True) -> Iterator[None]:
     """Train 16-bit weights as they are written today, without an edit where they are trained.
 
         with apex_mp.use_master_weights():
@@ -35,33 +45,63 @@ def use_master_weights() -> Iterator[None]:
     While the block runs, `torch.amp.GradScaler` and those of `torch.cuda.amp` and `torch.cpu.amp`
     are `apex_mp.amp.GradScaler`, which takes float16 gradients; and each optimizer that is made
     there gets float32 masters as by `apex_mp.optimizers.MasterWeights` if parameters have 16 bits,
-    or once they do: masters of a model that becomes 16-bit later hold its float32 weights. At the
-    end of the process a line on stderr says what was done.
+    or once they do: masters of a model that becomes 16-bit later hold its float32 weights. A
+    `torch.optim.swa_utils.AveragedModel` averages masters. At the end of the block lines on stderr
+    say what was done.
 
     Optimizers that keep masters themselves, ours or those of DeepSpeed and Megatron, whose
     parameters are float32, stay as they are. So do checkpoints: torch's optimizers load them.
 
     It is what `python -m apex_mp run --master-weights` does to a script.
+
+    Args:
+        master_weights: "float32" keeps whole masters; True or "split" what weights do not hold of
+            them, where the step is fused [True].
+
+    Raises:
+        ValueError: `master_weights` is something else.
     """
+    if master_weights is not True and master_weights not in ("split", "float32"):
+        raise ValueError(
+            f"use_master_weights: master_weights is {master_weights!r}; it must be True, 'split' "
+            "or 'float32'"
+        )
     if _givers:  # This block is inside of another.
         yield
         return
     replacements = Replacements()
-    give_everywhere(replacements, says_nothing_found=True)
+    give_everywhere(replacements, Giving(master_weights))
     try:
         yield
     finally:
         replacements.undo()
 
 
-def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> None:
+@dataclasses.dataclass(frozen=True)
+class Giving:
+    """How masters are given.
+
+    Attributes:
+        kind: `master_weights` of the optimizers.
+        init_scale: The first scale of each GradScaler; None: the script's.
+        strict: End the process with `NOT_ALL_HAD_MASTERS` if a parameter had none.
+        says_nothing_found: Print a line, too, if no optimizer had 16-bit parameters.
+    """
+
+    kind: bool | str = True
+    init_scale: float | None = None
+    strict: bool = False
+    says_nothing_found: bool = True
+
+
+def give_everywhere(replacements: Replacements, giving: Giving) -> None:
     """Replace torch's scalers, and what makes and steps optimizers and casts modules.
 
     Args:
         replacements: Undone by its `undo`, which prints what was done, as the end of the process.
-        says_nothing_found: Print a line, too, if no optimizer had 16-bit parameters.
+        giving: How.
     """
-    giver = _Giver(says_nothing_found)
+    giver = _Giver(giving)
     _givers.append(giver)
     replacements.at_undo(lambda: _givers.remove(giver))
     for package, ours in (
@@ -77,14 +117,18 @@ def give_everywhere(replacements: Replacements, *, says_nothing_found: bool) -> 
     replacements.set(optimizer, "__init__", giver.after_init(optimizer.__init__))
     replacements.set(optimizer, "__setstate__", giver.after_setstate(optimizer.__setstate__))
     replacements.set(optimizer, "load_state_dict", giver.before_load(optimizer.load_state_dict))
+    replacements.set(MasterWeights, "_install", giver.after_install(MasterWeights._install))
     hook = optimizer.profile_hook_step
     replacements.set(optimizer, "profile_hook_step", staticmethod(giver.around_step(hook)))
-    for each in {*_hooked(optimizer)}:  # Classes of optimizers that were made before.
+    replacements.set(optimizer, "__init_subclass__", classmethod(giver.after_class))
+    for each in {*_stepping(optimizer)}:  # Classes that were made before.
         replacements.set(each, "step", giver.instead_of(each.step))
     replacements.set(nn.Module, "_apply", giver.around_apply(nn.Module._apply))
-    atexit.register(giver.report)
+    update = AveragedModel.update_parameters
+    replacements.set(AveragedModel, "update_parameters", giver.around_average(update))
+    atexit.register(giver.end)
     replacements.at_undo(giver.report)
-    replacements.at_undo(lambda: atexit.unregister(giver.report))
+    replacements.at_undo(lambda: atexit.unregister(giver.end))
 
 
 def _say(what: str) -> None:
@@ -92,55 +136,84 @@ def _say(what: str) -> None:
         print(f"apex_mp: {what}", file=sys.stderr)
 
 
-class _Giver:
-    """Gives masters to the optimizers of a script, and counts them."""
+class _Skips:
+    """Counts the steps of an optimizer under a scaler, and those that were skipped; a listener."""
 
-    def __init__(self, says_nothing_found: bool) -> None:
-        self._says_nothing_found = says_nothing_found
-        self._counts: list[StepCounts] = []
-        self._counters: MutableMapping[Any, _Counter] = weakref.WeakKeyDictionary()
+    def __init__(self) -> None:
+        self.scaled = self.skipped = 0
+
+    def before_step(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def note(self, **_: Any) -> None:
+        """Do nothing."""
+
+    def withdraw_step(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, note: step_log.StepNote) -> None:
+        self.scaled += 1
+        self.skipped += note.skipped
+
+
+class _Giver:
+    """Gives masters to the optimizers of a script, and says at the end what became of them."""
+
+    def __init__(self, giving: Giving) -> None:
+        self._giving = giving
+        self.init_scale = giving.init_scale
+        self._given: list[tuple[str, StepCounts, _Skips]] = []  # to classes of these names
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._originals: MutableMapping[Tensor, Tensor]  # float32 values by parameter
-        self._originals = WeakIdKeyDictionary()
+        # Optimizers that step 16-bit parameters without masters, and by class how many of these.
+        self._without: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lost: dict[str, int] = defaultdict(int)
+        self._averages: MutableMapping[Any, MasterStore] = weakref.WeakKeyDictionary()
         self._is_applying = False
+
+    # --- Masters for an optimizer.
 
     def give(self, optimizer: Any) -> None:
         """Give masters to an optimizer that has 16-bit parameters and keeps none itself."""
-        if optimizer not in self._optimizers:
+        store = vars(optimizer).get("_own_masters")
+        has_masters = store is not None and store.counts.written is not None
+        if not has_masters and optimizer in self._optimizers and _low_params(optimizer):
+            self._add_masters(optimizer)
+
+    def _add_masters(self, optimizer: Any) -> None:
+        if any(group.get("differentiable") for group in optimizer.param_groups):
             return
-        low = _low_params(optimizer)
-        if not low:
-            return
-        name = type(optimizer).__name__
         if not isinstance(optimizer, (MasterWeights, FusedOptimizer)):
-            try:
-                _give_masters(optimizer)
-            except TypeError as error:
-                self._optimizers.discard(optimizer)
-                _say(f"{name} stays without masters. {error}")
-                return
+            give_masters(optimizer, Settings(self._giving.kind, by_rule=True))
+            # Lightning refuses to clip gradients of an optimizer for which this is true; the scaler
+            # is ours, which does not ask.
+            optimizer._step_supports_amp_scaling = False
         self._count(optimizer)
-        originals = {p: self._originals.pop(p) for p in low if p in self._originals}
-        if originals:
-            optimizer._own_masters.kept.update(originals)
-            _say(
-                f"the weights of {name} became 16-bit after it was made; its masters hold the "
-                "float32 weights"
-            )
 
     def _count(self, optimizer: Any) -> None:
-        """Count the steps of an optimizer from now on."""
-        counter = self._counters.get(optimizer)
-        if isinstance(optimizer, MasterWeights):
-            if counter is not None:
-                counter.leave_to(optimizer)
-            counts = optimizer._counts
-        else:
-            if counter is None:
-                counter = self._counters[optimizer] = _Counter(optimizer)
-            counts = counter.counts
-        if not any(counts is each for each in self._counts):
-            self._counts.append(counts)
+        counts = optimizer._own_masters.counts
+        if counts.written is None:
+            counts.written = 0
+            skips = _Skips()
+            step_log.listen(optimizer, skips)
+            self._given.append((type(optimizer).__name__, counts, skips))
+
+    def after_install(self, install: Callable[..., None]) -> Callable[..., None]:
+        """Count the steps of an optimizer that gets masters, copies included."""
+
+        @functools.wraps(install)
+        def _install(optimizer: Any, *args: Any) -> None:
+            install(optimizer, *args)
+            self._count(optimizer)
+
+        return _install
+
+    def _adopt(self, optimizer: Any) -> None:
+        """Note an optimizer that was made here, and ask for masters of a fused one."""
+        if isinstance(optimizer, FusedOptimizer):
+            for each in (optimizer.defaults, *optimizer.param_groups):
+                each["master_weights"] = each.get("master_weights") or self._giving.kind
+        if not isinstance(optimizer, FP16_Optimizer):
+            self._optimizers.add(optimizer)
 
     def after_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -160,18 +233,10 @@ class _Giver:
             setstate(optimizer, state)
             if is_new:
                 self._adopt(optimizer)
-            if is_new and isinstance(optimizer, (MasterWeights, FusedOptimizer)):
+            if is_new and isinstance(optimizer, FusedOptimizer):
                 self.give(optimizer)
 
         return __setstate__
-
-    def _adopt(self, optimizer: Any) -> None:
-        """Note an optimizer that was made here, and ask for masters of a fused one."""
-        if isinstance(optimizer, FusedOptimizer):
-            for each in (optimizer.defaults, *optimizer.param_groups):
-                each["master_weights"] = each.get("master_weights") or True
-        if not isinstance(optimizer, FP16_Optimizer):
-            self._optimizers.add(optimizer)
 
     def before_load(self, load: Callable[..., None]) -> Callable[..., None]:
         """Give masters before a state with masters is loaded, if all parameters are frozen now."""
@@ -180,16 +245,25 @@ class _Giver:
         def load_state_dict(optimizer: Any, state_dict: Any) -> None:
             is_plain = not isinstance(optimizer, (MasterWeights, FusedOptimizer))
             if is_plain and optimizer in self._optimizers and _has_masters(state_dict):
-                _give_masters(optimizer)
-                self._count(optimizer)
+                self._add_masters(optimizer)
                 optimizer.load_state_dict(state_dict)
                 return
             load(optimizer, state_dict)
 
         return load_state_dict
 
+    # --- Steps.
+
     def around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda function: self.instead_of(hook(function))
+
+    def after_class(self, cls: Any, /, **kwargs: Any) -> None:
+        """Wrap the step of a new class, whose constructor may not be that of torch."""
+        after: Any = super(torch.optim.Optimizer, cls)
+        after.__init_subclass__(**kwargs)
+        step = vars(cls).get("step")
+        if step is not None and "_addition" not in vars(cls) and not _takes_scaled_step(step):
+            cls.step = self.instead_of(step)
 
     def instead_of(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return a class's step that is the one with masters once the optimizer has some.
@@ -199,14 +273,30 @@ class _Giver:
 
         @functools.wraps(own)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self.give(optimizer)
+            if self in _givers:
+                # Its constructor was not torch's: one around another optimizer, as a rule.
+                if "_optimizer_step_pre_hooks" not in vars(optimizer) and not _passes_on(optimizer):
+                    self._adopt(optimizer)
+                self.give(optimizer)
             if isinstance(optimizer, MasterWeights) and not optimizer._steps_masters:
-                return MasterWeights.step(optimizer, *args, **kwargs)
-            if isinstance(optimizer, FusedOptimizer) and not hasattr(own, "takes_scaled_step"):
-                return type(optimizer).step(optimizer, *args, **kwargs)  # It was torch's.
+                return type(optimizer).step(optimizer, *args, **kwargs)
+            if self in _givers and not isinstance(optimizer, (MasterWeights, FusedOptimizer)):
+                self._note_without(optimizer)
             return own(optimizer, *args, **kwargs)
 
         return step
+
+    def _note_without(self, optimizer: Any) -> None:
+        """Note the 16-bit parameters that an optimizer is about to step without masters."""
+        if _passes_on(optimizer) or isinstance(optimizer, FP16_Optimizer):
+            return
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        count = sum(needs_master(param) and param.grad is not None for param in params)
+        if count and optimizer not in self._without:
+            self._without.add(optimizer)
+            self._lost[type(optimizer).__name__] += count
+
+    # --- Models.
 
     def around_apply(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the float32 values of an optimizer's parameters that become 16-bit."""
@@ -217,40 +307,122 @@ class _Giver:
                 return apply(module, *args, **kwargs)
             self._is_applying = True
             try:
-                stepped = {
-                    id(param)
+                own = {id(param) for param in module.parameters() if param.dtype == torch.float32}
+                before = [
+                    (optimizer, param, param.detach())
                     for optimizer in self._optimizers
                     for group in optimizer.param_groups
                     for param in group["params"]
-                }
-                before = {
-                    param: param.detach()
-                    for param in module.parameters()
-                    if param.dtype == torch.float32 and id(param) in stepped
-                }
+                    if id(param) in own
+                ]
                 result = apply(module, *args, **kwargs)
-                cast: dict[Tensor, Tensor]
-                cast = {p: value.to(p.device) for p, value in before.items() if needs_master(p)}
-                self._originals.update(cast)
             finally:
                 self._is_applying = False
-            for optimizer in [*self._optimizers] if cast else ():
-                self.give(optimizer)
+            cast = [each for each in before if needs_master(each[1])]
+            for optimizer in {id(optimizer): optimizer for optimizer, _, _ in cast}.values():
+                self._add_masters(optimizer)
+                if not isinstance(optimizer, (MasterWeights, FusedOptimizer)):
+                    continue
+                pairs = [(param, value) for of, param, value in cast if of is optimizer]
+                new = [_put_original(optimizer._own_masters, *pair) for pair in pairs]
+                if any(new):
+                    _say(
+                        f"the weights of {type(optimizer).__name__} became 16-bit after it was "
+                        "made; its masters hold the float32 weights"
+                    )
             return result
 
         return _apply
 
+    def around_average(self, update: Callable[..., None]) -> Callable[..., None]:
+        """Average the masters of a 16-bit model in float32; the averaged model has them rounded."""
+
+        @functools.wraps(update)
+        def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
+            masters = {
+                id(param): optimizer._own_masters.whole_of(param)
+                for optimizer in self._optimizers
+                if isinstance(optimizer, (MasterWeights, FusedOptimizer))
+                for group in optimizer.param_groups
+                for param in group["params"]
+                if needs_master(param)
+            }
+            low = [param for param in averaged.module.parameters() if needs_master(param)]
+            if not low or not any(id(param) in masters for param in model.parameters()):
+                update(averaged, model)
+                return
+            store = self._averages.setdefault(averaged, MasterStore())
+            wide = store.whole(low)
+            exchange = Exchange(wide, {})
+            with torch.no_grad(), exchange.ending():
+                exchange.enter()
+                update(averaged, Values(model, masters))
+            exchange.copy_to_weights()
+            store.keep(wide, as_remainders=False)
+
+        return update_parameters
+
+    # --- The end.
+
+    def end(self) -> None:
+        """Report, and end the process with another status if it is to be strict."""
+        is_complete = not self._lost
+        self.report()
+        if self._giving.strict and not is_complete:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(NOT_ALL_HAD_MASTERS)
+
     def report(self) -> None:
         """Print what was done, once."""
-        counts, self._counts = [each for each in self._counts if each.steps and each.params], []
-        if not counts and self._says_nothing_found:
+        given, self._given = self._given, []
+        lost, self._lost = self._lost, defaultdict(int)
+        for name in {name: None for name, _, _ in given}:
+            of_name = [(counts, skips) for owner, counts, skips in given if owner == name]
+            stepped = [(counts, skips) for counts, skips in of_name if counts.params]
+            if stepped:
+                _say(_line(name, stepped))
+            elif not any(counts.steps for counts, _ in of_name):
+                _say(f"{name} has float32 masters, and took no step")
+        for name, count in lost.items():
+            _say(f"{name} stepped {counted(count, 'parameter')} in 16 bits without masters")
+        if not given and not lost and self._giving.says_nothing_found:
             _say("no optimizer was given masters; none that was made here had 16-bit parameters")
-        for each in counts:
-            _say(
-                f"{each.owner} stepped float32 masters of {counted(each.params, 'parameter')} in "
-                f"16 bits ({each.elements * each.bytes_each:,} bytes); "
-                f"{each.skipped:,} of {counted(each.steps, 'step')} skipped"
-            )
+
+
+def _line(name: str, stepped: list[tuple[StepCounts, _Skips]]) -> str:
+    """Return what became of the optimizers of a class."""
+    params, nbytes, steps, written = (
+        sum(getattr(counts, of) or 0 for counts, _ in stepped)
+        for of in ("params", "nbytes", "steps", "written")
+    )
+    skipped = sum(skips.skipped for _, skips in stepped)
+    many = f"{len(stepped)} optimizers of {name}" if len(stepped) > 1 else name
+    if any(skips.scaled for _, skips in stepped):
+        outcome = f"{skipped:,} of {counted(steps, 'step')} skipped"
+    else:
+        outcome = f"{counted(steps, 'step')} without a scaler"
+    line = (
+        f"{many} stepped float32 masters of {counted(params, 'parameter')} in 16 bits "
+        f"({nbytes:,} bytes); {outcome}"
+    )
+    if written:
+        line += f"; before {written:,} of them weights were written outside"
+    return line
+
+
+def _put_original(masters: MasterStore, param: Tensor, value: Tensor) -> bool:
+    """Make a float32 value the master of a parameter that was cast; return whether it says more.
+
+    Where it says no more than the weight, as after `model.float()`, an earlier master stays.
+    """
+    value = value.to(param.device)
+    is_weight = value == param.detach().float()
+    if bool(is_weight.all()):
+        return False
+    masters.kept[param] = torch.where(is_weight, masters.whole_of(param), value)
+    return True
 
 
 def _low_params(optimizer: Any) -> list[Tensor]:
@@ -263,72 +435,31 @@ def _has_masters(state_dict: Any) -> bool:
     return isinstance(states, dict) and any(MASTER in (state or ()) for state in states.values())
 
 
-def _give_masters(optimizer: Any) -> None:
-    """Give masters to an optimizer.
-
-    Raises:
-        TypeError: Its class cannot be changed.
-    """
-    if not fuse(optimizer):
-        give_masters(optimizer)
-    # Lightning refuses to clip gradients of an optimizer for which this is true; the scaler is
-    # ours, which does not ask.
-    optimizer._step_supports_amp_scaling = False
+def _passes_on(optimizer: Any) -> bool:
+    return type(optimizer).__module__.partition(".")[0] in _PASS_ON
 
 
-class _Counter:
-    """Counts the steps of a fused optimizer, and those that are skipped, as a listener."""
-
-    def __init__(self, optimizer: FusedOptimizer) -> None:
-        is_split = optimizer.param_groups[0]["master_weights"] != "float32"
-        self.counts = StepCounts(type(optimizer).__name__, bytes_each=2 if is_split else 4)
-        self._is_over = False
-        optimizer.register_step_post_hook(self)
-        step_log.listen(optimizer, self)
-
-    def leave_to(self, optimizer: MasterWeights) -> None:
-        """Leave counting to the optimizer, which was fused until now and counts by itself."""
-        if optimizer._counts is not self.counts:
-            self._is_over = True  # In a hook no hook can be removed.
-            step_log.unlisten(self)
-            self.counts.steps += optimizer._counts.steps
-            optimizer._counts = self.counts
-
-    def __call__(self, optimizer: Any, *_: Any) -> None:
-        if isinstance(optimizer, MasterWeights):
-            self.leave_to(optimizer)
-        if self._is_over:
-            return
-        self.counts.steps += 1
-        low = _low_params(optimizer)
-        if self.counts.params != len(low):
-            self.counts.params, self.counts.elements = len(low), sum(map(torch.numel, low))
-
-    def before_step(self, *_: Any) -> None:
-        """Do nothing."""
-
-    def note(self, **_: Any) -> None:
-        """Do nothing."""
-
-    def withdraw_step(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, note: step_log.StepNote) -> None:
-        """Count a step that was skipped."""
-        self.counts.skipped += note.skipped
+def _takes_scaled_step(step: Any) -> bool:
+    return getattr(step, "takes_scaled_step", False)
 
 
-def _hooked(kind: Any) -> Iterator[Any]:
-    """Yield the subclasses whose step torch has wrapped, but for those that keep masters."""
+def _stepping(kind: Any) -> Iterator[Any]:
+    """Yield the subclasses that have a step of their own, but for those that keep masters."""
     for each in kind.__subclasses__():
         step = vars(each).get("step")
-        if getattr(step, "hooked", False) and not getattr(step, "takes_scaled_step", False):
+        if step is not None and "_addition" not in vars(each) and not _takes_scaled_step(step):
             yield each
-        yield from _hooked(each)
+        yield from _stepping(each)
 
 
 class GradScaler(OurGradScaler):
     """The scaler of a script, which gives masters to the optimizers that it meets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scale = next((giver.init_scale for giver in _givers if giver.init_scale), None)
+        if scale is not None and self.is_enabled():
+            self._init_scale = scale
 
     def unscale_(self, optimizer: Any) -> None:
         _give(optimizer)

@@ -21,7 +21,11 @@ class Settings:
         device: "cpu" to run code for a GPU on the CPU, or None.
         modernize: Supply what later versions removed.
         dtype: "bfloat16" to cast to it where a script casts to float16, or None.
-        master_weights: Give masters to optimizers of 16-bit parameters.
+        master_weights: Give masters to optimizers of 16-bit parameters: as of `use_master_weights`,
+            or False.
+        init_scale: The first scale of each GradScaler under `master_weights`, or None.
+        strict: With `master_weights`: end with another status if a parameter had no master.
+        apex: Install the name apex.
     """
 
     era: str = "2019-03"
@@ -29,7 +33,10 @@ class Settings:
     device: str | None = None
     modernize: bool = False
     dtype: str | None = None
-    master_weights: bool = False
+    master_weights: bool | str = False
+    init_scale: float | None = None
+    strict: bool = False
+    apex: bool = True
 
     def hand_to_children(self) -> None:
         """Write the settings to the environment, and put our sitecustomize before others."""

@@ -15,13 +15,14 @@ from apex_mp.amp.casts.casting import is_low
 from apex_mp.amp.levels import apex_inside
 from apex_mp.amp.levels.eps import warn_of_eps
 from apex_mp.amp.levels.master_state import MasterState
-from apex_mp.amp.levels.masters import check_group, class_with_masters, give_masters
+from apex_mp.amp.levels.masters import OptimizerWithMasters, check_group, give_masters
 from apex_mp.amp.levels.options import Options
 from apex_mp.amp.loss_scaling.step_guard import guard_of
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.core import tensors
 from apex_mp.core.grads import local_gradients
 from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.attach import class_with
 from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.step.inner import check_lists
 from apex_mp.core.tensors import FLOATING
@@ -221,7 +222,7 @@ def _check_can_have_masters(optimizer: Any) -> None:
     check_lists("amp.initialize", optimizer, FLOATING)
     for number, group in enumerate(optimizer.param_groups):
         check_group(number, group["params"], group.get("param_names"))
-    class_with_masters(optimizer)
+    class_with(OptimizerWithMasters, type(optimizer))
 
 
 def _cast_models(models: list[torch.nn.Module], options: Options) -> dict[Tensor, Tensor]:

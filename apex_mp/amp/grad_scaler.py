@@ -252,7 +252,7 @@ class GradScaler(UnscalingGradScaler):
                     self._check_inf_per_device(optimizer)
             elif step.check and step.result.grad_dtypes:
                 self._note_flag(optimizer, step.result.flag())
-                state[_FLAG_OF] = weakref.ref(optimizer), optimizer._steps_taken
+                state[_FLAG_OF] = weakref.ref(optimizer), optimizer._own_masters.counts.steps
         return value
 
     def _step_fused(
@@ -340,7 +340,7 @@ class GradScaler(UnscalingGradScaler):
         for state in self._per_optimizer_states.values():
             reference, steps_taken = state.get(_FLAG_OF, (lambda: None, 0))
             optimizer = reference()
-            if optimizer is not None and optimizer._steps_taken != steps_taken:
+            if optimizer is not None and optimizer._own_masters.counts.steps != steps_taken:
                 raise RuntimeError(
                     f"GradScaler.update: {type(optimizer).__name__} was stepped again after "
                     "scaler.step(optimizer), without this scaler; call scaler.update() before that"

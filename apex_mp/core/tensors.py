@@ -50,7 +50,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a DTensor; another tensor as it is."""
-    if not is_wrapper(tensor):
+    if type(tensor) in PLAIN_TYPES or not is_wrapper(tensor):
         return tensor
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part

@@ -82,8 +82,8 @@ def fits(
 
 def _like_param(optimizer: Any) -> tuple[str, ...]:
     """Return names of the state that has the parameter's shape; fused optimizers define them."""
-    layout = getattr(optimizer, "_state_layout", None)
-    return _LIKE_PARAM if layout is None else (*layout.tensors, "master_param")
+    rule = getattr(optimizer, "_rule", None)
+    return _LIKE_PARAM if rule is None else (*rule.layout.tensors, "master_param")
 
 
 def _misfit(

@@ -148,7 +148,8 @@ class Outcomes(OldNames):
     def _note(self, skipped: bool, scale: float, norms: list[float]) -> step_log.StepNote:
         value = self._loss_scaler.loss_scale_value
         is_clipped = "grad_norms" in self._legacy_arguments
-        always_global = getattr(self.optimizer, "_clips_by_global_norm", False)  # as FusedLAMB
+        rule = getattr(self.optimizer, "_rule", None)
+        always_global = rule is not None and rule.clips_by_global_norm  # as FusedLAMB
         norm, clip = step_log.norm_and_clip(
             norms,
             self.param_groups if is_clipped else [{}] * len(norms),

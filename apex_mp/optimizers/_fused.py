@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex_mp import _C
-from apex_mp.core import forks, tensors
+from apex_mp.core import tensors
 from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
 from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
     GradCheck,
-    HostOutcome,
-    Lists,
-    Outcome,
     ScaledStep,
-    StepResult,
     dropping_amp_tensors,
 )
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers import _legacy_call, _offload
+from apex_mp.optimizers._engine import Engine
 from apex_mp.optimizers._lost_updates import LostUpdates
-from apex_mp.optimizers._offload.plan import OffloadedPlan
 from apex_mp.optimizers._saved import SavedOptimizer
-from apex_mp.optimizers._several_devices import SeveralDevices
-from apex_mp.optimizers._state import master_dtype
-
-_Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
-# For each parameter whose state a step has replaced, the state before; None: it had none.
-Before: TypeAlias = dict[Tensor, dict[str, Any] | None]
 
 
 class FusedOptimizer(SavedOptimizer):
@@ -60,17 +46,9 @@ class FusedOptimizer(SavedOptimizer):
     # FP16_Optimizer need not copy masters to the model after step(output_params=...).
     _writes_output_params = True
     unscale_grads: bool | None = None  # for optimizers pickled before the option existed
-    _steps_taken = 0  # or tried
-    _plan: _Plan
+    _engine: Engine
 
     # --- Defined by each optimizer.
-
-    # Its arithmetic: `kName` of one of csrc/math/rules.h.
-    _rule: str
-    # Whether groups are always clipped by the norm of all.
-    _clips_by_global_norm = False
-    # Whether each element is stepped by itself, so that parts of tensors can be stepped.
-    _steps_parts = True
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check the options of a group that is added; a loaded group need not pass."""
@@ -111,7 +89,7 @@ class FusedOptimizer(SavedOptimizer):
             self._check_new_options({**self.defaults, **param_group})
         params, names = tensors.listed(param_group)
         number = len(self.param_groups)
-        test = tensors.part_not_steppable if self._steps_parts else tensors.not_steppable
+        test = tensors.part_not_steppable if self._rule.steps_parts else tensors.not_steppable
         tensors.check_params(self._public_name, number, params, test, names)
         if self.offload and params:
             _offload.check_group(self, {**self.defaults, **param_group, "params": params}, names)
@@ -124,12 +102,7 @@ class FusedOptimizer(SavedOptimizer):
         Call it between replays, outside of a capture, after `param_groups` was changed, by a
         scheduler or by hand. Steps that are not replayed do not need it, nor does a tensor as `lr`.
         """
-        plan: _Plan | None = self.__dict__.get("_plan")
-        if plan is not None:
-            nothing: Lists = [[None] * len(group["params"]) for group in self.param_groups]
-            with torch.no_grad():
-                self._read(plan, ScaledStep(grads=nothing), {})
-                plan.refresh_groups()
+        self._present_engine().refresh_groups(self, self.param_groups)
 
     # --- The step.
 
@@ -179,7 +152,7 @@ class FusedOptimizer(SavedOptimizer):
             )
             is_first = not self.__dict__["state"]
             with torch.no_grad(), self._watching_updates(step):
-                step.result = self._step_by_plan(step)
+                step.result = self._present_engine().step(self, self.param_groups, step)
                 if is_first and is_called_for_state():
                     for state in self.state.values():
                         if "step" in state:
@@ -188,76 +161,21 @@ class FusedOptimizer(SavedOptimizer):
 
     step.takes_scaled_step = True  # type: ignore[attr-defined]
 
-    def _step_by_plan(self, step: ScaledStep) -> StepResult:
-        """Step all groups at once."""
-        before: Before = {}
-        plan = self._present_plan()
-        try:
-            plan = self._read_by_plan(plan, step, before)
-            self._steps_taken += 1
-            outcome = self._run(plan, step)
-        except BaseException:
-            if not plan.has_run:  # Else the weights were stepped, and need their state.
-                self._take_back(before)
-            raise
-        if plan.has_others:
-            self._own_masters.put_aside(self)
-        if not (step.check or step.found_inf is not None):
-            outcome = HostOutcome(False)  # What is not looked for is not found.
-        if outcome.found_inf:
-            self._take_back(before)
-        elif outcome.is_known:
-            self._after_step(plan.without_grad)
-        result = StepResult(outcome, plan.without_grad, plan.grad_dtypes)
-        if outcome.is_known:
-            return result
-        undo = self._undo(before) if before else None
-        return dataclasses.replace(
-            result,
-            found_inf=plan.found_inf,
-            sent=plan.outcome,
-            read=plan.read_outcome,
-            undo_state=undo,
-        )
-
-    @torch.no_grad()
     def check_gradients(self, step: ScaledStep) -> GradCheck:
         """Check and measure gradients for a step that is taken later, by `take` with an equal one.
-
-        That step does not read them for this again if all is as it was; nothing changes until then.
 
         Args:
             step: The step; it has `check` and `clip_to`.
         """
-        before: Before = {}
-        plan = self._present_plan()
-        try:
-            plan = self._read_by_plan(plan, step, before)
-            assert step.clip_to is not None
-            plan.check(clip_by_global_norm=self._clips_by_global_norm, clip_to=step.clip_to)
-        finally:
-            self._take_back(before)
-        return GradCheck(plan.found_inf, plan.norm, plan.grad_dtypes)
+        return self._present_engine().check_gradients(self, self.param_groups, step)
 
-    def _present_plan(self) -> _Plan:
-        plan: _Plan | None = self.__dict__.get("_plan")
-        if plan is None:  # also after pickle and deepcopy
-            if self.offload:
-                grads, cuts = self._host_grads, self._steps_parts
-                plan = OffloadedPlan(self._public_name, self._new_plan, cuts, grads)
-            else:
-                plan = self._new_plan()
-            self._plan = plan
-        return plan
-
-    def _read_by_plan(self, plan: _Plan, step: ScaledStep, before: Before) -> _Plan:
-        """Make the plan read a step; return it, or another one if it cannot take the step."""
-        self._read(plan, step, before)
-        # Parameters were moved to several devices, or back to one.
-        if not plan.can_run or self._must_agree(plan, step):
-            plan = self._plan = self._other_plan(plan)
-            self._read(plan, step, before)
-        return plan
+    def _present_engine(self) -> Engine:
+        engine: Engine | None = self.__dict__.get("_engine")
+        if engine is None:  # also after pickle and deepcopy
+            offload, grads = bool(self.offload), self._host_grads
+            engine = Engine(self._rule, self._public_name, offload=offload, host_grads=grads)
+            self._engine = engine
+        return engine
 
     @contextlib.contextmanager
     def _watching_updates(self, step: ScaledStep) -> Iterator[None]:
@@ -280,120 +198,3 @@ class FusedOptimizer(SavedOptimizer):
         counter = lost.before_step()
         yield
         lost.after_step(counter, False if step.found_inf is None else step.found_inf)
-
-    def _must_agree(self, plan: _Plan, step: ScaledStep) -> bool:
-        """Return whether the step needs numbers of other processes, which a plan cannot collect."""
-        if isinstance(plan, SeveralDevices) or not plan.has_parts:
-            return False
-        norms = self._norms(step) or [None] * len(self.param_groups)
-        return step.check or any(
-            norm is None and group["max_grad_norm"]
-            for norm, group in zip(norms, self.param_groups, strict=True)
-        )
-
-    def _run(self, plan: _Plan, step: ScaledStep) -> Outcome:
-        kwargs: dict[str, Any] = {
-            "norms": self._norms(step),
-            "found_inf": step.found_inf,
-            "check": step.check,
-            "clip_by_global_norm": step.clip_by_global_norm or self._clips_by_global_norm,
-            "clip_to": step.clip_to,
-            "clip_norm": step.clip_norm,
-            "wait": step.check and step.wait,
-        }
-        scale = step.loss_scale
-        if isinstance(plan, SeveralDevices):
-            return plan.run(loss_scale=scale, **kwargs)
-        on_device = None if scale is None else scale.for_step()
-        return plan.run(loss_scale=on_device, **kwargs)
-
-    def _norms(self, step: ScaledStep) -> list[float | Tensor | None] | None:
-        """Return the norms to clip groups by, as far as they are known."""
-        # Norms of groups do not help to clip by the norm of all.
-        return None if self._clips_by_global_norm else step.norms
-
-    @classmethod
-    def _new_plan(cls) -> _C.StepPlan:
-        """Return a plan that steps parameters on one device."""
-        layout = cls._state_layout
-        plan = _C.StepPlan(
-            cls._rule,
-            cls._public_name,
-            tensors=layout.tensors,
-            numbers=layout.numbers + layout.unsaved_numbers,
-        )
-        forks.leak_in_children(plan)  # After steps on another stream its memory needs events.
-        return plan
-
-    def _other_plan(self, plan: _Plan) -> _Plan:
-        if isinstance(plan, SeveralDevices):
-            return self._new_plan()
-        return SeveralDevices(self._public_name, self._new_plan)
-
-    def _read(self, plan: _Plan, step: ScaledStep, before: Before) -> None:
-        """Make a plan read the next step; missing state is created."""
-        plan.read(
-            self.param_groups,
-            self.__dict__["state"],
-            self._own_masters.kept,
-            functools.partial(self._make_state, before),
-            grads=step.grads,
-            grads_of=step.grads_of,
-            copies=step.copies,
-            scale=step.scale,
-            unscale=step.unscale,
-        )
-
-    # --- State. What a step creates is removed again if the step is skipped or refused.
-
-    def _make_state(self, before: Before, number: int, index: int) -> dict[str, Any]:
-        """Complete a parameter's state, with tensors in the parameter's memory order.
-
-        Args:
-            before: States before the running step; the parameter's is added.
-            number: The number of the parameter's group.
-            index: The index of the parameter in it.
-
-        Returns:
-            The parameter's new state.
-        """
-        group = self.param_groups[number]
-        param = group["params"][index]
-        self._own_masters.put_back(self)
-        before.setdefault(param, self.state.get(param))
-        state = self._layout(group).completed(before[param] or {}, param, group, self._state_device)
-        self.state[param] = state
-        self._own_masters.keep_as(param, master_dtype(param, group), self._state_device)
-        return state
-
-    def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
-        """Called after a step if the host knows that it was not skipped.
-
-        Args:
-            without_grad: Group and index of the parameters that were not stepped.
-        """
-
-    def _undo(self, before: Before) -> Callable[[], None]:
-        """Return a function that removes the state that a step has created, if it is unused."""
-        made = {param: self.state[param] for param in before}
-        steps = self._steps_taken
-        weak = weakref.ref(self)
-
-        def undo() -> None:
-            optimizer = weak()
-            if (
-                optimizer is not None
-                and optimizer._steps_taken == steps
-                and all(optimizer.state.get(param) is state for param, state in made.items())
-            ):
-                optimizer._take_back(before)
-
-        return undo
-
-    def _take_back(self, before: Before) -> None:
-        """Restore states as they were before the step: None removes one."""
-        for param, state in before.items():
-            if state is None:
-                self.state.pop(param, None)
-            else:
-                self.state[param] = state

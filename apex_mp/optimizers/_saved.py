@@ -25,17 +25,13 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     # The class's name in messages; a user's subclass has another one.
     _public_name: str
-    _state_layout: _state.StateLayout
+    _rule: _state.Rule
     # Attributes that are pickled beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads", "offload")
     # Whether masters and moments are in host memory, and gradients, too.
     offload: bool | str = False
     _host_grads: HostGrads | None = None
     _own_masters: MasterStore
-
-    def _layout(self, group: Mapping[str, Any]) -> _state.StateLayout:
-        """Return the layout of the states of a group."""
-        return self._state_layout
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         """Raise a TypeError, ValueError or RuntimeError for a hyperparameter that is not valid.
@@ -58,7 +54,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             states: The saved states by the items of `group["params"]`; replace them, do not write
                 to them.
         """
-        if "step" in self._state_layout.numbers and group.get("step") is not None:
+        if "step" in self._rule.layout.numbers and group.get("step") is not None:
             step = group.pop("step")
             for index in group["params"]:
                 if states.get(index):
@@ -66,7 +62,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _adapt_state(self, where: str, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         """Return a parameter's saved state in the layout used here; see `StateLayout.loaded`."""
-        return self._state_layout.loaded(where, state, param, self._state_device)
+        return self._rule.layout.loaded(where, state, param, self._state_device)
 
     @property
     def _state_device(self) -> torch.device | None:
@@ -104,6 +100,7 @@ class SavedOptimizer(torch.optim.Optimizer):
                 too [False].
         """
         readback.wait()  # A first step that was skipped leaves no state.
+        self._rule.tidy(self.state)
         self._own_masters.put_back(self)
         saved = super().state_dict()
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
@@ -113,8 +110,8 @@ class SavedOptimizer(torch.optim.Optimizer):
                 if master is None or (state is None and self._own_masters.is_weight(param)):
                     continue
                 if state is None:  # The master was loaded before the first step.
-                    layout, device = self._layout(group), self._state_device
-                    state = layout.completed({}, param, group, device)
+                    layout = self._rule.layout_of(group)
+                    state = layout.completed({}, param, group, self._state_device)
                 saved["state"][index] = {**state, MASTER: master}
         return saved
 
@@ -190,6 +187,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: masters are among the state."""
+        self._rule.tidy(self.state)
         self._own_masters.put_back(self)
         own = {name: getattr(self, name) for name in self._pickled}
         states = self._own_masters.beside(collections.defaultdict(dict, self.state))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,6 +127,12 @@ class StateLayout:
                 whole[name] = like(param, dtype, device)
         return whole
 
+    def moved(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """Return a state of torch's optimizer with its numbers where a step wants them."""
+        numbers = {name: state[name] for name in self.numbers if torch.is_tensor(state.get(name))}
+        moved = {name: each.to(param.device, torch.float32) for name, each in numbers.items()}
+        return {**state, **moved}
+
     def loaded(
         self,
         where: str,
@@ -163,6 +169,54 @@ class StateLayout:
             number = _number(f"{where}['{name}']", name, whole[name])
             whole[name] = Kept(_new_number(param, number, device))
         return whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The arithmetic of an optimizer, and its state.
+
+    Attributes:
+        name: `kName` of one of csrc/math/rules.h.
+        layout: The state.
+        clips_by_global_norm: Whether groups are always clipped by the norm of all.
+        steps_parts: Whether each element is stepped by itself, so that parts of tensors can be.
+    """
+
+    name: str
+    layout: StateLayout
+    clips_by_global_norm: bool = False
+    steps_parts: bool = True
+
+    def layout_of(self, group: Mapping[str, Any]) -> StateLayout:
+        """Return the layout of the states of a group."""
+        return self.layout
+
+    def complete(
+        self,
+        state: Mapping[str, Any],
+        param: Tensor,
+        group: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> dict[str, Any]:
+        """Return a complete state for a step; see `StateLayout.completed`."""
+        return self.layout_of(group).completed(state, param, group, device)
+
+    def after_step(
+        self,
+        states: dict[Any, dict[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        without_grad: Sequence[tuple[int, int]],
+    ) -> None:
+        """Called after a step if the host knows that it was not skipped.
+
+        Args:
+            states: The states of parameters.
+            groups: The groups.
+            without_grad: Group and index of the parameters that were not stepped.
+        """
+
+    def tidy(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Remove what only steps need, before others see the states; the host may wait."""
 
 
 def loaded_master(

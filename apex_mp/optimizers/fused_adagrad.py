@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._state import Rule, StateLayout
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -41,8 +41,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _public_name = "FusedAdagrad"
-    _rule = "adagrad"
-    _state_layout = StateLayout("an Adagrad", tensors=("sum",))
+    _rule = Rule("adagrad", StateLayout("an Adagrad", tensors=("sum",)))
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._state import Rule, StateLayout
 
 
 class FusedAdam(FusedOptimizer):
@@ -75,8 +75,9 @@ class FusedAdam(FusedOptimizer):
     """
 
     _public_name = "FusedAdam"
-    _rule = "adam"
-    _state_layout = StateLayout("an Adam", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",))
+    _rule = Rule(
+        "adam", StateLayout("an Adam", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",))
+    )
 
     def __init__(
         self,

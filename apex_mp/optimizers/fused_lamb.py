@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._state import Rule, StateLayout
 
 
 class FusedLAMB(FusedOptimizer):
@@ -46,10 +46,12 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _public_name = "FusedLAMB"
-    _rule = "lamb"
-    _state_layout = StateLayout("a LAMB", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",))
-    _clips_by_global_norm = True
-    _steps_parts = False
+    _rule = Rule(
+        "lamb",
+        StateLayout("a LAMB", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",)),
+        clips_by_global_norm=True,
+        steps_parts=False,
+    )
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._state import Rule, StateLayout
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -51,9 +51,11 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _public_name = "FusedNovoGrad"
-    _rule = "novograd"
-    _steps_parts = False
-    _state_layout = StateLayout("a NovoGrad", tensors=("exp_avg",), numbers=("step", "exp_avg_sq"))
+    _rule = Rule(
+        "novograd",
+        StateLayout("a NovoGrad", tensors=("exp_avg",), numbers=("step", "exp_avg_sq")),
+        steps_parts=False,
+    )
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,12 +10,56 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from apex_mp.core import options
-from apex_mp.optimizers._fused import Before, FusedOptimizer
-from apex_mp.optimizers._state import StateLayout
+from apex_mp.optimizers._fused import FusedOptimizer
+from apex_mp.optimizers._state import Rule, StateLayout
 
 BUFFER = "momentum_buffer"
 IS_FRESH = "is_fresh"  # float32: not 0 if the buffer holds nothing yet
 _WITHOUT_MOMENTUM = StateLayout("an SGD", tensors=())
+
+
+class _Rule(Rule):
+    # A step whose outcome the host does not know yet may be skipped. A buffer of zeros is then as
+    # good as none, except with dampening, which does not apply to a parameter's first gradient. So
+    # such a buffer has a flag beside it, by which the device knows the first gradient.
+
+    def layout_of(self, group: Mapping[str, Any]) -> StateLayout:
+        return self.layout if group["momentum"] else _WITHOUT_MOMENTUM
+
+    def complete(
+        self,
+        state: Mapping[str, Any],
+        param: Tensor,
+        group: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> dict[str, Any]:
+        whole = super().complete(state, param, group, device)
+        is_new = BUFFER in whole and not torch.is_tensor(state.get(BUFFER))
+        if is_new and group["dampening"]:
+            whole[IS_FRESH] = torch.ones((), device=device or param.device)
+        return whole
+
+    def after_step(
+        self,
+        states: dict[Any, dict[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        without_grad: Sequence[tuple[int, int]],
+    ) -> None:
+        if not any(group["dampening"] for group in groups):
+            return
+        for number, group in enumerate(groups):
+            for index, param in enumerate(group["params"]):
+                if group["momentum"] and (number, index) not in without_grad:
+                    states.get(param, {}).pop(IS_FRESH, None)
+
+    def tidy(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Remove buffers that hold nothing yet."""
+        for param, state in [*states.items()]:
+            flag = state.pop(IS_FRESH, None)
+            if flag is not None and flag.item():
+                del state[BUFFER]
+                if not state:
+                    del states[param]
 
 
 class FusedSGD(FusedOptimizer):
@@ -61,8 +105,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     _public_name = "FusedSGD"
-    _rule = "sgd"
-    _state_layout = StateLayout("an SGD", tensors=(BUFFER,), unsaved_numbers=(IS_FRESH,))
+    _rule = _Rule("sgd", StateLayout("an SGD", tensors=(BUFFER,), unsaved_numbers=(IS_FRESH,)))
     _pickled = ("materialize_master_grads", "set_grad_none", "unscale_grads", "offload")
 
     def __init__(
@@ -130,45 +173,3 @@ class FusedSGD(FusedOptimizer):
         # No buffer: torch saves this for a parameter without a gradient or without momentum.
         rest = {key: value for key, value in state.items() if key != BUFFER}
         return _WITHOUT_MOMENTUM.loaded(where, rest, param, self._state_device)
-
-    # A step whose outcome the host does not know yet may be skipped. A buffer of zeros is then as
-    # good as none, except with dampening, which does not apply to a parameter's first gradient. So
-    # such a buffer has a flag beside it, by which the device knows the first gradient.
-
-    def _make_state(self, before: Before, number: int, index: int) -> dict[str, Any]:
-        state = super()._make_state(before, number, index)
-        group = self.param_groups[number]
-        param = group["params"][index]
-        is_new = BUFFER in state and not torch.is_tensor((before[param] or {}).get(BUFFER))
-        if is_new and group["dampening"]:
-            state[IS_FRESH] = torch.ones((), device=self._state_device or param.device)
-        return state
-
-    def _layout(self, group: Mapping[str, Any]) -> StateLayout:
-        return self._state_layout if group["momentum"] else _WITHOUT_MOMENTUM
-
-    def _after_step(self, without_grad: list[tuple[int, int]]) -> None:
-        if not any(group["dampening"] for group in self.param_groups):
-            return
-        for number, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                if group["momentum"] and (number, index) not in without_grad:
-                    self.state.get(param, {}).pop(IS_FRESH, None)
-
-    def _drop_fresh_buffers(self) -> None:
-        """Remove buffers that hold nothing yet, before the user sees them; the host waits."""
-        for param, state in [*self.state.items()]:
-            flag = state.pop(IS_FRESH, None)
-            if flag is not None and flag.item():
-                del state[BUFFER]
-                if not state:
-                    del self.state[param]
-
-    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
-        """Return state and options, under torch.optim.SGD's names."""
-        self._drop_fresh_buffers()
-        return super().state_dict(compact=compact)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._drop_fresh_buffers()
-        return super().__getstate__()

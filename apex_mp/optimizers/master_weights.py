@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from apex_mp.core.checkpoints.checkpoint_view import attribute_with_checkpoint_view
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
-from apex_mp.core.masters.class_with import class_with, own_class
+from apex_mp.core.log import warn
+from apex_mp.core.masters.attach import Addition, attach, own, own_class
 from apex_mp.core.masters.exchange import Exchange, exchanged
 from apex_mp.core.masters.masters import widened
 from apex_mp.core.masters.store import (
@@ -29,33 +30,27 @@ from apex_mp.core.masters.store import (
 from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, dropping_amp_tensors
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers import _legacy_call
+from apex_mp.optimizers._equivalents import Equivalent
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import check_own
 
 
-@dataclasses.dataclass
-class StepCounts:
-    """The steps of an optimizer, and its masters.
+class Settings(NamedTuple):
+    """How masters are kept.
 
     Attributes:
-        owner: The optimizer's class.
-        bytes_each: Bytes of a master's element between steps.
-        steps: The steps, skipped ones included.
-        skipped: Those that were skipped.
-        params: The parameters that have a master.
-        elements: Their elements.
+        kind: True, "split" or "float32".
+        keep_grads: Keep the memory of gradients.
+        by_rule: Step by the rule that computes the same, if there is one.
     """
 
-    owner: str
-    bytes_each: int
-    steps: int = 0
-    skipped: int = 0
-    params: int = 0
-    elements: int = 0
+    kind: bool | str = True
+    keep_grads: bool = False
+    by_rule: bool = False
 
 
-class MasterWeights(torch.optim.Optimizer):
+class MasterWeights(Addition):
     """Any optimizer, with float32 masters of its float16 and bfloat16 parameters.
 
         optimizer = MasterWeights(model.parameters(), torch.optim.Muon, lr=1e-3)
@@ -82,9 +77,9 @@ class MasterWeights(torch.optim.Optimizer):
         options: Passed on to the class.
 
     Raises:
-        TypeError: `params` is an optimizer whose `step` was replaced, or with a first base such as
-            ABC, or that came with a class or options; `optimizer_class` is no subclass of
-            torch.optim.Optimizer, or keeps masters itself; or `keep_grads` is no bool.
+        TypeError: `params` is an optimizer whose `step` was replaced, or that came with a class or
+            options; `optimizer_class` is no subclass of torch.optim.Optimizer, or keeps masters
+            itself; or `keep_grads` is no bool.
         ValueError: `master_weights` is neither True, "split" nor "float32".
     """
 
@@ -92,26 +87,27 @@ class MasterWeights(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     has_all_masters = True  # so that no update is lost
     unscale_grads: bool | None = None
-    _steps_taken = 0  # or tried
     _steps_masters = False
+    _has_warned = False
+    _slots: GradSlots | None = None
     _own_masters: MasterStore
-    _is_split: bool
-    _counts: StepCounts
+    _settings: Settings
     _float32_grads: Float32Grads
+    _equivalent: Equivalent | None
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return an optimizer of `optimizer_class`.
 
         `type(optimizer)(params)` makes one without masters.
         """
-        if cls is not MasterWeights:
-            if len(cls.__bases__) == 1:
-                raise TypeError(
-                    f"{cls.__name__}: MasterWeights cannot be subclassed; subclass the class of "
-                    "the optimizer that it is given"
-                )
-            return own_class(cls)(*args, **options)
-        return _new(*args, **options)
+        if cls is MasterWeights:
+            return _new(*args, **options)
+        if "_addition" not in cls.__dict__:
+            raise TypeError(
+                f"{cls.__name__}: MasterWeights cannot be subclassed; subclass the class of the "
+                "optimizer that it is given"
+            )
+        return own_class(cls)(*args, **options)
 
     def __init__(
         self,
@@ -123,6 +119,21 @@ class MasterWeights(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         """Do nothing: `__new__` has made the optimizer."""
+
+    @classmethod
+    def members(cls, own_class: Any) -> dict[str, Any]:
+        """Return what else an optimizer gets: methods of its own class, with masters in place."""
+        names = {
+            name: member
+            for each in reversed(own_class.__mro__)
+            if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+            for name, member in vars(each).items()
+            if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+            if inspect.isfunction(member)
+        }
+        members: dict[str, Any] = {name: in_float32(member) for name, member in names.items()}
+        members["state"] = attribute_with_checkpoint_view("state", own_class)
+        return members
 
     # --- The step.
 
@@ -140,27 +151,62 @@ class MasterWeights(torch.optim.Optimizer):
         name = type(self).__name__
         with dropping_amp_tensors(self):
             step = _legacy_call.scaled_step(name, self, None, None, 1.0, None)
-            self._steps_taken += 1
-            self._counts.steps += 1
-            if closure is not None:
-                if step.check or step.found_inf is not None:
-                    raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")
-                return self.__step_with(closure, *args, **kwargs)
-            grads = self.__grads()
-            found, new = self._float32_grads.of(grads, step, self.__name)
-            step.result = result_of(grads, found, step)
-            if step.result.outcome.found_inf:
-                self._counts.skipped += 1
-                return None
-            masters = self._masters_for_step(new)
-            with self.__stepping(), exchanged(masters, new):
-                value = super().step(*args, **kwargs)
-            self._write_masters(masters)
-            return value
+            groups = None if self._equivalent is None else self._equivalent.groups_of(self)
+            if closure is not None and (step.check or step.found_inf is not None):
+                raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")
+            if self._equivalent is not None and groups is not None:
+                value = None
+                if closure is not None:
+                    with torch.enable_grad():
+                        value = closure()
+                engine = self._equivalent.engine_for(self)
+                with torch.no_grad():
+                    step.result = engine.step(self, groups, step)
+                return value
+            return self.__step_own(step, closure, *args, **kwargs)
+
+    def __step_own(
+        self, step: ScaledStep, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step by the optimizer's own class."""
+        if self._equivalent is not None:
+            self._equivalent.step_own(self)
+        if any(group.get("differentiable") for group in self.param_groups):
+            return self.__step_alone(step, closure, *args, **kwargs)
+        self._own_masters.begin_step()
+        if closure is not None:
+            return self.__step_with(closure, *args, **kwargs)
+        grads = self.__grads()
+        found, new = self._float32_grads.of(grads, step, self.__name)
+        step.result = result_of(grads, found, step)
+        if step.result.outcome.found_inf:
+            return None
+        masters = self._masters_for_step(new)
+        with self.__stepping(grads), exchanged(masters, new):
+            value = own(self, MasterWeights).step(*args, **kwargs)
+        self._write_masters(masters)
+        return value
 
     step.takes_scaled_step = True  # type: ignore[attr-defined]
     # The optimizer's own step runs the hooks.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def __step_alone(self, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
+        """Step without masters, which keep no graph."""
+        name = type(self).__name__
+        if step.check or step.found_inf is not None:
+            raise RuntimeError(
+                f"{name}.step: differentiable is True, and gradients are scaled; it must be False "
+                "inside a GradScaler"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"MasterWeights: {name} is differentiable, and masters would cut the graph through "
+                "its step, so it steps 16-bit weights without them. Use float32 weights",
+                "updates-are-lost",
+            )
+        return own(self, MasterWeights).step(*args, **kwargs)
 
     def __step_with(self, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Step with a closure, which computes with the rounded masters, each time it is called."""
@@ -186,15 +232,15 @@ class MasterWeights(torch.optim.Optimizer):
                 with torch.no_grad():
                     enter()
 
-        with exchange.ending(), self.__stepping():
+        with exchange.ending(), self.__stepping(self.__grads()):
             with torch.no_grad():
                 enter()
-            value = super().step(with_weights, *args, **kwargs)
+            value = own(self, MasterWeights).step(with_weights, *args, **kwargs)
         self._write_masters(masters)
         return value
 
     @contextlib.contextmanager
-    def __stepping(self) -> Iterator[None]:
+    def __stepping(self, grads: Grads) -> Iterator[None]:
         """A context for the optimizer's own step, in which torch's fused ones do not unscale."""
         attributes = vars(self)
         names = ("grad_scale", "found_inf", "scaled_step")
@@ -202,6 +248,18 @@ class MasterWeights(torch.optim.Optimizer):
         self._steps_masters = True
         try:
             yield
+        except RuntimeError as error:
+            with_graph = [
+                p for p in grads.slots.params if (g := p.grad) is not None and g.requires_grad
+            ]
+            if not any(needs_master(param) for param in with_graph):
+                raise
+            raise RuntimeError(
+                f"MasterWeights: {type(self).__name__}.step ended with an error, see above. The "
+                f"gradient of {self.__name(with_graph[0])} has a graph, as by "
+                "backward(create_graph=True), and the float32 copy that the step is given has none;"
+                " optimizers that differentiate gradients need float32 weights"
+            ) from error
         finally:
             self._steps_masters = False
             attributes.update(hidden)
@@ -215,27 +273,28 @@ class MasterWeights(torch.optim.Optimizer):
         """
         self._own_masters.put_back(self)
         self._own_masters.put_aside(self)
-        own = [param for group in self.param_groups for param in group["params"]]
-        low = [param for param in own if needs_master(param)]
+        low = [param for param in self.__params() if needs_master(param)]
+        states = vars(self).get("state", {})
         params = [param for param in low if param.requires_grad or param in grads]
         for param in params:
-            if param not in self._own_masters.kept and param in self.state:  # Made in 16 bits.
-                state = self.state[param]
+            if param not in self._own_masters.kept and param in states:  # Made in 16 bits.
+                state = states[param]
                 state.update({key: widened(value) for key, value in state.items()})
         return self._own_masters.whole(params)
 
     def _write_masters(self, masters: dict[Tensor, Tensor]) -> None:
-        if not self._is_split:  # Else the weight is one part of the master.
+        is_split = self._settings.kind == "split"
+        if not is_split:  # Else the weight is one part of the master.
             Exchange(masters, {}).copy_to_weights()
-        self._own_masters.keep(masters, as_remainders=self._is_split)
-        kept, counts = self._own_masters.kept, self._counts
-        if len(kept) != counts.params:
-            counts.params, counts.elements = len(kept), sum(map(torch.numel, kept.values()))
+        self._own_masters.keep(masters, as_remainders=is_split)
+        self._own_masters.end_step()
 
     # --- Gradients.
 
     def __grads(self) -> Grads:
-        return GradSlots(self.param_groups).read()
+        if self._slots is None or not self._slots.fits(self.param_groups):
+            self._slots = GradSlots(self.param_groups)
+        return self._slots.read()
 
     def check_gradients(self, step: ScaledStep) -> GradCheck:
         """Check and measure gradients for a step that GradScaler takes later.
@@ -249,6 +308,9 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             RuntimeError: A gradient is sparse, or on a device without kernels.
         """
+        groups = None if self._equivalent is None else self._equivalent.groups_of(self)
+        if self._equivalent is not None and groups is not None:
+            return self._equivalent.engine_for(self).check_gradients(self, groups, step)
         return check_gradients(self.__grads(), step, self.__name)
 
     def __name(self, param: Tensor) -> str:
@@ -276,20 +338,28 @@ class MasterWeights(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own, with a float32 `master_param` in the state of parameters.
 
-        Hooks of the user's are called before masters are added.
+        If it has another layout than torch's, masters are a list, `master_param`, in the order of
+        parameters. Hooks of the user's are called before masters are added.
         """
         self._own_masters.put_back(self)
-        saved: dict[str, Any] = super().state_dict()
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        if self._equivalent is not None:
+            self._equivalent.leave(self)
+        saved: dict[str, Any] = own(self, MasterWeights).state_dict()
+        params = self.__params()
+        if not _is_torchs(saved):
+            masters = [self._own_masters.saved(param) for param in params]
+            return {**saved, MASTER: masters} if isinstance(saved, dict) else saved
         numbers = itertools.chain.from_iterable(g["params"] for g in saved["param_groups"])
-        number_of = dict(zip(params, numbers, strict=True))
         states = saved["state"]
-        for param, number in number_of.items():
+        for param, number in dict(zip(params, numbers, strict=True)).items():
             master = self._own_masters.saved(param)
             # Without need none: the class alone could not load a state that lacks its entries.
             if master is not None and (number in states or not self._own_masters.is_weight(param)):
                 states[number] = {**states.get(number, {}), MASTER: master}
         return saved
+
+    def __params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of this optimizer, or of one of its class without masters.
@@ -298,46 +368,58 @@ class MasterWeights(torch.optim.Optimizer):
         without MasterWeights, has cast to 16 bits.
         """
         saved = as_dict(type(self).__name__, state_dict)
-        states, masters = dict[Any, Any](), dict[Any, Tensor]()
-        for key, state in saved.get("state", {}).items():
-            if isinstance(state, Mapping) and MASTER in state:
-                masters[key] = state[MASTER]
-                state = {name: value for name, value in state.items() if name != MASTER}
-                if not state:
-                    continue
-            states[key] = state
-        saved["state"] = states
-        groups = zip(self.param_groups, saved.get("param_groups", ()), strict=False)
+        params, found = self.__params(), dict[Tensor, Any]()
+        if not _is_torchs(saved):
+            found = dict(zip(params, saved.pop(MASTER, ()), strict=False))
+        else:
+            states, masters = dict[Any, Any](), dict[Any, Any]()
+            for key, state in saved["state"].items():
+                if isinstance(state, Mapping) and MASTER in state:
+                    masters[key] = state[MASTER]
+                    state = {name: value for name, value in state.items() if name != MASTER}
+                    if not state:
+                        continue
+                states[key] = state
+            saved["state"] = states
+            keys = itertools.chain.from_iterable(g["params"] for g in saved["param_groups"])
+            found = {param: masters.get(key) for param, key in zip(params, keys, strict=False)}
         loaded = {
-            param: masters[key].to(param.device, torch.float32, copy=True)
-            for group, of_saved in groups
-            for param, key in zip(group["params"], of_saved["params"], strict=False)
-            if key in masters and needs_master(param) and masters[key].dtype == torch.float32
+            param: master.to(param.device, torch.float32, copy=True)
+            for param, master in found.items()
+            if getattr(master, "dtype", None) == torch.float32 and needs_master(param)
         }
-        low = (p for group in self.param_groups for p in group["params"] if needs_master(p))
         # torch casts state to the dtype of its parameter.
-        wide = {param: loaded.get(param, param.detach().float()) for param in low}
+        wide = {p: loaded.get(p, p.detach().float()) for p in params if needs_master(p)}
         with torch.no_grad(), exchanged(wide, {}):
-            super().load_state_dict(saved)
+            own(self, MasterWeights).load_state_dict(saved)
         self._own_masters.load(loaded)
+        self.__make_equivalent()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle as the optimizer's own class does, with the masters."""
+    def __make_equivalent(self) -> None:
+        kind = self._settings.kind
+        self._equivalent = Equivalent(self, kind) if self._settings.by_rule else None
+
+    def _copied(self) -> Any:
         self._own_masters.put_back(self)
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, args, own, *items = reduced
-        own_type = own_class(type(self))
-        plain = tuple(own_type if each is type(self) else each for each in args)
-        kept = [*self._own_masters.kept.items()]
-        more = (kept, self._is_split, self._float32_grads.kept is not None)
-        return _remake, (make, plain), (own, more), *items
+        if self._equivalent is not None:
+            self._equivalent.leave(self)
+        return [*self._own_masters.kept.items()], self._settings
 
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):
-            state, (kept, split, keep_grads) = state
-            _put_masters(self, split, keep_grads)
-            self._own_masters.load(dict(kept))
-        super().__setstate__(state)
+    def _restore(self, copied: Any) -> None:
+        kept, settings = copied
+        self._install(settings)
+        self._own_masters.load(dict(kept))
+
+    def _install(self, settings: Settings) -> None:
+        self._own_masters = MasterStore()
+        self._settings = settings
+        self._float32_grads = Float32Grads(settings.keep_grads)
+        self.__make_equivalent()
+
+
+def _is_torchs(saved: Any) -> bool:
+    """Return whether an optimizer's state_dict has the layout of torch's."""
+    return isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
 
 
 def _new(
@@ -386,77 +468,32 @@ def _new(
             optimizer: Any = cls(params, **options)
     else:
         optimizer = given
-    return give_masters(
-        optimizer,
-        split=master_weights == "split",
-        keep_grads=keep_grads,
-        is_new=given is None,
-    )
+    return give_masters(optimizer, Settings(master_weights, keep_grads))
 
 
-def give_masters(
-    optimizer: Any, *, split: bool = False, keep_grads: bool = False, is_new: bool = False
-) -> Any:
-    """Give masters to an optimizer in place, and return it.
-
-    Args:
-        optimizer: The optimizer.
-        split: Keep remainders between steps [False].
-        keep_grads: Keep the memory of gradients [False].
-        is_new: Nobody else has the optimizer, so another object may be returned [False].
-
-    Raises:
-        TypeError: Its class has a base, such as ABC, with which Python does not let it be changed.
-    """
-    cls = type(optimizer)
-    with_masters = _class_with_masters(cls)
-    try:
-        optimizer.__class__ = with_masters
-    except TypeError:
-        if not is_new:
-            raise TypeError(
-                f"MasterWeights: Python cannot change the class of an object of {cls.__name__}, "
-                f"whose first base is {cls.__bases__[0].__name__}; make the optimizer by "
-                f"MasterWeights(params, {cls.__name__}, ...)"
-            ) from None
-        attributes, optimizer = vars(optimizer), object.__new__(with_masters)
-        vars(optimizer).update(attributes)
-    _put_masters(optimizer, split, keep_grads)
+def give_masters(optimizer: Any, settings: Settings) -> Any:
+    """Give masters to an optimizer in place, and return it."""
+    attach(optimizer, MasterWeights)
+    optimizer._install(settings)
     return optimizer
-
-
-def _class_with_masters(cls: Any) -> Any:
-    members: dict[str, Any] = {
-        name: in_float32(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)
-    }
-    members["state"] = attribute_with_checkpoint_view("state", cls)
-    return class_with(MasterWeights, cls, members)
-
-
-def _put_masters(optimizer: Any, split: bool, keep_grads: bool) -> None:
-    if "_own_masters" not in vars(optimizer):
-        optimizer._own_masters = MasterStore()
-    optimizer._is_split = split
-    optimizer._counts = StepCounts(type(optimizer).__name__, 2 if split else 4)
-    optimizer._float32_grads = Float32Grads(keep_grads)
 
 
 def in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method, of a schedule-free optimizer, that changes parameters in float32 as well."""
+    """Return a method of an optimizer that finds parameters and gradients in float32."""
 
     @functools.wraps(method)
     def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        masters = optimizer._masters_for_step()
-        with torch.no_grad(), exchanged(masters, {}):
+        low = [p for g in optimizer.param_groups for p in g["params"] if needs_master(p)]
+        if not low:  # It is called by one that has put masters in place.
+            return method(optimizer, *args, **kwargs)
+        with torch.no_grad():
+            given = [(param, param.grad) for param in low]
+            grads = {param: grad.float() for param, grad in given if grad is not None}
+            masters = optimizer._masters_for_step(grads)
+        with exchanged(masters, grads):
             result = method(optimizer, *args, **kwargs)
-        optimizer._write_masters(masters)
+        with torch.no_grad():
+            optimizer._write_masters(masters)
         return result
 
     return call
-
-
-def _remake(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    optimizer = make(*args)
-    cls = type(optimizer)
-    optimizer.__class__ = _class_with_masters(cls)
-    return optimizer

@@ -227,3 +227,30 @@ def test_buffers_that_cannot_be_read_are_left_alone() -> None:
 def test_running_statistics_get_a_warning_at_their_start() -> None:
     with pytest.warns(RuntimeWarning, match="0.running_mean and 1 more buffer of the model"):
         by_scaler(nn.Sequential(nn.BatchNorm1d(SIZE)))
+
+
+NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "the older spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_buffers_that_make_a_weight_are_cast_with_it(
+    make: Callable[[Any], nn.Module], dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(make(nn.Linear(SIZE, SIZE)), nn.BatchNorm1d(SIZE))
+    kept = make(nn.Linear(SIZE, SIZE))
+    whole = nn.Sequential(model, kept)
+    cast_parameters(whole, dtype, keep="1")
+    assert {t.dtype for t in (*model[0].parameters(), *model[0].buffers())} == {dtype}
+    assert {t.dtype for t in (*kept.parameters(), *kept.buffers())} == {F32}
+    assert model[1].running_mean.dtype == F32
+    out = whole(torch.randn(4, SIZE).to(dtype))
+    out.float().square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.GradScaler("cpu", model=make(nn.Linear(SIZE, SIZE)).half())

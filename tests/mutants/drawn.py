@@ -42,7 +42,7 @@ DRAWN = {
         "unsupported", "sentence is not None", "sentence is None", "check"
     ),
     "the first momentum is any but the first": Mutant(
-        "FusedSGD._drop_fresh_buffers",
+        "_Rule.tidy",
         "flag is not None and flag.item()",
         "not (flag is not None and flag.item())",
         "fused_sgd_state",

@@ -123,7 +123,7 @@ FP16_UTILS = {
         "master_weights_in_loops",
     ),
     "MasterWeights takes a step that is to be skipped": Mutant(
-        "MasterWeights.step",
+        "MasterWeights.__step_own",
         "step.result.outcome.found_inf",
         "False",
         "master_weights_in_loops",
@@ -140,8 +140,35 @@ FP16_UTILS = {
         "param.requires_grad",
         "master_store",
     ),
+    "methods beside step run in 16 bits": Mutant(
+        "in_float32.call", "exchanged(masters, grads)", "exchanged({}, {})", "master_weights_doors"
+    ),
+    "a pickled optimizer has methods in 16 bits": Mutant(
+        "MasterWeights.members", "in_float32(member)", "member", "master_weights_doors"
+    ),
+    "an optimizer around another one writes in 16 bits": Mutant(
+        "_Giver.instead_of.step",
+        "'_optimizer_step_pre_hooks' not in vars(optimizer) and (not _passes_on(optimizer))",
+        "False",
+        "master_weights_of_scripts",
+    ),
+    "an average is one of weights": Mutant(
+        "_Giver.around_average.update_parameters",
+        "Values(model, masters)",
+        "model",
+        "master_weights_of_scripts",
+    ),
+    "a model that was in float32 for a while drops its masters": Mutant(
+        "_put_original",
+        "torch.where(is_weight, masters.whole_of(param), value)",
+        "value",
+        "master_weights_of_scripts",
+    ),
+    "each optimizer has a line of the report": Mutant(
+        "_Giver.report", "owner == name", "owner is None", "master_weights_of_scripts"
+    ),
     "a replaced parameter is kept alive by its master": Mutant(
-        "FusedOptimizer._step_by_plan", "plan.has_others", "False", "master_store"
+        "Engine.step", "plan.has_others", "False", "master_store"
     ),
     "a parameter that comes back has lost its state": Mutant(
         "MasterStore.put_back", "state.setdefault(param, of_param)", "None", "master_store"
@@ -156,22 +183,25 @@ FP16_UTILS = {
         "StateView.state", "store.beside", "dict", "distributed_checkpoint"
     ),
     "masters of a model that is cast later are rounded": Mutant(
-        "_Giver.give", "optimizer._own_masters.kept.update(originals)", "", "run_master_weights"
+        "_put_original",
+        "torch.where(is_weight, masters.whole_of(param), value)",
+        "masters.whole_of(param)",
+        "run_master_weights",
     ),
     "an Adam in place decays weights": Mutant(
-        "_Adam._added_options",
+        "_adam.options_of",
         "group.get('decoupled_weight_decay', is_adamw)",
         "True",
         "run_fused",
     ),
     "an option that the fused step lacks is lost in place": Mutant(
-        "_InPlace._takes",
-        "not any((group.get(name) for group in groups for name in self._lacks))",
-        "True",
-        "run_fused",
+        "_translated",
+        "any((group.get(name) for group in found for name in kind.lacks))",
+        "False",
+        "run_fused_changes",
     ),
     "skipped steps of a fused optimizer in place are not counted": Mutant(
-        "_Counter.after_step", "self.counts.skipped += note.skipped", "", "run_master_weights"
+        "_Skips.after_step", "self.skipped += note.skipped", "", "run_master_weights"
     ),
     "state that moves to masters stays in float16": Mutant(
         "masters.widened",
@@ -192,13 +222,13 @@ FP16_UTILS = {
 
 OPTIMIZERS = {
     "a step that raised leaves new state": Mutant(
-        "FusedOptimizer._step_by_plan", "not plan.has_run", "False", "several_devices_refusals"
+        "Engine.step", "not plan.has_run", "False", "several_devices_refusals"
     ),
     "a Ctrl-C takes back the state of a step that was taken": Mutant(
-        "FusedOptimizer._step_by_plan", "not plan.has_run", "True", "random_programs_today"
+        "Engine.step", "not plan.has_run", "True", "random_programs_today"
     ),
     "a skipped first step leaves new state": Mutant(
-        "FusedOptimizer._step_by_plan", "outcome.found_inf", "False", "fp16_optimizer_overflow"
+        "Engine.step", "outcome.found_inf", "False", "fp16_optimizer_overflow"
     ),
     "torch.optim.Adam gets the other decay": Mutant(
         "FusedAdam.state_dict",
@@ -206,8 +236,8 @@ OPTIMIZERS = {
         "not group['adam_w_mode']",
         "fused_adam_state",
     ),
-    "a fused step in place keeps the decay that its optimizer had at first": Mutant(
-        "_InPlace._refresh", "group.update(self._added_options(group))", "", "run_fused_changes"
+    "an optimizer of torch that has hooks steps by a rule": Mutant(
+        "Equivalent.groups_of", "_has_hooks(optimizer)", "False", "master_weights_of_scripts"
     ),
     "a file turns off the masters that were asked for": Mutant(
         "SavedOptimizer._adapted",
@@ -268,13 +298,13 @@ OPTIMIZERS = {
         "fused_adam_state",
     ),
     "a flag of a fresh buffer stays though the host knows": Mutant(
-        "FusedSGD._after_step",
-        "self.state.get(param, {}).pop(IS_FRESH, None)",
+        "_Rule.after_step",
+        "states.get(param, {}).pop(IS_FRESH, None)",
         "",
         "fused_sgd_in_wrappers",
     ),
     "the first gradient is dampened": Mutant(
-        "FusedSGD._make_state", "group['dampening']", "group['nesterov']", "fused_sgd"
+        "_Rule.complete", "group['dampening']", "group['nesterov']", "fused_sgd"
     ),
     "a checkpoint must have what is never saved": Mutant(
         "StateLayout.loaded",
@@ -381,11 +411,11 @@ OPTIMIZERS = {
         "FusedNovoGrad", "('step', 'exp_avg_sq')", "('exp_avg_sq', 'step')", "fused_rules"
     ),
     "FusedLAMB clips each group by its own norm": Mutant(
-        "FusedLAMB", "_clips_by_global_norm = True", "_clips_by_global_norm = False", "fused_lamb"
+        "Engine._run", "self.rule.clips_by_global_norm", "False", "fused_lamb"
     ),
     "norms of groups that are given count in FusedLAMB": Mutant(
-        "FusedOptimizer._norms",
-        "None if self._clips_by_global_norm else step.norms",
+        "Engine._norms",
+        "None if self.rule.clips_by_global_norm else step.norms",
         "step.norms",
         "fused_lamb",
     ),
@@ -395,7 +425,7 @@ OPTIMIZERS = {
     "FusedLAMB has no nvlamb": Mutant("FusedLAMB.__init__", "use_nvlamb", "False", "fused_lamb"),
     "the norm of NovoGrad must have the shape of its parameter": Mutant(
         "_like_param",
-        "_LIKE_PARAM if layout is None else (*layout.tensors, 'master_param')",
+        "_LIKE_PARAM if rule is None else (*rule.layout.tensors, 'master_param')",
         "_LIKE_PARAM",
         "fused_rules_in_wrappers",
     ),

@@ -337,7 +337,7 @@ def test_the_state_of_another_optimizer_is_refused(subject: Subject) -> None:
         optimizer.load_state_dict(other.state_dict())
     train(optimizer, params, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
-    name = subject.fused._state_layout.tensors[0]
+    name = subject.fused._rule.layout.tensors[0]
     saved["state"][0][name] = torch.ones(2)
     with Unchanged(optimizer), pytest.raises(ValueError, match=who + rf"\['{name}'\] has shape"):
         optimizer.load_state_dict(saved)
@@ -350,7 +350,7 @@ def test_what_does_not_fit_is_named_before_any_group_is_stepped(
     params = make_params(device, shapes=SMALL)
     optimizer = subject.fused([{"params": params[:2]}, {"params": params[2:]}], **subject.options)
     train(optimizer, params, range(1))
-    who, name = subject.fused.__name__, subject.fused._state_layout.tensors[0]
+    who, name = subject.fused.__name__, subject.fused._rule.layout.tensors[0]
     good = optimizer.state[params[3]][name]
     optimizer.state[params[3]][name] = torch.ones(2, device=device)
     before = [param.detach().clone() for param in params]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,16 @@ def test_it_steps_as_with_float32_weights(kind: Any, device: torch.device) -> No
     assert ours.state["calls"] == 4 if kind is Decaying else isinstance(ours, kind)
 
 
-def test_an_object_whose_class_cannot_be_changed_is_refused() -> None:
-    given = Abstract([nn.Parameter(torch.ones(2, dtype=BF16))], lr=0.1)
-    with pytest.raises(TypeError, match=r"whose first base is ABC; make the optimizer by Master"):
-        MasterWeights(given)
-    assert type(given) is Abstract
+def test_an_object_whose_first_base_is_abc_gets_masters_and_is_copied() -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=BF16))]
+    given = Abstract(params, lr=2.0**-12)
+    assert MasterWeights(given) is given
+    params[0].grad = torch.ones_like(params[0])
+    given.step()
+    (param,), copied = copy.deepcopy((params, given))
+    assert isinstance(copied, Abstract)
+    assert_same_bits(copied.master(param), given.master(params[0]))
+    assert type(type(given)(params, lr=0.1)) is Abstract
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def test_a_forked_process_frees_no_page_locked_memory_and_no_stream(
     held = [weakref.ref(optimizer._host_grads)]
     if has_stepped:
         optimizer.step()
-        held.append(weakref.ref(optimizer._plan))
+        held.append(weakref.ref(optimizer._engine.plan))
     pid = os.fork()
     if pid == 0:  # Copies to the device are in flight here.
         del optimizer, params

@@ -221,7 +221,7 @@ def test_a_first_parameter_on_another_device_needs_several_plans() -> None:
         give_grads(expected.param_groups[0]["params"], step)
         optimizer.step()
         expected.step()
-    assert isinstance(optimizer._plan, SeveralDevices)
+    assert isinstance(optimizer._engine.plan, SeveralDevices)
     del optimizer.param_groups[0]["params"][0]
     assert_same_state(optimizer, expected)
 

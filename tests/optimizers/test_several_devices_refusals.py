@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from apex_mp.optimizers import FusedAdam, _device_part
 from apex_mp.optimizers._device_part import Part
+from apex_mp.optimizers._engine import Engine
 
 each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 
@@ -112,7 +113,7 @@ def test_without_kernels_for_cuda_the_command_that_builds_them_is_named() -> Non
     groups: Any = FusedAdam([param]).param_groups
     param.requires_grad_().grad = torch.ones(3, device="meta")
     lists = dict.fromkeys(["grads", "grads_of", "copies"])
-    plan = FusedAdam._new_plan()
+    plan = Engine(FusedAdam._rule, "FusedAdam").new_plan()
     part = Part("FusedAdam", torch.device("cuda", 1), plan, [[0]], groups, lists)
     part.read({}, {}, lambda number, index: {}, 1.0, ())
     with pytest.raises(RuntimeError, match=r"params\[0\]\[0\] is on cuda:1, .*\n.*FORCE_CUDA=1 "):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from apex_mp.core.checkpoints.checkpoint_view import (
 )
 from apex_mp.core.log import logger, see
 from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.class_with import class_with, own_class
+from apex_mp.core.masters.attach import Addition, attach, own
 from apex_mp.core.masters.joined import joined
 from apex_mp.core.masters.masters import Masters
 from apex_mp.core.masters.weight_watch import WeightWatch
@@ -221,23 +220,17 @@ def _linked(
     return masters
 
 
-@dataclasses.dataclass(frozen=True)
-class _Copied:
-    """What `copy` and `pickle` take of an optimizer: its own class's state, and the masters."""
-
-    own: Any
-    masters: OptimizerMasters
-
-
-class OptimizerWithMasters(torch.optim.Optimizer):
-    """A base class that is put before an optimizer's own class when the optimizer gets masters."""
+class OptimizerWithMasters(Addition):
+    """What an optimizer has beside its own class when it gets masters."""
 
     _amp_initialized = True
     _amp_masters: OptimizerMasters
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an optimizer of the own class: `type(optimizer)(params)` has no masters."""
-        return own_class(cls)(*args, **kwargs)
+    @classmethod
+    def members(cls, own: Any) -> dict[str, Any]:
+        return {
+            name: attribute_with_checkpoint_view(name, own) for name in ("param_groups", "state")
+        }
 
     @property
     def _amp_model_of(self) -> Mapping[Parameter, Parameter]:
@@ -246,7 +239,7 @@ class OptimizerWithMasters(torch.optim.Optimizer):
     # The arguments are those of the optimizer's own class, which may differ from torch's.
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        super().zero_grad(*args, **kwargs)
+        own(self, OptimizerWithMasters).zero_grad(*args, **kwargs)
         to_none = next(iter((*args, *kwargs.values())), True)
         self._amp_masters.cleared(to_none=to_none)
 
@@ -255,16 +248,17 @@ class OptimizerWithMasters(torch.optim.Optimizer):
         if any(param is model for param in params for model in self._amp_model_of.values()):
             raise ValueError("some parameters appear in more than one parameter group")
         check_group(len(self.param_groups), params, names)
-        super().add_param_group(param_group, *args, **kwargs)
+        own(self, OptimizerWithMasters).add_param_group(param_group, *args, **kwargs)
         self._amp_masters.adopt_all(self, {})
 
     @with_checkpoint_view
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().state_dict(*args, **kwargs)
+        saved: dict[str, Any] = own(self, OptimizerWithMasters).state_dict(*args, **kwargs)
+        return saved
 
     @with_checkpoint_view
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super().load_state_dict(state_dict, *args, **kwargs)
+        own(self, OptimizerWithMasters).load_state_dict(state_dict, *args, **kwargs)
 
     def _checkpoint_view(self) -> CheckpointView:
         # The model saves the masters.
@@ -272,25 +266,11 @@ class OptimizerWithMasters(torch.optim.Optimizer):
             self, lambda inner, *_: self.load_state_dict(inner), self._amp_model_of
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle as the optimizer's own class does, with the masters."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        if not isinstance(reduced, tuple) or len(reduced) < 3:
-            raise TypeError(
-                f"{type(self).__name__}.__reduce__ returns no state, so a copy or pickle would "
-                "lose the float32 masters; copy model.state_dict() and optimizer.state_dict()"
-            )
-        make, args, own, *items = reduced
-        own_type = own_class(type(self))
-        plain = tuple(own_type if each is type(self) else each for each in args)
-        return _make_with_masters, (make, plain), _Copied(own, self._amp_masters), *items
+    def _copied(self) -> OptimizerMasters:
+        return self._amp_masters
 
-    def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, _Copied):  # load_state_dict calls this, too.
-            super().__setstate__(state)
-            return
-        super().__setstate__(state.own)
-        _install(self, state.masters)
+    def _restore(self, copied: OptimizerMasters) -> None:
+        _install(self, copied)
         guard_of(self)
 
 
@@ -316,23 +296,8 @@ def give_masters(
     masters.adopt_all(optimizer, originals)
     masters.weights.begin()
     masters.weights.note_masters()
-    optimizer.__class__ = class_with_masters(optimizer)
+    attach(optimizer, OptimizerWithMasters)
     _install(optimizer, masters)
-
-
-def class_with_masters(optimizer: Any) -> Any:
-    """Return the subclass of an optimizer's class for those with masters."""
-    own = optimizer.__class__
-    members = {
-        name: attribute_with_checkpoint_view(name, own) for name in ("param_groups", "state")
-    }
-    return class_with(OptimizerWithMasters, own, members)
-
-
-def _make_with_masters(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    optimizer = make(*args)
-    optimizer.__class__ = class_with_masters(optimizer)
-    return optimizer
 
 
 def _install(optimizer: Any, masters: OptimizerMasters) -> None:

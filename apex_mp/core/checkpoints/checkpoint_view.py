@@ -64,7 +64,11 @@ def attribute_with_checkpoint_view(name: str, own_class: type) -> property:
     """Return a member of a subclass that gives `own_class`'s attribute, or that of the view."""
 
     def get(self: Any) -> Any:
-        return own.__get__(self) if own is not None else vars(self)[name]
+        if own is not None:
+            return own.__get__(self)
+        if name not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return vars(self)[name]
 
     def put(self: Any, value: Any) -> None:
         if own is not None:

@@ -9,6 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from apex_mp.core import tensors
 from apex_mp.core.log import counted, warn
@@ -33,7 +35,8 @@ def cast_parameters(
     that one by hand, `model.position.table = model.position.table.half()`.
 
     Batch and instance norms take 16-bit inputs as they are. Layer norms are cast like other
-    modules: they compute in float32 anyway, and their parameters have masters.
+    modules: they compute in float32 anyway, and their parameters have masters. Buffers with which a
+    weight is computed in each forward, as by `spectral_norm` and `orthogonal`, are cast like it.
 
     Args:
         model: Changed in place, while parameters stay the same objects.
@@ -67,7 +70,9 @@ def cast_parameters(
     warn_of_rounded_buffers("cast_parameters", model)
     for norm in norms.values():
         norm.float()
-    kept = {id(tensor) for tensor in chain(model.buffers(), _kept_parameters(model))}
+    kept = {id(param) for param in _kept_parameters(model)}
+    of_weights = {id(buffer) for weight, buffer in _of_weights(model) if id(weight) not in kept}
+    kept |= {id(buffer) for buffer in model.buffers()} - of_weights
     model._apply(  # type: ignore[no-untyped-call]
         lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t
     )
@@ -87,6 +92,17 @@ def _kept_parameters(model: nn.Module) -> Iterator[Tensor]:
                     yield param.grad
 
 
+def _of_weights(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield buffers that each forward multiplies with a weight, each after that weight."""
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            yield from ((next(module.parameters()), buffer) for buffer in module.buffers())
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                weight = getattr(module, f"{hook.name}_orig")
+                yield from ((weight, getattr(module, f"{hook.name}_{each}")) for each in "uv")
+
+
 # Models for which the warning was given: they may come again with a scaler.
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -100,10 +116,12 @@ def warn_of_rounded_buffers(who: str, model: nn.Module) -> None:
     """
     if model in _warned:
         return
+    of_weights = {id(buffer) for _, buffer in _of_weights(model)}
     names = [
-        name
+        f"{owner}.{name}" if owner else name
         for owner, module in model.named_modules()
-        for name in _rounded(f"{owner}." if owner else "", module)
+        for name, buffer in module.named_buffers(recurse=False)
+        if id(buffer) not in of_weights and _is_rounded(module, buffer)
     ]
     if names:
         _warned.add(model)
@@ -116,14 +134,11 @@ def warn_of_rounded_buffers(who: str, model: nn.Module) -> None:
         )
 
 
-def _rounded(prefix: str, module: nn.Module) -> Iterator[str]:
-    """Yield the names of running statistics, and of other 16-bit buffers that hold fractions.
+def _is_rounded(module: nn.Module, buffer: Tensor) -> bool:
+    """Return whether a module's buffer is a running statistic, or holds fractions, in 16 bits.
 
     Whole numbers, as in masks, count as exact, although above 256 bfloat16 may round them, too.
     """
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.dtype not in LOW_PRECISION or tensors.not_readable(buffer) is not None:
-            continue
-        is_running = isinstance(module, _NormBase)
-        if is_running or bool((buffer != buffer.round()).any()):
-            yield prefix + name
+    if buffer.dtype not in LOW_PRECISION or tensors.not_readable(buffer) is not None:
+        return False
+    return isinstance(module, _NormBase) or bool((buffer != buffer.round()).any())

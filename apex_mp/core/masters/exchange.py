@@ -63,8 +63,11 @@ class Exchange:
 
     def copy_to_weights(self) -> None:
         """Round the masters to the weights, after `leave`."""
-        parts = tensors.local_part
-        write([(parts(param), parts(master)) for param, master in self._masters.items()])
+        pairs = [*self._masters.items()]
+        if any(type(param) not in tensors.PLAIN_TYPES for param in self._masters):
+            parts = tensors.local_part
+            pairs = [(parts(param), parts(master)) for param, master in pairs]
+        write(pairs)
 
 
 @contextlib.contextmanager
@@ -77,7 +80,7 @@ def exchanged(masters: dict[Tensor, Tensor], grads: Mapping[Tensor, Tensor]) -> 
 
 def _put(param: Any, data: Any, grad: Tensor | None) -> None:
     _C.put_data(param, data)
-    if tensors.local_part(param) is not param:
+    if type(param) not in tensors.PLAIN_TYPES and tensors.local_part(param) is not param:
         # A DTensor's data is that of a Python attribute.
         param._local_tensor, param._spec = data._local_tensor, data._spec
     param.grad = grad

@@ -26,7 +26,10 @@ def joined(weight: Tensor, kept: Tensor, *, out: Tensor | None = None) -> Tensor
     if out is None:
         out = like(weight, torch.float32)
     laid = match_strides(kept.detach(), weight)
-    _C.join_master(*map(tensors.local_part, (weight.detach(), laid, out)))
+    if type(weight) in tensors.PLAIN_TYPES:
+        _C.join_master(weight.detach(), laid, out)
+    else:
+        _C.join_master(*map(tensors.local_part, (weight.detach(), laid, out)))
     return out
 
 

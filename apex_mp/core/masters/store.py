@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from apex_mp import _C
 from apex_mp.core.grads import checks
 from apex_mp.core.masters.joined import joined, like, split
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.tensors import is_wrapper
+from apex_mp.core.tensors import is_wrapper, local_part
 
 # Their name in the states of a checkpoint.
 MASTER = "master_param"
@@ -36,6 +37,23 @@ class StateView:
         return store.beside(collections.defaultdict(dict, vars(self.optimizer)["state"]))
 
 
+@dataclasses.dataclass
+class StepCounts:
+    """The steps of an optimizer, and its masters.
+
+    Attributes:
+        steps: The steps, skipped and refused ones included.
+        params: The parameters that have a master.
+        nbytes: The bytes of these masters as they are kept.
+        written: Steps before which a weight was written outside; None: nobody has asked.
+    """
+
+    steps: int = 0
+    params: int = 0
+    nbytes: int = 0
+    written: int | None = None
+
+
 class MasterStore:
     """Masters by parameter: float32, or int16 remainders, which are what the weights do not hold.
 
@@ -45,10 +63,13 @@ class MasterStore:
 
     Attributes:
         kept: The masters and remainders.
+        counts: Does not keep them alive.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Tensor, Tensor] = {}
+        self.counts = StepCounts()
+        self._versions: tuple[list[Tensor], list[int]] = ([], [])
         # State and master of parameters that are in no group now, as long as these live.
         self._aside = WeakIdKeyDictionary()
 
@@ -115,6 +136,22 @@ class MasterStore:
             else:
                 self.kept[param] = master
 
+    def begin_step(self) -> None:
+        """Count a step."""
+        self.counts.steps += 1
+        if self.counts.written is not None:
+            params, versions = self._versions
+            self.counts.written += versions != _C.versions(params)
+
+    def end_step(self) -> None:
+        """Count masters after a step."""
+        if self.counts.written is not None:
+            params = [*self.kept]
+            self._versions = params, _C.versions(params)
+        if len(self.kept) != self.counts.params:
+            self.counts.params = len(self.kept)
+            self.counts.nbytes = sum(local_part(kept).nbytes for kept in self.kept.values())
+
     def load(self, saved: Mapping[Tensor, Tensor]) -> None:
         """Replace all masters by loaded ones; a parameter without one has its weight."""
         self.kept = {**saved}
@@ -148,16 +185,17 @@ class MasterStore:
     def put_aside(self, optimizer: Any) -> None:
         """Put aside state and masters of what is in no group, until it comes back or is freed."""
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        state = vars(optimizer)["state"]
+        state = vars(optimizer).get("state", {})
         others = {id(key): key for key in (*self.kept, *state) if isinstance(key, Tensor)}
-        for param in [other for number, other in others.items() if number not in own]:
+        self._versions = ([], [])
+        for param in [other for key, other in others.items() if key not in own]:
             self._aside[param] = state.pop(param, None), self.kept.pop(param, None)
 
     def put_back(self, optimizer: Any) -> None:
         """Put back what was put aside of parameters that are in a group again."""
         if not self._aside:
             return
-        state = vars(optimizer)["state"]
+        state = vars(optimizer).get("state", {})
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in [param for param in params if param in self._aside]:
             of_param, kept = self._aside.pop(param)  # type: ignore[no-untyped-call]

@@ -60,7 +60,7 @@ def _check_memory(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise a MemoryError, or warn, if states to be made need more host memory than there is."""
     has_grads = optimizer.offload == "gradients"
     rows = [
-        (optimizer._layout(group).bytes_of(param, group), param.nbytes)
+        (optimizer._rule.layout_of(group).bytes_of(param, group), param.nbytes)
         for group in groups
         for param in group["params"]
         if isinstance(param, Tensor) and param.requires_grad and not is_lazy(param)

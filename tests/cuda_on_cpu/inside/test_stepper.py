@@ -204,7 +204,7 @@ def unscale_by_one(optimizer: FusedOptimizer) -> None:
 def step_and_see_the_table(optimizer: FusedOptimizer, **options: Any) -> torch.Tensor:
     """Take a step; return a part of the table's memory, which lives as long as it is held."""
     take_step(optimizer, **options)
-    return optimizer._plan.outcome
+    return optimizer._engine.plan.outcome
 
 
 CHANGES = {"lr": set_lr, "state elsewhere": move_state}
