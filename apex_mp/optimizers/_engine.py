@@ -52,6 +52,7 @@ class Engine:
         self.rule = rule
         self.plan: _Plan | None = None
         self._who, self._offload, self._host_grads = who, offload, host_grads
+        self._has_new = False  # In this step a parameter got its first state.
 
     @property
     def _state_device(self) -> torch.device | None:
@@ -75,8 +76,9 @@ class Engine:
             if not plan.has_run:  # Else the weights were stepped, and need their state.
                 _take_back(optimizer, before)
             raise
-        if plan.has_others:
+        if plan.has_others or self._has_new:
             optimizer._own_masters.put_aside(optimizer)
+            self._has_new = False
         optimizer._own_masters.end_step()
         if not (step.check or step.found_inf is not None):
             outcome = HostOutcome(False)  # What is not looked for is not found.
@@ -227,6 +229,7 @@ class Engine:
         param = group["params"][index]
         optimizer._own_masters.put_back(optimizer)
         before.setdefault(param, states.get(param))
+        self._has_new |= before[param] is None
         state = self.rule.complete(before[param] or {}, param, group, self._state_device)
         states[param] = state
         optimizer._own_masters.keep_as(param, master_dtype(param, group), self._state_device)

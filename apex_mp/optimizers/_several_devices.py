@@ -77,6 +77,7 @@ class SeveralDevices:
                 devices is capturing a CUDA graph.
         """
         self.has_run = False
+        self._count_others(param_groups, state, masters)
         lists = {"grads": grads, "grads_of": grads_of, "copies": copies}
         parts = split(self._who, param_groups, lists, self._plan_for)
         refuse_capture(self._who, [part.device for part in parts])
@@ -98,7 +99,6 @@ class SeveralDevices:
             raise
         self._plans = {part.device: part.plan for part in parts}
         self._scale = scale
-        self.has_others = bool(made)  # Perhaps; each plan takes what is on other devices for such.
         self.has_parts = any(part.plan.has_parts for part in parts)
         self.grad_dtypes = set().union(*(part.plan.grad_dtypes for part in parts))
         if self.has_parts:  # Another process may have a gradient.
@@ -106,6 +106,13 @@ class SeveralDevices:
             self.grad_dtypes |= {param.dtype for group in groups for param in group["params"]}
         self.without_grad = sorted(place for part in parts for place in part.without_grad())
         self.can_run = len(parts) > 1 or len(parts) > len(self._parts) or self.has_parts
+
+    def _count_others(
+        self, param_groups: Groups, state: dict[Any, Any], masters: dict[Any, Any]
+    ) -> None:
+        # Each plan takes what is on other devices for such.
+        params = sum(len(group["params"]) for group in param_groups)
+        self.has_others = max(len(state), len(masters)) > params
 
     def _plan_for(self, device: torch.device) -> _C.StepPlan:
         """Return the plan of earlier steps, which knows its part already, or a new one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from apex_mp import amp, fp16_utils, optimizers
+from apex_mp.core.masters.joined import differ
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex_mp.parallel.LARC import LARC
 
@@ -212,6 +214,69 @@ def test_asking_a_fused_optimizer_for_its_state_counts_no_step(cls: Any, options
     for one, other in zip(*runs, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+NADAM, SGD = torch.optim.NAdam, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+MasterWeights: Any = optimizers.MasterWeights
+# The same optimizer without masters and with them.
+BOTH: dict[str, tuple[Any, Any]] = {
+    "FusedAdam": (FusedAdam, functools.partial(FusedAdam, master_weights=True)),
+    "torch's AdamW": (
+        functools.partial(torch.optim.AdamW, weight_decay=0.0),
+        functools.partial(FusedAdam, master_weights="float32"),
+    ),
+    "NAdam": (NADAM, functools.partial(MasterWeights, optimizer_class=NADAM)),
+    "SGD": (SGD, lambda params: MasterWeights(params, torch.optim.SGD, lr=0.1, momentum=0.9)),
+}
+
+
+def steps(model: nn.Module, optimizer: Any, count: int) -> None:
+    for step in range(count):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5 + step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("taken", [0, 2], ids=["into a new run", "into a trained run"])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("gets_masters", [True, False])
+def test_a_run_goes_on_with_masters_or_without(
+    gets_masters: bool, name: str, flat: bool, taken: int, tmp_path: Path
+) -> None:
+    makers = BOTH[name] if gets_masters else BOTH[name][::-1]
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model = net().bfloat16()
+    optimizer = makers[0](model.parameters())
+    steps(model, optimizer, 3)
+    saved = dict(
+        zip(("model", "optim"), get_state_dict(model, optimizer, options=options), strict=True)
+    )
+    checkpoint.save(saved, checkpoint_id=tmp_path)
+    other = net().bfloat16()
+    goes_on = makers[1](other.parameters())
+    steps(other, goes_on, taken)
+    loaded = dict(
+        zip(("model", "optim"), get_state_dict(other, goes_on, options=options), strict=True)
+    )
+    planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+    checkpoint.load(loaded, checkpoint_id=tmp_path, planner=planner)
+    set_state_dict(
+        other,
+        goes_on,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optim"],
+        options=options,
+    )
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    if gets_masters:
+        for param in other.parameters():
+            assert not differ(goes_on.master(param), param).any()
+    twin, of_twin = copy.deepcopy((model, optimizer))
+    steps(other, goes_on, 1)
+    steps(twin, of_twin, 1)
+    for one, expected in zip(other.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=2.0**-6, atol=2.0**-8)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "FP16_Optimizer" in name])

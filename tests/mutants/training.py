@@ -168,7 +168,7 @@ FP16_UTILS = {
         "_Giver.report", "owner == name", "owner is None", "master_weights_of_scripts"
     ),
     "a replaced parameter is kept alive by its master": Mutant(
-        "Engine.step", "plan.has_others", "False", "master_store"
+        "Engine.step", "plan.has_others or self._has_new", "False", "master_store"
     ),
     "a parameter that comes back has lost its state": Mutant(
         "MasterStore.put_back", "state.setdefault(param, of_param)", "None", "master_store"

@@ -179,7 +179,9 @@ def test_the_state_of_a_sharded_checkpoint_leaves_the_scale_alone(steps_before: 
 
     half, optimizer, scaler = run(3)
     state, scale = get_optimizer_state_dict(half, optimizer), scaler.state_dict()
+    weights = half.state_dict()
     half, optimizer, scaler = run(steps_before)
+    half.load_state_dict(weights)
     scaler.load_state_dict(scale)
     set_optimizer_state_dict(half, optimizer, state)
     assert scaler.state_dict() == scale

@@ -47,8 +47,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def unrounded(run: Any) -> Tensor:
     """Masters, or the weights that have none."""
-    kept = run.optimizer.optimizer._own_masters.kept
-    return flat(kept.get(p, p) for p in trainable(run.model))
+    return flat(map(run.optimizer.optimizer.master, trainable(run.model)))
 
 
 def assert_same_course(run: Any, expected: Any, start: Tensor) -> None:

@@ -110,6 +110,7 @@ class OffloadedPlan(SeveralDevices):
             scale=scale,
             unscale=unscale,
         )
+        self._count_others(param_groups, state, masters)
         self.can_run = True
         self._request = _Request(
             param_groups, state, masters, make_state, grads, grads_of, copies, unscale
