@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.averaged_masters import Values
 from apex_mp.core.log import counted, is_first_process
-from apex_mp.core.masters.exchange import Exchange
+from apex_mp.core.masters.exchange import Exchange, exchanged
 from apex_mp.core.masters.store import MASTER, MasterStore, StepCounts, needs_master
 from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
@@ -31,8 +32,8 @@ from apex_mp.optimizers.master_weights import MasterWeights, Settings, give_mast
 
 # The exit status of `run --strict` if a 16-bit parameter was stepped without a master.
 NOT_ALL_HAD_MASTERS = 3
-# Modules of optimizers that only pass on the step of another one.
-_PASS_ON = ("accelerate", "apex_mp")
+# Packages of optimizers that only pass on the step of another one, with its gradients perhaps.
+_PASS_ON = ("accelerate", "apex_mp", "opacus")
 
 
 @contextlib.contextmanager
@@ -121,8 +122,8 @@ def give_everywhere(replacements: Replacements, giving: Giving) -> None:
     hook = optimizer.profile_hook_step
     replacements.set(optimizer, "profile_hook_step", staticmethod(giver.around_step(hook)))
     replacements.set(optimizer, "__init_subclass__", classmethod(giver.after_class))
-    for each in {*_stepping(optimizer)}:  # Classes that were made before.
-        replacements.set(each, "step", giver.instead_of(each.step))
+    for each in {*_subclasses(optimizer)}:  # Those that were made before.
+        giver.around_members(each, functools.partial(replacements.set, each))
     replacements.set(nn.Module, "_apply", giver.around_apply(nn.Module._apply))
     update = AveragedModel.update_parameters
     replacements.set(AveragedModel, "update_parameters", giver.around_average(update))
@@ -258,12 +259,19 @@ class _Giver:
         return lambda function: self.instead_of(hook(function))
 
     def after_class(self, cls: Any, /, **kwargs: Any) -> None:
-        """Wrap the step of a new class, whose constructor may not be that of torch."""
+        """Wrap what a new class has of its own; its constructor may not call torch's."""
         after: Any = super(torch.optim.Optimizer, cls)
         after.__init_subclass__(**kwargs)
-        step = vars(cls).get("step")
-        if step is not None and "_addition" not in vars(cls) and not _takes_scaled_step(step):
-            cls.step = self.instead_of(step)
+        self.around_members(cls, functools.partial(setattr, cls))
+
+    def around_members(self, cls: Any, put: Callable[[str, Any], object]) -> None:
+        own = vars(cls)
+        if "_addition" in own or _takes_scaled_step(own.get("step")):
+            return
+        if inspect.isfunction(own.get("step")):
+            put("step", self.instead_of(own["step"]))
+        if "__init__" in own:
+            put("__init__", _in_float32_of_another(own["__init__"]))
 
     def instead_of(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return a class's step that is the one with masters once the optimizer has some.
@@ -274,8 +282,7 @@ class _Giver:
         @functools.wraps(own)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self in _givers:
-                # Its constructor was not torch's: one around another optimizer, as a rule.
-                if "_optimizer_step_pre_hooks" not in vars(optimizer) and not _passes_on(optimizer):
+                if not _is_torchs(optimizer) and not _passes_on(optimizer):
                     self._adopt(optimizer)
                 self.give(optimizer)
             if isinstance(optimizer, MasterWeights) and not optimizer._steps_masters:
@@ -439,17 +446,35 @@ def _passes_on(optimizer: Any) -> bool:
     return type(optimizer).__module__.partition(".")[0] in _PASS_ON
 
 
+def _is_torchs(optimizer: Any) -> bool:
+    """Return whether torch's constructor has made it, which one around another may not call."""
+    return "_zero_grad_profile_name" in vars(optimizer)
+
+
 def _takes_scaled_step(step: Any) -> bool:
     return getattr(step, "takes_scaled_step", False)
 
 
-def _stepping(kind: Any) -> Iterator[Any]:
-    """Yield the subclasses that have a step of their own, but for those that keep masters."""
+def _in_float32_of_another(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that meets the parameters of an optimizer that it is given in float32.
+
+    One around another optimizer may copy them, as Lookahead does.
+    """
+
+    @functools.wraps(init)
+    def initialize(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        others = [each for each in (*args, *kwargs.values()) if isinstance(each, MasterWeights)]
+        low = [] if _passes_on(optimizer) else [p for each in others for p in _low_params(each)]
+        with exchanged({param: param.detach().float() for param in low}, {}):
+            init(optimizer, *args, **kwargs)
+
+    return initialize
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
     for each in kind.__subclasses__():
-        step = vars(each).get("step")
-        if step is not None and "_addition" not in vars(each) and not _takes_scaled_step(step):
-            yield each
-        yield from _stepping(each)
+        yield each
+        yield from _subclasses(each)
 
 
 class GradScaler(OurGradScaler):

@@ -16,7 +16,7 @@ from apex_mp.core.checkpoints.checkpoint_view import attribute_with_checkpoint_v
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.log import warn
-from apex_mp.core.masters.attach import Addition, attach, own, own_class
+from apex_mp.core.masters.attach import Addition, attach, own
 from apex_mp.core.masters.exchange import Exchange, exchanged
 from apex_mp.core.masters.masters import widened
 from apex_mp.core.masters.store import (
@@ -62,7 +62,8 @@ class MasterWeights(Addition):
 
     `apex_mp.amp.GradScaler` leaves unscaling to the step, which does it on the way to float32
     gradients, so none underflows. The host waits once a step for the outcome. A weight that was
-    written between steps replaces its master, with a warning.
+    written between steps replaces its master. Other methods of the optimizer's own, such as SAM's
+    `first_step`, find masters and float32 gradients in place, too.
 
     FusedAdam and the other fused optimizers keep masters by themselves, in fewer passes.
 
@@ -100,14 +101,12 @@ class MasterWeights(Addition):
 
         `type(optimizer)(params)` makes one without masters.
         """
-        if cls is MasterWeights:
-            return _new(*args, **options)
-        if "_addition" not in cls.__dict__:
+        if cls is not MasterWeights:
             raise TypeError(
                 f"{cls.__name__}: MasterWeights cannot be subclassed; subclass the class of the "
                 "optimizer that it is given"
             )
-        return own_class(cls)(*args, **options)
+        return _new(*args, **options)
 
     def __init__(
         self,

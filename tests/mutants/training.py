@@ -148,8 +148,14 @@ FP16_UTILS = {
     ),
     "an optimizer around another one writes in 16 bits": Mutant(
         "_Giver.instead_of.step",
-        "'_optimizer_step_pre_hooks' not in vars(optimizer) and (not _passes_on(optimizer))",
+        "not _is_torchs(optimizer) and (not _passes_on(optimizer))",
         "False",
+        "master_weights_of_scripts",
+    ),
+    "an optimizer around another one copies weights in 16 bits": Mutant(
+        "_in_float32_of_another.initialize",
+        "_low_params(each)",
+        "()",
         "master_weights_of_scripts",
     ),
     "an average is one of weights": Mutant(

@@ -31,6 +31,7 @@ class Exchange:
 
     def enter(self) -> None:
         """Put masters and float32 gradients in place."""
+        assert self._grads.keys() <= self._masters.keys()  # Nothing is stepped in 16 bits.
         for param, master in self._masters.items():
             self._weights[param] = param.detach(), param.grad
             _put(param, master, self._grads.get(param))
