@@ -24,7 +24,13 @@ from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.averaged_masters import Values
 from apex_mp.core.log import counted, is_first_process
 from apex_mp.core.masters.exchange import Exchange, exchanged
-from apex_mp.core.masters.store import MASTER, MasterStore, StepCounts, needs_master
+from apex_mp.core.masters.store import (
+    MASTER,
+    MasterStore,
+    StateView,
+    StepCounts,
+    needs_master,
+)
 from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
@@ -127,6 +133,8 @@ def give_everywhere(replacements: Replacements, giving: Giving) -> None:
     replacements.set(nn.Module, "_apply", giver.around_apply(nn.Module._apply))
     update = AveragedModel.update_parameters
     replacements.set(AveragedModel, "update_parameters", giver.around_average(update))
+    view = _before_view(StateView.state, replacements)
+    replacements.set(StateView, "state", view)
     atexit.register(giver.end)
     replacements.at_undo(giver.report)
     replacements.at_undo(lambda: atexit.unregister(giver.end))
@@ -469,6 +477,38 @@ def _in_float32_of_another(init: Callable[..., None]) -> Callable[..., None]:
             init(optimizer, *args, **kwargs)
 
     return initialize
+
+
+def _before_view(state: Callable[..., Any], replacements: Replacements) -> Callable[..., Any]:
+    """Have torch.distributed.checkpoint load files that lack masters, once it is imported."""
+    is_set = False
+
+    @functools.wraps(state)
+    def view(of: StateView) -> Any:
+        nonlocal is_set
+        if not is_set:
+            is_set = True
+            planner = sys.modules["torch.distributed.checkpoint.default_planner"].DefaultLoadPlanner
+            plan = _without_missing_masters(planner.create_local_plan)
+            replacements.set(planner, "create_local_plan", plan)
+        return state(of)
+
+    return view
+
+
+def _without_missing_masters(plan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plan)
+    def create_local_plan(planner: Any) -> Any:
+        there = planner.metadata.state_dict_metadata
+        asked = planner.state_dict.items()
+        planner.state_dict = {
+            name: value
+            for name, value in asked
+            if name in there or name.rpartition(".")[2] != MASTER
+        }
+        return plan(planner)
+
+    return create_local_plan
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+import apex_mp
 from apex_mp import amp, fp16_utils, optimizers
 from apex_mp.core.masters.joined import differ
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -274,6 +276,37 @@ def test_a_run_goes_on_with_masters_or_without(
             assert not differ(goes_on.master(param), param).any()
     twin, of_twin = copy.deepcopy((model, optimizer))
     steps(other, goes_on, 1)
+    steps(twin, of_twin, 1)
+    for one, expected in zip(other.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=2.0**-6, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, NADAM])
+@pytest.mark.parametrize("saved_in_block", [False, True])
+def test_a_script_loads_what_it_has_saved_without_masters_or_with(
+    saved_in_block: bool, kind: Any, tmp_path: Path
+) -> None:
+    def run(in_block: bool) -> tuple[nn.Module, Any]:
+        model = net().bfloat16()
+        optimizer = kind(model.parameters())
+        assert isinstance(optimizer, MasterWeights) == in_block
+        return model, optimizer
+
+    in_block = [apex_mp.use_master_weights, contextlib.nullcontext]
+    with in_block[not saved_in_block]():
+        model, optimizer = run(saved_in_block)
+        steps(model, optimizer, 2)
+        saved = get_state_dict(model, optimizer)
+        checkpoint.save({"model": saved[0], "optim": saved[1]}, checkpoint_id=tmp_path)
+    with in_block[saved_in_block]():
+        other, goes_on = run(not saved_in_block)
+        of_model, of_optimizer = get_state_dict(other, goes_on)
+        loaded = {"model": of_model, "optim": of_optimizer}
+        checkpoint.load(loaded, checkpoint_id=tmp_path)
+        set_state_dict(other, goes_on, model_state_dict=of_model, optim_state_dict=loaded["optim"])
+        steps(other, goes_on, 1)
+    assert all(map(torch.isfinite, (param.sum() for param in other.parameters())))
+    twin, of_twin = copy.deepcopy((model, optimizer))
     steps(twin, of_twin, 1)
     for one, expected in zip(other.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, expected, rtol=2.0**-6, atol=2.0**-8)
