@@ -14,6 +14,7 @@ from fused_adam_cases import BF16, F16, F32
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
+from apex_mp import amp
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
 
@@ -156,3 +157,30 @@ def test_a_parameter_whose_first_step_is_skipped_later_keeps_nothing(
             scaler.update()
         results.append(late.detach())
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("lowest", [None, 0.25])
+@pytest.mark.usefixtures("amp_off")
+def test_the_scale_of_scale_loss_stops_at_1_where_the_model_has_16_bits(
+    lowest: float | None, level: str
+) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        loss_scale="dynamic",
+        min_loss_scale=lowest,
+        verbosity=0,
+        device_type="cpu",
+    )
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0
+    for _ in range(4):
+        loss = model(torch.ones(2, 4)).float().mean() * math.nan
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    expected = lowest or (0.125 if level == "O1" else 1.0)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == expected
