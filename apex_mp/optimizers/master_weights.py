@@ -110,14 +110,14 @@ class MasterWeights(Addition):
 
     def __init__(
         self,
-        params: Any,
+        params: Any = None,
         optimizer_class: type[torch.optim.Optimizer] | None = None,
         *,
         master_weights: bool | str = True,
         keep_grads: bool = False,
         **options: Any,
     ) -> None:
-        """Do nothing: `__new__` has made the optimizer."""
+        """Do nothing: `__new__` has made the optimizer; a class before it may call this, too."""
 
     @classmethod
     def members(cls, own_class: Any) -> dict[str, Any]:

@@ -139,6 +139,29 @@ def test_optimizers_whatever_their_bases_get_masters(copied: Callable[[Any], Any
     assert_same_bits(optimizer.master(param), torch.full((4,), 1 - 2.0**-8))
 
 
+class Joinable:
+    """As a base of torch's ZeroRedundancyOptimizer, which calls the next one in line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_joinable = True
+
+
+class Joined(torch.optim.SGD, Joinable):
+    def __init__(self, params: Any, **options: Any) -> None:
+        torch.optim.SGD.__init__(self, params, **options)
+        Joinable.__init__(self)
+
+
+def test_constructors_of_several_bases_are_called_to_their_end() -> None:
+    with apex_mp.use_master_weights():
+        param = ones(BF16)
+        optimizer = Joined([param], lr=2.0**-10)
+        train(optimizer, param, 2)
+    assert optimizer.is_joinable
+    assert_same_bits(optimizer.master(param), torch.full((4,), 1 - 2.0**-12))  # type: ignore[attr-defined]
+
+
 # --- Averages, and casts to and fro.
 
 
