@@ -82,7 +82,8 @@ Masters masters_of(const std::string& caller, PyObject* group, PyObject* name) {
   if (!PyUnicode_Check(value)) return as_bool(value) ? Masters::kSplit : Masters::kNone;
   if (PyUnicode_CompareWithASCIIString(value, "float32") == 0) return Masters::kFloat;
   if (PyUnicode_CompareWithASCIIString(value, "split") == 0) return Masters::kSplit;
-  throw py::value_error(sentence(caller, "master_weights", value, "True, False, 'split' or 'float32'"));
+  throw py::value_error(
+      sentence(caller, "master_weights", value, "True, False, 'split' or 'float32'"));
 }
 
 at::ScalarType moments_of(const std::string& caller, PyObject* group, PyObject* name) {

@@ -173,6 +173,15 @@ def drop_one_master(run: Run) -> None:
     run.optimizer._own_masters.kept.clear()
 
 
+def resize_one(run: Run) -> None:
+    param = run.params[0]
+    state = run.optimizer.state[param]
+    for name in MOMENTS:
+        state[name] = torch.cat([state[name]] * 2)
+    param.grad = None
+    param.data = torch.cat([param.detach()] * 2)
+
+
 def load_its_own_state(run: Run) -> None:
     run.optimizer.load_state_dict(run.optimizer.state_dict())
 
@@ -234,6 +243,7 @@ STATE_CHANGES: tuple[Callable[[Run], None], ...] = (
     add_extra_keys,
     use_keys_that_are_other_objects,
     drop_one_master,
+    resize_one,
     load_its_own_state,
     load_it_from_a_file,
     load_an_earlier_state,
