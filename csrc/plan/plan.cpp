@@ -351,8 +351,9 @@ void Plan::check_row(const Item& item, const States& states, const at::Tensor& g
                     ".step: output_params was given with master_weights; give one of the two, "
                     "each parameter has one low-precision copy");
   State state = read_state(item.state, item.master, names_);
-  if (state.master != nullptr && tensor_of(state.master).sizes() != param.sizes()) {
-    state.master = nullptr;  // The parameter was resized.
+  if (state.master != nullptr && (tensor_of(state.master).sizes() != param.sizes() ||
+                                  tensor_of(state.master).device() != param.device())) {
+    state.master = nullptr;  // The parameter was resized or moved.
   }
   row = {};
   row.grad = &laid_like(param, grad, item.writes_grad);

@@ -197,3 +197,24 @@ def test_a_frozen_layer_whose_gradients_are_set_to_zero_is_stepped() -> None:
         model(torch.ones(3, 4, dtype=BF16)).float().square().mean().backward()
         optimizer.step()
     assert len(optimizer._own_masters.kept) == 4
+
+
+@each_kind
+def test_masters_follow_parameters_to_another_device(
+    make: Callable[[Any], Any], device: torch.device
+) -> None:
+    param = Parameter(torch.ones(3, 2, dtype=BF16, device=device))
+    optimizer = make([param])
+    steps(optimizer, [param], 3)
+    before = optimizer.master(param)
+    for place in (torch.device("cpu"), device):
+        param.data, param.grad = param.data.to(place), None
+        for state in optimizer.state.values():  # As scripts and trainers do.
+            for name, value in state.items():
+                state[name] = value.to(place) if torch.is_tensor(value) else value
+        assert_same_bits(optimizer.master(param).cpu(), before.cpu())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        steps(optimizer, [param])
+        assert optimizer._own_masters.kept[param].device == param.device
+    assert_same_bits(optimizer.master(param), before)

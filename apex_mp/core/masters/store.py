@@ -110,7 +110,7 @@ class MasterStore:
             else:
                 self.kept[param] = param.detach().to(device).float()
         else:
-            laid: Tensor = checks.match_strides(kept, param).to(device)
+            laid: Tensor = checks.match_strides(kept, param).to(device or param.device)
             self.kept[param] = laid if laid.dtype == dtype else _converted(laid, param)
 
     @torch.no_grad()
@@ -212,8 +212,8 @@ def needs_master(param: Tensor) -> bool:
 
 def _is_place(kept: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a parameter's master or remainder can be written there."""
-    like_param = (param.shape, param.stride(), dtype)
-    return (kept.shape, kept.stride(), kept.dtype) == like_param
+    like_param = (param.shape, param.stride(), param.device, dtype)
+    return (kept.shape, kept.stride(), kept.device, kept.dtype) == like_param
 
 
 def _beside(kept: Tensor, param: Tensor) -> Tensor:
