@@ -168,8 +168,8 @@ class Run(Stateful):
         """Return the bytes of weights, masters and moments in this process."""
         # Not those of the model, which FSDP2 leaves whole after a forward without backward.
         params = self.optimizer.param_groups[0]["params"]
-        states = [self.optimizer.state.get(param, {}).values() for param in params]
-        tensors = [value for state in states for value in state if isinstance(value, Tensor)]
+        states = self.optimizer.state_dict(compact=True)["state"].values()
+        tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
         parts = [
             each.to_local() if isinstance(each, DTensor) else each for each in params + tensors
         ]
