@@ -230,7 +230,9 @@ class Engine:
         optimizer._own_masters.put_back(optimizer)
         before.setdefault(param, states.get(param))
         self._has_new |= before[param] is None
-        state = self.rule.complete(before[param] or {}, param, group, self._state_device)
+        layout = self.rule.layout_of(group)
+        state = layout.completed(before[param] or {}, param, group, self._state_device)
+        self.rule.note_new(state, before[param], group)
         states[param] = state
         optimizer._own_masters.keep_as(param, master_dtype(param, group), self._state_device)
         return state

@@ -191,15 +191,8 @@ class Rule:
         """Return the layout of the states of a group."""
         return self.layout
 
-    def complete(
-        self,
-        state: Mapping[str, Any],
-        param: Tensor,
-        group: Mapping[str, Any],
-        device: torch.device | None = None,
-    ) -> dict[str, Any]:
-        """Return a complete state for a step; see `StateLayout.completed`."""
-        return self.layout_of(group).completed(state, param, group, device)
+    def note_new(self, state: dict[str, Any], before: Any, group: Mapping[str, Any]) -> None:
+        """Called with a state that was completed, and what it was before, or None."""
 
     def after_step(
         self,

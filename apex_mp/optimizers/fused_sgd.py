@@ -26,18 +26,10 @@ class _Rule(Rule):
     def layout_of(self, group: Mapping[str, Any]) -> StateLayout:
         return self.layout if group["momentum"] else _WITHOUT_MOMENTUM
 
-    def complete(
-        self,
-        state: Mapping[str, Any],
-        param: Tensor,
-        group: Mapping[str, Any],
-        device: torch.device | None = None,
-    ) -> dict[str, Any]:
-        whole = super().complete(state, param, group, device)
-        is_new = BUFFER in whole and not torch.is_tensor(state.get(BUFFER))
+    def note_new(self, state: dict[str, Any], before: Any, group: Mapping[str, Any]) -> None:
+        is_new = BUFFER in state and not torch.is_tensor((before or {}).get(BUFFER))
         if is_new and group["dampening"]:
-            whole[IS_FRESH] = torch.ones((), device=device or param.device)
-        return whole
+            state[IS_FRESH] = torch.ones((), device=state[BUFFER].device)
 
     def after_step(
         self,

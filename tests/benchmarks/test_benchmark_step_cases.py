@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_passes():
         "ours fp16, clip": 30,
         "plain torch fp16, foreach, clip": 60,
         "plain torch fp16, per tensor, clip": 70,
-        "ours bf16": 28,
+        "ours bf16": 30,
         "plain torch bf16, foreach": 40,
         "ours fp32, GradScaler": 40,
         "ours fp32, GradScaler, only reads": 36,

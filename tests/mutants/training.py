@@ -310,7 +310,7 @@ OPTIMIZERS = {
         "fused_sgd_in_wrappers",
     ),
     "the first gradient is dampened": Mutant(
-        "_Rule.complete", "group['dampening']", "group['nesterov']", "fused_sgd"
+        "_Rule.note_new", "group['dampening']", "group['nesterov']", "fused_sgd"
     ),
     "a checkpoint must have what is never saved": Mutant(
         "StateLayout.loaded",
