@@ -120,7 +120,7 @@ class MasterWeights(Addition):
         """Do nothing: `__new__` has made the optimizer; a class before it may call this, too."""
 
     @classmethod
-    def members(cls, own_class: Any) -> dict[str, Any]:
+    def _members(cls, own_class: Any) -> dict[str, Any]:
         """Return what else an optimizer gets: methods of its own class, with masters in place."""
         names = {
             name: member
@@ -138,7 +138,12 @@ class MasterWeights(Addition):
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Take one step of the optimizer with masters; arguments and result are its own.
+        """Take one step of the optimizer with masters.
+
+        Args:
+            closure: What computes a loss, as of the optimizer's own step [None].
+            args: Other arguments of it.
+            kwargs: Other arguments of it.
 
         Returns:
             What the optimizer's own step returns; None if it was skipped.
@@ -365,6 +370,9 @@ class MasterWeights(Addition):
 
         Masters that it lacks are made from the weights; so are those that torch, loading this state
         without MasterWeights, has cast to 16 bits.
+
+        Args:
+            state_dict: What `state_dict` of such an optimizer returned.
         """
         saved = as_dict(type(self).__name__, state_dict)
         params, found = self.__params(), dict[Tensor, Any]()

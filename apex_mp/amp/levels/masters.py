@@ -227,7 +227,7 @@ class OptimizerWithMasters(Addition):
     _amp_masters: OptimizerMasters
 
     @classmethod
-    def members(cls, own: Any) -> dict[str, Any]:
+    def _members(cls, own: Any) -> dict[str, Any]:
         return {
             name: attribute_with_checkpoint_view(name, own) for name in ("param_groups", "state")
         }

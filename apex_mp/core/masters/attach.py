@@ -31,7 +31,7 @@ class Addition(_Base):
     """
 
     @classmethod
-    def members(cls, own: Any) -> dict[str, Any]:
+    def _members(cls, own: Any) -> dict[str, Any]:
         """Return more members of the class that is made of an optimizer's own class."""
         return {}
 
@@ -69,7 +69,7 @@ def class_with(addition: type[Addition], own: Any) -> Any:
         __reduce_ex__=_reduce,
         __setstate__=_set_state,
         _addition=addition,
-        **addition.members(own),
+        **addition._members(own),
     )
     bases = (own,) if issubclass(own, addition) else (own, addition)
     return types.new_class(own.__name__, bases, {}, lambda body: body.update(members))
