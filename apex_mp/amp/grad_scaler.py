@@ -3,52 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
-from apex_mp.amp.grad_scaling.scale_bounds import ScaleBounds, eager, with_advice
-from apex_mp.amp.grad_scaling.scaled_losses import ScaledLosses
+from apex_mp.amp.grad_scaling import stepping
+from apex_mp.amp.grad_scaling.iteration import (
+    FLAGS,
+    WATCHING_BACKWARD,
+    Clip,
+    Event,
+    Iteration,
+    Stage,
+)
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps, outcome
-from apex_mp.amp.grad_scaling.torch_fused import (
-    is_fused,
-    removing_new_momentum,
-    wait_for_amp_tensors,
-)
-from apex_mp.amp.grad_scaling.unscaling import (
-    MEASURED,
-    NOTED,
-    UnscalingGradScaler,
-    refuse_no_optimizer,
-    refuse_own_scaling,
-    refuse_step_of_another,
-)
+from apex_mp.amp.grad_scaling.stepping import is_fused
+from apex_mp.core import forks, ops, tensors
+from apex_mp.core.checkpoints.state_checks import as_dict
+from apex_mp.core.grads import measured as _measured
 from apex_mp.core.grads.checks import NonFinite
-from apex_mp.core.grads.found_inf import one_flag
+from apex_mp.core.grads.grad_slots import Grads, GradSlots
+from apex_mp.core.grads.marks import refuse_offloaded
+from apex_mp.core.log import warn
 from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback, step_log
-from apex_mp.core.step.scaled_step import ScaledStep, StepResult, take, takes_scaled_step
-from apex_mp.core.tensors import copy_async
+from apex_mp.core.step.scaled_step import StepResult
+from apex_mp.core.tensors import copy_async, params_of
+from apex_mp.loss_scale import (
+    FLOAT32_MAX,
+    FLOAT32_SMALLEST_NORMAL,
+    DynamicLossScale,
+)
 
-_FLAG_OF = "apex_mp_flag_of"  # in torch's state: the optimizer that has found_inf, and its steps
+# Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
+_eager = torch._disable_dynamo  # type: ignore[attr-defined]
+# Below it float16 gradients have fewer digits than without a scale; the bound of FP16_Optimizer.
+_LOWEST_OF_16_BIT = 1.0
+_LOW = frozenset(LOW_PRECISION)
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NOTHING = contextlib.nullcontext()
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_SCALE_EACH_LOSS = (
+    "Call scaler.scale(loss).backward() in each iteration, and scaler.update() once at its end"
+)
+_NO_STEP = (
+    "No inf checks were recorded prior to update. No optimizer whose parameters have gradients was "
+    "given to scaler.step(optimizer) or scaler.unscale_(optimizer) since the last scaler.update()."
+    " An FP16_Optimizer scales its loss itself: it needs no GradScaler."
+)
 
 
-@contextlib.contextmanager
-def _taking_grad_scale(optimizer: Any) -> Iterator[None]:
-    """A context for a step, which uses up a `grad_scale` that the user has set, as torch's does."""
-    try:
-        yield
-    finally:
-        vars(optimizer).pop("grad_scale", None)
-
-
-class GradScaler(UnscalingGradScaler):
+class GradScaler(torch.amp.GradScaler):
     """Scale the loss so that small gradients survive float16; skip steps that overflow.
 
         scaler = GradScaler("cuda")
@@ -64,6 +77,7 @@ class GradScaler(UnscalingGradScaler):
     - `clip_grad_norm_` clips without a pass of its own if the optimizer is fused;
     - `step_was_skipped` and `overflow_report` give the outcome of a step, and a warning names the
       parameters after 50 skipped steps in a row;
+    - gradients that wait for their step over an `update` are divided by their own scale;
     - the scale has bounds and hysteresis if asked for.
 
     On a GPU the host waits for nothing with a fused optimizer, ours or torch's, else once a step.
@@ -84,9 +98,12 @@ class GradScaler(UnscalingGradScaler):
     Raises:
         AssertionError: A factor is out of range; torch's own check.
         TypeError, ValueError: A bound or `hysteresis` is no number, or out of range.
-        ValueError: `init_scale` is no positive normal float32 number; torch trains on with it.
+        ValueError: `init_scale` is no positive normal float32 number, or `device` is another one;
+            torch trains on with both.
         TypeError: `model` is no module, or `device` is one.
     """
+
+    _has_16_bit_grads = False  # so far
 
     def __init__(
         self,
@@ -102,24 +119,68 @@ class GradScaler(UnscalingGradScaler):
         hysteresis: int = 1,
         model: torch.nn.Module | None = None,
     ) -> None:
+        device = _checked_device(device, enabled)
+        is_absent: Any = torch.cuda.amp.common.amp_definitely_not_available
+        if device == "cuda" and enabled and is_absent():
+            # As torch's, whose own warning would name a line of this file.
+            warn(
+                "GradScaler is enabled, but CUDA is not available. Disabling: losses are not "
+                'scaled, and no step is skipped. On the CPU use GradScaler("cpu")',
+                "no-gpu-nothing-is-scaled-or-cast",
+                UserWarning,
+            )
+            enabled = False
+        if enabled and not FLOAT32_SMALLEST_NORMAL <= init_scale <= FLOAT32_MAX:
+            raise ValueError(
+                f"GradScaler: init_scale is {init_scale}; it must lie in "
+                f"[{FLOAT32_SMALLEST_NORMAL}, {FLOAT32_MAX}]"
+            )
         super().__init__(
-            ScaleBounds(min_scale, max_scale, hysteresis),
-            device=device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"GradScaler: model is a {type(model).__name__}; it must be a torch.nn.Module"
             )
+        self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
+        # Since the scale grew, at which it stayed; a tensor once the scale is on a device.
+        self._overflows: int | Tensor = 0
+        if enabled and self._has_bounds:
+            self._check_bounds(init_scale)
         self._model = None if model is None else weakref.ref(model)
         self._check_buffers()
-        self._losses = ScaledLosses()
+        # By optimizer, which is not kept alive; torch's `_per_optimizer_states` has them, too.
+        self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
+        self._is_loss_scaled = False  # since the last update
+        self._is_in_graph = False  # A replay of a CUDA graph scales without a call.
+        self._has_warned_of_float16 = self._has_warned_of_unscaled = False
 
-    @eager
+    @property
+    def _has_bounds(self) -> bool:
+        return (self._min_scale, self._max_scale, self._hysteresis) != (None, None, 1)
+
+    def _check_bounds(self, init_scale: float) -> None:
+        given = {"min_scale": self._min_scale, "max_scale": self._max_scale}
+        bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
+        DynamicLossScale(init_scale, hysteresis=self._hysteresis, **bounds, **self._factors())
+
+    def _factors(self) -> dict[str, Any]:
+        return {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
+
+    def __repr__(self) -> str:
+        """Return the scale and its rule; the host waits for a GPU."""
+        if not self._enabled:
+            return f"{type(self).__name__}(enabled=False)"
+        rule = ", ".join(f"{name}={value}" for name, value in self._factors().items())
+        return f"{type(self).__name__}({self._device!r}, scale={self.get_scale()}, {rule})"
+
+    # Losses.
+
+    @_eager
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or each of several, by the scale.
 
@@ -136,7 +197,15 @@ class GradScaler(UnscalingGradScaler):
         """
         if not self._enabled:
             return outputs
-        self._losses.take(self, outputs)
+        self._is_loss_scaled = True
+        if readback.is_capturing():
+            self._is_in_graph = True
+        elif not self._has_warned_of_float16:
+            # Another iterable may be one that can be read once.
+            several = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+            for each in several:
+                if isinstance(each, Tensor) and each.dtype is torch.float16:
+                    self._warn_of_float16()
         return self._scaled(outputs)
 
     def _scaled(self, outputs: Any) -> Any:
@@ -149,9 +218,12 @@ class GradScaler(UnscalingGradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
-            scaled_output = outputs * copy_async(scale, outputs.device)
-            self._watch_unscaled(scaled_output)
-            return scaled_output
+            is_here = scale.device == outputs.device
+            output = outputs * (scale if is_here else copy_async(scale, outputs.device))
+            if output.requires_grad:
+                hook: Any = functools.partial(_begin_backward, weakref.ref(self))
+                output.register_hook(hook)  # type: ignore[no-untyped-call]
+            return output
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, dict)):
             raise ValueError(
                 f"GradScaler.scale: an output is a {type(outputs).__name__}; outputs must be a "
@@ -160,7 +232,173 @@ class GradScaler(UnscalingGradScaler):
         scaled = map(self._scaled, outputs)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
-    @eager
+    def _warn_of_float16(self) -> None:
+        """Warn, once, if the gradient of a float16 loss is inf."""
+        if self._has_warned_of_float16:
+            return
+        self._has_warned_of_float16 = True
+        scale = self.get_scale()
+        if scale > _LARGEST_FLOAT16:
+            warn(
+                f"GradScaler.scale: the loss is float16 and the scale is {scale:g}, which is inf "
+                f"in float16, and so is the gradient of the loss: steps are skipped until the "
+                "scale is 32768. Compute the loss in float32, of outputs.float() (loss.float() "
+                "comes too late), or take GradScaler(init_scale=2.0**15, max_scale=2.0**15)",
+                "a-float16-loss",
+            )
+
+    def _warn_of_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once that gradients are unscaled although no loss was scaled."""
+        if self._is_in_graph or self._has_warned_of_unscaled or readback.is_capturing():
+            return
+        if any(param.grad is not None for param in params_of(optimizer)):
+            self._has_warned_of_unscaled = True
+            warn(
+                "GradScaler.step: scaler.scale(loss) was not called since the last "
+                f"scaler.update(), but the gradients of {type(optimizer).__name__} are divided by "
+                f"the scale, {self.get_scale():g}. {_SCALE_EACH_LOSS}",
+                "gradients-that-were-not-scaled",
+            )
+
+    # The iteration of an optimizer.
+
+    def _begin(self, call: str, optimizer: torch.optim.Optimizer) -> tuple[Iteration, Tensor]:
+        """Return the iteration of an optimizer, of which a method was called, and the scale.
+
+        Raises:
+            AssertionError: There was never a loss.
+            RuntimeError: The optimizer scales the loss by itself: `FP16_Optimizer` and
+                `OptimWrapper` raise it when `_step_supports_amp_scaling` is read.
+            TypeError: `optimizer` is something else.
+        """
+        _check_optimizer(call, optimizer)
+        getattr(optimizer, "_step_supports_amp_scaling", None)
+        try:
+            scale, _ = self._check_scale_growth_tracker(call)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error} GradScaler.{call}: scaler.scale(loss) was not called before, but the "
+                f"gradients of {type(optimizer).__name__} are divided by the scale, "
+                f"{self.get_scale():g}. {_SCALE_EACH_LOSS}"
+            ) from None
+        return self._iteration(optimizer), scale
+
+    def _iteration(self, optimizer: torch.optim.Optimizer) -> Iteration:
+        iteration = self._iterations.get(optimizer)
+        if iteration is None:
+            iteration = self._iterations[optimizer] = Iteration(optimizer)
+        of_torch = self._per_optimizer_states
+        known = of_torch.get(id(optimizer))
+        if known is not iteration:
+            if known is not None:  # A subclass has asked torch for it.
+                iteration.update(known)
+            of_torch[id(optimizer)] = iteration
+        iteration.follow_torch()
+        return iteration
+
+    @_eager
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients in place by the scale, once between two updates.
+
+        A float16 gradient below 2**-25 becomes 0 and one below 2**-14 loses digits; `step` without
+        `unscale_`, with a fused optimizer, and `clip_grad_norm_` in its place lose nothing.
+
+        Args:
+            optimizer: Owner of the gradients.
+
+        Raises:
+            RuntimeError: It was called before, or after `step`, or the optimizer scales by itself.
+            TypeError: `optimizer` is something else.
+        """
+        if self._enabled:
+            iteration, scale = self._begin("unscale_", optimizer)
+            refuse_offloaded("unscale_", optimizer)
+            iteration.after(Event.UNSCALE)
+            self._unscale(optimizer, iteration, iteration.scale(scale), iteration.clip)
+
+    def _unscale(
+        self, optimizer: Any, iteration: Iteration, scale: Tensor, clip: Clip | None
+    ) -> None:
+        # As torch: a reciprocal of float32 may be imprecise.
+        inv_scale = scale.double().reciprocal().float()
+        if clip is not None:
+            inv_scale = inv_scale / clip.divisor
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        iteration[FLAGS] = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        iteration.enter(Stage.UNSCALED)
+
+    @_eager
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of an optimizer by the norm of all of them, unscaled.
+
+        Without `unscale_` before it, the gradients of a fused optimizer are only read here; `step`
+        unscales and clips them in its own pass. Those of another optimizer are unscaled and clipped
+        here, in one pass. After `unscale_` this is torch's function.
+
+        Args:
+            optimizer: Owner of the gradients.
+            max_norm: Gradients of a larger norm are scaled down to this one.
+            norm_type: Only 2, unless `unscale_` was called [2].
+            error_if_nonfinite: Raise if the norm is inf or NaN, which the host waits for [False].
+            foreach: As in torch, after `unscale_` [None].
+
+        Returns:
+            The norm of the unscaled gradients before clipping: 0-dim, float32 or float64.
+
+        Raises:
+            RuntimeError: It was called before, or after `step`; or the norm is not finite.
+            TypeError: `optimizer` is something else, such as the parameters.
+            ValueError: `norm_type` is not 2 and `unscale_` was not called, or `max_norm` is
+                negative or NaN.
+        """
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"GradScaler.clip_grad_norm_: optimizer is a {type(optimizer).__name__}; call "
+                "scaler.clip_grad_norm_(optimizer, max_norm), not with parameters"
+            )
+        max_norm = float(max_norm)
+        if not max_norm >= 0.0:
+            raise ValueError(
+                f"GradScaler.clip_grad_norm_: max_norm is {max_norm}; it must be 0 or more"
+            )
+        iteration = None
+        if self._enabled:
+            iteration, scale = self._begin("clip_grad_norm_", optimizer)
+            if self._is_in_graph:
+                iteration.enter(iteration.after(Event.REPLAY))
+            iteration.after(Event.CLIP)
+            if iteration.stage is not Stage.UNSCALED:
+                norm = stepping.clip(
+                    self, optimizer, iteration, scale, max_norm, norm_type, error_if_nonfinite
+                )
+                if norm is not None:
+                    return norm
+                self.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(
+            params_of(optimizer), max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        norm = tensors.whole(norm)
+        if iteration is not None and norm_type == 2.0 and step_log.listeners:
+            iteration.noted = norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def _measure(self, iteration: Iteration, grads: Grads, scale: Tensor) -> _measured.Measured:
+        self._note_dtypes(grads.dtypes())
+        measured = iteration.measured = _measured.measure(grads, scale)
+        iteration[FLAGS] = measured.found.flags
+        return measured
+
+    def _note_dtypes(self, dtypes: Collection[torch.dtype]) -> None:
+        self._has_16_bit_grads = self._has_16_bit_grads or not _LOW.isdisjoint(dtypes)
+
+    @_eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step an optimizer with unscaled gradients, or skip if one holds inf or NaN.
 
@@ -180,116 +418,74 @@ class GradScaler(UnscalingGradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        refuse_no_optimizer("step", optimizer)
-        refuse_own_scaling(optimizer)
+        iteration, scale = self._begin("step", optimizer)
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        refuse_step_of_another(optimizer)
+        inner = getattr(optimizer.step, "__self__", optimizer)
+        if inner is not optimizer and is_fused(inner):
+            # It would not see what is set on the optimizer outside it.
+            raise TypeError(
+                f"GradScaler.step: the step of this {type(optimizer).__name__} is that of the "
+                f"{type(inner).__name__} inside; give the scaler that one"
+            )
         readback.poll()
-        self._clip_of(optimizer)  # What it raises comes before a warning.
-        self._refuse_mixed(optimizer, "step")
-        self._losses.check(self, optimizer)
-        waiting = self._waiting.pop(optimizer, None)
-        if waiting is not None and self._scale is not None:
-            waiting.check(type(optimizer).__name__, self._scale)
-        steps = self._steps_of(optimizer)
-        with steps.watching_updates(), self._announced(optimizer):
-            if takes_scaled_step(optimizer):
-                return self._step_scaled(optimizer, steps, *args, **kwargs)
-            if is_fused(optimizer):
-                return self._step_fused(optimizer, steps, *args, **kwargs)
-            return self._step_other(optimizer, *args, **kwargs)
+        iteration.after(Event.STEP)
+        if not self._is_loss_scaled:
+            self._warn_of_unscaled(optimizer)
+        outcomes = iteration.outcomes
+        if outcomes is None:
+            self._check_buffers()
+            outcomes = iteration.outcomes = ScaledSteps(optimizer, self._model, self)
+        if iteration.stage is not Stage.READY:
+            scale = iteration.scale(scale)
+        counter = outcomes.lost_updates.before_step()
+        iteration.is_stepping = True
+        with self._announced(optimizer, iteration, scale) if step_log.listeners else _NOTHING:
+            try:
+                value = stepping.step(self, optimizer, iteration, scale, *args, **kwargs)
+            finally:
+                iteration.is_stepping = False
+        iteration.enter(Stage.STEPPED)
+        outcomes.lost_updates.after_step(counter, outcomes.found_inf)
+        return value
 
-    def _announced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def _announced(
+        self, optimizer: torch.optim.Optimizer, iteration: Iteration, scale: Tensor
+    ) -> AbstractContextManager[None]:
         """Notify listeners of the step that the block takes, and of what was measured for it."""
-        if not step_log.listeners or self._scale is None:
-            return contextlib.nullcontext()
-        state = self._per_optimizer_states[id(optimizer)]
-        if NOTED in state:
-            norm, clip = state[NOTED]
+        if iteration.noted is not None:
+            norm, clip = iteration.noted
             step_log.measured(self, optimizer, grad_norm=norm, clip=clip)
-        unscaled = _FLOATING if state["stage"] is OptState.UNSCALED else ()
+        unscaled = _FLOATING if iteration.stage is Stage.UNSCALED else ()
         return step_log.announced(
-            self, optimizer, scale=self._scale, unscaled=unscaled, optimizer=optimizer
+            self, optimizer, scale=scale, unscaled=unscaled, optimizer=optimizer
         )
 
-    def _step_scaled(
-        self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any
-    ) -> float | None:
-        """Step a fused optimizer of this package, which checks gradients in its own passes."""
-        scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        is_unscaled = state["stage"] is OptState.UNSCALED
-        known: dict[torch.device, Tensor] = state["found_inf_per_device"] if is_unscaled else {}
-        with self._applying_clip(optimizer) as clip, _taking_grad_scale(optimizer):
-            if is_unscaled:
-                step = ScaledStep(found_inf=one_flag(known, scale.device))
-            else:
-                step = self._scaled_step(optimizer, None if clip is None else clip.max_norm)
-            if clip is not None:  # Gradients that a hook edits are clipped as they were measured.
-                step.clip_norm, step.found_inf = clip.norm, clip.found_inf
-            value = self._take(optimizer, step, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        result = step.result
-        if result is None or is_unscaled:
-            undo_state = None if result is None else result.undo_state
-            steps.submit_flags(state["found_inf_per_device"], state.get(MEASURED), undo_state)
-        else:
-            self._note_dtypes(result.grad_dtypes)
-            steps.submit(result)
-        return value
+    # Methods that torch calls, and that subclasses may replace.
 
-    def _take(self, optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> float | None:
-        """Take a step, and note its flag for `update`, whatever was put around `optimizer.step`."""
-        state = self._per_optimizer_states[id(optimizer)]
-        try:
-            value: float | None = take(optimizer, step, *args, **kwargs)
-        finally:
-            if step.result is None:  # A function around the step leaves it out, or has raised.
-                if not state["found_inf_per_device"]:
-                    self._check_inf_per_device(optimizer)
-            elif step.check and step.result.grad_dtypes:
-                self._note_flag(optimizer, step.result.flag())
-                state[_FLAG_OF] = weakref.ref(optimizer), optimizer._own_masters.counts.steps
-        return value
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        grads = GradSlots(optimizer.param_groups).read()
+        self._note_dtypes(grads.dtypes())
+        fused = is_fused(optimizer)
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        measured = _measured.unscale(grads, inv_scale, scale, sums=fused)
+        if fused:
+            self._iteration(optimizer).measured = measured
+        return measured.found.join(scale.device)
 
-    def _step_fused(
-        self, optimizer: Any, steps: ScaledSteps, *args: Any, **kwargs: Any
-    ) -> float | None:
-        scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        try:
-            with (
-                self._applying_clip(optimizer) as clip,
-                wait_for_amp_tensors(optimizer, scale.device),
-                removing_new_momentum(optimizer, state),
-            ):
-                if clip is not None:
-                    optimizer.grad_scale = clip.divisor * getattr(optimizer, "grad_scale", 1)
-                value = super().step(optimizer, *args, **kwargs)
-        finally:
-            # torch removes the first two, but not if the step raises an error.
-            for name in ("grad_scale", "found_inf"):
-                with contextlib.suppress(AttributeError):
-                    delattr(optimizer, name)
-        steps.submit_flags(state["found_inf_per_device"], state.get(MEASURED))
-        return value
-
-    def _step_other(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> float | None:
-        try:
-            return super().step(optimizer, *args, **kwargs)
-        except AssertionError as error:
-            raise with_advice(
-                error,
-                "No inf checks were recorded for this optimizer.",
-                f" No parameter of this {type(optimizer).__name__} has a gradient: it must own "
-                "parameters that the scaled loss depends on, and zero_grad() must come before "
-                "backward().",
-            ) from None
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        iteration = self._iteration(optimizer)
+        if iteration.clip is None:
+            grads = GradSlots(optimizer.param_groups).read()
+            self._measure(iteration, grads, scale).found.join(scale.device)
+        return iteration[FLAGS]  # type: ignore[no-any-return]
 
     def _maybe_opt_step(
         self,
@@ -298,26 +494,15 @@ class GradScaler(UnscalingGradScaler):
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        measured = optimizer_state.get(MEASURED)
-        found = outcome(optimizer_state["found_inf_per_device"], measured)
+        iteration = self._iteration(optimizer)
+        found = outcome(iteration[FLAGS], iteration.measured)
         value = None if found.found_inf else optimizer.step(*args, **kwargs)
-        self._steps_of(optimizer).submit(StepResult(found), measured)
+        iteration.record.submit(StepResult(found), iteration.measured)
         return value
 
-    def _steps_of(self, optimizer: torch.optim.Optimizer) -> ScaledSteps:
-        steps = self._steps.get(optimizer)
-        if steps is None:
-            self._check_buffers()
-            steps = self._steps[optimizer] = ScaledSteps(optimizer, self._model, self)
-        return steps
+    # The scale.
 
-    def _check_buffers(self) -> None:
-        """Warn at a first step, too: the model may have become 16-bit since the constructor."""
-        model = None if self._model is None else self._model()
-        if model is not None and self._enabled and not readback.is_capturing():
-            warn_of_rounded_buffers("GradScaler", model)
-
-    @eager
+    @_eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale after the steps of an iteration, or set it.
 
@@ -326,25 +511,62 @@ class GradScaler(UnscalingGradScaler):
 
         Raises:
             AssertionError: No optimizer with gradients was stepped since the last update.
+            RuntimeError: An optimizer was stepped without this scaler after its step by it.
         """
-        if self._enabled:
-            self._refuse_lost_flags()
-            self._note_waiting()
-        super().update(new_scale)
-        self._losses.forget()
-        for clip in self._clips.values():
-            clip.is_late, clip.is_replayed = True, self._losses.are_replayed()
+        if not self._enabled:
+            return
+        scale, good_steps = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states
+        for iteration in self._iterations.values():
+            iteration.refuse_later_step()
+        found_infs = [
+            flag if flag.device == scale.device else copy_async(flag, scale.device)
+            for state in states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if new_scale is None and not found_infs:
+            raise AssertionError(_NO_STEP)
+        for iteration in self._iterations.values():
+            iteration.end(scale, is_in_graph=self._is_in_graph)
+        if new_scale is None:
+            found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum()
+            if not isinstance(self._overflows, Tensor):
+                self._overflows = torch.full_like(good_steps, self._overflows)
+            ops.update_scale_(
+                scale,
+                good_steps,
+                self._overflows,
+                found_inf,
+                min_scale=self._lowest,
+                max_scale=math.inf if self._max_scale is None else self._max_scale,
+                hysteresis=self._hysteresis,
+                **self._factors(),
+            )
+        else:
+            super().update(new_scale)
+            self._overflows = 0
+        self._per_optimizer_states.clear()
+        self._is_loss_scaled = False
 
-    def _refuse_lost_flags(self) -> None:
-        """Raise a RuntimeError if a later step has overwritten whether one was skipped."""
-        for state in self._per_optimizer_states.values():
-            reference, steps_taken = state.get(_FLAG_OF, (lambda: None, 0))
-            optimizer = reference()
-            if optimizer is not None and optimizer._own_masters.counts.steps != steps_taken:
-                raise RuntimeError(
-                    f"GradScaler.update: {type(optimizer).__name__} was stepped again after "
-                    "scaler.step(optimizer), without this scaler; call scaler.update() before that"
-                )
+    @property
+    def _lowest(self) -> float:
+        """The smallest scale that it backs off to."""
+        if self._min_scale is not None:
+            return self._min_scale
+        lowest = _LOWEST_OF_16_BIT if self._has_16_bit_grads else FLOAT32_SMALLEST_NORMAL
+        return lowest if self._max_scale is None else min(lowest, self._max_scale)
+
+    def get_scale(self) -> float:
+        """Return the scale; the host waits for a GPU.
+
+        Raises:
+            RuntimeError: This process was forked from the one that uses the GPU.
+        """
+        if self._enabled and self._scale is not None:
+            forks.refuse_read("GradScaler: the scale", self._scale.device)
+        return float(super().get_scale())
+
+    # Outcomes.
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's last step was skipped, because a gradient held inf or NaN.
@@ -362,7 +584,7 @@ class GradScaler(UnscalingGradScaler):
             RuntimeError: This scaler has not stepped the optimizer.
             TypeError: `optimizer` is something else.
         """
-        return self._enabled and self._taken_steps_of(optimizer, "step_was_skipped").was_skipped
+        return self._enabled and self._outcomes_of(optimizer, "step_was_skipped").was_skipped
 
     def overflow_report(self, optimizer: torch.optim.Optimizer) -> list[NonFinite]:
         """Return which gradients held how many inf and NaN in an optimizer's last skipped step.
@@ -377,24 +599,102 @@ class GradScaler(UnscalingGradScaler):
             RuntimeError: This scaler has not stepped the optimizer.
             TypeError: `optimizer` is something else.
         """
-        return self._taken_steps_of(optimizer, "overflow_report").report if self._enabled else []
+        return self._outcomes_of(optimizer, "overflow_report").report if self._enabled else []
 
-    def _taken_steps_of(self, optimizer: torch.optim.Optimizer, caller: str) -> ScaledSteps:
-        refuse_no_optimizer(caller, optimizer)
-        steps = self._steps.get(optimizer)
-        if steps is None:
+    def _outcomes_of(self, optimizer: torch.optim.Optimizer, caller: str) -> ScaledSteps:
+        _check_optimizer(caller, optimizer)
+        iteration = self._iterations.get(optimizer)
+        if iteration is None or iteration.outcomes is None:
             raise RuntimeError(
                 f"GradScaler.{caller}: this {type(optimizer).__name__} was not stepped by "
                 "scaler.step(optimizer); if another optimizer is around it, give the inner one"
             )
-        return steps
+        return iteration.outcomes
+
+    def _check_buffers(self) -> None:
+        """Warn at a first step, too: the model may have become 16-bit since the constructor."""
+        model = None if self._model is None else self._model()
+        if model is not None and self._enabled and not readback.is_capturing():
+            warn_of_rounded_buffers("GradScaler", model)
+
+    # Checkpoints and pickles.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: torch's five entries, and bounds if there are any.
+
+        These are `min_scale`, `max_scale`, `hysteresis`, and `overflows`: how many there were since
+        the scale last changed.
+        """
+        state = super().state_dict()
+        return {**state, **self._bounds()} if state and self._has_bounds else state
+
+    def _bounds(self) -> dict[str, Any]:
+        return {
+            "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
+            "hysteresis": self._hysteresis,
+            "overflows": int(self._overflows),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of a scaler, this one or torch's; bounds stay if it has none.
+
+        Args:
+            state_dict: What `state_dict()` has returned.
+
+        Raises:
+            RuntimeError: It is empty, as of a disabled scaler.
+            TypeError: It is no dict.
+            ValueError: It is something else's, and lacks a key.
+        """
+        state = as_dict("GradScaler", state_dict)
+        missing = [key for key in _KEYS if key not in state]
+        if self._enabled and state and missing:
+            raise ValueError(
+                f"GradScaler.load_state_dict: keys {missing} are missing; the dict has {[*state]}, "
+                "and must be the state_dict() of a GradScaler"
+            )
+        super().load_state_dict(state)
+        bounds = {**self._bounds(), "overflows": 0}
+        bounds = {name: state.get(name, bound) for name, bound in bounds.items()}
+        self._min_scale, self._max_scale, self._hysteresis, self._overflows = bounds.values()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Steps and the model belong to objects that are not copied with the scaler.
-        weak = dict.fromkeys(("_model", "_steps", "_clips", "_waiting"))
-        return {**super().__getstate__(), **weak}
+        # Iterations and the model belong to objects that are not copied with the scaler.
+        mine = {"_model": None, "_iterations": None, "_overflows": int(self._overflows)}
+        return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._steps, self._clips = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
-        self._waiting = weakref.WeakKeyDictionary()
+        self._iterations = weakref.WeakKeyDictionary()
+
+
+def _checked_device(device: Any, enabled: bool) -> str:
+    """Return "cuda" or "cpu"; an index is left out. A disabled scaler takes any device."""
+    if isinstance(device, torch.nn.Module):
+        raise TypeError(
+            f'GradScaler: device is a {type(device).__name__}; it must be "cuda" or "cpu". A '
+            "module is given as model="
+        )
+    with contextlib.suppress(RuntimeError, TypeError):
+        kind = torch.device(device).type
+        if kind in ("cuda", "cpu"):
+            return kind
+    if enabled:
+        raise ValueError(f'GradScaler: device is {device!r}; it must be "cuda" or "cpu"')
+    return device  # type: ignore[no-any-return]
+
+
+def _begin_backward(reference: weakref.ref[GradScaler], _: Tensor) -> None:
+    scaler = reference()
+    for iteration in () if scaler is None else scaler._iterations.values():
+        if iteration.stage in WATCHING_BACKWARD:
+            iteration.begin_backward()
+
+
+def _check_optimizer(caller: str, optimizer: Any) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"GradScaler.{caller}: optimizer is a {type(optimizer).__name__}; it must be an "
+            "optimizer, which has param_groups"
+        )

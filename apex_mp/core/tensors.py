@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -28,6 +29,12 @@ Test: TypeAlias = Callable[[Tensor], str | None]
 
 PLAIN_TYPES: set[type] = {Tensor, Parameter}  # A module that subclasses them adds its own.
 _STRIDED = torch.strided
+_PARAMS = operator.itemgetter("params")
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer, group by group."""
+    return [*itertools.chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
 
 
 def is_usual(tensor: Tensor) -> bool:

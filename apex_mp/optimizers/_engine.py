@@ -67,7 +67,7 @@ class Engine:
             step: What is asked for.
         """
         before: _Before = {}
-        plan = self._present_plan()
+        plan = self.plan or self._first_plan()
         try:
             plan = self._read(optimizer, groups, step, before)
             optimizer._own_masters.begin_step()
@@ -128,14 +128,12 @@ class Engine:
             self._read_by(plan, optimizer, groups, nothing, {})
             plan.refresh_groups()
 
-    def _present_plan(self) -> _Plan:
-        if self.plan is None:
-            if self._offload:
-                self.plan = OffloadedPlan(
-                    self._who, self.new_plan, self.rule.steps_parts, self._host_grads
-                )
-            else:
-                self.plan = self.new_plan()
+    def _first_plan(self) -> _Plan:
+        if self._offload:
+            steps_parts = self.rule.steps_parts
+            self.plan = OffloadedPlan(self._who, self.new_plan, steps_parts, self._host_grads)
+        else:
+            self.plan = self.new_plan()
         return self.plan
 
     def new_plan(self) -> _C.StepPlan:
@@ -152,7 +150,7 @@ class Engine:
 
     def _read(self, optimizer: Any, groups: Groups, step: ScaledStep, before: _Before) -> _Plan:
         """Make the plan read a step; return it, or another one if it cannot take the step."""
-        plan = self._present_plan()
+        plan = self.plan or self._first_plan()
         self._read_by(plan, optimizer, groups, step, before)
         # Parameters were moved to several devices, or back to one.
         if not plan.can_run or self._must_agree(plan, groups, step):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
     GradCheck,
     ScaledStep,
-    dropping_amp_tensors,
+    drop_amp_tensors,
 )
 from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers import _legacy_call, _offload
@@ -146,17 +145,24 @@ class FusedOptimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with dropping_amp_tensors(self):
+        try:
             step = _legacy_call.scaled_step(
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
             is_first = not self.__dict__["state"]
-            with torch.no_grad(), self._watching_updates(step):
+            lost = self._present_lost_updates() if step.watch_updates else None
+            counter = None if lost is None else lost.before_step()
+            with torch.no_grad():
                 step.result = self._present_engine().step(self, self.param_groups, step)
                 if is_first and is_called_for_state():
                     for state in self.state.values():
                         if "step" in state:
                             state["step"].zero_()
+                if lost is not None:
+                    lost.after_step(counter, False if step.found_inf is None else step.found_inf)
+        except BaseException:
+            drop_amp_tensors(self)
+            raise
         return loss
 
     step.takes_scaled_step = True  # type: ignore[attr-defined]
@@ -177,17 +183,15 @@ class FusedOptimizer(SavedOptimizer):
             self._engine = engine
         return engine
 
-    @contextlib.contextmanager
-    def _watching_updates(self, step: ScaledStep) -> Iterator[None]:
-        """A context in which a step is taken; warn once that 16-bit parameters have no masters.
+    def _present_lost_updates(self) -> LostUpdates | None:
+        """Return what warns once of 16-bit parameters without masters.
 
-        Not if `step` does not ask for it, nor after amp.initialize, where O3 asks for this.
+        None after amp.initialize, where O3 asks for this.
         """
         attributes = self.__dict__
-        if not step.watch_updates or "_amp_initialized" in attributes:
-            yield
-            return
-        lost = attributes.get("_lost_updates")
+        if "_amp_initialized" in attributes:
+            return None
+        lost: LostUpdates | None = attributes.get("_lost_updates")
         if lost is None:
             name = self._public_name
             advice = f"{name}(..., master_weights=True) keeps masters"
@@ -195,6 +199,4 @@ class FusedOptimizer(SavedOptimizer):
             lost = self._lost_updates = LostUpdates(
                 self, name, advice, lambda: names.params(self.param_groups)
             )
-        counter = lost.before_step()
-        yield
-        lost.after_step(counter, False if step.found_inf is None else step.found_inf)
+        return lost

@@ -132,6 +132,13 @@ class Run:
             last: Any = self.lists[which][-1].grad
             last[(0,) * last.dim()] = bad
 
+    def update(self, *new_scale: float) -> None:
+        """End an iteration. Gradients that wait are touched, or ours would keep their scale."""
+        self.attempt(lambda: self.scaler.update(*new_scale))
+        for param in (param for params in self.lists for param in params):
+            if param.grad is not None:
+                param.grad = param.grad.clone()
+
     def resume(self, way: str) -> None:
         if way == "pickle":
             self.attempt(self._pickle)
@@ -176,12 +183,12 @@ def statement(rng: random.Random, number: int) -> Callable[[Run], None]:
     return {
         "backward": lambda run: run.backward(which, number, bad),
         "step": step,
-        "update": lambda run: run.attempt(run.scaler.update),
+        "update": lambda run: run.update(),
         "unscale_": unscale,
         "clip": clip,
         "edit": edit,
         "zero": lambda run: run.optimizers[which].zero_grad(),
-        "set": lambda run: run.attempt(lambda: run.scaler.update(value)),
+        "set": lambda run: run.update(value),
         "resume": lambda run: run.resume(way),
     }[what]
 

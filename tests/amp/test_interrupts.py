@@ -134,7 +134,7 @@ def test_training_goes_on_after_a_ctrl_c(name: str, device: torch.device) -> Non
 # --- Where it was found: in a window of microseconds.
 
 FOUND = {
-    "half, clipped": ("FoldedClip.__init__ return", "FoldedClip.guard return"),
+    "half, clipped": ("Iteration.clip_in_step line", "Iteration.clip_in_step return"),
     "scale_loss O2": (
         "OptimizerMasters.end_block call",
         "_open_blocks line",

@@ -56,6 +56,25 @@ def test_grad_scaler_clips_and_steps_as_without_a_graph(
     assert weights[0][0] < 0.93
 
 
+def test_a_replay_writes_gradients_of_the_present_scale_over_those_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = [Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [FusedSGD([param], lr=0.1) for param in params]
+    scaler = amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(readback, "is_capturing", lambda: True)
+        scaler.scale(loss_of(params)).backward()
+    for steps_both in (True, False, True):
+        for param in params:
+            replay(param, scaler.get_scale())
+        for optimizer in optimizers if steps_both else optimizers[:1]:
+            scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(params[0].detach(), torch.full((4,), 0.7))
+    torch.testing.assert_close(params[1].detach(), torch.full((4,), 0.8))
+
+
 def mixed_model() -> tuple[list[Parameter], Any]:
     params = [Parameter(torch.ones(4, dtype=dtype)) for dtype in (F16, torch.float32)]
     inner = FusedSGD(params, lr=0.1)

@@ -101,9 +101,9 @@ MONITOR = {
         "announced", "listener.withdraw_step()", "", "monitor"
     ),
     "a norm outlives the step that it was measured for": Mutant(
-        "UnscalingGradScaler._clip_scaled",
-        "state[NOTED] = (norm, clip.divisor.reciprocal())",
-        "step_log.measured(self, optimizer, grad_norm=norm)",
+        "stepping.clip",
+        "iteration.noted = (norm, clip.divisor.reciprocal())",
+        "step_log.measured(scaler, optimizer, grad_norm=norm)",
         "monitor",
     ),
     "a clip takes the largest factor of all groups": Mutant(

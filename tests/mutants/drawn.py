@@ -93,7 +93,7 @@ DRAWN = {
         "fused_adam_legacy_call",
     ),
     "a clip is forgotten": Mutant(
-        "GradScaler._step_scaled",
+        "_step_ours",
         "None if clip is None else clip.max_norm",
         "None",
         "grad_scaler_clip",

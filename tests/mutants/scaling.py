@@ -165,13 +165,13 @@ AMP = {
 
 SCALER = {
     "a clip is forgotten by the step": Mutant(
-        "GradScaler._step_fused",
-        "optimizer.grad_scale = clip.divisor * getattr(optimizer, 'grad_scale', 1)",
-        "",
+        "_step_fused",
+        "[] if iteration.clip is None else [iteration.clip.divisor]",
+        "[]",
         "grad_scaler_clip",
     ),
     "a clip is forgotten by unscale_": Mutant(
-        "UnscalingGradScaler._unscale_grads_",
+        "GradScaler._unscale",
         "inv_scale = inv_scale / clip.divisor",
         "",
         "grad_scaler_clip",
@@ -183,9 +183,9 @@ SCALER = {
         "grad_scaler_clip",
     ),
     "the norm is that of scaled gradients": Mutant(
-        "UnscalingGradScaler._clip_scaled",
-        "self._measure(optimizer, grads).norm(scale.device) / scale",
-        "self._measure(optimizer, grads).norm(scale.device)",
+        "stepping.clip",
+        "scaler._measure(iteration, grads, scale).norm(scale.device) / scale",
+        "scaler._measure(iteration, grads, scale).norm(scale.device)",
         "grad_scaler_clip",
     ),
     "an infinite norm makes gradients NaN before they are counted": Mutant(
@@ -195,31 +195,34 @@ SCALER = {
         "grad_scaler_skips",
     ),
     "what clipping has found is looked for again": Mutant(
-        "UnscalingGradScaler._check_inf_per_device",
-        "_CLIPPED not in state",
+        "GradScaler._check_inf_per_device",
+        "iteration.clip is None",
         "True",
         "grad_scaler_clip",
     ),
     "gradients after a clip are taken for those that were measured": Mutant(
-        "FoldedClip.check",
-        "self._versions.changed(params_of(optimizer))",
+        "Iteration.after",
+        "event in _SHOWING_EDITS and stage in _EDITABLE and self._are_changed()",
         "False",
         "grad_scaler_clip",
     ),
     "a plain step takes gradients that clipping left scaled": Mutant(
-        "FoldedClip.guard", "self._refuse_plain_step", "lambda *_: None", "grad_scaler_order"
+        "Iteration.clip_in_step",
+        "self._refuse_plain_step",
+        "lambda *_: None",
+        "grad_scaler_order",
     ),
     "a clip is lost by an update before the step": Mutant(
-        "FoldedClip.check", "self.is_late", "False", "grad_scaler_order"
+        "Iteration.end", "self.enter(following)", "self.enter(Stage.READY)", "grad_scaler_order"
     ),
     "an iteration that was given up is remembered": Mutant(
-        "UnscalingGradScaler._clip_of", "clip.is_obsolete(optimizer)", "False", "grad_scaler_order"
+        "Iteration.after", "stage in _EDITABLE", "stage is Stage.CLIPPED", "grad_scaler_order"
     ),
     "a loss that was not scaled is no mistake after the first": Mutant(
-        "GradScaler.update", "self._losses.forget()", "", "grad_scaler_order"
+        "GradScaler.update", "self._is_loss_scaled = False", "", "grad_scaler_order"
     ),
     "a float16 loss is warned of at any scale": Mutant(
-        "ScaledLosses.take", "scale > _LARGEST", "True", "grad_scaler_order"
+        "GradScaler._warn_of_float16", "scale > _LARGEST_FLOAT16", "True", "grad_scaler_order"
     ),
     "gradients of any norm are taken for 0": Mutant(
         "ScaledSteps._finish", "norm == 0.0", "norm is not None", "grad_scaler_order"
@@ -234,31 +237,55 @@ SCALER = {
         "grad_scaler_skips",
     ),
     "a step before the first loss is taken note of": Mutant(
-        "GradScaler._step_fused",
-        "scale, _ = self._check_scale_growth_tracker('step')",
-        "scale, _ = (self._scale, None)",
+        "GradScaler._begin",
+        "scale, _ = self._check_scale_growth_tracker(call)",
+        "scale = torch.ones(())",
         "grad_scaler_misuse",
     ),
+    "gradients that wait have the present scale": Mutant(
+        "Iteration.scale", "stage is Stage.WAITING", "False", "grad_scaler_iteration"
+    ),
+    "a clip forgets the scale of gradients that wait": Mutant(
+        "Iteration.scale", "self._clip is not None", "False", "grad_scaler_iteration"
+    ),
+    "torch's fused optimizers divide by the present scale": Mutant(
+        "_step_fused", "scale is not scaler._scale", "False", "grad_scaler_iteration"
+    ),
+    "gradients that a graph may write wait": Mutant(
+        "Iteration.end", "is_in_graph or readback.is_capturing()", "False", "replayed_gradients"
+    ),
+    "a stage that a subclass writes is ignored": Mutant(
+        "GradScaler._iteration", "iteration.follow_torch()", "", "grad_scaler_iteration"
+    ),
+    "any device is taken": Mutant(
+        "_checked_device", "kind in ('cuda', 'cpu')", "True", "grad_scaler_iteration"
+    ),
+    "a state of another scaler is half loaded": Mutant(
+        "GradScaler.load_state_dict",
+        "self._enabled and state and missing",
+        "False",
+        "grad_scaler_iteration",
+    ),
     "a refused step leaves its scale with the optimizer": Mutant(
-        "GradScaler._step_fused", "delattr(optimizer, name)", "", "grad_scaler_misuse"
+        "_step_fused", "delattr(optimizer, name)", "", "grad_scaler_misuse"
     ),
     "a closure by place is called": Mutant(
         "GradScaler.step", "args and callable(args[0])", "False", "grad_scaler_misuse"
     ),
     "bounds are not loaded": Mutant(
-        "BoundedGradScaler.load_state_dict",
-        "self._bounds = self._bounds.loaded(state_dict)",
-        "",
+        "GradScaler.load_state_dict",
+        "{name: state.get(name, bound) for name, bound in bounds.items()}",
+        "bounds",
         "grad_scaler_misuse",
     ),
     "a checkpoint has bounds that were not given": Mutant(
-        "BoundedGradScaler.state_dict", "state and self._bounds", "state", "grad_scaler_misuse"
+        "GradScaler.state_dict", "state and self._has_bounds", "state", "grad_scaler_misuse"
     ),
     "states of optimizers outlive a bounded update": Mutant(
-        "BoundedGradScaler._update_scale",
+        "GradScaler.update",
         "self._per_optimizer_states.clear()",
         "",
-        "grad_scaler_misuse",
+        "grad_scaler",
     ),
     "a shared gradient is unscaled twice": Mutant(
         "unscale",

@@ -144,7 +144,7 @@ FP16_UTILS = {
         "in_float32.call", "exchanged(masters, grads)", "exchanged({}, {})", "master_weights_doors"
     ),
     "a pickled optimizer has methods in 16 bits": Mutant(
-        "MasterWeights.members", "in_float32(member)", "member", "master_weights_doors"
+        "MasterWeights._members", "in_float32(member)", "member", "master_weights_doors"
     ),
     "an optimizer around another one writes in 16 bits": Mutant(
         "_Giver.instead_of.step",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.amp.grad_scaling.folded_clip import params_of
 from apex_mp.amp.levels.eps import warn_of_eps
 from apex_mp.core import tensors
 from apex_mp.core.grads.checks import NonFinite, locate_nonfinite
@@ -40,6 +38,11 @@ class ScaledSteps:
         optimizer: The optimizer; a weak reference is kept.
         model: Returns the module whose names are used first, or None.
         scaler: The GradScaler; a weak reference is kept.
+
+    Attributes:
+        found_inf: Whether the last step was skipped; a tensor that is not 0 then, if the host does
+            not know.
+        lost_updates: Warns once that parameters have no masters.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class ScaledSteps:
         self._model = model
         self._scaler = weakref.ref(scaler)
         self._record = StepRecord(optimizer, f"GradScaler: {type(optimizer).__name__}")
-        self._found_inf: bool | Tensor = False  # of the last step
+        self.found_inf: bool | Tensor = False
         self._has_seen_zeros = self._has_warned_of_lowest = False
         name = type(optimizer).__name__
         keeper = name if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
@@ -60,7 +63,7 @@ class ScaledSteps:
             f"{keeper}(..., master_weights=True) keeps masters; "
             "apex_mp.optimizers.MasterWeights(optimizer) gives them to any other optimizer"
         )
-        self._lost_updates = LostUpdates(
+        self.lost_updates = LostUpdates(
             optimizer, f"GradScaler: {name}", advice, self._named_params
         )
         warn_of_eps("GradScaler", optimizer)
@@ -89,7 +92,7 @@ class ScaledSteps:
             result: What became of the step.
             measured: What a pass before it has measured; None: the step has measured itself.
         """
-        self._found_inf = result.outcome.found_inf if result.found_inf is None else result.found_inf
+        self.found_inf = result.outcome.found_inf if result.found_inf is None else result.found_inf
         versions = _C.GradVersions()
         if not result.outcome.is_known:
             versions.record(self._params())
@@ -231,18 +234,11 @@ class ScaledSteps:
         scaler = self._scaler()
         return math.nan if scaler is None else scaler.get_scale()
 
-    @contextlib.contextmanager
-    def watching_updates(self) -> Iterator[None]:
-        """A context in which a step is taken; warn once that parameters have no masters."""
-        counter = self._lost_updates.before_step()
-        yield
-        self._lost_updates.after_step(counter, self._found_inf)
-
     # Names.
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
-        return [] if optimizer is None else params_of(optimizer)
+        return [] if optimizer is None else tensors.params_of(optimizer)
 
     def _named_params(self) -> Iterator[tuple[str, Tensor]]:
         optimizer = self._optimizer()

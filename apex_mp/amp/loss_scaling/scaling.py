@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp.casts.casting import is_low
-from apex_mp.amp.grad_scaling.torch_fused import looks_at_found_inf
+from apex_mp.amp.grad_scaling.stepping import looks_at_found_inf
 from apex_mp.amp.levels.masters import OptimizerMasters
 from apex_mp.amp.loss_scaling.loss_grads import LossGrads, Unscaling, named_grads
 from apex_mp.amp.loss_scaling.step_guard import Block, StepGuard, guard_of

@@ -11,6 +11,7 @@ from torch import Tensor
 from apex_mp.core.grads import shards
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
+from apex_mp.core.grads.marks import is_mark
 from apex_mp.core.tensors import copy_async
 
 
@@ -69,7 +70,7 @@ class Measured:
 
 
 def measure(grads: Grads, scale: float | Tensor) -> Measured:
-    """Test the plain gradients for inf and NaN and sum their squares; the host does not wait.
+    """Test gradients for inf and NaN; sum the squares of plain ones. The host does not wait.
 
     Args:
         grads: The gradients.
@@ -78,25 +79,22 @@ def measure(grads: Grads, scale: float | Tensor) -> Measured:
     found = FoundInf()
     for device, here in grads.plain.items():
         found.check_each(device, here)
+    _unscale_others(found, grads, 1.0)
     return Measured.of(grads, found, scale, unscaled=False, sums=True)
 
 
 @torch.no_grad()
-def unscale(
-    grads: Grads, inv_scale: Tensor, found: FoundInf, scale: Tensor, *, sums: bool
-) -> Measured:
-    """Multiply the plain gradients in place by `inv_scale`; the host does not wait.
+def unscale(grads: Grads, inv_scale: Tensor, scale: Tensor, *, sums: bool) -> Measured:
+    """Multiply gradients in place by `inv_scale`; the host does not wait.
 
     Args:
         grads: The gradients.
         inv_scale: One float32 element on any device.
-        found: What was found in other gradients; added to.
         scale: The loss scale, one element.
-        sums: Whether to sum squares in the same pass.
-
-    Returns:
-        What was found here and in `found`.
+        sums: Whether to sum squares of plain gradients in the same pass.
     """
+    found = FoundInf()
+    _unscale_others(found, grads, inv_scale)
     for device, here in grads.plain.items():
         on_device = here.grads
         # Parameters may share a gradient, which is to be unscaled once.
@@ -106,3 +104,28 @@ def unscale(
             of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
             found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
     return Measured.of(grads, found, scale, unscaled=True, sums=sums)
+
+
+@torch.no_grad()
+def _unscale_others(found: FoundInf, grads: Grads, inv_scale: float | Tensor) -> None:
+    """Multiply gradients that `GradSlots` lists as others by `inv_scale`, and check them."""
+    # By id; parameters may share a gradient, which is to be unscaled once.
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+    for param in grads.other_params():
+        grad = param.grad
+        assert grad is not None  # It was read.
+        if is_mark(grad):
+            continue
+        _, changed = known.setdefault(id(grad), (grad, _resolved(grad)))
+        if changed is not grad:
+            param.grad = changed
+    found.unscale_others([grad for _, grad in known.values()], inv_scale)
+
+
+def _resolved(grad: Tensor) -> Tensor:
+    """Return a gradient in a form that can be checked and clipped in place; often it is its own."""
+    if grad.is_sparse:
+        # The sum of an index's values may overflow in float16.
+        return grad.coalesce() if grad.dtype == torch.float16 else grad
+    # torch.nn.utils.clip_grad_norm_ refuses lazy conjugates.
+    return grad.resolve_conj().resolve_neg() if grad.layout is torch.strided else grad

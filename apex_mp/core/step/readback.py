@@ -90,12 +90,14 @@ def is_capturing() -> bool:
 
 def poll() -> None:
     """Call back for all copies that have arrived, except in a callback or while capturing."""
-    _finish(wait=False)
+    if _pending:
+        _finish(wait=False)
 
 
 def wait() -> None:
     """Wait for all pending copies, and call back, except in a callback or while capturing."""
-    _finish(wait=True)
+    if _pending:
+        _finish(wait=True)
 
 
 def _finish(*, wait: bool) -> None:

@@ -124,17 +124,22 @@ def handing(optimizer: Any, step: ScaledStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropping_amp_tensors(optimizer: Any) -> Iterator[None]:
-    """A context in which an optimizer steps; an error removes what GradScaler has set on it.
+    """A context in which an optimizer steps; an error removes what GradScaler has set on it."""
+    try:
+        yield
+    except BaseException:
+        drop_amp_tensors(optimizer)
+        raise
+
+
+def drop_amp_tensors(optimizer: Any) -> None:
+    """Remove what torch's GradScaler has set on an optimizer, whose step has raised an error.
 
     torch removes both only after a step without an error, and multiplies the next scale by what it
     finds.
     """
-    try:
-        yield
-    except BaseException:
-        for name in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(name, None)
-        raise
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 @dataclasses.dataclass(frozen=True)
