@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp.loss_scale import Rule
+
 with_cuda: bool
 cuda_version: str | None
 cuda_archs: str
@@ -34,19 +36,7 @@ class StepOutcome:
     def nonfinite_rows(self) -> list[int]: ...
 
 class DeviceLossScale:
-    def __init__(
-        self,
-        scale: Tensor,
-        good_steps: Tensor,
-        overflows: Tensor,
-        *,
-        growth_factor: float,
-        backoff_factor: float,
-        min_scale: float,
-        max_scale: float,
-        growth_interval: int,
-        hysteresis: int,
-    ) -> None: ...
+    def __init__(self, state: Tensor, rule: Rule) -> None: ...
 
 class StepPlan:
     def __init__(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "DynamicLossScale",
@@ -36,6 +36,17 @@ FLOAT32_MAX = math.ldexp(2.0 - 2.0**-23, 127)
 # The smallest scale: its inverse is finite in float32, and no device flushes it to zero.
 FLOAT32_SMALLEST_NORMAL = 2.0**-126
 INT32_MAX = 2**31 - 1
+
+
+class Rule(NamedTuple):
+    """How a dynamic loss scale changes: fields of `DynamicLossScale`, in the order of C++."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +177,11 @@ class DynamicLossScale:
     def inv_scale(self) -> float:
         """1 / scale, by which scaled gradients are multiplied."""
         return 1.0 / self.scale
+
+    @property
+    def rule(self) -> Rule:
+        """The fields that are no state."""
+        return Rule(*(getattr(self, name) for name in Rule._fields))
 
     def update(self, found_inf: bool) -> DynamicLossScale:
         """Return the loss scale of the next step; the rule is in the docstring of the class.

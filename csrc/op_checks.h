@@ -115,21 +115,21 @@ inline void check_exponents(at::TensorList tensors, const at::Tensor& counts) {
   for (int64_t i = 0; i < rows; ++i) check_element({op, "tensors", i}, tensors[i], device);
 }
 
-inline void check_update_scale(const at::Tensor& scale, const at::Tensor& good_steps,
-                               const at::Tensor& overflows, const at::Tensor& found_inf,
-                               int64_t growth_interval, int64_t hysteresis) {
+inline void check_loss_scale(const char* op, const at::Tensor& state, const at::Device& device) {
+  check_device({op, "state"}, state, device);
+  check_dtype({op, "state"}, state, {at::kFloat});
+  check_dense({op, "state"}, state);
+  check_has_memory({op, "state"}, state);
+  static_assert(sizeof(math::LossScaleState) == 3 * sizeof(float));
+  TORCH_CHECK(state.numel() == 3, op, ": state has ", state.numel(),
+              " elements; it must have 3, the scale and the bits of two int32 counts");
+}
+
+inline void check_update_scale(const at::Tensor& state, const at::Tensor& found_inf) {
   const char* op = "update_scale_";
-  const at::Device device = scale.device();
-  check_one_element({op, "scale"}, scale, device, {at::kFloat});
-  check_one_element({op, "good_steps"}, good_steps, device, {at::kInt});
-  check_one_element({op, "overflows"}, overflows, device, {at::kInt});
-  check_writable({op, "scale"}, scale);  // The others are integers, which have no gradient.
-  check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
-  constexpr int64_t kMaxCount = 2147483647;
-  TORCH_CHECK(1 <= growth_interval && growth_interval <= kMaxCount, op, ": growth_interval is ",
-              growth_interval, "; it must be at least 1 and fit an int");
-  TORCH_CHECK(1 <= hysteresis && hysteresis <= kMaxCount, op, ": hysteresis is ", hysteresis,
-              "; it must be at least 1 and fit an int");
+  check_loss_scale(op, state, state.device());
+  check_writable({op, "state"}, state);
+  check_one_element({op, "found_inf"}, found_inf, state.device(), {at::kFloat});
 }
 
 inline void check_option(const char* op, const char* name, double value, bool fits,
@@ -137,15 +137,21 @@ inline void check_option(const char* op, const char* name, double value, bool fi
   TORCH_CHECK(fits, op, ": ", name, " is ", value, "; it must be ", wish);
 }
 
-// A comparison with NaN is false, so NaN fits nowhere.
-inline void check_rule(const math::LossScaleRule& rule) {
-  const char* op = "update_scale_";
-  check_option(op, "growth_factor", rule.growth_factor, rule.growth_factor >= 1.0, "at least 1");
-  check_option(op, "backoff_factor", rule.backoff_factor,
-               0.0 < rule.backoff_factor && rule.backoff_factor < 1.0, "between 0 and 1");
-  check_option(op, "min_scale", rule.min_scale, rule.min_scale > 0.0, "more than 0");
-  check_option(op, "max_scale", rule.max_scale, rule.max_scale >= rule.min_scale,
-               "min_scale or more");
+// Returns the constants of a loss scale, which Python gives in the order of
+// `apex_mp.loss_scale.Rule`. A comparison with NaN is false, so NaN fits nowhere.
+inline math::LossScaleRule checked_rule(const char* op, at::ArrayRef<double> rule) {
+  TORCH_CHECK(rule.size() == 6, op, ": rule has ", rule.size(), " numbers; it must have 6");
+  const double growth = rule[0], backoff = rule[1], interval = rule[2];
+  const double low = rule[3], high = rule[4], hysteresis = rule[5];
+  constexpr double kMaxCount = 2147483647.0;
+  const char* count = "at least 1 and fit an int";
+  check_option(op, "growth_factor", growth, growth >= 1.0, "at least 1");
+  check_option(op, "backoff_factor", backoff, 0.0 < backoff && backoff < 1.0, "between 0 and 1");
+  check_option(op, "growth_interval", interval, 1.0 <= interval && interval <= kMaxCount, count);
+  check_option(op, "min_scale", low, low > 0.0, "more than 0");
+  check_option(op, "max_scale", high, high >= low, "min_scale or more");
+  check_option(op, "hysteresis", hysteresis, 1.0 <= hysteresis && hysteresis <= kMaxCount, count);
+  return {growth, backoff, low, high, static_cast<int>(interval), static_cast<int>(hysteresis)};
 }
 
 }  // namespace apex_mp

@@ -29,10 +29,7 @@ TORCH_LIBRARY(apex_mp, m) {
   m.def("exponents_(Tensor[] tensors, Tensor(a!) counts) -> ()");
 
   // Updates a dynamic loss scale, by the rule of apex_mp.loss_scale.DynamicLossScale.
-  m.def(
-      "update_scale_(Tensor(a!) scale, Tensor(b!) good_steps, Tensor(c!) overflows, "
-      "Tensor found_inf, *, float growth_factor, float backoff_factor, int growth_interval, "
-      "float min_scale, float max_scale, int hysteresis) -> ()");
+  m.def("update_scale_(Tensor(a!) state, float[] rule, Tensor found_inf) -> ()");
 }
 
 namespace {

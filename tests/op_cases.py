@@ -17,6 +17,9 @@ import torch
 from tolerances import assert_same_bits
 from torch import Tensor
 
+from apex_mp.core.step.device_scale import DeviceScale
+from apex_mp.loss_scale import DynamicLossScale
+
 TILE = 512  # kTile of csrc/cpu/kernels/impl.h: what is converted at once
 # What a thread or a block takes at once: kChunkSize on the CPU; on CUDA kLargestChunk, or less for
 # a list of few numbers, but not less than kSmallestChunk.
@@ -256,16 +259,9 @@ def sample_update_scale(
     case: ListCase, dtypes: Sequence[Dtypes], device: torch.device
 ) -> Arguments:
     return {
-        "scale": torch.full((1,), 1024.0, device=device),
-        "good_steps": torch.ones(1, dtype=torch.int32, device=device),
-        "overflows": torch.ones(1, dtype=torch.int32, device=device),
+        "state": DeviceScale(DynamicLossScale(1024.0, good_steps=1, overflows=1), device).state,
+        "rule": [*DynamicLossScale(growth_interval=3, min_scale=1.0, hysteresis=2).rule],
         "found_inf": torch.ones(1, device=device),
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 3,
-        "min_scale": 1.0,
-        "max_scale": 2.0**24,
-        "hysteresis": 2,
     }
 
 
@@ -299,7 +295,7 @@ OPERATORS = [
     Operator("axpby_", sample_axpby, ("x", "y", "out"), ("out", "found_inf")),
     Operator("l2_norm_", sample_l2_norm, ("tensors",), ("norm", "norms")),
     Operator("exponents_", sample_exponents, ("tensors",), ("counts",)),
-    Operator("update_scale_", sample_update_scale, (), ("scale", "good_steps", "overflows")),
+    Operator("update_scale_", sample_update_scale, (), ("state",)),
 ]
 OPERATOR = {operator.name: operator for operator in OPERATORS}
 

@@ -24,7 +24,7 @@ from apex_mp.amp.grad_scaling.iteration import (
 )
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps, outcome
 from apex_mp.amp.grad_scaling.stepping import is_fused
-from apex_mp.core import forks, ops, tensors
+from apex_mp.core import forks, tensors
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads import measured as _measured
 from apex_mp.core.grads.checks import NonFinite
@@ -34,13 +34,10 @@ from apex_mp.core.log import warn
 from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback, step_log
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.core.step.scaled_step import StepResult
 from apex_mp.core.tensors import copy_async, params_of
-from apex_mp.loss_scale import (
-    FLOAT32_MAX,
-    FLOAT32_SMALLEST_NORMAL,
-    DynamicLossScale,
-)
+from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLossScale, Rule
 
 # Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 _eager = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -143,10 +140,10 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler: model is a {type(model).__name__}; it must be a torch.nn.Module"
             )
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
-        # Since the scale grew, at which it stayed; a tensor once the scale is on a device.
-        self._overflows: int | Tensor = 0
+        self._init_overflows = 0  # as torch's `_init_scale`
+        self._on_device: DeviceScale | None = None
         if enabled and self._has_bounds:
-            self._check_bounds(init_scale)
+            DynamicLossScale(init_scale, **self._rule._asdict())
         self._model = None if model is None else weakref.ref(model)
         self._check_buffers()
         # By optimizer, which is not kept alive; torch's `_per_optimizer_states` has them, too.
@@ -159,23 +156,17 @@ class GradScaler(torch.amp.GradScaler):
     def _has_bounds(self) -> bool:
         return (self._min_scale, self._max_scale, self._hysteresis) != (None, None, 1)
 
-    def _check_bounds(self, init_scale: float) -> None:
-        given = {"min_scale": self._min_scale, "max_scale": self._max_scale}
-        bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
-        DynamicLossScale(init_scale, hysteresis=self._hysteresis, **bounds, **self._factors())
-
-    def _factors(self) -> dict[str, Any]:
-        return {
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-        }
+    @property
+    def _rule(self) -> Rule:
+        max_scale = math.inf if self._max_scale is None else self._max_scale
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        return Rule(*factors, self._lowest, max_scale, self._hysteresis)
 
     def __repr__(self) -> str:
         """Return the scale and its rule; the host waits for a GPU."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
-        rule = ", ".join(f"{name}={value}" for name, value in self._factors().items())
+        rule = ", ".join(f"{name}={getattr(self._rule, name)}" for name in Rule._fields[:3])
         return f"{type(self).__name__}({self._device!r}, scale={self.get_scale()}, {rule})"
 
     # Losses.
@@ -267,8 +258,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: There was never a loss.
-            RuntimeError: The optimizer scales the loss by itself: `FP16_Optimizer` and
-                `OptimWrapper` raise it when `_step_supports_amp_scaling` is read.
+            RuntimeError: The optimizer scales losses itself, and raises it in the `getattr` below.
             TypeError: `optimizer` is something else.
         """
         _check_optimizer(call, optimizer)
@@ -530,21 +520,10 @@ class GradScaler(torch.amp.GradScaler):
             iteration.end(scale, is_in_graph=self._is_in_graph)
         if new_scale is None:
             found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum()
-            if not isinstance(self._overflows, Tensor):
-                self._overflows = torch.full_like(good_steps, self._overflows)
-            ops.update_scale_(
-                scale,
-                good_steps,
-                self._overflows,
-                found_inf,
-                min_scale=self._lowest,
-                max_scale=math.inf if self._max_scale is None else self._max_scale,
-                hysteresis=self._hysteresis,
-                **self._factors(),
-            )
+            self._present_scale(scale, good_steps).update(found_inf, self._rule)
         else:
             super().update(new_scale)
-            self._overflows = 0
+            self._present_scale(scale, good_steps).overflows.zero_()
         self._per_optimizer_states.clear()
         self._is_loss_scaled = False
 
@@ -554,7 +533,25 @@ class GradScaler(torch.amp.GradScaler):
         if self._min_scale is not None:
             return self._min_scale
         lowest = _LOWEST_OF_16_BIT if self._has_16_bit_grads else FLOAT32_SMALLEST_NORMAL
-        return lowest if self._max_scale is None else min(lowest, self._max_scale)
+        return min(lowest, self._max_scale or math.inf)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        here = self._on_device = DeviceScale(None, dev)
+        here.fill(self._init_scale, self._init_growth_tracker, self._init_overflows)
+        self._scale, self._growth_tracker = here.scale, here.good_steps
+
+    def _present_scale(self, scale: Tensor, good_steps: Tensor) -> DeviceScale:
+        """Return the scale on its device. torch's two tensors are views of it; others become so."""
+        here = self._on_device
+        if here is None or here.device != scale.device:
+            here = self._on_device = DeviceScale(None, scale.device)
+            here.overflows.fill_(self._init_overflows)
+        if scale is not here.scale or good_steps is not here.good_steps:
+            here.scale.copy_(scale)
+            here.good_steps.copy_(good_steps)
+            self._scale, self._growth_tracker = here.scale, here.good_steps
+        return here
 
     def get_scale(self) -> float:
         """Return the scale; the host waits for a GPU.
@@ -629,11 +626,12 @@ class GradScaler(torch.amp.GradScaler):
         return {**state, **self._bounds()} if state and self._has_bounds else state
 
     def _bounds(self) -> dict[str, Any]:
+        here = self._on_device
         return {
             "min_scale": self._min_scale,
             "max_scale": self._max_scale,
             "hysteresis": self._hysteresis,
-            "overflows": int(self._overflows),
+            "overflows": self._init_overflows if here is None else int(here.overflows),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -657,12 +655,14 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state)
         bounds = {**self._bounds(), "overflows": 0}
         bounds = {name: state.get(name, bound) for name, bound in bounds.items()}
-        self._min_scale, self._max_scale, self._hysteresis, self._overflows = bounds.values()
+        self._min_scale, self._max_scale, self._hysteresis, self._init_overflows = bounds.values()
+        if self._on_device is not None:
+            self._on_device.overflows.fill_(self._init_overflows)
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterations and the model belong to objects that are not copied with the scaler.
-        mine = {"_model": None, "_iterations": None, "_overflows": int(self._overflows)}
-        return {**super().__getstate__(), **mine}
+        mine = dict.fromkeys(("_model", "_iterations", "_on_device"))
+        return {**super().__getstate__(), **mine, "_init_overflows": self._bounds()["overflows"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core.traced_ops import copy_written_arguments
+from apex_mp.loss_scale import Rule
 
 for _name in (
     "check_",
@@ -121,47 +122,18 @@ def exponents_(tensors: Sequence[Tensor], counts: Tensor) -> None:
     torch.ops.apex_mp.exponents_(tensors, counts)
 
 
-def update_scale_(
-    scale: Tensor,
-    good_steps: Tensor,
-    overflows: Tensor,
-    found_inf: Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-) -> None:
+def update_scale_(state: Tensor, rule: Rule, found_inf: Tensor) -> None:
     """Update a dynamic loss scale on its device, after one step.
 
     The rule is that of `apex_mp.loss_scale.DynamicLossScale`, equal to the bit.
 
     Args:
-        scale: One float32 element: the factor on the loss.
-        good_steps: One int32 element.
-        overflows: One int32 element.
+        state: float32 vector of three elements: the factor on the loss, and the bits of two int32
+            numbers, `good_steps` and `overflows`; written.
+        rule: The constants.
         found_inf: One float32 element; not 0: this step's gradients held inf or NaN.
-        growth_factor: As of DynamicLossScale, which checks the range.
-        backoff_factor: As of DynamicLossScale.
-        growth_interval: As of DynamicLossScale.
-        min_scale: As of DynamicLossScale.
-        max_scale: As of DynamicLossScale.
-        hysteresis: As of DynamicLossScale.
     """
-    torch.ops.apex_mp.update_scale_(
-        scale,
-        good_steps,
-        overflows,
-        found_inf,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        hysteresis=hysteresis,
-    )
+    torch.ops.apex_mp.update_scale_(state, rule, found_inf)
 
 
 def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:

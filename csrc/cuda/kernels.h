@@ -83,9 +83,7 @@ void join_masters(const std::vector<Row<3>>& rows, cudaStream_t stream);
 void split_masters(const std::vector<Row<3>>& rows, cudaStream_t stream);
 
 struct UpdateScale {
-  float* scale;
-  int* good_steps;
-  int* overflows;
+  math::LossScaleState* state;
   const float* found_inf;
 };
 void update_scale(const math::LossScaleRule& rule, const UpdateScale& task, cudaStream_t stream);

@@ -17,7 +17,7 @@ struct LossScaleRule {
   int hysteresis;       // overflows until the scale backs off
 };
 
-// The state, which each step updates.
+// The state, which each step updates; Python's tensors have it in this order.
 struct LossScaleState {
   float scale;
   int good_steps;  // since the last overflow or growth

@@ -98,16 +98,10 @@ void define_plan(py::module_& module) {
 
 void define_loss_scale(py::module_& module) {
   py::class_<DeviceLossScale>(module, "DeviceLossScale")
-      .def(py::init([](const at::Tensor& scale, const at::Tensor& good_steps,
-                       const at::Tensor& overflows, double growth_factor, double backoff_factor,
-                       double min_scale, double max_scale, int growth_interval, int hysteresis) {
-             return DeviceLossScale(scale, good_steps, overflows,
-                                    {growth_factor, backoff_factor, min_scale, max_scale,
-                                     growth_interval, hysteresis});
+      .def(py::init([](const at::Tensor& state, const std::vector<double>& rule) {
+             return DeviceLossScale(state, rule);
            }),
-           py::arg("scale"), py::arg("good_steps"), py::arg("overflows"), py::kw_only(),
-           py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("min_scale"),
-           py::arg("max_scale"), py::arg("growth_interval"), py::arg("hysteresis"));
+           py::arg("state"), py::arg("rule"));
 }
 // GCOVR_EXCL_STOP
 

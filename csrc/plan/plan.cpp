@@ -47,13 +47,8 @@ PyObject* item_of(const py::object& lists, const Place& place) {
 }
 
 void update(const LossScale& loss_scale, bool found_inf) {
-  if (loss_scale.scale == nullptr) return;
-  const math::LossScaleState now = {*loss_scale.scale, *loss_scale.good_steps,
-                                    *loss_scale.overflows};
-  const math::LossScaleState next = math::update_scale(now, found_inf, loss_scale.rule);
-  *loss_scale.scale = next.scale;
-  *loss_scale.good_steps = next.good_steps;
-  *loss_scale.overflows = next.overflows;
+  if (loss_scale.state == nullptr) return;
+  *loss_scale.state = math::update_scale(*loss_scale.state, found_inf, loss_scale.rule);
 }
 
 int32_t rule_named(const std::string& name) {

@@ -80,9 +80,7 @@ inline bool operator==(const Group& one, const Group& other) {
 // A dynamic loss scale in the device's memory, which the step updates after it has read
 // Task::scale, the divisor of gradients.
 struct LossScale {
-  float* scale = nullptr;  // nullptr: there is none
-  int* good_steps = nullptr;
-  int* overflows = nullptr;
+  math::LossScaleState* state = nullptr;  // nullptr: there is none
   math::LossScaleRule rule = {};
 };
 

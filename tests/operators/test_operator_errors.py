@@ -24,6 +24,8 @@ from op_cases import (
 from tolerances import assert_same_bits
 from torch import Tensor
 
+from apex_mp.loss_scale import Rule
+
 # The call that each row breaks in one place. 4-dimensional, so that memory orders can differ.
 SOUND = ListCase("sound", [(2, 3, 2, 2), (2, 3, 2, 2), (2, 3, 2, 2)])
 SHAPE = (2, 3, 2, 2)
@@ -249,17 +251,11 @@ FAULTS = [
             "transposed": lambda counts: counts.t().contiguous().t(),
         }.items()
     ],
-    *faults_of_one_element("update_scale_", "scale", "Float"),
-    *faults_of_one_element("update_scale_", "good_steps", "Int"),
-    *faults_of_one_element("update_scale_", "overflows", "Int"),
+    Fault("update_scale_", "state", "fp64", cast(F64), "is of dtype Double; it must be Float"),
+    Fault("update_scale_", "state", "of six", two_elements, "has 6 elements; it must have 3"),
+    Fault("update_scale_", "state", "with gaps", with_gaps, DENSE),
     *faults_of_one_element("update_scale_", "found_inf", "Float"),
-    *[
-        Fault(
-            "update_scale_", name, str(count), set_to(count), f"is {count}; it must be at least 1"
-        )
-        for name in ("growth_interval", "hysteresis")
-        for count in (0, -1, 2**31)
-    ],
+    Fault("update_scale_", "rule", "short", lambda rule: rule[:5], "has 5 numbers; it must have 6"),
 ]
 
 
@@ -367,7 +363,7 @@ TENSORS = {
     "axpby_": ("a", "b", "found_inf"),
     "l2_norm_": ("norm", "norms"),
     "exponents_": ("counts",),
-    "update_scale_": ("scale", "good_steps", "overflows", "found_inf"),
+    "update_scale_": ("state", "found_inf"),
 }
 each_tensor = pytest.mark.parametrize(
     ("operator", "name"), [(OPERATOR[op], name) for op, names in TENSORS.items() for name in names]
@@ -392,27 +388,30 @@ def test_a_sparse_tensor_in_a_list_is_refused(
 
 
 OPTIONS = {
-    ("update_scale_", "growth_factor"): [0.5],
-    ("update_scale_", "backoff_factor"): [1.0, 0.0],
-    ("update_scale_", "min_scale"): [0.0],
-    ("update_scale_", "max_scale"): [0.5],  # Less than min_scale, which is 1.
+    "growth_factor": [0.5],
+    "backoff_factor": [1.0, 0.0],
+    "growth_interval": [0, -1, 2**31],
+    "min_scale": [0.0],
+    "max_scale": [0.5],  # Less than min_scale, which is 1.
+    "hysteresis": [0, -1, 2**31],
 }
 
 
 @pytest.mark.parametrize(
-    ("operator", "option", "value"),
+    ("option", "value"),
     [
-        (*where, value)
-        for where, values in OPTIONS.items()
+        (option, value)
+        for option, values in OPTIONS.items()
         for value in (*values, float("-inf"), float("nan"))
     ],
 )
-def test_an_option_out_of_range_is_refused(
-    operator: str, option: str, value: float, device: torch.device
+def test_a_number_of_a_rule_out_of_range_is_refused(
+    option: str, value: float, device: torch.device
 ) -> None:
-    call = sound_call(OPERATOR[operator], device)
-    call[option] = value
-    assert_refuses(OPERATOR[operator], call, f"^{operator}: {option} is .*; it must be ")
+    call = sound_call(OPERATOR["update_scale_"], device)
+    call["rule"][Rule._fields.index(option)] = value
+    wish = f"^update_scale_: {option} is .*; it must be "
+    assert_refuses(OPERATOR["update_scale_"], call, wish)
 
 
 @pytest.mark.cuda_only

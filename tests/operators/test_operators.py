@@ -42,6 +42,7 @@ from tolerances import (
 from torch import Tensor
 
 from apex_mp.core import ops
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import FLOAT32_MAX, INT32_MAX, DynamicLossScale
 
 
@@ -449,27 +450,9 @@ def test_update_scale_is_the_rule_of_loss_scale(
 
 
 def assert_updates_like(state: DynamicLossScale, found_inf: bool, device: torch.device) -> None:
-    scale = torch.tensor([state.scale], device=device)
-    good_steps = torch.tensor([state.good_steps], dtype=torch.int32, device=device)
-    overflows = torch.tensor([state.overflows], dtype=torch.int32, device=device)
-    ops.update_scale_(
-        scale,
-        good_steps,
-        overflows,
-        torch.tensor([float(found_inf)], device=device),
-        growth_factor=state.growth_factor,
-        backoff_factor=state.backoff_factor,
-        growth_interval=state.growth_interval,
-        min_scale=state.min_scale,
-        max_scale=state.max_scale,
-        hysteresis=state.hysteresis,
-    )
-    after = state.update(found_inf)
-    assert (scale.item(), good_steps.item(), overflows.item()) == (
-        after.scale,
-        after.good_steps,
-        after.overflows,
-    )
+    scale = DeviceScale(state, device)
+    ops.update_scale_(scale.state, state.rule, torch.tensor([float(found_inf)], device=device))
+    assert scale.read() == state.update(found_inf)
 
 
 @pytest.mark.parametrize("found_inf", [1.0, 0.5, -1.0, float("nan"), float("inf")])
@@ -479,4 +462,4 @@ def test_update_scale_takes_any_found_inf_but_zero_for_an_overflow(
     call = OPERATOR["update_scale_"].sample(A_FEW, (), device)
     call["found_inf"].fill_(found_inf)
     ops.update_scale_(**call)
-    assert call["scale"].item() == 512.0
+    assert call["state"][0].item() == 512.0

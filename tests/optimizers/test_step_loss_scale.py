@@ -50,31 +50,16 @@ def test_gradients_are_divided_by_the_scale_before_its_update(device: torch.devi
     assert scale.scale == 768.0
 
 
-RULES = {
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "min_scale": 1.0,
-    "max_scale": 2.0,
-    "growth_interval": 1,
-    "hysteresis": 1,
-}
 FAULTS = {
-    "scale is of dtype Double; it must be Float": {"scale": torch.zeros((), dtype=torch.float64)},
-    "good_steps is of dtype Long; it must be Int": {
-        "good_steps": torch.zeros((), dtype=torch.long)
-    },
-    "overflows has 2 elements; it must have 1": {"overflows": torch.zeros(2, dtype=torch.int32)},
-    "good_steps is on meta": {"good_steps": torch.zeros((), dtype=torch.int32, device="meta")},
+    "state is of dtype Double; it must be Float": {"state": torch.zeros(3, dtype=torch.float64)},
+    "state has 2 elements; it must have 3": {"state": torch.zeros(2)},
+    "state is a tensor whose numbers do not lie": {"state": torch.zeros(3, device="meta")},
+    "hysteresis is 0; it must be at least 1": {"rule": RULE.rule._replace(hysteresis=0)},
 }
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(("message", "wrong"), FAULTS.items(), ids=FAULTS)
-def test_tensors_that_are_no_loss_scale_are_refused(message: str, wrong: dict[str, Any]) -> None:
-    right = {
-        "scale": torch.ones(()),
-        "good_steps": torch.zeros((), dtype=torch.int32),
-        "overflows": torch.zeros((), dtype=torch.int32),
-    }
-    with pytest.raises(RuntimeError, match=message):
-        _C.DeviceLossScale(**{**right, **wrong}, **RULES)
+def test_what_is_no_loss_scale_is_refused(message: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=f"DeviceLossScale: {message}"):
+        _C.DeviceLossScale(**{"state": torch.zeros(3), "rule": RULE.rule, **wrong})

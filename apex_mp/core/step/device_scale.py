@@ -13,7 +13,7 @@ from torch import Tensor
 from apex_mp import _C
 from apex_mp.core import forks, ops
 from apex_mp.core.step import readback
-from apex_mp.loss_scale import DynamicLossScale, StaticLossScale
+from apex_mp.loss_scale import DynamicLossScale, Rule, StaticLossScale
 
 # Where a scale may live. The host never waits for a CPU.
 DEVICE_TYPES = {"cuda"}
@@ -23,67 +23,62 @@ class DeviceScale:
     """A loss scale and its state on a device.
 
     Args:
-        value: The initial scale.
+        value: The initial scale; None: the owner fills the tensors, and gives the rule itself.
         device: The device.
 
     Attributes:
-        scale: 0-dim float32; `update`, or the step, writes it.
         device: The device.
+        state: What `ops.update_scale_`, or the step, writes.
+        scale: Its first number, 0-dim float32.
+        good_steps: Its second, 0-dim int32.
+        overflows: Its third, 0-dim int32.
     """
 
-    def __init__(self, value: DynamicLossScale | StaticLossScale, device: torch.device) -> None:
-        self._value = value
+    _value: DynamicLossScale | StaticLossScale | None = None
+
+    def __init__(
+        self, value: DynamicLossScale | StaticLossScale | None, device: torch.device
+    ) -> None:
         self.device = device
-        counts = (0, 0)
-        if isinstance(value, DynamicLossScale):
-            counts = value.good_steps, value.overflows
-        self.scale = torch.full((), value.scale, dtype=torch.float32, device=device)
-        self._good_steps, self._overflows = (
-            torch.full((), count, dtype=torch.int32, device=device) for count in counts
-        )
+        self.state = torch.zeros(3, dtype=torch.float32, device=device)
+        counts = self.state.view(torch.int32)
+        self.scale = self.state.select(0, 0)
+        self.good_steps, self.overflows = counts.select(0, 1), counts.select(0, 2)
+        if value is not None:
+            self.assign(value)
 
     def assign(self, value: DynamicLossScale | StaticLossScale) -> None:
         """Set the scale; a captured graph that uses the tensors sees the new value."""
-        other = DeviceScale(value, self.device)
         self._value = value
-        self.scale.copy_(other.scale)
-        self._good_steps.copy_(other._good_steps)
-        self._overflows.copy_(other._overflows)
+        counts = (value.good_steps, value.overflows) if isinstance(value, DynamicLossScale) else ()
+        self.fill(value.scale, *counts)
+
+    def fill(self, scale: float, good_steps: int = 0, overflows: int = 0) -> None:
+        """Write the three numbers."""
+        self.scale.fill_(scale)
+        self.good_steps.fill_(good_steps)
+        self.overflows.fill_(overflows)
+
+    @property
+    def rule(self) -> Rule | None:
+        """How the scale changes; None: it does not."""
+        return self._value.rule if isinstance(self._value, DynamicLossScale) else None
 
     def for_step(self) -> _C.DeviceLossScale | None:
-        """Return the tensors that a fused step updates; None if the scale never changes."""
-        value = self._value
-        if not isinstance(value, DynamicLossScale):
-            return None
-        return _C.DeviceLossScale(
-            self.scale,
-            self._good_steps,
-            self._overflows,
-            growth_factor=value.growth_factor,
-            backoff_factor=value.backoff_factor,
-            growth_interval=value.growth_interval,
-            min_scale=value.min_scale,
-            max_scale=value.max_scale,
-            hysteresis=value.hysteresis,
-        )
+        """Return the loss scale as a fused step updates it; None if it never changes."""
+        rule = self.rule
+        return None if rule is None else _C.DeviceLossScale(self.state, rule)
 
-    def update(self, found_inf: Tensor) -> None:
-        """Adjust the scale after a block; `apex_mp.loss_scale` has the rule."""
-        value = self._value
-        if not isinstance(value, DynamicLossScale):
-            return
-        ops.update_scale_(
-            self.scale,
-            self._good_steps,
-            self._overflows,
-            found_inf,
-            growth_factor=value.growth_factor,
-            backoff_factor=value.backoff_factor,
-            growth_interval=value.growth_interval,
-            min_scale=value.min_scale,
-            max_scale=value.max_scale,
-            hysteresis=value.hysteresis,
-        )
+    def update(self, found_inf: Tensor, rule: Rule | None = None) -> None:
+        """Adjust the scale after a block or step; `apex_mp.loss_scale` has the rule.
+
+        Args:
+            found_inf: One float32 element on the device, not 0 if gradients held inf or NaN.
+            rule: How it changes [None: as the initial scale says].
+        """
+        rule = self.rule if rule is None else rule
+        if rule is not None:
+            ops.update_scale_(self.state, rule, found_inf)
 
     def read(self) -> DynamicLossScale | StaticLossScale:
         """Return the scale as a value; the host waits for it.
@@ -93,10 +88,12 @@ class DeviceScale:
         """
         forks.refuse_read("The loss scale", self.device)
         readback.wait()
-        if not isinstance(self._value, DynamicLossScale):
-            return self._value
-        state = torch.stack([x.double() for x in (self.scale, self._good_steps, self._overflows)])
-        scale, good_steps, overflows = state.tolist()
+        value = self._value
+        assert value is not None  # Else its owner reads it.
+        if not isinstance(value, DynamicLossScale):
+            return value
+        on_host = self.state.cpu()
+        good_steps, overflows = on_host.view(torch.int32)[1:].tolist()
         return dataclasses.replace(
-            self._value, scale=scale, good_steps=int(good_steps), overflows=int(overflows)
+            value, scale=on_host[0].item(), good_steps=good_steps, overflows=overflows
         )

@@ -122,26 +122,15 @@ void axpby_(at::TensorList x, at::TensorList y, at::TensorList out_list, const a
   bump_version(found_inf);
 }
 
-void update_scale_(const at::Tensor& scale, const at::Tensor& good_steps,
-                   const at::Tensor& overflows, const at::Tensor& found_inf, double growth_factor,
-                   double backoff_factor, int64_t growth_interval, double min_scale,
-                   double max_scale, int64_t hysteresis) {
-  check_update_scale(scale, good_steps, overflows, found_inf, growth_interval, hysteresis);
-  const c10::cuda::CUDAGuard guard(scale.device());
-  const math::LossScaleRule rule = {growth_factor,
-                                    backoff_factor,
-                                    min_scale,
-                                    max_scale,
-                                    static_cast<int>(growth_interval),
-                                    static_cast<int>(hysteresis)};
-  check_rule(rule);
-  update_scale(rule,
-               {scale.mutable_data_ptr<float>(), good_steps.mutable_data_ptr<int>(),
-                overflows.mutable_data_ptr<int>(), found_inf.const_data_ptr<float>()},
+void update_scale_(const at::Tensor& state, at::ArrayRef<double> rule,
+                   const at::Tensor& found_inf) {
+  check_update_scale(state, found_inf);
+  const c10::cuda::CUDAGuard guard(state.device());
+  update_scale(checked_rule("update_scale_", rule),
+               {static_cast<math::LossScaleState*>(state.mutable_data_ptr()),
+                found_inf.const_data_ptr<float>()},
                stream());
-  bump_version(scale);
-  bump_version(good_steps);
-  bump_version(overflows);
+  bump_version(state);
 }
 
 }  // namespace

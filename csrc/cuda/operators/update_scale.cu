@@ -9,11 +9,7 @@ namespace {
 
 __global__ void update_scale_kernel(const math::LossScaleRule rule, const UpdateScale task) {
   if (threadIdx.x != 0) return;
-  const math::LossScaleState before = {*task.scale, *task.good_steps, *task.overflows};
-  const math::LossScaleState after = math::update_scale(before, *task.found_inf != 0.0f, rule);
-  *task.scale = after.scale;
-  *task.good_steps = after.good_steps;
-  *task.overflows = after.overflows;
+  *task.state = math::update_scale(*task.state, *task.found_inf != 0.0f, rule);
 }
 
 }  // namespace

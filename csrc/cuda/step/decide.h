@@ -157,14 +157,8 @@ __device__ void prepare_by_norms(const StepCheck& check) {
 // Called by one thread, when the scale of this step is no longer needed.
 __device__ inline math::LossScaleState next_loss_scale(const step::LossScale& loss_scale,
                                                        bool found_inf) {
-  if (loss_scale.scale == nullptr) return {0.0f, 0, 0};
-  const math::LossScaleState now = {*loss_scale.scale, *loss_scale.good_steps,
-                                    *loss_scale.overflows};
-  const math::LossScaleState next = math::update_scale(now, found_inf, loss_scale.rule);
-  *loss_scale.scale = next.scale;
-  *loss_scale.good_steps = next.good_steps;
-  *loss_scale.overflows = next.overflows;
-  return next;
+  if (loss_scale.state == nullptr) return {0.0f, 0, 0};
+  return *loss_scale.state = math::update_scale(*loss_scale.state, found_inf, loss_scale.rule);
 }
 
 // Returns the first row from `begin` on whose sums are inf or NaN; INT32_MAX if there is none.

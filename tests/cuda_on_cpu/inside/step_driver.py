@@ -26,7 +26,7 @@ from step_structs import (
 )
 from torch import Tensor
 
-from apex_mp.loss_scale import DynamicLossScale
+from apex_mp.core.step.device_scale import DeviceScale
 
 NOT_TO_BE_READ = -1e300  # the host's value where the kernel is to read its own
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as enum DType
@@ -121,26 +121,6 @@ class Task:
     found_inf: Tensor | None = None
 
 
-@dataclasses.dataclass
-class LossScaleState:
-    """A dynamic loss scale as the device holds it."""
-
-    scale: Tensor
-    good_steps: Tensor
-    overflows: Tensor
-    rule: DynamicLossScale
-
-    @classmethod
-    def of(cls, loss_scale: DynamicLossScale) -> LossScaleState:
-        counts = (loss_scale.good_steps, loss_scale.overflows)
-        good_steps, overflows = (torch.tensor([n], dtype=torch.int32) for n in counts)
-        return cls(torch.tensor([loss_scale.scale]), good_steps, overflows, loss_scale)
-
-    @property
-    def value(self) -> tuple[float, int, int]:
-        return (self.scale.item(), int(self.good_steps.item()), int(self.overflows.item()))
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupOutcome:
     norm: float
@@ -153,7 +133,7 @@ class Outcome:
     """What the step left in its memory."""
 
     found_inf: float
-    loss_scale: tuple[float, int, int]
+    loss_scale: tuple[float, int, int]  # scale, good steps, overflows
     scale: float
     norm: float
     nonfinite_rows: list[int]
@@ -189,16 +169,14 @@ class Step:
         self,
         task: Task,
         *,
-        loss_scale: LossScaleState | None = None,
+        loss_scale: DeviceScale | None = None,
         norms: bool = False,
         captured: bool = False,
     ) -> Outcome:
         run = CRun(self._address, norms=norms, captured=captured)
         if loss_scale is not None:
-            for name in ("scale", "good_steps", "overflows"):
-                setattr(run, name, getattr(loss_scale, name).data_ptr())
-            names = [name for name, _ in CLossScaleRule._fields_]
-            run.rule = CLossScaleRule(**{name: getattr(loss_scale.rule, name) for name in names})
+            run.state = loss_scale.state.data_ptr()
+            run.rule = CLossScaleRule(**loss_scale.rule._asdict())
         _raise(_library.step_run(self._table, byref(_task(task)), byref(run)))
         return self.outcome
 

@@ -68,7 +68,7 @@ class CLossScaleRule(Structure):
 class CRun(Structure):
     _fields_ = [
         ("memory", ctypes.c_void_p),
-        *[(name, ctypes.c_void_p) for name in ("scale", "good_steps", "overflows")],
+        ("state", ctypes.c_void_p),
         ("rule", CLossScaleRule),
         ("norms", c_bool),
         ("captured", c_bool),

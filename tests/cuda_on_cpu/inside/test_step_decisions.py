@@ -18,8 +18,9 @@ from step_cases import (
     each_rule,
     sample,
 )
-from step_driver import Adam, Group, LossScaleState, Sgd, Step
+from step_driver import Adam, Group, Sgd, Step
 
+from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import AMP_PRESET, DynamicLossScale
 
 SIZES = [5, 600, 1, CHUNK + 5, 0, 40, 2 * CHUNK]
@@ -40,12 +41,13 @@ def test_inf_and_nan_change_nothing_but_the_loss_scale(
     task.rows[row].grad[element] = bad
     before = copy_of(task)
     step = Step(task)
-    state = LossScaleState.of(dataclasses.replace(AMP_PRESET, good_steps=7))
+    state = DeviceScale(dataclasses.replace(AMP_PRESET, good_steps=7), CPU)
     task.scale = state.scale
     outcome = step.run(task, loss_scale=state)
     assert outcome.found_inf == 1
     assert_same_rows(task, before)
-    assert state.value == outcome.loss_scale == (2.0**15, 0, 0)
+    assert outcome.loss_scale == (2.0**15, 0, 0)
+    assert state.read() == dataclasses.replace(AMP_PRESET, scale=2.0**15)
     # The next step knows nothing of it.
     task.rows[row].grad[element] = 1.0
     assert_steps_exactly(step, task)
@@ -130,7 +132,7 @@ def test_gradients_are_clipped(
 def test_the_loss_scale_is_that_of_the_host_to_the_bit(rule: DynamicLossScale) -> None:
     task = sample([40, 3], [(F32,), (F32,), (None,)], check=True)
     step = Step(task)
-    state = LossScaleState.of(rule)
+    state = DeviceScale(rule, CPU)
     task.scale = state.scale
     overflows = random.Random(5).choices([True, False], [1, 2], k=60)
     for overflow in overflows:
@@ -138,7 +140,8 @@ def test_the_loss_scale_is_that_of_the_host_to_the_bit(rule: DynamicLossScale) -
         scale = state.scale.item()
         outcome = step.run(task, loss_scale=state)
         rule = rule.update(overflow)
-        assert state.value == outcome.loss_scale == (rule.scale, rule.good_steps, rule.overflows)
+        assert outcome.loss_scale == (rule.scale, rule.good_steps, rule.overflows)
+        assert state.read() == rule
         assert outcome.found_inf == overflow
         assert outcome.scale == scale  # That of before the update has scaled the gradients.
         factors = [abs(group.scaled_factor) for group in outcome.groups]
