@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,27 @@ from apex_mp.loss_scale import (
     DynamicLossScale,
     StaticLossScale,
 )
+
+
+class _Field:
+    """An attribute by apex's name, which is a field of `value`.
+
+    Args:
+        name: The field.
+        converted: Makes its value of what is written; without that field a write has no effect.
+        without: What is read if the loss scale has no such field [None].
+    """
+
+    def __init__(self, name: str, converted: Callable[[Any], Any], without: Any = None) -> None:
+        self._name, self._converted, self._without = name, converted, without
+
+    def __get__(self, scaler: Any, _: type) -> Any:
+        return getattr(scaler.value, self._name, self._without)
+
+    def __set__(self, scaler: Any, given: Any) -> None:
+        if hasattr(scaler.value, self._name):
+            values = {self._name: self._converted(given)}
+            scaler.value = dataclasses.replace(scaler.value, **values)
 
 
 class ApexNames:
@@ -34,6 +55,12 @@ class ApexNames:
     _is_counted = False  # in the scale
     _buffer: Tensor | None = None  # a client's, which its calls of amp_C write
 
+    _loss_scale = _Field("scale", float)
+    _unskipped = _Field("good_steps", int, 0)
+    _scale_seq_len = _Field("growth_interval", int, AMP_PRESET.growth_interval)
+    _max_loss_scale = _Field("max_scale", float, AMP_PRESET.max_scale)
+    _min_loss_scale = _Field("min_scale", lambda scale: float(scale or FLOAT32_SMALLEST_NORMAL))
+
     @property
     def dynamic(self) -> bool:
         """Whether the scale is dynamic."""
@@ -47,46 +74,6 @@ class ApexNames:
     def note_overflow(self, found_inf: bool) -> None:
         """Remember whether gradients held inf or NaN."""
         raise NotImplementedError
-
-    @property
-    def _loss_scale(self) -> float:
-        return self.value.scale
-
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        self.value = dataclasses.replace(self.value, scale=float(scale))
-
-    @property
-    def _unskipped(self) -> int:
-        return self._dynamic.good_steps if self.dynamic else 0
-
-    @_unskipped.setter
-    def _unskipped(self, count: int) -> None:
-        self._replace(good_steps=int(count))
-
-    @property
-    def _scale_seq_len(self) -> int:
-        return AMP_PRESET.growth_interval if not self.dynamic else self._dynamic.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, count: int) -> None:
-        self._replace(growth_interval=int(count))
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return AMP_PRESET.max_scale if not self.dynamic else self._dynamic.max_scale
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, scale: float) -> None:
-        self._replace(max_scale=float(scale))
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self.lowest
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, scale: float | None) -> None:
-        self._replace(min_scale=float(scale or FLOAT32_SMALLEST_NORMAL))
 
     @property
     def _has_overflow(self) -> bool:
@@ -110,15 +97,6 @@ class ApexNames:
     def _overflow_buf(self, buffer: Tensor) -> None:
         self._buffer = buffer
         self._overflowed = self._overflowed and self._is_counted  # The buffer decides.
-
-    @property
-    def _dynamic(self) -> DynamicLossScale:
-        assert isinstance(self.value, DynamicLossScale)
-        return self.value
-
-    def _replace(self, **values: Any) -> None:
-        if self.dynamic:
-            self.value = dataclasses.replace(self._dynamic, **values)
 
     def unscale(
         self,

@@ -24,7 +24,7 @@ from apex_mp.amp.grad_scaling.iteration import (
 )
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps, outcome
 from apex_mp.amp.grad_scaling.stepping import is_fused
-from apex_mp.core import forks, tensors
+from apex_mp.core import forks, ops, tensors
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads import measured as _measured
 from apex_mp.core.grads.checks import NonFinite
@@ -41,8 +41,6 @@ from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLoss
 
 # Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 _eager = torch._disable_dynamo  # type: ignore[attr-defined]
-# Below it float16 gradients have fewer digits than without a scale; the bound of FP16_Optimizer.
-_LOWEST_OF_16_BIT = 1.0
 _LOW = frozenset(LOW_PRECISION)
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -506,24 +504,25 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, good_steps = self._check_scale_growth_tracker("update")
-        states = self._per_optimizer_states
         for iteration in self._iterations.values():
             iteration.refuse_later_step()
         found_infs = [
             flag if flag.device == scale.device else copy_async(flag, scale.device)
-            for state in states.values()
-            for flag in state["found_inf_per_device"].values()
+            for state in self._per_optimizer_states.values()
+            for flag in state[FLAGS].values()
         ]
-        if new_scale is None and not found_infs:
+        here, before = self._present_scale(scale, good_steps), scale
+        if new_scale is not None:
+            before = scale.clone()
+            super().update(new_scale)
+            here.overflows.zero_()
+        elif not found_infs:
             raise AssertionError(_NO_STEP)
         for iteration in self._iterations.values():
-            iteration.end(scale, is_in_graph=self._is_in_graph)
+            iteration.end(before, is_in_graph=self._is_in_graph)
         if new_scale is None:
             found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum()
-            self._present_scale(scale, good_steps).update(found_inf, self._rule)
-        else:
-            super().update(new_scale)
-            self._present_scale(scale, good_steps).overflows.zero_()
+            ops.update_scale_(here.state, self._rule, found_inf)
         self._per_optimizer_states.clear()
         self._is_loss_scaled = False
 
@@ -532,7 +531,8 @@ class GradScaler(torch.amp.GradScaler):
         """The smallest scale that it backs off to."""
         if self._min_scale is not None:
             return self._min_scale
-        lowest = _LOWEST_OF_16_BIT if self._has_16_bit_grads else FLOAT32_SMALLEST_NORMAL
+        # Below 1 float16 gradients have fewer digits than without a scale.
+        lowest = 1.0 if self._has_16_bit_grads else FLOAT32_SMALLEST_NORMAL
         return min(lowest, self._max_scale or math.inf)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

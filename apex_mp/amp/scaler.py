@@ -152,7 +152,9 @@ class LossScaler(ApexNames):
         should_skip = self._overflowed and not self._is_counted
         if self._buffer is not None and self.dynamic:
             should_skip = should_skip or bool(self._buffer.item())
-        self.value = self.value.update(should_skip)
+        value = self.value.update(should_skip)
+        if value is not self._value or self._device_scale is not None:
+            self.value = value
         self._overflowed, self._is_counted = should_skip, True
         return should_skip
 

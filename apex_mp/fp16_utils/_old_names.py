@@ -14,6 +14,18 @@ from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import StaticLossScale
 
 
+def _of_dynamic(name: str, doc: str) -> Any:
+    """Return a property that is an attribute of the dynamic loss scaler."""
+
+    def get(self: OldScale) -> Any:
+        return getattr(self._dynamic(name), name)
+
+    def put(self: OldScale, value: Any) -> None:
+        setattr(self._dynamic(name), name, value)
+
+    return property(get, put, doc=doc)
+
+
 class OldScale(Parts):
     """Properties over `loss_scaler`."""
 
@@ -85,32 +97,16 @@ class OldScale(Parts):
         if isinstance(scaler, DynamicLossScaler):
             scaler.cur_iter = value
 
-    @property
-    def last_overflow_iter(self) -> int:
-        """The last skipped step; may be set. Only with a dynamic loss scale, like the next two."""
-        return self._dynamic("last_overflow_iter").last_overflow_iter
-
-    @last_overflow_iter.setter
-    def last_overflow_iter(self, value: int) -> None:
-        self._dynamic("last_overflow_iter").last_overflow_iter = value
-
-    @property
-    def scale_factor(self) -> float:
-        """Growth multiplies the loss scale by this, backing off divides; may be set."""
-        return self._dynamic("scale_factor").scale_factor
-
-    @scale_factor.setter
-    def scale_factor(self, value: float) -> None:
-        self._dynamic("scale_factor").scale_factor = value
-
-    @property
-    def scale_window(self) -> int:
-        """Steps without overflow before the loss scale grows; may be set."""
-        return self._dynamic("scale_window").scale_window
-
-    @scale_window.setter
-    def scale_window(self, value: int) -> None:
-        self._dynamic("scale_window").scale_window = value
+    last_overflow_iter = _of_dynamic(
+        "last_overflow_iter",
+        "The last skipped step; may be set. Only with a dynamic loss scale, like the next two.",
+    )
+    scale_factor = _of_dynamic(
+        "scale_factor", "Growth multiplies the loss scale by this, backing off divides; may be set."
+    )
+    scale_window = _of_dynamic(
+        "scale_window", "Steps without overflow before the loss scale grows; may be set."
+    )
 
     def _dynamic(self, name: str) -> DynamicLossScaler:
         scaler = self._scaler_now()

@@ -141,6 +141,7 @@ class Outcomes(OldNames):
             skipped,
             report,
             scale=lambda: self._scaler_now().cur_scale,
+            attempted=lambda: scale,
             owners=[self],
             note=lambda: self._note(skipped, scale, norms),
         )

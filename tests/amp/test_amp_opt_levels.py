@@ -316,6 +316,7 @@ def test_a_model_can_be_made_parallel_afterwards_but_not_before(level: str) -> N
     ("level", "loss_scale"),
     [("O1", None), ("O1", 1.0), ("O1", 128.0), ("O2", None), ("O2", "128.0"), ("O3", None)],
 )
+@pytest.mark.filterwarnings("ignore:.*gradients hold NaN, and no inf")
 @optimizers
 def test_inf_never_reaches_the_weights(
     make: Any, level: str, loss_scale: Any, dtype: torch.dtype

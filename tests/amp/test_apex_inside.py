@@ -82,6 +82,7 @@ def run(
     return everything(model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients hold NaN, and no inf")
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_scale_loss_in_pieces_trains_as_in_one(level: str, delay: bool) -> None:

@@ -53,6 +53,7 @@ def test_in_float32_the_scale_is_that_of_torch_but_never_0(make: Any, device: to
     assert of_torch[-1][0] == 0.0
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients hold NaN, and no inf")
 def test_after_skips_without_end_float32_weights_train(device: torch.device) -> None:
     param = Parameter(torch.ones(1000, device=device))
     optimizer, scaler = FusedAdam([param], lr=0.1), GradScaler(device.type)
@@ -159,6 +160,7 @@ def test_a_parameter_whose_first_step_is_skipped_later_keeps_nothing(
     assert_same_bits(*results)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients hold NaN, and no inf")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("lowest", [None, 0.25])
 @pytest.mark.usefixtures("amp_off")

@@ -35,11 +35,14 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-def end(record: StepRecord, skipped: bool, *owners: Any) -> None:
+def end(
+    record: StepRecord, skipped: bool, *owners: Any, report: Any = REPORT, attempted: float = 1.0
+) -> None:
     record.end(
         skipped,
-        REPORT if skipped else (),
+        report if skipped else (),
         scale=lambda: 0.5,
+        attempted=lambda: attempted,
         owners=owners,
         note=lambda: step_log.StepNote(skipped),
     )
@@ -59,6 +62,29 @@ def test_the_fiftieth_skip_in_a_row_warns_with_the_worst_and_the_scale(
         "Gradients hold inf or NaN at "
         "every scale tried. The worst: w [2]: 1 inf, 0 NaN. "
         "[python -m apex_mp explain every-step-is-skipped]"
+    )
+
+
+def test_nan_at_a_scale_of_1_is_said_at_once_not_to_come_from_the_scale(
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    record = StepRecord(optimizer, "it")
+    nan, inf, unknown = (NonFinite("w", (2,), *counts) for counts in ((0, 2), (1, 1), ()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        end(record, True, report=[nan], attempted=2.0)
+        end(record, True, report=[nan, inf])
+        end(record, True, report=[unknown])
+        end(record, True, report=[])
+        assert not caught
+        for _ in range(2):
+            end(record, True, report=[nan])
+    (message,) = [str(each.message) for each in caught]
+    assert message == (
+        "it: gradients hold NaN, and no inf, at a loss scale of 1, so the scale is not the cause, "
+        "and no scale cures it. The worst: w [2]: 0 inf, 2 NaN. Look for a NaN in the data, a "
+        "division by 0 or the root of one, or find the module by apex_mp.monitor.find_nonfinite "
+        "[python -m apex_mp explain the-loss-scale-sinks]"
     )
 
 

@@ -56,7 +56,7 @@ class ScaledSteps:
         self._scaler = weakref.ref(scaler)
         self._record = StepRecord(optimizer, f"GradScaler: {type(optimizer).__name__}")
         self.found_inf: bool | Tensor = False
-        self._has_seen_zeros = self._has_warned_of_lowest = False
+        self._has_seen_zeros = False
         name = type(optimizer).__name__
         keeper = name if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
         advice = (
@@ -162,7 +162,14 @@ class ScaledSteps:
                 optimizer=optimizer,
             )
 
-        self._record.end(skipped, report, scale=self._scale, owners=[scaler, optimizer], note=note)
+        self._record.end(
+            skipped,
+            report,
+            scale=self._scale,
+            attempted=self._scale,
+            owners=[scaler, optimizer],
+            note=note,
+        )
         if skipped and scaler is not None:
             self._warn_of_lowest(scaler, report)
         # Squares of gradients at a tiny scale are 0 though they are not.
@@ -215,11 +222,11 @@ class ScaledSteps:
         """Warn once that skips in a row have lowered the scale as far as it goes."""
         skips = self._record.skips_in_a_row
         is_time = _SKIPS_TO_LOWEST <= skips < SKIPS_BEFORE_WARNING
-        if not is_time or self._has_warned_of_lowest:
+        if not is_time or self._record.has_named_cause:
             return
         if scaler.get_scale() * scaler.get_backoff_factor() > scaler._lowest:
             return
-        self._has_warned_of_lowest = True
+        self._record.has_named_cause = True
         worst = f" The worst: {report[0]}." if report else ""
         warn(
             f"{self._record.skips()}, and the loss scale has come down to its lowest, "

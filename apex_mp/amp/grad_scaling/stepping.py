@@ -65,7 +65,9 @@ def clip(
         if dtypes:
             scaler._note_dtypes(dtypes)
             iteration[FLAGS] = {found.found_inf.device: found.found_inf}
-        norm = tensors.copy_async(found.norm, scale.device)
+        norm = found.norm
+        if norm.device != scale.device:
+            norm = tensors.copy_async(norm, scale.device)
         clip = Clip(norm, max_norm, scale, found.found_inf, step.scale)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

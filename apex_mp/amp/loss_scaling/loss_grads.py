@@ -103,8 +103,9 @@ class LossGrads:
             source, target = self.slots.sources[row], self.slots.params[row]
             stashed = self._stash[row] = _Stashed()
             if source is not target:
-                _clear_with_model(source, target)
-                stashed.before, target.grad = target.grad, None
+                if source.grad is not None:  # Else the user has cleared those of the model.
+                    stashed.before = target.grad
+                target.grad = None
             if row in self._scaled:
                 continue
             grad = stashed.source_grad = source.grad
@@ -186,18 +187,23 @@ class LossGrads:
             target.grad = None if before is None else _writable(before)
         lists = fresh, added, summed
         for here in grads.plain.values():
-            plain = here.grads
-            if self._stash:
-                for row, grad in zip(here.rows, plain, strict=True):
+            for row, grad in zip(here.rows, here.grads, strict=True):
+                stashed = self._stash.get(row, _NOTHING)
+                if stashed.before is not None:
                     self._assign(row, grad, *lists)
-            else:
-                fresh[0].extend(plain)
-                fresh[1].extend(plain)
+                    continue
+                target, out = self.slots.params[row], grad
+                if self.slots.sources[row] is not target:
+                    out = target.grad = torch.empty_like(grad, dtype=target.dtype)
+                fresh[0].append(grad)
+                fresh[1].append(out)
         for row in grads.others:
             self._assign(row, self._writable_grad(row), *lists)
         found_inf.unscale(*fresh, inv_scale)
         found_inf.add_unscaled(*added, inv_scale)
-        found_inf.unscale_wrappers([grad for _, grad, _ in summed if is_wrapper(grad)], inv_scale)
+        if summed:
+            wrappers = [grad for _, grad, _ in summed if is_wrapper(grad)]
+            found_inf.unscale_wrappers(wrappers, inv_scale)
         for target, grad, before in summed:
             target.grad = _sum(grad, before)
         # An unscaled gradient may be too large for float16 where the scaled one was not.

@@ -216,14 +216,17 @@ def _check(loss: Any, optimizers: Sequence[Any]) -> None:
                 f"scale_loss: optimizer is a {type(optimizer).__name__}; it must be an optimizer"
             )
         refuse_offloaded("scale_loss", optimizer)
-        for masters in _masters_of(optimizer):
+
+
+def _with_masters(optimizers: Sequence[Any]) -> list[tuple[Any, OptimizerMasters]]:
+    """Return the optimizers to which amp.initialize gave masters, and these."""
+    pairs = []
+    for optimizer in optimizers:
+        masters = getattr(optimizer, "_amp_masters", None)
+        if masters is not None:
             masters.check_linked(type(optimizer).__name__)
-
-
-def _masters_of(optimizer: Any) -> list[OptimizerMasters]:
-    """Return the masters that amp.initialize gave an optimizer, as a list of one or none."""
-    masters = getattr(optimizer, "_amp_masters", None)
-    return [] if masters is None else [masters]
+            pairs.append((optimizer, masters))
+    return pairs
 
 
 def _check_unswitched(was_unsynced: bool, is_unsynced: bool) -> None:
@@ -237,7 +240,8 @@ def _check_unswitched(was_unsynced: bool, is_unsynced: bool) -> None:
 @contextlib.contextmanager
 def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
     """Mark optimizers as in a block: two open ones would unscale each other's gradients."""
-    guards = [guard_of(optimizer) for optimizer in optimizers]
+    with_masters = _with_masters(optimizers)
+    guards = [*map(guard_of, optimizers)]
     if any(guard.in_block for guard in guards):
         raise RuntimeError(
             "scale_loss was called inside a scale_loss block of the same optimizer; end the first "
@@ -248,15 +252,13 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
         for guard, optimizer in zip(guards, optimizers, strict=True):
             guard.block = weakref.ref(block)
             guard.begin_block(optimizer)
-        for optimizer in optimizers:
-            for masters in _masters_of(optimizer):
-                masters.begin_block(optimizer)
+        for optimizer, masters in with_masters:
+            masters.begin_block(optimizer)
         yield guards
     finally:
         block.is_open = False  # First, and for all at once: the rest may be interrupted by Ctrl-C.
-        for optimizer in optimizers:
-            for masters in _masters_of(optimizer):
-                masters.end_block()
+        for _, masters in with_masters:
+            masters.end_block()
 
 
 @contextlib.contextmanager

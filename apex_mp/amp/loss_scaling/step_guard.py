@@ -294,6 +294,7 @@ class StepGuard:
             skipped,
             report,
             scale=lambda: math.nan if overflow is None else overflow.scale_after,
+            attempted=lambda: math.nan if overflow is None else overflow.scale_before,
             owners=[optimizer, scaler],
             note=note,
         )

@@ -64,11 +64,15 @@ def attribute_with_checkpoint_view(name: str, own_class: type) -> property:
     """Return a member of a subclass that gives `own_class`'s attribute, or that of the view."""
 
     def get(self: Any) -> Any:
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_globals["__name__"] == _CALLER:
+            view = getattr(self, "_checkpoint_view", None)
+            if view is not None:
+                return getattr(view(), name)()
         if own is not None:
             return own.__get__(self)
-        if name not in vars(self):
+        if name not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return vars(self)[name]
+        return self.__dict__[name]
 
     def put(self: Any, value: Any) -> None:
         if own is not None:
@@ -77,8 +81,7 @@ def attribute_with_checkpoint_view(name: str, own_class: type) -> property:
             vars(self)[name] = value
 
     own: Any = getattr(own_class, name, None)  # A property of an optimizer around another.
-    get.__name__ = name
-    return property(with_checkpoint_view(get), put)
+    return property(get, put)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ class FoundInf:
             inv_scale: 1 / loss scale: a number, or 0-dim on a device.
             sums: Set `sum_sq` to the sum of squares of each of `dst` on a device [False].
         """
-        for device, (sources, targets) in _by_device(src, dst).items():
+        for device, (sources, targets) in _by_device(src, dst).items() if src else ():
             sum_sq = None
             if sums:
                 sum_sq = torch.zeros(len(targets), dtype=torch.float64, device=device)
@@ -97,6 +97,8 @@ class FoundInf:
             dst: Unscaled gradients, each on the device of its source; written.
             inv_scale: As in `unscale`.
         """
+        if not src:
+            return
         one = torch.ones((), dtype=torch.float64, device="cpu")
         for device, (sources, targets) in _by_device(src, dst).items():
             factor, flag = _on(inv_scale, device), self._flag(device)
@@ -150,7 +152,7 @@ class FoundInf:
 
     def __bool__(self) -> bool:
         """Whether a gradient held inf or NaN; the host waits."""
-        return any(found != 0.0 for found, *_ in self._numbers())
+        return bool(self.flags) and any(found != 0.0 for found, *_ in self._numbers())
 
     @property
     def norms(self) -> list[float]:

@@ -57,6 +57,8 @@ def has_unsynced_grads(params: Iterable[Tensor]) -> bool:
 
     That is so after a forward within `no_sync`, and after `disable_allreduce`.
     """
+    if not _was_local:
+        return False
     local = [model for model, was_local in [*_was_local.items()] if was_local or _is_off(model)]
     if not local:
         return False

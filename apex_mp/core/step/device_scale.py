@@ -69,14 +69,9 @@ class DeviceScale:
         rule = self.rule
         return None if rule is None else _C.DeviceLossScale(self.state, rule)
 
-    def update(self, found_inf: Tensor, rule: Rule | None = None) -> None:
-        """Adjust the scale after a block or step; `apex_mp.loss_scale` has the rule.
-
-        Args:
-            found_inf: One float32 element on the device, not 0 if gradients held inf or NaN.
-            rule: How it changes [None: as the initial scale says].
-        """
-        rule = self.rule if rule is None else rule
+    def update(self, found_inf: Tensor) -> None:
+        """Adjust the scale after a block; `apex_mp.loss_scale` has the rule."""
+        rule = self.rule
         if rule is not None:
             ops.update_scale_(self.state, rule, found_inf)
 

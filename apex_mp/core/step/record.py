@@ -30,6 +30,7 @@ class StepRecord:
     Attributes:
         report: Which gradients held inf or NaN in the last skipped step, as far as the host knows.
         skips_in_a_row: How many of the last steps were skipped, as far as the host knows.
+        has_named_cause: Whether a warning has said that the scale is not the cause of skips.
         steps: How many steps there were, skipped ones included.
         captured: If a CUDA graph took the last step, a tensor on the device: not 0 if the step was
             skipped, which the host does not know. Else None.
@@ -40,6 +41,7 @@ class StepRecord:
         self._who = who
         self.report: Sequence[NonFinite] = ()
         self.skips_in_a_row = self.steps = 0
+        self.has_named_cause = False
         self.captured: Tensor | None = None
 
     @property
@@ -86,6 +88,7 @@ class StepRecord:
         report: Sequence[NonFinite],
         *,
         scale: Callable[[], float],
+        attempted: Callable[[], float],
         owners: Sequence[Any],
         note: Callable[[], step_log.StepNote],
     ) -> None:
@@ -95,6 +98,7 @@ class StepRecord:
             skipped: Whether it was skipped.
             report: Which gradients held inf or NaN.
             scale: Returns the loss scale of the next step, for the warning.
+            attempted: Returns the loss scale of this step.
             owners: The owners whose listeners are notified. Listeners may raise, so call this when
                 all else is done. All are notified; then the first error is raised.
             note: Returns what listeners are given; called if there are any.
@@ -104,6 +108,15 @@ class StepRecord:
         if skipped:
             self.report = report
             _mark_step_called(self._optimizer())
+            if not self.has_named_cause and _are_nan(report) and attempted() <= 1.0:
+                self.has_named_cause = True
+                warn(
+                    f"{self._who}: gradients hold NaN, and no inf, at a loss scale of "
+                    f"{attempted():g}, so the scale is not the cause, and no scale cures it. The "
+                    f"worst: {report[0]}. Look for a NaN in the data, a division by 0 or the root "
+                    "of one, or find the module by apex_mp.monitor.find_nonfinite",
+                    "the-loss-scale-sinks",
+                )
         if self.skips_in_a_row == SKIPS_BEFORE_WARNING:
             worst = f" The worst: {report[0]}." if report else ""
             warn(
@@ -114,6 +127,11 @@ class StepRecord:
         notified = step_log.heard(*owners)
         if notified:
             step_log.notify(notified, note())
+
+
+def _are_nan(report: Sequence[NonFinite]) -> bool:
+    """Return whether gradients hold NaN and no inf, as far as that is known."""
+    return bool(report) and all(each.nan and each.inf == 0 for each in report)
 
 
 def _mark_step_called(optimizer: Any) -> None:
