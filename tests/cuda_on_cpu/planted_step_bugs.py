@@ -28,7 +28,7 @@ PLANTED_STEP_BUGS = {
         "atomicInc(arrived, blocks - 1) == blocks - 1;",
         "atomicInc(arrived, 0xffffffffu) == blocks - 1;",
         LOSS_SCALES,
-        r"assert state\.value == ",
+        r"assert outcome\.loss_scale == ",
     ),
     "each launch has a last block": PlantedBug(
         "check.all_blocks += blocks_of(check, reads_grads);",
