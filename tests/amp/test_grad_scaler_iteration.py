@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import GradScaler
 from apex_mp.amp.grad_scaling.iteration import TABLE, Event, Iteration, Refused, Stage
+from apex_mp.core.step import readback
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_it_works.md"
 MAKES = {**OURS, **OF_TORCH}
@@ -132,6 +135,103 @@ def test_gradients_that_wait_are_divided_by_their_own_scale(
     expected = train(new_scaler(device, init_scale=8.0, growth_interval=100), make, way, device)
     for param, wanted in zip(scaled.parameters(), expected.parameters(), strict=True):
         assert torch.equal(param, wanted)
+
+
+def sane_program(rng: random.Random, count: int) -> list[tuple[str, Any, float]]:
+    """Return calls in a right order: what is stepped, unscaled or clipped is cleared after it."""
+    program: list[tuple[str, Any, float]] = [("backward", range(count), 1.0)]
+    program += [("step", which, 0.0) for which in range(count)] + [("update", None, 0.0)]
+    stages = ["used"] * count
+    for _ in range(rng.randint(8, 60)):
+        call = rng.choices(
+            ["zero", "backward", "clip_grad_norm_", "unscale_", "step", "update"],
+            [2, 8, 2, 1, 6, 6],
+        )[0]
+        value, which = rng.choice([0.5, 1.0, 2.0]), rng.randrange(count)
+        if call == "backward":
+            reached = rng.sample(range(count), rng.randint(1, count))
+            reached = [each for each in reached if stages[each] in ("clean", "scaled")]
+            if reached:
+                program.append((call, reached, value))
+                stages = ["scaled" if n in reached else stage for n, stage in enumerate(stages)]
+        elif call == "update" and "stepped" in stages:
+            program.append((call, None, value))
+            stages = [stage if stage in ("clean", "scaled") else "used" for stage in stages]
+        else:
+            before, after = {
+                "zero": (("used", "scaled"), "clean"),
+                "clip_grad_norm_": (("scaled",), "clipped"),
+                "unscale_": (("scaled",), "unscaled"),
+                "step": (("scaled", "clipped", "unscaled"), "stepped"),
+                "update": ((), ""),
+            }[call]
+            if stages[which] in before:
+                program.append((call, which, value))
+                stages[which] = after
+    return program
+
+
+def carry_out(
+    program: list[tuple[str, Any, float]], makes: list[Any], interval: int, device: torch.device
+) -> tuple[list[nn.Module], int]:
+    """Return the models, and how many calls there were before the first warning of two scales."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 2).to(device) for _ in makes]
+    optimizers = [make(model.parameters()) for make, model in zip(makes, models, strict=True)]
+    scaler = new_scaler(device, init_scale=8.0, growth_interval=interval)
+    for number, (call, which, value) in enumerate(program):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if call == "backward":
+                scaler.scale(sum(loss_of(models[each], value) for each in which)).backward()
+            elif call == "zero":
+                optimizers[which].zero_grad(set_to_none=value > 0.5)
+            elif call == "update":
+                scaler.update()
+            else:
+                arguments = (0.1,) if call == "clip_grad_norm_" else ()
+                getattr(scaler, call)(optimizers[which], *arguments)
+            readback.wait()
+        if any("sums of two scales" in str(each.message) for each in caught):
+            return models, number
+    return models, len(program)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", range(40))
+def test_weights_do_not_depend_on_a_scale_that_changes(seed: int, device: torch.device) -> None:
+    """Up to a warning, several optimizers train as with one scale: powers of 2 change no digit."""
+    rng = random.Random(seed)
+    makes = rng.sample([*OURS.values(), *OF_TORCH.values()], rng.choice([2, 3]))
+    program = sane_program(rng, len(makes))
+    _, end = carry_out(program, makes, 1, device)
+    scaled, _ = carry_out(program[:end], makes, 1, device)
+    expected, _ = carry_out(program[:end], makes, 10**6, device)
+    for model, wanted in zip(scaled, expected, strict=True):
+        for pair in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(*pair)
+
+
+@pytest.mark.parametrize("host_knows", [True, False])
+def test_what_was_added_to_zeros_and_waits_is_not_taken_for_gradients_of_the_next_scale(
+    host_knows: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host does not know that gradients were 0 before an update."""
+    if not host_knows:
+        monkeypatch.setattr(Iteration, "_are_zero", lambda _: False)
+    first, second = 0, 1
+    program: list[tuple[str, Any, float]] = [
+        *sane_program(random.Random(), 2)[:4],
+        ("zero", second, 0.0),
+        *[("backward", [first], 1.0), ("step", first, 0.0), ("update", None, 0.0)],
+        *[("backward", [first, second], 1.0), ("step", first, 0.0), ("update", None, 0.0)],
+    ]
+    step = ("step", second, 0.0)
+    summed = [*program, ("backward", [first, second], 1.0), step]
+    _, end = carry_out(summed, [OF_TORCH["SGD"]] * 2, 1, device)
+    assert end == len(summed) - 1  # There it warns.
+    _, end = carry_out([*program, step], [OF_TORCH["SGD"]] * 2, 1, device)
+    assert end == len(program) + (device.type == "cpu" and host_knows)
 
 
 @each_optimizer

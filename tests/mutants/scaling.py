@@ -251,6 +251,12 @@ SCALER = {
     "torch's fused optimizers divide by the present scale": Mutant(
         "_step_fused", "scale is not scaler._scale", "False", "grad_scaler_iteration"
     ),
+    "gradients of 0 wait": Mutant(
+        "Iteration._are_zero", "before[1].item() == 0.0", "False", "grad_scaler_iteration"
+    ),
+    "zeros make a sum of two scales": Mutant(
+        "Iteration._note_before", "self._before[1] == 0.0", "False", "grad_scaler_iteration"
+    ),
     "gradients that a graph may write wait": Mutant(
         "Iteration.end", "is_in_graph or readback.is_capturing()", "False", "replayed_gradients"
     ),

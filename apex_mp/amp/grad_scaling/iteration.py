@@ -341,8 +341,10 @@ class Iteration(dict[str, Any]):
             elif is_in_graph:
                 self._before = None
                 following = Stage.READY if following is Stage.WAITING else following
-            elif stage not in _OF_BEFORE:
+            elif stage is Stage.SUMMED or stage not in _OF_BEFORE:
                 self._note_before(params, scale)
+                if following is Stage.WAITING and self._are_zero():
+                    following = Stage.READY
         self.enter(following)
         self.measured = self.noted = self.steps = None
         self[FLAGS] = {}
@@ -355,7 +357,11 @@ class Iteration(dict[str, Any]):
         sizes = torch._foreach_norm(readable, math.inf) if readable else []
         largest = [tensors.copy_async(size.float(), scale.device) for size in sizes]
         # Of gradients that cannot be read the scale stands for the largest.
-        self._before = torch.stack([scale, torch.stack(largest or [scale]).amax()])
+        before = torch.stack([scale, torch.stack(largest or [scale]).amax()])
+        if self.stage is Stage.SUMMED and self._before is not None:
+            # Of what was added to zeros the present scale is the only one.
+            before = torch.where(self._before[1] == 0.0, before, self._before)
+        self._before = before
         self._had_grads = [param for param in params if param.grad is not None]
         self._versions.record(params)
 
@@ -367,6 +373,11 @@ class Iteration(dict[str, Any]):
                 f"GradScaler.update: {type(optimizer).__name__} was stepped again after "
                 "scaler.step(optimizer), without this scaler; call scaler.update() before that"
             )
+
+    def _are_zero(self) -> bool:
+        """Return whether gradients before `update` were 0, if the host knows without waiting."""
+        before = self._before
+        return before is not None and before.is_cpu and before[1].item() == 0.0
 
     # A backward of a scaled loss.
 
