@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp.grad_scaling import stepping
-from apex_mp.amp.grad_scaling.iteration import (
-    FLAGS,
-    WATCHING_BACKWARD,
-    Clip,
-    Event,
-    Iteration,
-    Stage,
-)
+from apex_mp.amp.grad_scaling.iteration import FLAGS, WATCHING_BACKWARD, Clip, Iteration
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps, outcome
 from apex_mp.amp.grad_scaling.stepping import is_fused
+from apex_mp.amp.grad_scaling.table import Event, Stage
 from apex_mp.core import forks, ops, tensors
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads import measured as _measured

@@ -15,10 +15,12 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import GradScaler
-from apex_mp.amp.grad_scaling.iteration import TABLE, Event, Iteration, Refused, Stage
+from apex_mp.amp.grad_scaling.iteration import Iteration
+from apex_mp.amp.grad_scaling.table import TABLE, Event, Refused, Stage
 from apex_mp.core.step import readback
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_it_works.md"
+OF_SCALE_LOSS = {Stage.IN_BLOCK, Stage.LEFT_SCALED}
 MAKES = {**OURS, **OF_TORCH}
 each_optimizer = pytest.mark.parametrize("make", MAKES.values(), ids=[*MAKES])
 
@@ -45,13 +47,13 @@ def test_the_page_shows_the_table() -> None:
 def test_every_refusal_names_the_optimizer_or_the_method() -> None:
     for (_, event), following in TABLE.items():
         if isinstance(following, Refused):
-            sentence = following.text.format(call=event.value, owner="Adam")
-            assert "Adam" in sentence or f"{event.value}()" in sentence
+            sentence = following.text.format(call=event.value, owner="Adam", scale=8.0)
+            assert "Adam" in sentence or f"{event.value.split('.')[-1]}" in sentence
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("event", Event)
-@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("event", [each for each in Event if each is not Event.BLOCK])
+@pytest.mark.parametrize("stage", [each for each in Stage if each not in OF_SCALE_LOSS])
 def test_an_iteration_follows_the_table(stage: Stage, event: Event) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     iteration = Iteration(optimizer)

@@ -34,7 +34,7 @@ AMP = {
     ),
     "a step takes scaled gradients": Mutant(
         "StepGuard._take_step",
-        "self._refuse_scaled_gradients(optimizer)",
+        "self.check(Event.PLAIN_STEP)",
         "",
         "amp_scale_loss_steps",
     ),
@@ -213,7 +213,7 @@ SCALER = {
         "grad_scaler_order",
     ),
     "a clip is lost by an update before the step": Mutant(
-        "Iteration.end", "self.enter(following)", "self.enter(Stage.READY)", "grad_scaler_order"
+        "Iteration.end", "self.enter(new)", "self.enter(Stage.READY)", "grad_scaler_order"
     ),
     "an iteration that was given up is remembered": Mutant(
         "Iteration.after", "stage in _EDITABLE", "stage is Stage.CLIPPED", "grad_scaler_order"

@@ -1,18 +1,11 @@
-"""What has happened to an optimizer's gradients since the last update of a GradScaler: a table.
-
-An `Iteration` has a stage. What happens to its gradients is an event, and `TABLE` gives the next
-stage for each pair of a stage and an event, or the sentence by which the event is refused. Where
-it has no row the stage stays.
-"""
+"""What has happened to an optimizer's gradients since the last update of a GradScaler."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,128 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from apex_mp import _C
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps
+from apex_mp.amp.grad_scaling.table import Event, Stage, following
 from apex_mp.core import tensors
 from apex_mp.core.grads.found_inf import clip_divisor
 from apex_mp.core.grads.measured import Measured
 from apex_mp.core.log import warn
 from apex_mp.core.step import readback
-
-
-class Stage(enum.Enum):
-    """What the gradients of an optimizer are."""
-
-    READY = "scaled, or there are none"
-    CLIPPED = "measured by `clip_grad_norm_`, and scaled until the step"
-    EDITED = "written or replaced after `clip_grad_norm_`"
-    LATE = "measured by `clip_grad_norm_`, and not stepped before `update`"
-    WAITING = "not stepped before `update`, so that they have the scale of before"
-    SUMMED = "sums of gradients of two scales"
-    UNSCALED = "unscaled"
-    MIXED = "unscaled, and a backward of a scaled loss has added to them"
-    STEPPED = "stepped"
-
-
-class Event(enum.Enum):
-    """What happens to them; the first three are calls of the scaler's methods."""
-
-    CLIP = "clip_grad_norm_"
-    UNSCALE = "unscale_"
-    STEP = "step"
-    UPDATE = "update"
-    BACKWARD = "backward"  # of a scaled loss; it has added to them, or made new ones
-    EDIT = "edit"  # They were written or replaced, or set to None before another backward.
-    PLAIN_STEP = "optimizer.step"
-    REPLAY = "replay"  # of a CUDA graph, which may have written them
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """The sentence of a RuntimeError; `{call}` is the method, `{owner}` the optimizer's class."""
-
-    text: str
-
-
-_STILL_SCALED = Refused(
-    "{owner}.step: the gradients are still scaled, because scaler.clip_grad_norm_(optimizer) "
-    "leaves it to the step to unscale and clip them. Call scaler.step(optimizer) instead of "
-    "optimizer.step()"
-)
-_EDITED = Refused(
-    "GradScaler: gradients of {owner} were written or replaced after "
-    "scaler.clip_grad_norm_(optimizer), which has measured them and left them scaled. Call it "
-    "after the last backward(); to edit gradients, call scaler.unscale_(optimizer) before it; to "
-    "leave out a step, call scaler.update()"
-)
-_LATE = Refused(
-    "GradScaler: scaler.update() was called between scaler.clip_grad_norm_(optimizer) and the step "
-    "of {owner}, whose gradients have the scale of before. Call clip_grad_norm_, step and update "
-    "in this order"
-)
-_MIXED = Refused(
-    "GradScaler.{call}: the gradients of {owner} were unscaled, and then a backward() of another "
-    "scaled loss has added to them or made new ones. Unscale and clip after the last backward() "
-    "of an iteration, and call scaler.update() at its end, also if the step is left out"
-)
-_TWO_CLIPS = Refused(
-    "clip_grad_norm_() has already been called on this optimizer since the last update(). Call "
-    "scaler.update() at the end of each iteration, also if the step is left out."
-)
-_CLIP_AFTER_STEP = Refused(
-    "clip_grad_norm_() is being called after step(). Call it before step(), and update() at the "
-    "end of each iteration."
-)
-# The next three are torch's.
-_TWO_STEPS = Refused("step() has already been called since the last update().")
-_TWICE_UNSCALED = Refused(
-    "unscale_() has already been called on this optimizer since the last update()."
-)
-_UNSCALED_AFTER_STEP = Refused("unscale_() is being called after step().")
-
-TABLE: Mapping[tuple[Stage, Event], Stage | Refused] = {
-    **{
-        (stage, event): following
-        for stage in (Stage.READY, Stage.WAITING, Stage.SUMMED)
-        for event, following in (
-            (Event.CLIP, Stage.CLIPPED),
-            (Event.UNSCALE, Stage.UNSCALED),
-            (Event.STEP, Stage.STEPPED),
-        )
-    },
-    (Stage.READY, Event.UPDATE): Stage.WAITING,
-    (Stage.WAITING, Event.EDIT): Stage.READY,
-    (Stage.WAITING, Event.BACKWARD): Stage.SUMMED,
-    (Stage.SUMMED, Event.EDIT): Stage.READY,
-    (Stage.CLIPPED, Event.CLIP): _TWO_CLIPS,
-    (Stage.CLIPPED, Event.UNSCALE): Stage.UNSCALED,
-    (Stage.CLIPPED, Event.STEP): Stage.STEPPED,
-    (Stage.CLIPPED, Event.EDIT): Stage.EDITED,
-    (Stage.CLIPPED, Event.UPDATE): Stage.LATE,
-    **{
-        (stage, event): refused
-        for stage, refused in ((Stage.EDITED, _EDITED), (Stage.LATE, _LATE))
-        for event in (Event.CLIP, Event.UNSCALE, Event.STEP)
-    },
-    **{
-        (stage, Event.PLAIN_STEP): _STILL_SCALED
-        for stage in (Stage.CLIPPED, Stage.EDITED, Stage.LATE)
-    },
-    (Stage.EDITED, Event.UPDATE): Stage.WAITING,
-    (Stage.LATE, Event.EDIT): Stage.READY,
-    (Stage.LATE, Event.REPLAY): Stage.READY,
-    (Stage.LATE, Event.BACKWARD): Stage.SUMMED,
-    (Stage.UNSCALED, Event.UNSCALE): _TWICE_UNSCALED,
-    (Stage.UNSCALED, Event.STEP): Stage.STEPPED,
-    (Stage.UNSCALED, Event.UPDATE): Stage.READY,
-    (Stage.UNSCALED, Event.BACKWARD): Stage.MIXED,
-    (Stage.MIXED, Event.CLIP): _MIXED,
-    (Stage.MIXED, Event.UNSCALE): _TWICE_UNSCALED,
-    (Stage.MIXED, Event.STEP): _MIXED,
-    (Stage.MIXED, Event.UPDATE): Stage.READY,
-    (Stage.STEPPED, Event.CLIP): _CLIP_AFTER_STEP,
-    (Stage.STEPPED, Event.UNSCALE): _UNSCALED_AFTER_STEP,
-    (Stage.STEPPED, Event.STEP): _TWO_STEPS,
-    (Stage.STEPPED, Event.UPDATE): Stage.READY,
-}
 
 # torch's name of a stage, if it is not READY; and the stage for torch's name.
 _OF_TORCH = {
@@ -260,11 +137,7 @@ class Iteration(dict[str, Any]):
         if event in _SHOWING_EDITS and stage in _EDITABLE and self._are_changed():
             stage = self.after(Event.EDIT)
             self.enter(stage)
-        following = TABLE.get((stage, event), stage)
-        if isinstance(following, Refused):
-            owner = type(self._optimizer()).__name__
-            raise RuntimeError(following.text.format(call=event.value, owner=owner))
-        return following
+        return following(stage, event, owner=type(self._optimizer()).__name__)
 
     def _are_changed(self) -> bool:
         return self._versions.changed(self._params())
@@ -332,20 +205,20 @@ class Iteration(dict[str, Any]):
             scale: The loss scale before it.
             is_in_graph: A CUDA graph may write gradients, whose versions do not show that.
         """
-        stage, following = self.stage, self.after(Event.UPDATE)
-        if following in _OF_BEFORE:
+        stage, new = self.stage, self.after(Event.UPDATE)
+        if new in _OF_BEFORE:
             params = self._params()
             is_in_graph = is_in_graph or readback.is_capturing()
             if all(param.grad is None for param in params):
-                following = Stage.READY
+                new = Stage.READY
             elif is_in_graph:
                 self._before = None
-                following = Stage.READY if following is Stage.WAITING else following
+                new = Stage.READY if new is Stage.WAITING else new
             elif stage is Stage.SUMMED or stage not in _OF_BEFORE:
                 self._note_before(params, scale)
-                if following is Stage.WAITING and self._are_zero():
-                    following = Stage.READY
-        self.enter(following)
+                if new is Stage.WAITING and self._are_zero():
+                    new = Stage.READY
+        self.enter(new)
         self.measured = self.noted = self.steps = None
         self[FLAGS] = {}
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp.grad_scaling.iteration import FLAGS, Clip, Iteration, Stage
+from apex_mp.amp.grad_scaling.iteration import FLAGS, Clip, Iteration
+from apex_mp.amp.grad_scaling.table import Stage
 from apex_mp.core import tensors
 from apex_mp.core.grads.found_inf import one_flag
 from apex_mp.core.grads.grad_slots import GradSlots

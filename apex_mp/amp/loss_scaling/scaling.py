@@ -14,6 +14,7 @@ from torch import Tensor
 
 from apex_mp.amp.casts.casting import is_low
 from apex_mp.amp.grad_scaling.stepping import looks_at_found_inf
+from apex_mp.amp.grad_scaling.table import Event
 from apex_mp.amp.levels.masters import OptimizerMasters
 from apex_mp.amp.loss_scaling.loss_grads import LossGrads, Unscaling, named_grads
 from apex_mp.amp.loss_scaling.step_guard import Block, StepGuard, guard_of
@@ -242,11 +243,8 @@ def _open_blocks(optimizers: Sequence[Any]) -> Iterator[list[StepGuard]]:
     """Mark optimizers as in a block: two open ones would unscale each other's gradients."""
     with_masters = _with_masters(optimizers)
     guards = [*map(guard_of, optimizers)]
-    if any(guard.in_block for guard in guards):
-        raise RuntimeError(
-            "scale_loss was called inside a scale_loss block of the same optimizer; end the first "
-            "block before the second, or add the losses up"
-        )
+    for guard in guards:
+        guard.check(Event.BLOCK)
     block = Block()
     try:
         for guard, optimizer in zip(guards, optimizers, strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp.amp.grad_scaling.table import Event, Stage, following
 from apex_mp.amp.loss_scaling.loss_grads import found_in, slots_of
 from apex_mp.amp.loss_scaling.overflow import FiniteClosure
 from apex_mp.amp.scaler import LossScaler
@@ -130,6 +131,11 @@ class StepGuard:
         block = self.block()
         return block is not None and block.is_open
 
+    def check(self, event: Event) -> None:
+        """Raise the RuntimeError of the table, if it refuses an event."""
+        stage = Stage.READY if self.scaled_by is None else Stage.LEFT_SCALED
+        following(Stage.IN_BLOCK if self.in_block else stage, event, scale=self.scaled_by)
+
     # Setting and removing the wrapper.
 
     def stay(self) -> None:
@@ -168,12 +174,11 @@ class StepGuard:
         return guarded_step
 
     def _take_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.in_block:
-            raise RuntimeError(
-                "step() was called inside a scale_loss block, where gradients are still scaled; "
-                "call it after the block"
-            )
-        self._refuse_scaled_gradients(optimizer)
+        is_scaled = self.scaled_by is not None and not self.in_block
+        if is_scaled and not slots_of(optimizer).read().rows():  # They were cleared.
+            self.scaled_by = None
+            self.scalers.clear()
+        self.check(Event.PLAIN_STEP)
         self._resolve_suspect(optimizer)
         if self._is_leaving:
             self._take_off()
@@ -207,18 +212,6 @@ class StepGuard:
         value = self._step(optimizer, *args, **kwargs)
         self._end_step(None)
         return value
-
-    def _refuse_scaled_gradients(self, optimizer: Any) -> None:
-        if self.scaled_by is None:
-            return
-        if slots_of(optimizer).read().rows():
-            raise RuntimeError(
-                f"step() was called with gradients that are still scaled by {self.scaled_by}: the "
-                "last scale_loss had delay_unscale=True, or its model was in no_sync; before a "
-                "step the last one must not"
-            )
-        self.scaled_by = None
-        self.scalers.clear()
 
     def _take_overflow(self) -> Overflow | None:
         found_inf, self._found_inf = self._found_inf, None
