@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex_mp import _C
 from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps
-from apex_mp.amp.grad_scaling.table import Event, Stage, following
+from apex_mp.amp.grad_scaling.table import TABLE, Event, Stage, following
 from apex_mp.core import tensors
 from apex_mp.core.grads.found_inf import clip_divisor
 from apex_mp.core.grads.measured import Measured
@@ -137,6 +137,9 @@ class Iteration(dict[str, Any]):
         if event in _SHOWING_EDITS and stage in _EDITABLE and self._are_changed():
             stage = self.after(Event.EDIT)
             self.enter(stage)
+        new = TABLE.get((stage, event), stage)
+        if isinstance(new, Stage):
+            return new
         return following(stage, event, owner=type(self._optimizer()).__name__)
 
     def _are_changed(self) -> bool:
