@@ -19,7 +19,6 @@ from apex_mp.amp.levels.checkpoint import load_state_dict, state_dict
 from apex_mp.amp.loss_scaling.scaling import scaled_backward
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step.skips import Overflow
 from apex_mp.loss_scale import LossScale
 
@@ -81,8 +80,8 @@ def initialize(
             cast].
         num_losses: Losses with a scale of their own, by `loss_id` [1].
         verbosity: 0 prints nothing, 1 options and skipped steps, 2 casts of O1 too [1].
-        min_loss_scale: A dynamic scale does not back off below it [None: 1 where the model has 16
-            bits, whose gradients a smaller scale loses; else no floor].
+        min_loss_scale: A dynamic scale does not back off below it [None: 1 once gradients have 16
+            bits, which a smaller scale loses; else no floor].
         max_loss_scale: A dynamic scale does not grow above it [2**24].
         dtype: torch.float16 or torch.bfloat16 [torch.float16].
         device_type: Where O1 casts: "cuda" or "cpu" [None: where the models are].
@@ -115,11 +114,7 @@ def initialize(
         )
         for objection in objections:
             warn_or_err(objection)
-        lowest = min_loss_scale
-        is_half = options.cast_model_type in LOW_PRECISION
-        if lowest is None and options.loss_scale == "dynamic" and is_half:
-            lowest = 1.0
-        scalers = _new_scalers(num_losses, options.loss_scale, lowest, max_loss_scale)
+        scalers = _new_scalers(num_losses, options.loss_scale, min_loss_scale, max_loss_scale)
         parallel_masters.follow_join()
         setup = Setup(models, optimizers, options, dtype=dtype, device_type=device_type)
         setup.apply(verbose=verbosity == 2)

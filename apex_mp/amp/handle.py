@@ -42,7 +42,7 @@ class AmpHandle:
         allow_banned: Cast to float32 what is refused otherwise: binary_cross_entropy [False].
         dtype: The low precision [torch.float16].
         device_type: Where tensors are cast: "cpu" or "cuda" ["cpu"].
-        min_loss_scale: A dynamic scale does not back off below it [None].
+        min_loss_scale: A dynamic scale does not back off below it [None: as of amp.initialize].
         max_loss_scale: A dynamic scale does not grow above it [2**24].
 
     Raises:

@@ -42,7 +42,8 @@ class LossScaler(ApexNames):
         init_scale: Where a dynamic scale starts [2**16].
         scale_factor: Growth multiplies by it, backing off divides by it; more than 1 [2].
         scale_window: Good steps before the scale grows [2000].
-        min_loss_scale: A dynamic scale does not back off below it [None: no floor].
+        min_loss_scale: A dynamic scale does not back off below it [None: 1 once gradients have 16
+            bits; else no floor].
         max_loss_scale: A dynamic scale does not grow above it, nor start there [2**24].
 
     Raises:
@@ -50,6 +51,8 @@ class LossScaler(ApexNames):
         ValueError: An argument is out of range, or is given beside a dynamic loss scale that has
             one of its own.
     """
+
+    _has_floor = True  # Pickles of earlier versions have what they had.
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class LossScaler(ApexNames):
         self._device_scale: DeviceScale | None = None  # holds the scale, if it is not None
         beside = (init_scale, scale_factor, scale_window, min_loss_scale, max_loss_scale)
         held = held_value(loss_scale)
+        self._has_floor = held is not None or min_loss_scale is not None
         if held is not None:
             if isinstance(held, DynamicLossScale) and beside != _BESIDE:
                 raise ValueError(
@@ -125,6 +129,14 @@ class LossScaler(ApexNames):
         """The smallest scale that it backs off to; None if it never backs off."""
         held = self._value  # The bounds; the scale may be on a device.
         return held.min_scale if isinstance(held, DynamicLossScale) else None
+
+    def note_16_bit_gradients(self) -> None:
+        """Do not back off below 1 from now on, unless a floor was given."""
+        value = self._value
+        if not self._has_floor and isinstance(value, DynamicLossScale):
+            lowest = min(1.0, value.max_scale)
+            self.value = dataclasses.replace(self.value, min_scale=lowest)  # type: ignore[arg-type]
+        self._has_floor = True
 
     # Overflows.
 

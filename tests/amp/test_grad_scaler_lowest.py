@@ -186,3 +186,18 @@ def test_the_scale_of_scale_loss_stops_at_1_where_the_model_has_16_bits(
         optimizer.step()
     expected = lowest or (0.125 if level == "O1" else 1.0)
     assert amp._amp_state.loss_scalers[0].loss_scale() == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients hold NaN, and no inf")
+@pytest.mark.usefixtures("amp_off")
+def test_so_does_that_of_a_handle_once_gradients_have_16_bits() -> None:
+    handle = amp.init()
+    for dtype, expected in ((F32, 0.125), (F16, 1.0), (F32, 1.0)):
+        weight = Parameter(torch.ones(4, dtype=dtype))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        handle._default_scaler._loss_scale = 2.0
+        for _ in range(4):
+            with handle.scale_loss(weight.float().sum() * math.nan, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        assert handle._default_scaler.loss_scale() == expected

@@ -122,6 +122,15 @@ AMP = {
     "gradients that overflowed and were set aside are stepped": Mutant(
         "StepGuard._resolve_suspect", "self._overflow = suspect", "", "apex_inside"
     ),
+    "16-bit gradients put no floor under a scale": Mutant(
+        "LossScaler.note_16_bit_gradients",
+        "not self._has_floor and isinstance(value, DynamicLossScale)",
+        "False",
+        "grad_scaler_lowest",
+    ),
+    "NaN at a scale of 1 is said once more": Mutant(
+        "StepRecord.end", "self.has_named_cause = True", "", "step_record"
+    ),
     "a client's overflow buffer is not read": Mutant(
         "LossScaler.update_scale", "bool(self._buffer.item())", "False", "apex_inside"
     ),

@@ -25,11 +25,13 @@ from apex_mp.core.grads.grad_slots import GradSlots
 from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.log import logger
 from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import device_scale, readback
 from apex_mp.core.step.skips import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
 
 _LOG = logger("apex_mp.amp")
+_LOW = frozenset(LOW_PRECISION)
 _warned_of_low_precision = False
 
 
@@ -107,6 +109,8 @@ def scaled_backward(
             _check_unswitched(was_unsynced, has_unsynced())
             if expect_float32:
                 _warn_of_low_precision(grads.slots)
+            if not scaler._has_floor and not _LOW.isdisjoint(grads.slots.read().dtypes()):
+                scaler.note_16_bit_gradients()
             grads.unscale(unscaling)
         except BaseException:
             grads.restore()
