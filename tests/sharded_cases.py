@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from apex_mp.amp import GradScaler
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.shards import agree
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD, MasterWeights
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2
 
@@ -234,6 +234,28 @@ def without_gradients(rank: int) -> list[bool]:
     return moved
 
 
+def overflow_of_another(rank: int) -> list[Any]:
+    """Scale and skips of two optimizers, of which one has gradients, with inf, in rank 0 only."""
+    found = []
+    for make in (
+        lambda params: MasterWeights(params, torch.optim.AdamW, lr=1e-3),
+        lambda params: FusedAdam(params, lr=1e-3, master_weights=True),
+    ):
+        models = [sharded(net().half(), (WORLD,)) for _ in range(2)]
+        optimizers = [make([*model.parameters()]) for model in models]
+        scaler = GradScaler("cpu", init_scale=256.0)
+        scaler.scale(torch.ones(()))
+        for param in models[0].parameters():
+            param.grad = torch.ones_like(param)
+        for param in models[1].parameters() if rank == 0 else ():
+            param.grad = torch.full_like(param, float("inf"))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        found += [scaler.get_scale(), scaler.step_was_skipped(optimizers[1])]
+    return found
+
+
 def agreed(rank: int) -> list[Any]:
     """Return what `agree` makes of numbers that differ, where one process lacks a gradient."""
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -289,6 +311,7 @@ def work(rank: int, folder: str) -> None:
         "misfits": misfits(rank),
         "agreed": agreed(rank),
         "without gradients": without_gradients(rank),
+        "overflow of another": overflow_of_another(rank),
     }
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

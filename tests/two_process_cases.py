@@ -179,6 +179,28 @@ def with_initialize(level: str, make: Any) -> Callable[[nn.Module, Any], Trainer
     return build
 
 
+class Scaled:
+    """An optimizer that is stepped by a GradScaler, which is updated in each step."""
+
+    def __init__(self, inner: Any, scaler: Any) -> None:
+        self.inner, self.scaler, self.param_groups = inner, scaler, inner.param_groups
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        self.scaler.step(self.inner)
+        self.scaler.update()
+
+
+def with_grad_scaler(model: nn.Module, wrap: Any) -> Trainer:
+    wrapped = wrap(model)
+    interval = SCALE["scale_window"]
+    scaler: Any = amp.GradScaler("cpu", SCALE["init_scale"], growth_interval=interval)
+    optimizer = Scaled(FusedSGD(model.parameters(), **SGD), scaler)
+    return Trainer(wrapped, optimizer, lambda loss: scaler.scale(loss).backward(), scaler.get_scale)
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, **SGD)
 
@@ -209,6 +231,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], Trainer], Callable[[nn.Module],
         with_initialize("O2", lambda params: FusedAdam(params, **ADAM)),
         ours,
     ),
+    "GradScaler, torch's DDP": (with_grad_scaler, torchs),
     "amp handle, Reducer": (with_handle_and_reducer, no_reduction),
     "fp16_utils.FP16_Optimizer, Reducer": (with_fp16_optimizer_and_reducer, no_reduction),
 }
@@ -316,6 +339,7 @@ JOINING = [
     "initialize O1",
     "initialize O2",
     "initialize O2, torch's DDP",
+    "GradScaler, torch's DDP",
 ]
 
 

@@ -21,10 +21,12 @@ from apex_mp.amp.grad_scaling.table import Event, Stage
 from apex_mp.core import forks, ops, tensors
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads import measured as _measured
+from apex_mp.core.grads import shards
 from apex_mp.core.grads.checks import NonFinite
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.log import warn
+from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback, step_log
@@ -36,10 +38,7 @@ from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLoss
 # Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 _eager = torch._disable_dynamo  # type: ignore[attr-defined]
 _LOW = frozenset(LOW_PRECISION)
-_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOTHING = contextlib.nullcontext()
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SCALE_EACH_LOSS = (
     "Call scaler.scale(loss).backward() in each iteration, and scaler.update() once at its end"
 )
@@ -138,6 +137,7 @@ class GradScaler(torch.amp.GradScaler):
             DynamicLossScale(init_scale, **self._rule._asdict())
         self._model = None if model is None else weakref.ref(model)
         self._check_buffers()
+        parallel_masters.follow_join()
         # By optimizer, which is not kept alive; torch's `_per_optimizer_states` has them, too.
         self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
         self._is_loss_scaled = False  # since the last update
@@ -221,7 +221,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._has_warned_of_float16 = True
         scale = self.get_scale()
-        if scale > _LARGEST_FLOAT16:
+        if scale > torch.finfo(torch.float16).max:
             warn(
                 f"GradScaler.scale: the loss is float16 and the scale is {scale:g}, which is inf "
                 f"in float16, and so is the gradient of the loss: steps are skipped until the "
@@ -268,7 +268,9 @@ class GradScaler(torch.amp.GradScaler):
     def _iteration(self, optimizer: torch.optim.Optimizer) -> Iteration:
         iteration = self._iterations.get(optimizer)
         if iteration is None:
+            shards.refuse_fsdp1("GradScaler", optimizer)
             iteration = self._iterations[optimizer] = Iteration(optimizer)
+            parallel_masters.add_scale(self, lambda scaler: scaler, [optimizer])
         of_torch = self._per_optimizer_states
         known = of_torch.get(id(optimizer))
         if known is not iteration:
@@ -438,7 +440,7 @@ class GradScaler(torch.amp.GradScaler):
         if iteration.noted is not None:
             norm, clip = iteration.noted
             step_log.measured(self, optimizer, grad_norm=norm, clip=clip)
-        unscaled = _FLOATING if iteration.stage is Stage.UNSCALED else ()
+        unscaled = tensors.FLOATING if iteration.stage is Stage.UNSCALED else ()
         return step_log.announced(
             self, optimizer, scale=scale, unscaled=unscaled, optimizer=optimizer
         )
@@ -640,8 +642,8 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: It is something else's, and lacks a key.
         """
         state = as_dict("GradScaler", state_dict)
-        missing = [key for key in _KEYS if key not in state]
-        if self._enabled and state and missing:
+        missing = [key for key in super().state_dict() if key not in state]
+        if state and missing:
             raise ValueError(
                 f"GradScaler.load_state_dict: keys {missing} are missing; the dict has {[*state]}, "
                 "and must be the state_dict() of a GradScaler"

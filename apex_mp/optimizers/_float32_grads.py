@@ -141,7 +141,10 @@ def result_of(grads: Grads, found: FoundInf, step: ScaledStep) -> StepResult:
         for index in range(len(params))
     )
     without = [place for row, place in enumerate(places) if row not in rows]
-    return StepResult(HostOutcome(skipped, norms), without, grads.dtypes())
+    dtypes = grads.dtypes()
+    if grads.has_parts:  # Another process may have gradients, and all know what it has found.
+        dtypes |= {param.dtype for param in grads.slots.params}
+    return StepResult(HostOutcome(skipped, norms), without, dtypes)
 
 
 def _given(groups: Sequence[Sequence[Tensor]], lists: Lists) -> dict[Tensor, Tensor]:

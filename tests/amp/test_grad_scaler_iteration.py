@@ -280,6 +280,23 @@ def test_a_device_may_be_an_object_and_have_an_index(device: Any) -> None:
     assert repr(GradScaler(device)).startswith("GradScaler('cpu', scale=65536.0")
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_fsdp1_has_divided_is_refused_by_name(
+    processes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+    weight = nn.Parameter(torch.ones(2, device=device))
+    weight._fsdp_flattened = True  # type: ignore[attr-defined]
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), new_scaler(device)
+    weight.grad = torch.ones_like(weight)
+    if processes == 1:
+        scaler.step(optimizer)
+        return
+    with pytest.raises(RuntimeError, match="SGD steps parameters of a FullyShardedDataParallel"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
 def test_the_first_loss_that_was_not_scaled_gets_the_sentence_of_later_ones(
     call: str, device: torch.device

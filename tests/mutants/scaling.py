@@ -231,7 +231,10 @@ SCALER = {
         "GradScaler.update", "self._is_loss_scaled = False", "", "grad_scaler_order"
     ),
     "a float16 loss is warned of at any scale": Mutant(
-        "GradScaler._warn_of_float16", "scale > _LARGEST_FLOAT16", "True", "grad_scaler_order"
+        "GradScaler._warn_of_float16",
+        "scale > torch.finfo(torch.float16).max",
+        "True",
+        "grad_scaler_order",
     ),
     "gradients of any norm are taken for 0": Mutant(
         "ScaledSteps._finish", "norm == 0.0", "norm is not None", "grad_scaler_order"
@@ -272,12 +275,15 @@ SCALER = {
     "a stage that a subclass writes is ignored": Mutant(
         "GradScaler._iteration", "iteration.follow_torch()", "", "grad_scaler_iteration"
     ),
+    "FSDP1 is taken": Mutant(
+        "refuse_fsdp1", "getattr(param, '_fsdp_flattened', False)", "False", "grad_scaler_iteration"
+    ),
     "any device is taken": Mutant(
         "_checked_device", "kind in ('cuda', 'cpu')", "True", "grad_scaler_iteration"
     ),
     "a state of another scaler is half loaded": Mutant(
         "GradScaler.load_state_dict",
-        "self._enabled and state and missing",
+        "state and missing",
         "False",
         "grad_scaler_iteration",
     ),

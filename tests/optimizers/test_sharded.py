@@ -95,6 +95,13 @@ def test_a_process_without_gradients_keeps_no_other_waiting(found: list[dict[str
         assert found[rank]["without gradients"] == [rank == 0] * 4
 
 
+def test_a_process_without_gradients_skips_and_backs_off_with_the_others(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in range(WORLD):
+        assert found[rank]["overflow of another"] == [128.0, True] * 2
+
+
 def test_processes_that_do_not_fit_each_other_refuse_the_first_step(
     found: list[dict[str, Any]],
 ) -> None:

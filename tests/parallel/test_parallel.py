@@ -32,8 +32,9 @@ pytestmark = pytest.mark.cpu_only
         lambda model, optimizer: amp.initialize(model, optimizer, opt_level="O0", verbosity=0),
         lambda model, optimizer: FP16_Optimizer(optimizer, verbose=False),
         lambda model, optimizer: DistributedDataParallel(model),
+        lambda model, optimizer: amp.GradScaler("cpu"),
     ],
-    ids=["amp.init", "amp.initialize", "FP16_Optimizer", "DistributedDataParallel"],
+    ids=["amp.init", "amp.initialize", "FP16_Optimizer", "DistributedDataParallel", "GradScaler"],
 )
 def test_what_sets_up_mixed_precision_has_join_end_with_equal_masters(
     set_up: Any, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,22 @@ from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.tensors import copy_async
 
 
+def refuse_fsdp1(caller: str, optimizer: Any) -> None:
+    """Raise a RuntimeError if an optimizer steps what FullyShardedDataParallel (FSDP1) has divided.
+
+    Its parameters do not say how, so that processes could not agree on an overflow or a norm.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    params = tensors.params_of(optimizer) if several else []
+    if any(getattr(param, "_fsdp_flattened", False) for param in params):
+        raise RuntimeError(
+            f"{caller}: {type(optimizer).__name__} steps parameters of a FullyShardedDataParallel "
+            "(FSDP1), which do not say how they are divided, so that an overflow in one process "
+            "would be unknown to the others. Use torch.distributed.fsdp.fully_shard (FSDP2), or "
+            "float32 parameters and torch's ShardedGradScaler"
+        )
+
+
 @torch.no_grad()
 def agree(
     params: Sequence[Tensor],
