@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from apex_mp.amp import GradScaler
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.shards import agree
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedSGD, MasterWeights
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD, MasterWeights
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2
 
@@ -213,6 +213,19 @@ def zero(rank: int, world: int) -> dict[str, Any]:
     return train(model, optimizer, rank, world)
 
 
+def zero_that_clips() -> list[str]:
+    """What the optimizers that would clip a part of the parameters say in ZeRO."""
+    said = []
+    for cls, options in ((FusedLAMB, {}), (FusedAdam, {"max_grad_norm": 0.5})):
+        try:
+            ZeroRedundancyOptimizer(net().parameters(), cls, lr=1e-2, **options)
+        except ValueError as error:
+            said.append(str(error))
+    cls(net().parameters(), lr=1e-2, **options)  # Outside it is fine.
+    ZeroRedundancyOptimizer(net().parameters(), FusedLAMB, lr=1e-2, max_grad_norm=0.0)
+    return said
+
+
 def without_gradients(rank: int) -> list[bool]:
     """Whether each step moved this process's part, where only the first has gradients."""
     model = sharded(net(), (WORLD,))
@@ -311,6 +324,7 @@ def work(rank: int, folder: str) -> None:
         "misfits": misfits(rank),
         "agreed": agreed(rank),
         "without gradients": without_gradients(rank),
+        "zero that clips": zero_that_clips(),
         "overflow of another": overflow_of_another(rank),
     }
     torch.save(found, f"{folder}/{rank}.pt")

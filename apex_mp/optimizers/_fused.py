@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from apex_mp.core import tensors
-from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
+from apex_mp.core.checkpoints.checkpoint_view import is_called_by, is_called_for_state
 from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
@@ -22,6 +23,8 @@ from apex_mp.optimizers import _legacy_call, _offload
 from apex_mp.optimizers._engine import Engine
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 class FusedOptimizer(SavedOptimizer):
@@ -52,6 +55,14 @@ class FusedOptimizer(SavedOptimizer):
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check the options of a group that is added; a loaded group need not pass."""
         self._check_options(group)
+        if group.get("max_grad_norm") and is_called_by(_ZERO) and dist.get_world_size() > 1:
+            name = self._public_name
+            raise ValueError(
+                f"{name}: max_grad_norm is {group['max_grad_norm']}, and ZeroRedundancyOptimizer "
+                f"gives each process a part of the parameters, by whose norm alone {name} would "
+                "clip; it must be 0 there. apex_mp.amp.GradScaler.clip_grad_norm_(optimizer, "
+                "max_norm), or torch's function, clips by the norm of all"
+            )
 
     # --- Options.
 

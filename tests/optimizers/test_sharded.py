@@ -95,6 +95,16 @@ def test_a_process_without_gradients_keeps_no_other_waiting(found: list[dict[str
         assert found[rank]["without gradients"] == [rank == 0] * 4
 
 
+def test_a_clip_by_the_norm_of_a_part_of_the_parameters_is_refused(
+    found: list[dict[str, Any]],
+) -> None:
+    wish = "ZeroRedundancyOptimizer gives each process a part of the parameters, by whose norm"
+    for rank in range(WORLD):
+        lamb, adam = found[rank]["zero that clips"]
+        assert lamb.startswith(f"FusedLAMB: max_grad_norm is 1.0, and {wish}")
+        assert adam.startswith(f"FusedAdam: max_grad_norm is 0.5, and {wish}")
+
+
 def test_a_process_without_gradients_skips_and_backs_off_with_the_others(
     found: list[dict[str, Any]],
 ) -> None:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CALLER = "torch.distributed.checkpoint.state_dict"
-_CALLS_BETWEEN = 8  # at most, between torch's call of a step and the step: decorators
+_CALLS_BETWEEN = 9  # at most, between torch's call of a step and the step: decorators
 _MASTER, _EXTRA = "master_param", "loss_scaling"
 
 
@@ -52,10 +52,15 @@ def is_called_for_state() -> bool:
 
     Gradients and learning rates of such a step are 0, but the step is counted.
     """
+    return is_called_by(_CALLER)
+
+
+def is_called_by(module: str) -> bool:
+    """Return whether a function of a module is among the nearest callers."""
     frame, calls = sys._getframe(1), 0
     while frame.f_back is not None and calls < _CALLS_BETWEEN:
         frame, calls = frame.f_back, calls + 1
-        if frame.f_globals.get("__name__") == _CALLER:
+        if frame.f_globals.get("__name__") == module:
             return True
     return False
 
