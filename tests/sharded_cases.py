@@ -247,6 +247,36 @@ def without_gradients(rank: int) -> list[bool]:
     return moved
 
 
+def hooks_of_one_process(rank: int) -> list[Any]:
+    """Step with a hook that edits or drops a gradient in rank 1 after a clip, or makes it inf."""
+    found: list[Any] = []
+    for edit in ("edit", "drop", "inf"):
+        model = sharded(net(), (WORLD,))
+        optimizer, scaler = FusedSGD(model.parameters(), lr=1.0), GradScaler("cpu", 256.0)
+        weight = model[0].weight
+
+        def hook(*_: Any, edit: str = edit, weight: Any = weight) -> None:
+            if rank == 1 and edit == "drop":
+                weight.grad = None
+            elif rank == 1:
+                weight.grad.to_local().mul_(2.0 if edit == "edit" else float("inf"))
+
+        optimizer.register_step_pre_hook(hook)
+        before = weight.to_local().clone()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 256.0)
+        scaler.scale(torch.ones(()))
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        try:
+            scaler.step(optimizer)
+        except RuntimeError as error:
+            found.append(str(error))
+            continue
+        scaler.update()
+        found.append(((before - weight.to_local()) * norm).max().item())
+    return found
+
+
 def overflow_of_another(rank: int) -> list[Any]:
     """Scale and skips of two optimizers, of which one has gradients, with inf, in rank 0 only."""
     found = []
@@ -326,6 +356,7 @@ def work(rank: int, folder: str) -> None:
         "without gradients": without_gradients(rank),
         "zero that clips": zero_that_clips(),
         "overflow of another": overflow_of_another(rank),
+        "hooks": hooks_of_one_process(rank),
     }
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

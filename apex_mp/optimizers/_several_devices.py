@@ -147,14 +147,34 @@ class SeveralDevices:
     def _measure(self) -> _Measured:
         return _measure(self._parts, self._scale, len(self._parts[0].groups))
 
-    def _checked_or_measured(self) -> _Measured:
-        """Return what `check` has found in these gradients, or measure them."""
+    def _checked_or_measured(self, *, is_agreed: bool) -> _Measured:
+        """Return what `check` has found in these gradients, or measure them.
+
+        With `is_agreed` the step clips by what `check` has found. Gradients that a hook has edited
+        since are clipped so, too: to measure them is a collective, which this process alone may
+        want.
+
+        Raises:
+            RuntimeError: A hook has made inf or NaN, which the other processes do not know.
+        """
         checked, self._checked = self._checked, None
         if checked is not None:
             versions, without_grad, scale, measured = checked
-            is_same = without_grad == self.without_grad and scale is self._scale
+            has_same_places = without_grad == self.without_grad
+            is_same = has_same_places and scale is self._scale
             if is_same and not versions.changed(self._params()):
                 return measured
+            if is_agreed and self.has_parts:
+                found = FoundInf()
+                found.check([p.grad for p in self._params() if p.grad is not None])
+                if found and not measured.found_inf:
+                    raise RuntimeError(
+                        f"{self._who}: in this process gradients got inf or NaN after "
+                        "scaler.clip_grad_norm_(optimizer), by a step hook or an edit, which the "
+                        "other processes do not know; edit gradients before it"
+                    )
+                named = measured.nonfinite if has_same_places else measured.nonfinite[:0]
+                return dataclasses.replace(measured, nonfinite=named)
         return self._measure()
 
     def run(
@@ -215,7 +235,7 @@ class SeveralDevices:
         ]
         if not (check or self._must_measure(missing, clip_by_global_norm)):
             return self._step_given(norms, skip)
-        measured = self._checked_or_measured()
+        measured = self._checked_or_measured(is_agreed=clip_norm is not None)
         for number in missing:
             norms[number] = measured.of_all if clip_by_global_norm else measured.of_groups[number]
         if not check:
@@ -227,7 +247,8 @@ class SeveralDevices:
         self.found_inf = skip
         norms_of_groups = self._unscaled(measured.of_groups)
         self.outcome = torch.cat([skip.double().view(1), norms_of_groups, measured.nonfinite])
-        self.read_outcome = functools.partial(_read_outcome, len(groups), self._order())
+        order = self._order() if len(measured.nonfinite) else []
+        self.read_outcome = functools.partial(_read_outcome, len(groups), order)
         self._step(norms, skip, clip_to, clip_norm)
         if loss_scale is not None:
             loss_scale.update(copy_async(skip, loss_scale.device))

@@ -105,6 +105,15 @@ def test_a_clip_by_the_norm_of_a_part_of_the_parameters_is_refused(
         assert adam.startswith(f"FusedAdam: max_grad_norm is 0.5, and {wish}")
 
 
+def test_a_hook_that_edits_gradients_of_one_process_after_a_clip_keeps_no_other_waiting(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[0]["hooks"] == pytest.approx([1.0, 1.0, 1.0], rel=1e-5)
+    edited, dropped, inf = found[1]["hooks"]
+    assert (edited, dropped) == pytest.approx((2.0, 0.0), rel=1e-5)
+    assert inf.startswith("FusedSGD: in this process gradients got inf or NaN after ")
+
+
 def test_a_process_without_gradients_skips_and_backs_off_with_the_others(
     found: list[dict[str, Any]],
 ) -> None:
