@@ -147,12 +147,7 @@ APIS: dict[str, tuple[Build, torch.dtype, Any, dict[str, Any]]] = {
         FusedSGD,
         SGD | MASTERS,
     ),
-    "GradScaler, `FusedLAMB(max_grad_norm=0)`": (
-        grad_scaler,
-        torch.float16,
-        FusedLAMB,
-        ADAM | MASTERS | {"max_grad_norm": 0.0},
-    ),
+    "GradScaler, `FusedLAMB`": (grad_scaler, torch.float16, FusedLAMB, ADAM | MASTERS),
     "`fp16_utils.FP16_Optimizer`": (
         functools.partial(fp16_optimizer, fp16_utils.FP16_Optimizer),
         torch.float16,
@@ -237,7 +232,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in _SHARDED
     },
     **{
-        ("GradScaler, `FusedLAMB(max_grad_norm=0)`", kind): f"FusedLAMB: params[0][0] {_DTENSOR}"
+        ("GradScaler, `FusedLAMB`", kind): f"FusedLAMB: params[0][0] {_DTENSOR}"
         for kind in _SHARDED
     },
     **{

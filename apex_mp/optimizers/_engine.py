@@ -206,7 +206,8 @@ class Engine:
     def _norms(self, step: ScaledStep) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""
         # Norms of groups do not help to clip by the norm of all.
-        return None if self.rule.clips_by_global_norm else step.norms
+        is_useless = self.rule.clips_by_global_norm and not step.has_whole_norms
+        return None if is_useless else step.norms
 
     def _make_state(
         self, optimizer: Any, groups: Groups, before: _Before, number: int, index: int

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from apex_mp.core import tensors
-from apex_mp.core.checkpoints.checkpoint_view import is_called_by, is_called_for_state
+from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
 from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
@@ -23,8 +22,7 @@ from apex_mp.optimizers import _legacy_call, _offload
 from apex_mp.optimizers._engine import Engine
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
-
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+from apex_mp.optimizers._zero import give_whole_norms, zero_group
 
 
 class FusedOptimizer(SavedOptimizer):
@@ -49,20 +47,13 @@ class FusedOptimizer(SavedOptimizer):
     _writes_output_params = True
     unscale_grads: bool | None = None  # for optimizers pickled before the option existed
     _engine: Engine
+    _zero_group: Any = None  # of processes that step parts of the parameters
 
     # --- Defined by each optimizer.
 
     def _check_new_options(self, group: Mapping[str, Any]) -> None:
         """Check the options of a group that is added; a loaded group need not pass."""
         self._check_options(group)
-        if group.get("max_grad_norm") and is_called_by(_ZERO) and dist.get_world_size() > 1:
-            name = self._public_name
-            raise ValueError(
-                f"{name}: max_grad_norm is {group['max_grad_norm']}, and ZeroRedundancyOptimizer "
-                f"gives each process a part of the parameters, by whose norm alone {name} would "
-                "clip; it must be 0 there. apex_mp.amp.GradScaler.clip_grad_norm_(optimizer, "
-                "max_norm), or torch's function, clips by the norm of all"
-            )
 
     # --- Options.
 
@@ -83,6 +74,7 @@ class FusedOptimizer(SavedOptimizer):
         self._check_new_options(defaults)
         _legacy_call.check_unscale_grads(self._public_name, unscale_grads)
         self.unscale_grads = unscale_grads
+        self._zero_group = zero_group()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,6 +152,8 @@ class FusedOptimizer(SavedOptimizer):
             step = _legacy_call.scaled_step(
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
+            if self._zero_group is not None:
+                give_whole_norms(step, self.param_groups, self._rule, self._zero_group)
             is_first = not self.__dict__["state"]
             lost = self._present_lost_updates() if step.watch_updates else None
             counter = None if lost is None else lost.before_step()

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -52,17 +53,17 @@ def is_called_for_state() -> bool:
 
     Gradients and learning rates of such a step are 0, but the step is counted.
     """
-    return is_called_by(_CALLER)
+    return caller_of(_CALLER) is not None
 
 
-def is_called_by(module: str) -> bool:
-    """Return whether a function of a module is among the nearest callers."""
+def caller_of(module: str) -> FrameType | None:
+    """Return the frame of a module's function among the nearest callers, or None."""
     frame, calls = sys._getframe(1), 0
     while frame.f_back is not None and calls < _CALLS_BETWEEN:
         frame, calls = frame.f_back, calls + 1
         if frame.f_globals.get("__name__") == module:
-            return True
-    return False
+            return frame
+    return None
 
 
 def attribute_with_checkpoint_view(name: str, own_class: type) -> property:
