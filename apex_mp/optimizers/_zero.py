@@ -20,7 +20,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 def zero_group() -> Any:
     """Return the processes among which ZeroRedundancyOptimizer divides parameters, or None.
 
-    It makes the optimizer inside, and does not tell it.
+    It makes the optimizer inside, which gets no word of it.
     """
     frame = caller_of(_ZERO)
     group = None if frame is None else getattr(frame.f_locals.get("self"), "process_group", None)
