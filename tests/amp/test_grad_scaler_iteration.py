@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,24 @@ def test_what_was_added_to_zeros_and_waits_is_not_taken_for_gradients_of_the_nex
     assert end == len(summed) - 1  # There it warns.
     _, end = carry_out([*program, step], [OF_TORCH["SGD"]] * 2, 1, device)
     assert end == len(program) + (device.type == "cpu" and host_knows)
+
+
+def test_a_parameter_that_was_replaced_is_freed_though_its_gradient_has_waited(
+    device: torch.device,
+) -> None:
+    models = [nn.Linear(4, 2).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scaler = new_scaler(device, init_scale=8.0)
+    for stepped in (optimizers, optimizers[:1], optimizers):
+        scaler.scale(sum(loss_of(model, 1.0) for model in models)).backward()
+        for optimizer in stepped:
+            scaler.step(optimizer)
+        scaler.update()
+    alive = weakref.ref(models[1].weight)
+    new = models[1].weight = nn.Parameter(torch.ones(2, 4, device=device))
+    optimizers[1].param_groups[0]["params"][0] = new
+    gc.collect()
+    assert alive() is None
 
 
 @each_optimizer

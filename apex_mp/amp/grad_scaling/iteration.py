@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,15 +100,16 @@ class Iteration(dict[str, Any]):
         self._clip: Clip | None = None
         self._guard: RemovableHandle | None = None
         self._before: Tensor | None = None  # The scale before `update`, and the largest gradient.
-        self._had_grads: list[Tensor] = []
+        self._had_grads: Sequence[Tensor] = ()
 
     def enter(self, stage: Stage) -> None:
         """Go to a stage; a clip is forgotten where it has been used or has become void."""
         self.stage = stage
         self["stage"] = _OF_TORCH.get(stage, OptState.READY)
+        if stage not in _OF_BEFORE:
+            self._before, self._had_grads = None, ()
         if self._clip is not None and stage not in _WITH_CLIP:
             self._clip = None
-            self.is_stepping = False
             if self._guard is not None:
                 self._guard.remove()
 
@@ -174,15 +176,15 @@ class Iteration(dict[str, Any]):
         Args:
             present: The scaler's present scale.
         """
-        stage = self.stage
+        stage, before = self.stage, self._before
         if self._clip is not None:
             return self._clip.scale
-        if stage not in _OF_BEFORE or self._before is None or readback.is_capturing():
+        if stage not in _OF_BEFORE or before is None or readback.is_capturing():
             return present
         if stage is Stage.WAITING:
-            return self._before[0]
+            return before[0]
         self.enter(Stage.READY)  # From here on they count as scaled by the present one.
-        facts = torch.cat([self._before, tensors.copy_async(present, self._before.device).view(1)])
+        facts = torch.cat([before, tensors.copy_async(present, before.device).view(1)])
         if facts.is_cpu:
             self._warn_of_scales(facts)
         else:
