@@ -11,48 +11,45 @@
 
 namespace apex_mp {
 
-inline void check_check(at::TensorList grads, at::IntArrayRef groups, const at::Tensor& found_inf,
+// Checks the sums of squares of a list, of which each tensor has a place.
+inline void check_sums(const char* op, const char* list, size_t count, at::IntArrayRef places,
+                       const at::Tensor& sum_sq, const at::Device& device) {
+  check_device({op, "sum_sq"}, sum_sq, device);
+  check_dtype({op, "sum_sq"}, sum_sq, {at::kDouble});
+  check_dense({op, "sum_sq"}, sum_sq);
+  check_writable({op, "sum_sq"}, sum_sq);
+  check_same_length(op, list, count, "places", places.size());
+  for (size_t i = 0; i < places.size(); ++i) {
+    TORCH_CHECK(0 <= places[i] && places[i] < sum_sq.numel(), op, ": places[", i, "] is ",
+                places[i], "; it must be an index into sum_sq, which has ", sum_sq.numel(),
+                " elements");
+    TORCH_CHECK(i == 0 || places[i - 1] < places[i], op, ": places[", i, "] is ", places[i],
+                "; it must be more than the one before it, ", places[i - 1]);
+  }
+}
+
+inline void check_check(at::TensorList grads, at::IntArrayRef places, const at::Tensor& found_inf,
                         const at::Tensor& sum_sq) {
   const char* op = "check_";
   const at::Device device = found_inf.device();
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
-  check_device({op, "sum_sq"}, sum_sq, device);
-  check_dtype({op, "sum_sq"}, sum_sq, {at::kDouble});
-  check_dense({op, "sum_sq"}, sum_sq);
   check_writable({op, "found_inf"}, found_inf);
-  check_writable({op, "sum_sq"}, sum_sq);
-  check_same_length(op, "grads", grads.size(), "groups", groups.size());
+  check_sums(op, "grads", grads.size(), places, sum_sq, device);
   for (int64_t i = 0; i < static_cast<int64_t>(grads.size()); ++i) {
     check_element({op, "grads", i}, grads[i], device);
-    TORCH_CHECK(0 <= groups[i] && groups[i] < sum_sq.numel(), op, ": groups[", i, "] is ",
-                groups[i], "; it must be an index into sum_sq, which has ", sum_sq.numel(),
-                " elements");
   }
 }
 
-// Checks a vector with a number for each tensor of a list.
-inline void check_vector(const Argument& argument, const at::Tensor& vector,
-                         const at::Device& device, std::initializer_list<at::ScalarType> dtypes,
-                         const char* list, size_t count) {
-  check_device(argument, vector, device);
-  check_dtype(argument, vector, dtypes);
-  check_dense(argument, vector);
-  check_writable(argument, vector);
-  TORCH_CHECK(vector.numel() == static_cast<int64_t>(count), argument, " has ", vector.numel(),
-              " elements, ", list, " has ", count, " tensors; they must match");
-}
-
 inline void check_unscale(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
-                          const at::Tensor& found_inf, const std::optional<at::Tensor>& sum_sq) {
+                          const at::Tensor& found_inf, at::IntArrayRef places,
+                          const std::optional<at::Tensor>& sum_sq) {
   const char* op = "unscale_";
   const at::Device device = found_inf.device();
   check_one_element({op, "found_inf"}, found_inf, device, {at::kFloat});
   check_writable({op, "found_inf"}, found_inf);
   check_number({op, "inv_scale"}, inv_scale, device);
+  if (sum_sq.has_value()) check_sums(op, "src", src.size(), places, *sum_sq, device);
   check_same_length(op, "dst", dst.size(), "src", src.size());
-  if (sum_sq.has_value()) {
-    check_vector({op, "sum_sq"}, *sum_sq, device, {at::kDouble}, "src", src.size());
-  }
   for (int64_t i = 0; i < static_cast<int64_t>(src.size()); ++i) {
     check_element({op, "src", i}, src[i], device);
     check_element({op, "dst", i}, dst[i], device);
@@ -83,21 +80,6 @@ inline void check_axpby(at::TensorList x, at::TensorList y, at::TensorList out, 
     check_same_or_apart({op, "out", i}, out[i], {op, "x", i}, x[i]);
     check_same_or_apart({op, "out", i}, out[i], {op, "y", i}, y[i]);
     check_writable({op, "out", i}, out[i]);
-  }
-}
-
-inline void check_l2_norm(at::TensorList tensors, const at::Tensor& norm,
-                          const std::optional<at::Tensor>& norms) {
-  const char* op = "l2_norm_";
-  const at::Device device = norm.device();
-  check_one_element({op, "norm"}, norm, device, {at::kFloat, at::kDouble});
-  check_writable({op, "norm"}, norm);
-  if (norms.has_value()) {
-    check_vector({op, "norms"}, *norms, device, {at::kFloat, at::kDouble}, "tensors",
-                 tensors.size());
-  }
-  for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
-    check_element({op, "tensors", i}, tensors[i], device);
   }
 }
 

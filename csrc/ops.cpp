@@ -6,23 +6,20 @@
 #include <string>
 
 TORCH_LIBRARY(apex_mp, m) {
-  // found_inf[0] = 1 if a gradient holds inf or NaN; sum_sq[groups[i]] += sum of squares of
+  // found_inf[0] = 1 if a gradient holds inf or NaN; sum_sq[places[i]] = sum of squares of
   // grads[i].
-  m.def("check_(Tensor[] grads, int[] groups, Tensor(a!) found_inf, Tensor(b!) sum_sq) -> ()");
+  m.def("check_(Tensor[] grads, int[] places, Tensor(a!) found_inf, Tensor(b!) sum_sq) -> ()");
 
-  // dst[i] = src[i] * inv_scale; src and dst may be the same list. sum_sq[i] = sum of squares of
-  // dst[i].
+  // dst[i] = src[i] * inv_scale; src and dst may be the same list. sum_sq[places[i]] = sum of
+  // squares of dst[i].
   m.def(
       "unscale_(Tensor[] src, Tensor(a!)[] dst, Tensor inv_scale, Tensor(b!) found_inf, "
-      "Tensor(c!)? sum_sq=None) -> ()");
+      "int[] places=[], Tensor(c!)? sum_sq=None) -> ()");
 
   // out[i] = a * x[i] + b * y[i]; `tested` says whose inf and NaN count: -1 both, 0 x, 1 y.
   m.def(
       "axpby_(Tensor[] x, Tensor[] y, Tensor(a!)[] out, Tensor a, Tensor b, Tensor(b!) found_inf, "
       "int tested=-1) -> ()");
-
-  // norm = l2 norm of all tensors as one vector; norms[i] = that of tensors[i].
-  m.def("l2_norm_(Tensor[] tensors, Tensor(a!) norm, Tensor(b!)? norms) -> ()");
 
   // counts[i][bin] += how many numbers of tensors[i] lie in a power of two; math/exponent.h has the
   // bins.
@@ -66,8 +63,7 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
 }
 
 void refuse_all(torch::Library& m) {
-  for (const char* name :
-       {"check_", "unscale_", "axpby_", "l2_norm_", "exponents_", "update_scale_"}) {
+  for (const char* name : {"check_", "unscale_", "axpby_", "exponents_", "update_scale_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }

@@ -173,7 +173,6 @@ EACH = [((dtype,),) for dtype in FLOATS]
 MIXED = FLOATS
 DTYPES: dict[str, list[Sequence[Dtypes]]] = {
     "check_": [*EACH, (MIXED,)],
-    "l2_norm_": [*EACH, (MIXED,)],
     "exponents_": [*EACH, (MIXED,)],
     # src, dst
     "unscale_": [
@@ -206,13 +205,18 @@ def number(value: float, device: torch.device, dtype: torch.dtype = F32) -> Tens
     return torch.tensor(value, dtype=dtype, device=device)
 
 
+def places_of(count: int) -> list[int]:
+    """Places of sums, with others before, between and behind them."""
+    return [2 * i + 1 for i in range(count)]
+
+
 def sample_check(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
     grads = make_list(case, dtypes[0], device)
     return {
         "grads": grads,
-        "groups": [i % 3 for i in range(len(grads))],
+        "places": places_of(len(grads)),
         "found_inf": torch.zeros(1, device=device),
-        "sum_sq": torch.zeros(3, dtype=F64, device=device),
+        "sum_sq": torch.full((2 * len(grads) + 1,), SENTINEL, dtype=F64, device=device),
     }
 
 
@@ -222,7 +226,8 @@ def sample_unscale(case: ListCase, dtypes: Sequence[Dtypes], device: torch.devic
         "dst": make_list(case, dtypes[1], device, position=1),
         "inv_scale": number(1 / 3, device, F64),
         "found_inf": torch.zeros(1, device=device),
-        "sum_sq": torch.full((len(case.shapes),), SENTINEL, dtype=F64, device=device),
+        "places": places_of(len(case.shapes)),
+        "sum_sq": torch.full((2 * len(case.shapes) + 1,), SENTINEL, dtype=F64, device=device),
     }
 
 
@@ -235,15 +240,6 @@ def sample_axpby(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device)
         "b": number(-1.7, device, F64),
         "found_inf": torch.zeros(1, device=device),
         "tested": -1,
-    }
-
-
-def sample_l2_norm(case: ListCase, dtypes: Sequence[Dtypes], device: torch.device) -> Arguments:
-    tensors = make_list(case, dtypes[0], device)
-    return {
-        "tensors": tensors,
-        "norm": torch.zeros((), dtype=F64, device=device),
-        "norms": torch.zeros(len(tensors), dtype=F64, device=device),
     }
 
 
@@ -293,7 +289,6 @@ OPERATORS = [
     Operator("check_", sample_check, ("grads",), ("found_inf", "sum_sq")),
     Operator("unscale_", sample_unscale, ("src", "dst"), ("dst", "found_inf", "sum_sq")),
     Operator("axpby_", sample_axpby, ("x", "y", "out"), ("out", "found_inf")),
-    Operator("l2_norm_", sample_l2_norm, ("tensors",), ("norm", "norms")),
     Operator("exponents_", sample_exponents, ("tensors",), ("counts",)),
     Operator("update_scale_", sample_update_scale, (), ("state",)),
 ]

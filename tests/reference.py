@@ -15,10 +15,11 @@ def math_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def sums_of_squares(grads: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
-    sums = torch.zeros(count, dtype=torch.float64)
-    for grad, group in zip(grads, groups, strict=True):
-        sums[group] += grad.double().square().sum().cpu()
+def sums_of_squares(grads: Sequence[Tensor], places: Sequence[int], before: Tensor) -> Tensor:
+    """Return sums of squares at their places, and what was before elsewhere."""
+    sums = before.cpu().clone()
+    for grad, place in zip(grads, places, strict=True):
+        sums[place] = grad.double().square().sum().cpu()
     return sums
 
 

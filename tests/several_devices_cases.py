@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers._devices import DevicePlans
 from apex_mp.optimizers._engine import Engine
-from apex_mp.optimizers._several_devices import SeveralDevices
 
 
 def side_of(param: Tensor) -> torch.device:
@@ -22,11 +22,11 @@ def side_of(param: Tensor) -> torch.device:
 def spread(optimizer: Any) -> Any:
     """Have an optimizer step as with parameters on several devices; a copy of it does not."""
     engine = optimizer._present_engine()
-    engine.plan = SeveralDevices(optimizer._public_name, engine.new_plan)
+    engine.plan = DevicePlans(optimizer._public_name, engine.new_plan)
     return optimizer
 
 
-class UnwaitedPlan(SeveralDevices):
+class UnwaitedPlan(DevicePlans):
     """Steps parameters of any devices, also of one, without telling the host of the outcome."""
 
     can_run = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
@@ -45,5 +45,5 @@ def step_unwaited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_of_plans(optimizer: FusedAdam) -> int:
     plan = optimizer._engine.plan
-    assert isinstance(plan, SeveralDevices)
+    assert isinstance(plan, DevicePlans)
     return len(plan._plans)

@@ -329,8 +329,8 @@ def agreed(rank: int) -> list[Any]:
         grads = [torch.full((2,), 10.0**row * (1 + rank * (row % 2))) for row in rows]
         if bad == rank:
             grads[-1][0] = torch.inf
-        found.check(grads, range(len(grads)), len(grads))
-        agree(params, [found, other], {torch.device("cpu"): rows}, scale=1.0)
+        found.check(grads, rows, len(params))
+        agree(params, [found, other], sums=True, scale=1.0)
         said.append([bool(found), bool(other), *found.norms])
     return said
 

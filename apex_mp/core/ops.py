@@ -25,7 +25,6 @@ for _name in (
     "check_",
     "unscale_",
     "axpby_",
-    "l2_norm_",
     "exponents_",
     "update_scale_",
 ):
@@ -35,18 +34,18 @@ EXPONENT_BINS = 256  # kExponentBins of csrc/math/exponent.h
 
 
 def check_(
-    grads: Sequence[Tensor], groups: Sequence[int], found_inf: Tensor, sum_sq: Tensor
+    grads: Sequence[Tensor], places: Sequence[int], found_inf: Tensor, sum_sq: Tensor
 ) -> None:
     """Test gradients for inf and NaN and sum their squares, in one pass that only reads them.
 
     Args:
         grads: Gradients, any floating dtypes.
-        groups: For each gradient the element of `sum_sq` that its squares go to.
+        places: For each gradient the element of `sum_sq` that becomes its sum; they increase.
         found_inf: One float32 element, set to 1 if a gradient holds inf or NaN.
-        sum_sq: float64 vector; the sums are added to it in a fixed order, so that they are the
-            same whatever the number of threads. Squares of finite gradients do not overflow.
+        sum_sq: float64 vector; written. Each sum has a fixed order, so that it is the same whatever
+            the number of threads. Squares of finite gradients do not overflow.
     """
-    torch.ops.apex_mp.check_(grads, groups, found_inf, sum_sq)
+    torch.ops.apex_mp.check_(grads, places, found_inf, sum_sq)
 
 
 def unscale_(
@@ -54,6 +53,7 @@ def unscale_(
     dst: Sequence[Tensor],
     inv_scale: Tensor,
     found_inf: Tensor,
+    places: Sequence[int] = (),
     sum_sq: Tensor | None = None,
 ) -> None:
     """Write `src[i] * inv_scale` to `dst[i]`; inf and NaN are passed on.
@@ -63,10 +63,11 @@ def unscale_(
         dst: Where they go, in their own dtypes; may be the list `src` itself.
         inv_scale: 1 / loss scale.
         found_inf: One float32 element, set to 1 if `src` holds inf or NaN.
-        sum_sq: float64 vector with one element for each tensor, which becomes the sum of squares
-            of `dst[i]` as it is written; in a fixed order, as of `check_` [None: not measured].
+        places: As of `check_`, with `sum_sq`.
+        sum_sq: float64 vector; `sum_sq[places[i]]` becomes the sum of squares of `dst[i]` as it is
+            written, as of `check_` [None: not measured].
     """
-    torch.ops.apex_mp.unscale_(src, dst, inv_scale, found_inf, sum_sq)
+    torch.ops.apex_mp.unscale_(src, dst, inv_scale, found_inf, places, sum_sq)
 
 
 def axpby_(
@@ -95,18 +96,17 @@ def axpby_(
 
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the l2 norm of all tensors as one vector: 0-dim, float64 if one is, else float32."""
-    norm = torch.zeros((), dtype=_norm_dtype(tensors), device=_device(tensors))
-    torch.ops.apex_mp.l2_norm_(tensors, norm, None)
-    return norm
+    return l2_norms(tensors)[0]
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the l2 norm of all tensors (0-dim) and the vector of each tensor's own norm."""
-    dtype, device = _norm_dtype(tensors), _device(tensors)
-    norm = torch.zeros((), dtype=dtype, device=device)
-    norms = torch.zeros(len(tensors), dtype=dtype, device=device)
-    torch.ops.apex_mp.l2_norm_(tensors, norm, norms)
-    return norm, norms
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sum_sq = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    check_(tensors, range(len(tensors)), torch.zeros((), device=device), sum_sq)
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    dtype = torch.float64 if wide else torch.float32
+    return sum_sq.sum().sqrt().to(dtype), sum_sq.sqrt().to(dtype)
 
 
 def exponents_(tensors: Sequence[Tensor], counts: Tensor) -> None:
@@ -134,12 +134,3 @@ def update_scale_(state: Tensor, rule: Rule, found_inf: Tensor) -> None:
         found_inf: One float32 element; not 0: this step's gradients held inf or NaN.
     """
     torch.ops.apex_mp.update_scale_(state, rule, found_inf)
-
-
-def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
-
-
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -24,6 +24,9 @@ from apex_mp import _C
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+# A list for each parameter group, with one item for each parameter.
+Lists: TypeAlias = list[list[Tensor | None]]
+
 # Says why a tensor does not fit, or None if it does.
 Test: TypeAlias = Callable[[Tensor], str | None]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from torch import Tensor
-
 from apex_mp.core.grads import checks
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.log import see
@@ -14,6 +12,7 @@ from apex_mp.core.masters.master_grads import Stage
 from apex_mp.core.step import readback, step_log
 from apex_mp.core.step.scaled_step import HostOutcome, Outcome, StepResult
 from apex_mp.core.step.skips import Overflow
+from apex_mp.core.tensors import Lists
 from apex_mp.fp16_utils._old_names import OldNames
 from apex_mp.fp16_utils._parts import LOG, eager
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
@@ -37,9 +36,9 @@ class Outcomes(OldNames):
             return self._record.was_skipped  # Until the next replay.
         if self._overflow is None:
             lists, scale = self._grads.collect(self.param_groups)
-            found = check_groups(lists)
+            found, norms = check_groups(lists)
             self._overflow = bool(found)
-            self._group_norms = unscaled_norms(found, scale)
+            self._group_norms = [norm / float(scale) for norm in norms]
         return self._overflow
 
     @overflow.setter
@@ -175,14 +174,8 @@ class Outcomes(OldNames):
         return f"{message}, reducing to {self._scaler_now().cur_scale}"
 
 
-def check_groups(lists: list[list[Tensor | None]]) -> FoundInf:
-    """Check the gradients of each group, and sum its squares."""
+def check_groups(lists: Lists) -> tuple[FoundInf, list[float]]:
+    """Check the gradients of each group; return what was found, and the l2 norm of each."""
     found = FoundInf()
-    rows = [(grad, row) for row, one in enumerate(lists) for grad in one if grad is not None]
-    found.check([grad for grad, _ in rows], [row for _, row in rows], len(lists))
-    return found
-
-
-def unscaled_norms(found: FoundInf, scale: float | Tensor) -> list[float]:
-    """Return the norms of unscaled gradients; the host has just waited for their device."""
-    return [norm / float(scale) for norm in found.norms]
+    found.check_lists(lists)
+    return found, found.group_norms(lists)

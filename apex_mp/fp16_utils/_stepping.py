@@ -19,7 +19,7 @@ from apex_mp.core.step import device_scale, step_log
 from apex_mp.core.step.closure import Snapshot, StepAbandonedError, evaluate
 from apex_mp.core.step.scaled_step import ScaledStep, take, takes_scaled_step
 from apex_mp.core.step.skips import Overflow
-from apex_mp.fp16_utils._outcomes import Outcomes, check_groups, unscaled_norms
+from apex_mp.fp16_utils._outcomes import Outcomes, check_groups
 from apex_mp.fp16_utils._parts import LOG
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
@@ -137,24 +137,24 @@ class Stepping(Outcomes):
     def _step_legacy(self) -> tuple[bool, Any]:
         """Step an inner optimizer that takes scaled gradients; return as _step_without_closure."""
         lists, scale = self._grads.collect(self.param_groups)
-        found = check_groups(lists)
+        found, norms = check_groups(lists)
         if found:
             return True, None
         if self._optimizer_step_pre_hooks:
             self._call_hooks(self._optimizer_step_pre_hooks)
             lists, scale = self._grads.collect(self.param_groups)  # A hook may edit gradients.
-            found = check_groups(lists)
+            found, norms = check_groups(lists)
             if found:
                 return True, None
-        self._group_norms = unscaled_norms(found, scale)
-        norms = found.norms
+        factor = float(scale)
+        self._group_norms = [norm / factor for norm in norms]
         if self.clip == "global":
             norms = [math.hypot(*norms)] * len(norms)
         models = self._grads.slots(self.param_groups).models
         arguments = {
             "grads": lists,
             "output_params": models,
-            "scale": float(scale),
+            "scale": factor,
             "grad_norms": norms,
         }
         value = self.optimizer.step(**{name: arguments[name] for name in self._legacy_arguments})

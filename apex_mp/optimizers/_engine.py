@@ -20,13 +20,12 @@ from apex_mp.core.step.scaled_step import (
     ScaledStep,
     StepResult,
 )
-from apex_mp.optimizers._device_part import Groups
+from apex_mp.optimizers._devices import DevicePlans, Groups
 from apex_mp.optimizers._offload.gradients import HostGrads
-from apex_mp.optimizers._offload.plan import OffloadedPlan
-from apex_mp.optimizers._several_devices import SeveralDevices
+from apex_mp.optimizers._offload.host_steps import HostSteps
 from apex_mp.optimizers._state import Rule, master_dtype
 
-_Plan: TypeAlias = "_C.StepPlan | SeveralDevices"
+_Plan: TypeAlias = "_C.StepPlan | DevicePlans"
 # For each parameter whose state a step has replaced, the state before; None: it had none.
 _Before: TypeAlias = dict[Tensor, dict[str, Any] | None]
 
@@ -130,8 +129,9 @@ class Engine:
 
     def _first_plan(self) -> _Plan:
         if self._offload:
-            steps_parts = self.rule.steps_parts
-            self.plan = OffloadedPlan(self._who, self.new_plan, steps_parts, self._host_grads)
+            parts, grads = self.rule.steps_parts, self._host_grads
+            host = HostSteps(self._who, self.new_plan, parts, grads)
+            self.plan = DevicePlans(self._who, self.new_plan, host)
         else:
             self.plan = self.new_plan()
         return self.plan
@@ -154,10 +154,10 @@ class Engine:
         self._read_by(plan, optimizer, groups, step, before)
         # Parameters were moved to several devices, or back to one.
         if not plan.can_run or self._must_agree(plan, groups, step):
-            if isinstance(plan, SeveralDevices):
+            if isinstance(plan, DevicePlans):
                 plan = self.new_plan()
             else:
-                plan = SeveralDevices(self._who, self.new_plan)
+                plan = DevicePlans(self._who, self.new_plan)
             self.plan = plan
             self._read_by(plan, optimizer, groups, step, before)
         return plan
@@ -179,7 +179,7 @@ class Engine:
 
     def _must_agree(self, plan: _Plan, groups: Groups, step: ScaledStep) -> bool:
         """Return whether the step needs numbers of other processes, which a plan cannot collect."""
-        if isinstance(plan, SeveralDevices) or not plan.has_parts:
+        if isinstance(plan, DevicePlans) or not plan.has_parts:
             return False
         norms = self._norms(step) or [None] * len(groups)
         return step.check or any(
@@ -198,7 +198,7 @@ class Engine:
             "wait": step.check and step.wait,
         }
         scale = step.loss_scale
-        if isinstance(plan, SeveralDevices):
+        if isinstance(plan, DevicePlans):
             return plan.run(loss_scale=scale, **kwargs)
         on_device = None if scale is None else scale.for_step()
         return plan.run(loss_scale=on_device, **kwargs)

@@ -13,8 +13,8 @@ from apex_mp.core.grads.found_inf import FoundInf, clip_divisor, inverse
 from apex_mp.core.grads.grad_slots import Grads
 from apex_mp.core.grads.measured import measure
 from apex_mp.core.masters.store import needs_master
-from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, Lists, ScaledStep, StepResult
-from apex_mp.core.tensors import local_part
+from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, ScaledStep, StepResult
+from apex_mp.core.tensors import Lists, local_part
 
 _NameOf: TypeAlias = Callable[[Tensor], str]
 
@@ -58,8 +58,8 @@ class Float32Grads:
         is_scaled = step.check or isinstance(factor, Tensor) or factor != 1.0
         others = [(param, self._other(param, name_of)) for param in grads.other_params()]
         new = {param: grad for param, grad in others if needs_master(param)}
-        found, rows = FoundInf(), dict[torch.device, list[int]]()
-        for device, here in grads.plain.items():
+        found, count = FoundInf(), len(params) if step.check else None
+        for here in grads.plain.values():
             # By number, or by id: parameters may share a gradient.
             pairs: dict[int, tuple[int, Tensor, Tensor]] = {}
             for row, grad in zip(here.rows, here.grads, strict=True):
@@ -68,14 +68,14 @@ class Float32Grads:
                     pairs[-1 - row] = row, grad, local_part(new[params[row]])
                 elif is_scaled:
                     pairs.setdefault(id(grad), (row, grad, grad))
-            rows[device] = [row for row, _, _ in pairs.values()]
             src = [grad for _, grad, _ in pairs.values()]
             dst = [grad for _, _, grad in pairs.values()]
-            found.unscale(src, dst, factor, sums=step.check)
+            rows = [row for row, _, _ in pairs.values()] if step.check else []
+            found.unscale(src, dst, factor, rows, count)
         if is_scaled:
             found.unscale_others([grad for _, grad in others], factor)
         if step.check and grads.has_parts:
-            shards.agree(params, [found], rows, scale=step.scale)
+            shards.agree(params, [found], sums=True, scale=step.scale)
         return found, new
 
     def _other(self, param: Tensor, name_of: _NameOf) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.step.scaled_step import Groups, Lists, ScaledStep
+from apex_mp.core.step.scaled_step import Groups, ScaledStep
+from apex_mp.core.tensors import Lists
 
 
 def scaled_step(

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from apex_mp.core.checkpoints.checkpoint_view import caller_of
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.step.scaled_step import Groups, ScaledStep
-from apex_mp.core.tensors import copy_async
 from apex_mp.optimizers._state import Rule
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -41,18 +39,13 @@ def give_whole_norms(step: ScaledStep, groups: Groups, rule: Rule, processes: An
     """
     if step.norms is not None or not any(group.get("max_grad_norm") for group in groups):
         return
-    rows: list[tuple[Tensor, int]] = []
-    for number, group in enumerate(groups):
-        given = None if step.grads is None else step.grads[number]
-        grads = [param.grad for param in group["params"]] if given is None else given
-        rows += [(grad, number) for grad in grads if grad is not None]
+    lists = step.grads or [[param.grad for param in group["params"]] for group in groups]
     found = FoundInf()
-    found.check([grad for grad, _ in rows], [number for _, number in rows], len(groups))
+    found.check_lists(lists)
     on_gpu = dist.get_backend(processes) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    sums = torch.zeros(len(groups), dtype=torch.float64, device=device)
-    for each in found.sum_sq.values():
-        sums += copy_async(each, device)
+    of_groups = torch.split(found.sums_on(device), [len(grads) for grads in lists])
+    sums = torch.stack([each.sum() for each in of_groups])
     dist.all_reduce(sums, group=processes)
     norms = sums.sum().expand(len(groups)) if rule.clips_by_global_norm else sums
     step.norms, step.has_whole_norms = [*norms.sqrt().unbind()], True

@@ -17,13 +17,12 @@ from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
 from apex_mp.core.step.scaled_step import (
-    Lists,
     ScaledStep,
     dropping_amp_tensors,
     take,
     takes_scaled_step,
 )
-from apex_mp.core.tensors import copy_async
+from apex_mp.core.tensors import Lists, copy_async
 
 
 class LARC(ForwardingOptimizer):

@@ -25,7 +25,7 @@ struct Row {
   Array arrays[kArrays];  // data == nullptr: there is none (a copy), or it is empty
   int64_t size;
   bool double_math;   // compute in double, not in float
-  int32_t group = 0;  // for check(): which sum the tensor adds to
+  int32_t place = 0;  // of its sum in sum_sq
 };
 
 // A number that the host knows (pointer == nullptr), or one that the kernel reads.
@@ -35,27 +35,19 @@ struct Number {
   double value;
 };
 
-// The doubles of scratch memory that check(), l2_norm() and the sums of unscale() need.
-int64_t workspace_size(const std::vector<Row<1>>& tensors);
+// The number of sums of chunks, for which check() and unscale() need memory.
+int64_t count_sums(const std::vector<Row<1>>& tensors);
 
 struct Check {
-  double* workspace;
+  double* chunk_sums;
   float* found_inf;  // set to 1 if something is not finite, else left alone
-  double* sum_sq;
-  int64_t groups;  // numbers in sum_sq
+  double* sum_sq;    // of each tensor, at its place
 };
 void check(const std::vector<Row<1>>& grads, const Check& task, cudaStream_t stream);
 
 // Adds up the sums of squares of chunks that unscale() has left, for each tensor.
-void sum_chunks(const std::vector<Row<1>>& tensors, const double* chunk_sums, double* tensor_sums,
+void sum_chunks(const std::vector<Row<1>>& tensors, const double* chunk_sums, double* sum_sq,
                 cudaStream_t stream);
-
-struct L2Norm {
-  double* workspace;
-  Array norm;
-  Array norms;  // data == nullptr: only the norm of all is wanted
-};
-void l2_norm(const std::vector<Row<1>>& tensors, const L2Norm& task, cudaStream_t stream);
 
 // counts: math::kExponentBins for each tensor, added to.
 void exponents(const std::vector<Row<1>>& tensors, int64_t* counts, cudaStream_t stream);

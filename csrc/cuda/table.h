@@ -46,7 +46,7 @@ struct Table {
   void* data[kArrays][kTensors];
   int64_t size[kTensors];
   int32_t first_chunk[kTensors];  // chunks of this launch before this tensor
-  int32_t group[kTensors];
+  int32_t place[kTensors];
   uint8_t dtype[kArrays][kTensors];
   int8_t head[kTensors];  // numbers before the first aligned vector, -1: there is none
   bool double_math[kTensors];
@@ -86,7 +86,7 @@ void for_each_table(const std::vector<Row<kArrays>>& rows, const ChunkLimits& li
       }
       table.size[slot] = row.size;
       table.first_chunk[slot] = static_cast<int32_t>(chunks);
-      table.group[slot] = row.group;
+      table.place[slot] = row.place;
       table.head[slot] = static_cast<int8_t>(head_of(row));
       table.double_math[slot] = row.double_math;
       chunks += count_chunks(row.size, table.chunk_size);

@@ -54,16 +54,17 @@ void define_plan(py::module_& module) {
       .def(
           "read",
           [](Plan& plan, const py::list& param_groups, const py::dict& state,
-             const py::dict& masters, const py::function& make_state, py::object grads,
+             const py::dict& masters, const py::object& make_state, py::object grads,
              py::object grads_of, py::object copies, py::object scale,
-             const std::vector<at::ScalarType>& unscale, const std::vector<int32_t>& positions) {
+             const std::vector<at::ScalarType>& unscale,
+             const std::optional<std::vector<int32_t>>& only, const std::vector<Origin>& origins) {
             plan.read(param_groups, {state, masters, make_state},
-                      {grads, grads_of, copies, scale, unscale, positions});
+                      {grads, grads_of, copies, scale, unscale, only, origins});
           },
           py::arg("param_groups"), py::arg("state"), py::arg("masters"), py::arg("make_state"),
           py::kw_only(), py::arg("grads"), py::arg("grads_of"), py::arg("copies"), py::arg("scale"),
-          py::arg("unscale") = std::vector<at::ScalarType>(),
-          py::arg("positions") = std::vector<int32_t>())
+          py::arg("unscale") = std::vector<at::ScalarType>(), py::arg("only") = py::none(),
+          py::arg("origins") = std::vector<Origin>())
       .def(
           "check",
           [](Plan& plan, bool clip_by_global_norm, double clip_to) {

@@ -39,16 +39,14 @@ void check_lengths(const std::string& caller, const py::object& lists, Py_ssize_
                         " parameters");
 }
 
-// Returns the caller's item for a parameter; nullptr for None, or without a list.
-PyObject* item_of(const py::object& lists, const Place& place) {
-  if (lists.is_none()) return nullptr;
-  PyObject* item = PyList_GET_ITEM(PyList_GET_ITEM(lists.ptr(), place.group), place.index);
-  return item == Py_None ? nullptr : item;
-}
-
 void update(const LossScale& loss_scale, bool found_inf) {
   if (loss_scale.state == nullptr) return;
   *loss_scale.state = math::update_scale(*loss_scale.state, found_inf, loss_scale.rule);
+}
+
+// The number of a parameter in the optimizer.
+size_t position_of(int32_t number, const Given& given) {
+  return given.origins.empty() ? number : std::get<2>(given.origins[number]);
 }
 
 int32_t rule_named(const std::string& name) {
@@ -62,7 +60,9 @@ int32_t rule_named(const std::string& name) {
 }  // namespace
 
 struct Plan::Item {
-  Place place;
+  Place place;    // in the optimizer, for messages
+  int64_t group;  // where it stands in the lists
+  int64_t index;
   PyObject* key;    // the parameter
   PyObject* param;  // or its part in this process
   PyObject* state;
@@ -71,6 +71,13 @@ struct Plan::Item {
   bool scaled = true;
   bool writes_grad = false;
   const at::Tensor* copy = nullptr;
+
+  // Returns the caller's item for the parameter; nullptr for None, or without a list.
+  PyObject* of(const py::object& lists) const {
+    if (lists.is_none()) return nullptr;
+    PyObject* item = PyList_GET_ITEM(PyList_GET_ITEM(lists.ptr(), group), index);
+    return item == Py_None ? nullptr : item;
+  }
 };
 
 struct Plan::Source {
@@ -117,26 +124,25 @@ void Plan::read_all(const py::list& param_groups, const States& states, const Gi
   has_run_ = false;
   has_parts_ = false;
   list_params(param_groups);
-  device_ = params_.empty() ? at::Device(at::kCPU) : tensor_of(params_.front()).device();
+  list_items(param_groups, given);
+  device_ =
+      items_.empty() ? at::Device(at::kCPU) : tensor_of(params_[items_.front().number]).device();
   can_run_ = has_kernels(device_);
   const NumberReader numbers(caller_, device_, kept_);
   state_order_.find(caller_, params_, states.state.ptr(), states_);
   masters_order_.find(caller_, params_, states.masters.ptr(), masters_);
-  int64_t group = 0;
+  if (states.make.is_none()) {
+    states_.assign(params_.size(), nullptr);
+    masters_.assign(params_.size(), nullptr);
+  }
   for (const py::handle each : param_groups) {
     const GroupOptions options = options_.read(each.ptr(), numbers);
     task_.groups.push_back(options.group);
-    required_state_.push_back({rule_.tensors_with(options.group.options),
-                               rule_.needs_numbers ? rule_.numbers : 0, options.moments,
-                               options.masters});
-    const Py_ssize_t count = PyList_GET_SIZE(list_of(caller_, each.ptr()));
-    for (const py::object* lists : {&given.grads, &given.grads_of, &given.copies}) {
-      check_lengths(caller_, *lists, group, count);
-    }
-    for (Py_ssize_t index = 0; index < count; ++index) {
-      items_.push_back({static_cast<int32_t>(group), static_cast<int32_t>(index)});
-    }
-    ++group;
+    required_state_.push_back(states.make.is_none()
+                                  ? RequiredState{0, 0, options.moments, Masters::kNone}
+                                  : RequiredState{rule_.tensors_with(options.group.options),
+                                                  rule_.needs_numbers ? rule_.numbers : 0,
+                                                  options.moments, options.masters});
   }
   read_rows(states, given);
   grad_dtypes_ = 0;
@@ -160,8 +166,8 @@ void Plan::read_rows(const States& states, const Given& given) {
     for (int64_t first = begin; first < end; first += kRowsAhead) {
       const int64_t last = std::min(first + kRowsAhead, end);
       for (int64_t i = first; i < last; ++i) {
-        items_[i].is_read = can_run_ && read_usual(item_at(i), given, tensors_[i]);
-        tensors_[i].position = i;
+        items_[i].is_read = can_run_ && read_usual(item_at(i, given), given, tensors_[i]);
+        tensors_[i].position = position_of(items_[i].number, given);
         if (items_[i].is_read) fetch_storages(tensors_[i]);
       }
       for (int64_t i = first; i < last; ++i) {
@@ -178,31 +184,51 @@ void Plan::read_rows(const States& states, const Given& given) {
         task_.rows[rows] = task_.rows[i];
       }
       ++rows;
-    } else if (read_unusual(item_at(i), states, given, tensors_[rows])) {
-      tensors_[rows].position = i;
+    } else if (read_unusual(item_at(i, given), states, given, tensors_[rows])) {
+      tensors_[rows].position = position_of(items_[i].number, given);
       task_.rows[rows] = memory_of(tensors_[rows]);
       ++rows;
     }
   }
   tensors_.resize(rows);
   task_.rows.resize(rows);
-  if (given.positions.empty()) return;
-  TORCH_CHECK_VALUE(given.positions.size() == items_.size(), caller_, ": ", given.positions.size(),
-                    " positions were given for ", items_.size(), " parameters");
-  for (int64_t i = 0; i < rows; ++i) {
-    task_.rows[i].position = given.positions[tensors_[i].position];
-  }
 }
 
-Plan::Item Plan::item_at(int64_t position) const {
-  const ItemFacts& facts = items_[position];
-  PyObject* param = params_[position];
-  return {{caller_.c_str(), "params", facts.group, facts.index},
+Plan::Item Plan::item_at(int64_t item, const Given& given) const {
+  const ItemFacts& facts = items_[item];
+  const auto [group, index, number] = given.origins.empty()
+                                          ? Origin{facts.group, facts.index, facts.number}
+                                          : given.origins[facts.number];
+  PyObject* param = params_[facts.number];
+  return {{caller_.c_str(), "params", group, index},
+          facts.group,
+          facts.index,
           param,
           param,
-          states_[position],
-          masters_[position],
+          states_[facts.number],
+          masters_[facts.number],
           required_state_[facts.group].of(tensor_of(param))};
+}
+
+void Plan::list_items(const py::list& param_groups, const Given& given) {
+  std::vector<ItemFacts> all;
+  int32_t group = 0;
+  for (const py::handle each : param_groups) {
+    const Py_ssize_t count = PyList_GET_SIZE(list_of(caller_, each.ptr()));
+    for (const py::object* lists : {&given.grads, &given.grads_of, &given.copies}) {
+      check_lengths(caller_, *lists, group, count);
+    }
+    for (Py_ssize_t index = 0; index < count; ++index) {
+      all.push_back({group, static_cast<int32_t>(index), static_cast<int32_t>(all.size())});
+    }
+    ++group;
+  }
+  TORCH_INTERNAL_ASSERT(given.origins.empty() || given.origins.size() == all.size());
+  if (!given.only.has_value()) {
+    items_ = std::move(all);
+    return;
+  }
+  for (const int32_t number : *given.only) items_.push_back(all.at(number));
 }
 
 // Tensors and rows own nothing, and the next step overwrites them.
@@ -233,8 +259,8 @@ void Plan::list_params(const py::list& param_groups) {
 
 // Returns the gradient to step a parameter with.
 Plan::Source Plan::source_of(const Item& item, const Given& given) const {
-  if (!given.grads.is_none()) return {item_of(given.grads, item.place), nullptr, true};
-  PyObject* param = item_of(given.grads_of, item.place);
+  if (!given.grads.is_none()) return {item.of(given.grads), nullptr, true};
+  PyObject* param = item.of(given.grads_of);
   if (param != nullptr) return {nullptr, param, true};
   return {nullptr, item.param, given.grads_of.is_none()};
 }
@@ -249,7 +275,7 @@ bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) con
   if (row.grad == nullptr || !row.grad->defined() || row.grad->layout() != at::kStrided) {
     return false;
   }
-  row.group = static_cast<int32_t>(item.place.group);
+  row.group = static_cast<int32_t>(item.group);
   row.scaled = source.scaled;
   row.writes_grad = given.unscales(*row.grad, row.scaled);
   return take_usual(item, given, read_usual_state(item.state, item.master, names_), row);
@@ -258,7 +284,7 @@ bool Plan::read_usual(const Item& item, const Given& given, RowTensors& row) con
 bool Plan::take_usual(const Item& item, const Given& given, const State& state,
                       RowTensors& row) const {
   if (!state.is_complete(item.required)) return false;
-  PyObject* copy = item_of(given.copies, item.place);
+  PyObject* copy = item.of(given.copies);
   if (copy != nullptr && copy != item.param) {
     if (item.required.masters != Masters::kNone) return false;
     row.copy = &tensor_of(copy);
@@ -277,7 +303,7 @@ bool Plan::read_without_grad(const Item& item, const Given& given, const Source&
   const bool keeps_row = device_.is_cuda() && param.device() == device_;
   if (!keeps_row) return false;
   row = {};
-  row.group = static_cast<int32_t>(item.place.group);
+  row.group = static_cast<int32_t>(item.group);
   row.scaled = source.scaled;
   row.param_of_grad = source.param == nullptr ? &param : &tensor_of(source.param);
   row.writes_grad = given.unscales(*row.param_of_grad, row.scaled);
@@ -292,7 +318,7 @@ bool Plan::read_unusual(Item item, const States& states, const Given& given, Row
   const Source source = source_of(item, given);
   PyObject* object = grad_of(source);
   if (object == nullptr) {
-    without_grad_.emplace_back(item.place.group, item.place.index);
+    without_grad_.emplace_back(item.group, item.index);
     return read_without_grad(item, given, source, row);
   }
   if (is_part) {
@@ -306,7 +332,7 @@ bool Plan::read_unusual(Item item, const States& states, const Given& given, Row
   item.writes_grad = given.unscales(*grad, item.scaled);
   can_run_ &= tensor_of(item.param).device() == device_;
   if (!can_run_) return false;
-  PyObject* copy = item_of(given.copies, item.place);
+  PyObject* copy = item.of(given.copies);
   if (copy != nullptr && copy != item.param) item.copy = &tensor_of(copy);
   check_row(item, states, *grad, row);
   return true;
@@ -352,14 +378,14 @@ void Plan::check_row(const Item& item, const States& states, const at::Tensor& g
   }
   row = {};
   row.grad = &laid_like(param, grad, item.writes_grad);
-  row.group = static_cast<int32_t>(item.place.group);
+  row.group = static_cast<int32_t>(item.group);
   row.scaled = item.scaled;
   row.writes_grad = item.writes_grad;
   row.copy = item.copy;
   check_given(item, *row.grad);
   check_state(state, names_, item.required, param, item.place);
   if (!state.is_complete(item.required) || lies_otherwise(state, item.required, param)) {
-    made_.push_back(states.make(item.place.group, item.place.index));
+    made_.push_back(states.make(item.group, item.index));
     PyObject* master = entry(states.masters.ptr(), item.key);
     state = read_state(made_.back().ptr(), master, names_);
     TORCH_INTERNAL_ASSERT(state.is_complete(item.required));
@@ -457,12 +483,14 @@ Outcome Plan::run(const py::object& norms, const py::object& found_inf, bool che
   return outcome;
 }
 
-std::vector<std::tuple<at::Tensor, int64_t, bool>> Plan::gradients() const {
-  std::vector<std::tuple<at::Tensor, int64_t, bool>> gradients;
+DeviceGrads Plan::gradients() const {
+  DeviceGrads found = {device_, {}, {}};
   for (const RowTensors& row : tensors_) {
-    if (row.grad != nullptr) gradients.emplace_back(*row.grad, row.group, row.scaled);
+    if (row.grad == nullptr) continue;
+    found.rows.push_back(static_cast<int64_t>(row.position));
+    found.grads.push_back(*row.grad);
   }
-  return gradients;
+  return found;
 }
 
 std::vector<at::ScalarType> Plan::grad_dtypes() const {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "plan/checked.h"
 #include "plan/device_loss_scale.h"
 #include "plan/hyperparameters.h"
+#include "plan/read_grads.h"
 #include "plan/row_memory.h"
 #include "plan/state_order.h"
 #include "plan/task.h"
@@ -27,6 +29,10 @@ namespace apex_mp::step {
 
 // Group and index of a parameter.
 using Indices = std::vector<std::pair<int64_t, int64_t>>;
+
+// Where a parameter that a plan steps, or of which it steps a part, stands in the optimizer: its
+// group, its index there, and its number among all.
+using Origin = std::tuple<int32_t, int32_t, int32_t>;
 
 // The caller's arguments beside parameters and state. Each of the first three is None, or a list
 // with one list for each group, which has one item for each parameter.
@@ -38,7 +44,8 @@ struct Given {
   pybind11::object scale;     // a number: scaled gradients are divided by it
   std::vector<at::ScalarType> unscale;  // a step that is taken leaves scaled gradients of these
                                         // dtypes unscaled
-  std::vector<int32_t> positions;       // of the parameters in the optimizer, if these are not all
+  std::optional<std::vector<int32_t>> only;  // the numbers of the parameters to read; else all
+  std::vector<Origin> origins;  // of each parameter, if they are not the optimizer's own
 
   bool unscales(const at::Tensor& grad, bool scaled) const {
     return scaled && std::find(unscale.begin(), unscale.end(), grad.scalar_type()) != unscale.end();
@@ -61,10 +68,11 @@ class Plan {
   // index)` is called for a parameter that lacks state or master, or has them in another memory
   // order; it puts a master into `masters` and returns new state. The caller removes the state if
   // the step is refused or skipped.
+  // Without `make`, which is then None, gradients are read alone.
   struct States {
     const pybind11::dict& state;
     const pybind11::dict& masters;
-    const pybind11::function& make;
+    const pybind11::object& make;
   };
 
   // `rule` is the kName of one of math/rules.h, `caller` the optimizer's name in messages, and
@@ -100,9 +108,8 @@ class Plan {
   // Instead of `run`: makes the step of a captured CUDA graph use the present options of groups.
   void refresh_groups();
 
-  // Between `read` and `run`: the gradients that will be used, the group of each, and whether it is
-  // scaled by the loss scale.
-  std::vector<std::tuple<at::Tensor, int64_t, bool>> gradients() const;
+  // Between `read` and `run`: the gradients that will be used.
+  DeviceGrads gradients() const;
 
   // Drops what was read.
   void clear();
@@ -131,13 +138,15 @@ class Plan {
   struct ItemFacts {
     int32_t group;
     int32_t index;
+    int32_t number;  // among all parameters
     bool is_read = false;
   };
 
   void read_all(const pybind11::list& param_groups, const States& states, const Given& given);
   void list_params(const pybind11::list& param_groups);
   void read_rows(const States& states, const Given& given);
-  Item item_at(int64_t position) const;
+  Item item_at(int64_t item, const Given& given) const;
+  void list_items(const pybind11::list& param_groups, const Given& given);
   bool read_usual(const Item& item, const Given& given, RowTensors& row) const;
   bool take_usual(const Item& item, const Given& given, const State& state, RowTensors& row) const;
   bool read_without_grad(const Item& item, const Given& given, const Source& source,

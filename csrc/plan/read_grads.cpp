@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "plan/python_tensors.h"
 #include "plan/row_checks.h"
@@ -51,9 +50,7 @@ void DeviceGrads::check(const at::Tensor& found_inf, const at::Tensor& sum_sq) c
   using Check = void(at::TensorList, at::IntArrayRef, const at::Tensor&, const at::Tensor&);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("apex_mp::check_", "").typed<Check>();
-  std::vector<int64_t> places(grads.size());
-  std::iota(places.begin(), places.end(), 0);
-  op.call(grads, places, found_inf, sum_sq);
+  op.call(grads, rows, found_inf, sum_sq);
 }
 
 Grads read_grads(PyObject* params) {

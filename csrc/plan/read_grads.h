@@ -19,7 +19,7 @@ struct DeviceGrads {
 
   std::vector<at::ScalarType> dtypes() const;
 
-  // Calls the operator check_, which adds the squares of gradient i to sum_sq[i].
+  // Calls the operator check_: sum_sq has a number for each parameter, also those without gradient.
   void check(const at::Tensor& found_inf, const at::Tensor& sum_sq) const;
 };
 

@@ -100,11 +100,26 @@ def make_grads(device: torch.device, bad: float | None = None) -> list[torch.Ten
 def test_check_sums_the_squares_of_each_row(bad: float | None, device: torch.device) -> None:
     found = FoundInf()
     with Waits() as waits:
-        found.check(make_grads(device, bad), [0, 2, 2], 4)
+        found.check(make_grads(device, bad), [0, 2, 3], 5)
     assert waits.count == 0
     assert bool(found) == (bad is not None)
     if bad is None:
-        assert found.norms == [math.sqrt(20.0), 0.0, math.sqrt(40.0), 0.0]
+        root = math.sqrt(20.0)
+        assert found.norms == [root, 0.0, root, root, 0.0]
+        assert found.sums_on(CPU).tolist() == [20.0, 0.0, 20.0, 20.0, 0.0]
+
+
+@bad_numbers
+def test_check_lists_has_norms_of_groups(bad: float | None, device: torch.device) -> None:
+    first, *others = make_grads(device, bad)
+    lists = [[None, first], [], [*others, None]]
+    found = FoundInf()
+    found.check_lists(lists)
+    norms = found.group_norms(lists)
+    assert norms[:2] == [math.sqrt(20.0), 0.0]
+    assert math.isfinite(norms[2]) == (bad is None)
+    if bad is None:
+        assert norms[2] == pytest.approx(math.sqrt(40.0), rel=1e-15)
     assert found.on(CPU).item() == float(bad is not None)
 
 

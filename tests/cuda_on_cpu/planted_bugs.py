@@ -211,9 +211,9 @@ PLANTED_BUGS = {
         MANY_SUMS,
         WRONG_BITS,
     ),
-    "the sums of tensors lie among those of chunks": PlantedBug(
-        "size += count_chunks(tensor.size, kLargestChunk);",
-        "size += count_chunks(tensor.size, 2 * kLargestChunk);",
+    "sums lie in the first places": PlantedBug(
+        "sum_sq[table.place[slot]] = sum;",
+        "sum_sq[table.launch.first_tensor + slot] = sum;",
         SUMS,
         WRONG_BITS,
     ),
@@ -250,8 +250,8 @@ PLANTED_BUGS = {
         WRONG_BITS,
     ),
     "scratch memory is too small": PlantedBug(
-        "scratch(workspace_size(rows) * sizeof(double), found_inf.device());",
-        "scratch(workspace_size(rows) * sizeof(float), found_inf.device());",
+        "count += count_chunks(tensor.size, kLargestChunk);",
+        "count += count_chunks(tensor.size, 2 * kLargestChunk);",
         SUMS,
         OVERFLOW,
     ),

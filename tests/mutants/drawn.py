@@ -51,9 +51,9 @@ DRAWN = {
         "_plain", "name == 'loss_scale'", "name != 'loss_scale'", "amp_initialize"
     ),
     "several devices measure what is not asked for": Mutant(
-        "SeveralDevices._run",
-        "not (check or self._must_measure(missing, clip_by_global_norm))",
+        "DevicePlans.run",
         "check or self._must_measure(missing, clip_by_global_norm)",
+        "not (check or self._must_measure(missing, clip_by_global_norm))",
         "several_devices",
     ),
     "strides of strided gradients are not matched": Mutant(

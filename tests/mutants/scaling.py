@@ -310,8 +310,8 @@ SCALER = {
     ),
     "a shared gradient is unscaled twice": Mutant(
         "unscale",
-        "{id(grad): grad for grad in on_device}",
-        "{number: grad for number, grad in enumerate(on_device)}",
+        "first.setdefault(id(grad), (row, grad))",
+        "first.setdefault(row, (row, grad))",
         "grad_scaler",
     ),
     "saving a new run counts as a step": Mutant(

@@ -328,20 +328,20 @@ OPTIMIZERS = {
         "fused_sgd_state",
     ),
     "each piece of a parameter counts its steps": Mutant(
-        "Parts._cut_state",
-        "[*value.detach().expand(last, *value.shape).clone(), value]",
-        "[value] * len(parts)",
+        "Item._cut_state",
+        "[*value.detach().expand(count - 1, *value.shape).clone(), value]",
+        "[value] * count",
         "offload",
     ),
     "small tensors that travel together are not gathered": Mutant(
         "Transfers.to_host", "gathered", "()", "offload"
     ),
     "random bits of a bucket are those of its first parameters": Mutant(
-        "Bucket.read", "self._positions", "()", "offload"
+        "Bucket.__init__", "e.layout.number", "0", "offload"
     ),
     "a parameter whose random bits depend on elements is cut": Mutant(
-        "Buckets._part_of",
-        "self._steps_parts and (not layout.is_random)",
+        "HostSteps._layouts",
+        "self._steps_parts and (not groups[group].get('stochastic_rounding'))",
         "self._steps_parts",
         "offload",
     ),
@@ -358,18 +358,18 @@ OPTIMIZERS = {
         "HostGrads._keep", "self._leaving_bytes <= self._limit", "True", "offload_gradients"
     ),
     "copies of an offloaded step are not waited for after an error": Mutant(
-        "Buckets._go_through", "bus.make_gpu_wait()", "pass", "offload_refusals"
+        "HostSteps._go_through", "bus.make_gpu_wait()", "pass", "offload_refusals"
     ),
     "gradients on several devices are clipped each by their own norm": Mutant(
-        "SeveralDevices._run",
-        "measured.of_all if clip_by_global_norm else measured.of_groups[number]",
-        "measured.of_groups[number]",
+        "DevicePlans.run",
+        "found.of_all if clip_by_global_norm else found.of_groups[number]",
+        "found.of_groups[number]",
         "several_devices",
     ),
     "gradients that are not scaled are left out of the norm": Mutant(
-        "_measure",
-        "torch.hypot(scaled, plain * _number_on(scalar_device, scale))",
-        "scaled",
+        "DevicePlans._measure",
+        "torch.where(shards.mask(plain, len(norms), device), norms * factor, norms)",
+        "norms.masked_fill(shards.mask(plain, len(norms), device), 0.0)",
         "several_devices",
     ),
     "the state of torch.optim.SGD without a buffer is refused": Mutant(

@@ -47,7 +47,7 @@ from apex_mp.optimizers import (
     FusedAdam,
     FusedNovoGrad,
     FusedSGD,
-    _device_part,
+    _devices,
 )
 
 # By step and parameter.
@@ -313,7 +313,7 @@ def test_options_that_change_count_at_once_and_lr_may_be_a_tensor(
 def test_parameters_on_several_devices_are_stepped_as_on_one(
     max_grad_norm: float, subject: Subject, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(_device_part, "device_of", side_of)
+    monkeypatch.setattr(_devices, "device_of", side_of)
     params = make_params(device)
     groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
     optimizer = spread(

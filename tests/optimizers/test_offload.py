@@ -32,8 +32,7 @@ from apex_mp import AveragedMasters, amp, convert
 from apex_mp.core import transfers
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._offload import bucket as _bucket
-from apex_mp.optimizers._offload import buckets as _buckets
+from apex_mp.optimizers._offload import host_steps
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 each_dtype = pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
@@ -44,8 +43,8 @@ each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=[*OPTI
 @pytest.fixture(autouse=True)
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets, so that there are several and large parameters are cut."""
-    monkeypatch.setattr(_buckets, "BUCKET_ELEMENTS", 5_000)
-    monkeypatch.setattr(_bucket, "_SMALL", 300)
+    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 5_000)
+    monkeypatch.setattr(host_steps, "SMALL", 300)
     return stand_in(monkeypatch) if device.type == "cpu" else None
 
 
@@ -91,8 +90,8 @@ def test_copies_may_take_place_at_any_time(
 
 
 WAITS = {
-    "for the gradients": (_bucket.Bucket, "finish", "self._arrival.synchronize()"),
-    "for weights to leave": (_bucket.Slot, "wait", "self.departure.synchronize()"),
+    "for the gradients": (host_steps.Bucket, "finish", "self._arrival.synchronize()"),
+    "for weights to leave": (host_steps.Slot, "wait", "self.departure.synchronize()"),
     "of copies for the GPU": (transfers.Transfers, "wait_for_gpu", None),
     "of the GPU for copies": (transfers.Transfers, "make_gpu_wait", None),
 }

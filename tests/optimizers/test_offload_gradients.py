@@ -23,7 +23,7 @@ from apex_mp.core.step import readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._offload import bucket, buckets, gradients
+from apex_mp.optimizers._offload import gradients, host_steps
 from apex_mp.parallel import LARC
 
 F16, F32 = torch.float16, torch.float32
@@ -32,9 +32,9 @@ F16, F32 = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets and pieces, so that there are several."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 500)
+    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 500)
     monkeypatch.setattr(gradients, "_PIECE", 300)
-    monkeypatch.setattr(bucket, "_SMALL", 100)
+    monkeypatch.setattr(host_steps, "SMALL", 100)
     return stand_in(monkeypatch) if device.type == "cpu" else None
 
 

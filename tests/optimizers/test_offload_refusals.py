@@ -27,14 +27,13 @@ from torch.nn import Parameter
 
 from apex_mp.core import transfers
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._offload import bucket as _bucket
-from apex_mp.optimizers._offload import buckets as _buckets
+from apex_mp.optimizers._offload import host_steps
 
 
 @pytest.fixture(autouse=True)
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets, so that there are several and large parameters are cut."""
-    monkeypatch.setattr(_buckets, "BUCKET_ELEMENTS", 5_000)
+    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 5_000)
     return stand_in(monkeypatch) if device.type == "cpu" else None
 
 
@@ -194,7 +193,7 @@ def test_a_captured_graph_is_refused(device: torch.device, monkeypatch: pytest.M
     params = params_of(device, F16)
     optimizer = FusedAdam(params, offload=True)
     give_grads(params, 1)
-    monkeypatch.setattr("apex_mp.optimizers._offload.plan.is_capturing", lambda device: True)
+    monkeypatch.setattr("apex_mp.core.step.readback.is_capturing_on", lambda device: True)
     with pytest.raises(RuntimeError, match="capturing a CUDA graph, and with offload the CPU"):
         optimizer.step()
 
@@ -233,7 +232,7 @@ def test_after_an_error_weights_are_old_or_new_and_the_next_step_says_so(
     for one, its in both:
         train(one, its, range(1, 3))
     before = [param.detach().clone() for param in others]
-    finish = _bucket.Bucket.finish
+    finish = host_steps.Bucket.finish
     calls = []
 
     def break_off(bucket: Any, *args: Any) -> None:
@@ -242,7 +241,7 @@ def test_after_an_error_weights_are_old_or_new_and_the_next_step_says_so(
             raise OSError("a disk")
         finish(bucket, *args)
 
-    monkeypatch.setattr(_bucket.Bucket, "finish", break_off)
+    monkeypatch.setattr(host_steps.Bucket, "finish", break_off)
     train(plain, params, range(3, 4))
     with pytest.raises(OSError, match="a disk"):
         train(optimizer, others, range(3, 4))

@@ -27,8 +27,8 @@ from waits import Waits
 from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.core.step.scaled_step import StepResult
 from apex_mp.loss_scale import DynamicLossScale
-from apex_mp.optimizers import FusedAdam, _device_part
-from apex_mp.optimizers._several_devices import SeveralDevices
+from apex_mp.optimizers import FusedAdam, _devices
+from apex_mp.optimizers._devices import DevicePlans
 
 SCALES: dict[str, Callable[[], Any]] = {
     "1": lambda: 1.0,
@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True)
 def two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device_part, "device_of", side_of)
+    monkeypatch.setattr(_devices, "device_of", side_of)
 
 
 # --- What nobody clips is stepped to the bit as by one plan. A Run compares with a copy, which has
@@ -221,7 +221,7 @@ def test_a_first_parameter_on_another_device_needs_several_plans() -> None:
         give_grads(expected.param_groups[0]["params"], step)
         optimizer.step()
         expected.step()
-    assert isinstance(optimizer._engine.plan, SeveralDevices)
+    assert isinstance(optimizer._engine.plan, DevicePlans)
     del optimizer.param_groups[0]["params"][0]
     assert_same_state(optimizer, expected)
 

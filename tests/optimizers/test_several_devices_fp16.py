@@ -14,14 +14,14 @@ from test_step_plan_fp16 import CHANGES, DTYPES, SHAPES, Fp16Run
 
 from apex_mp.core.step import device_scale, readback
 from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import _device_part
+from apex_mp.optimizers import _devices
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["waited", "unwaited"])
 def two_sides(
     request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    monkeypatch.setattr(_device_part, "device_of", side_of)
+    monkeypatch.setattr(_devices, "device_of", side_of)
     waited = request.param
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", set() if waited else {device.type})
     monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)

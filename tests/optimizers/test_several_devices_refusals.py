@@ -15,16 +15,14 @@ from scaled_steps import take_step
 from several_devices_cases import side_of, spread
 from torch.nn import Parameter
 
-from apex_mp.optimizers import FusedAdam, _device_part
-from apex_mp.optimizers._device_part import Part
-from apex_mp.optimizers._engine import Engine
+from apex_mp.optimizers import FusedAdam, _devices
 
 each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 
 
 @pytest.fixture(autouse=True)
 def two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device_part, "device_of", side_of)
+    monkeypatch.setattr(_devices, "device_of", side_of)
 
 
 def make_run(steps: int = 0) -> Run:
@@ -108,16 +106,15 @@ def test_a_gradient_where_there_are_no_kernels_is_refused_by_name(steps_before: 
         run.listed[:] = kept
 
 
-def test_without_kernels_for_cuda_the_command_that_builds_them_is_named() -> None:
+def test_without_kernels_for_cuda_the_command_that_builds_them_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_devices, "device_of", lambda param: torch.device("cuda", 1))
     param = Parameter(torch.ones(3, device="meta"), requires_grad=False)
-    groups: Any = FusedAdam([param]).param_groups
+    optimizer = FusedAdam([param])
     param.requires_grad_().grad = torch.ones(3, device="meta")
-    lists = dict.fromkeys(["grads", "grads_of", "copies"])
-    plan = Engine(FusedAdam._rule, "FusedAdam").new_plan()
-    part = Part("FusedAdam", torch.device("cuda", 1), plan, [[0]], groups, lists)
-    part.read({}, {}, lambda number, index: {}, 1.0, ())
     with pytest.raises(RuntimeError, match=r"params\[0\]\[0\] is on cuda:1, .*\n.*FORCE_CUDA=1 "):
-        part.has_kernels()
+        optimizer.step()
 
 
 # --- Nothing is kept alive.

@@ -118,14 +118,14 @@ class ScaledSteps:
             return
         scalar_device = remote[0]
         found_inf = one_flag(flags, scalar_device)
-        sums = [] if measured is None else [*measured.found.sum_sq.values()]
-        numbers = torch.cat(
-            [found_inf.double().view(1), *(tensors.copy_async(s, scalar_device) for s in sums)]
-        )
+        numbers, rows = found_inf.double().view(1), list[int]()
+        if measured is not None and measured.found.sum_sq:
+            numbers = torch.cat([numbers, measured.found.sums_on(scalar_device)])
+            rows = measured.rows
         step = dataclasses.replace(
             StepResult.of_flag(found_inf),
             sent=numbers,
-            read=_read_numbers,
+            read=functools.partial(_read_numbers, rows),
             undo_state=undo_state,
         )
         self.submit(step, measured)
@@ -287,10 +287,10 @@ def outcome(flags: Mapping[torch.device, Tensor], measured: Measured | None) -> 
     return HostOutcome(skipped, norms)
 
 
-def _read_numbers(numbers: Tensor) -> HostOutcome:
-    """Return an outcome with a norm for each gradient, from a flag and sums of squares."""
+def _read_numbers(rows: list[int], numbers: Tensor) -> HostOutcome:
+    """Return an outcome with a norm for each of some parameters, from a flag and all sums."""
     found_inf, *sums = numbers.tolist()
-    return HostOutcome(found_inf != 0.0, [math.sqrt(sum_sq) for sum_sq in sums])
+    return HostOutcome(found_inf != 0.0, [math.sqrt(sums[row]) for row in rows])
 
 
 def _numbers_of(grad: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,7 +11,15 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import ops
-from apex_mp.core.tensors import copy_async, has_kernels, is_dense, is_wrapper, local_part, writable
+from apex_mp.core.tensors import (
+    Lists,
+    copy_async,
+    has_kernels,
+    is_dense,
+    is_wrapper,
+    local_part,
+    writable,
+)
 
 
 class FoundInf:
@@ -21,7 +30,7 @@ class FoundInf:
 
     Attributes:
         flags: By device, 0-dim float32: not 0 if a gradient there held inf or NaN.
-        sum_sq: By device, float64: sums of squares that were asked for last.
+        sum_sq: By device, float64: sums of squares that were asked for last, in one place each.
     """
 
     def __init__(self) -> None:
@@ -38,39 +47,47 @@ class FoundInf:
         Args:
             grads: Floating tensors on any devices; of DTensors what this process holds is read, and
                 of other wrappers no squares are summed.
-            rows: For each the element of `sum_sq` on its device that its squares are added to
-                [None: none].
+            rows: For each the element of `sum_sq` on its device that is its sum of squares; they
+                increase [None: squares are not summed].
             count: The number of these elements [0].
         """
         self._count = count
-        by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
-        for each, row in zip(grads, [0] * len(grads) if rows is None else rows, strict=True):
+        by_device: dict[torch.device, _C.DeviceGrads] = {}
+        for row, each in enumerate(grads) if rows is None else zip(rows, grads, strict=True):
             grad = local_part(each)
             if is_wrapper(grad):
                 self.unscale_wrappers([grad], 1.0)
                 continue
-            here, rows_here = by_device.setdefault(grad.device, ([], []))
-            here.append(grad)
-            rows_here.append(row)
-        for device, (here, rows_here) in by_device.items():
-            sum_sq = torch.zeros(max(count, 1), dtype=torch.float64, device=device)
-            if rows is not None:
-                self.sum_sq[device] = sum_sq
-            ops.check_(here, rows_here, self._flag(device), sum_sq)
+            by_device.setdefault(grad.device, _C.DeviceGrads(grad.device)).insert(row, grad)
+        for device, here in by_device.items():
+            self.check_each(device, here, len(grads) if rows is None else count)
+        if rows is None:
+            self.sum_sq = {}
 
-    def check_each(self, device: torch.device, grads: _C.DeviceGrads) -> None:
-        """Check the gradients of one device, each with a sum of squares of its own."""
-        sum_sq = torch.zeros(len(grads), dtype=torch.float64, device=device)
-        self.sum_sq[device] = sum_sq
+    def check_lists(self, lists: Lists) -> None:
+        """Check the gradients of groups, of which some are None; rows are numbers in all lists."""
+        grads = [*itertools.chain.from_iterable(lists)]
+        rows = [row for row, grad in enumerate(grads) if grad is not None]
+        self.check([grad for grad in grads if grad is not None], rows, len(grads))
+
+    def check_each(self, device: torch.device, grads: _C.DeviceGrads, count: int) -> None:
+        """Check the gradients of one device; their rows are those of `sum_sq`, of `count`."""
+        sum_sq = self._sums(device, count)
         grads.check(self._flag(device), sum_sq)
+
+    def _sums(self, device: torch.device, count: int) -> Tensor:
+        self._count = count
+        sum_sq = torch.zeros(count, dtype=torch.float64, device=device)
+        self.sum_sq[device] = sum_sq
+        return sum_sq
 
     def unscale(
         self,
         src: Sequence[Tensor],
         dst: Sequence[Tensor],
         inv_scale: float | Tensor,
-        *,
-        sums: bool = False,
+        rows: Sequence[int] = (),
+        count: int | None = None,
     ) -> None:
         """Write `src[i] * inv_scale` to `dst[i]`.
 
@@ -78,14 +95,13 @@ class FoundInf:
             src: Scaled gradients on any devices.
             dst: Where they go, each on the device of its source; may be `src` itself.
             inv_scale: 1 / loss scale: a number, or 0-dim on a device.
-            sums: Set `sum_sq` to the sum of squares of each of `dst` on a device [False].
+            rows: As of `check`, of the squares of `dst`, which are then on one device.
+            count: The number of elements of `sum_sq` [None: squares are not summed].
         """
         for device, (sources, targets) in _by_device(src, dst).items() if src else ():
-            sum_sq = None
-            if sums:
-                sum_sq = torch.zeros(len(targets), dtype=torch.float64, device=device)
-                self.sum_sq[device] = sum_sq
-            ops.unscale_(sources, targets, _on(inv_scale, device), self._flag(device), sum_sq)
+            sum_sq = None if count is None else self._sums(device, count)
+            factor, flag = _on(inv_scale, device), self._flag(device)
+            ops.unscale_(sources, targets, factor, flag, rows, sum_sq)
 
     def add_unscaled(
         self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor
@@ -139,6 +155,13 @@ class FoundInf:
             torch._amp_foreach_non_finite_check_and_unscale_([grad], found, factor)
             self.add({grad.device: found})
 
+    def sums_on(self, device: torch.device) -> Tensor:
+        """Return the sums of squares on all devices, on one of them; the host does not wait."""
+        sums = [copy_async(each, device) for each in self.sum_sq.values()]
+        if not sums:
+            return torch.zeros(self._count, dtype=torch.float64, device=device)
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
     def replace_sums(self, device: torch.device, sum_sq: Tensor) -> None:
         """Replace the sums of squares of all devices by those on one device."""
         self._read, self._count = None, len(sum_sq)
@@ -161,6 +184,11 @@ class FoundInf:
         for _, *sum_sq in self._numbers():
             sums = [a + b for a, b in zip(sums, sum_sq, strict=True)]
         return [math.sqrt(each) for each in sums]
+
+    def group_norms(self, lists: Lists) -> list[float]:
+        """Return the norm of each list that `check_lists` has checked; the host waits."""
+        each = iter(self.norms)
+        return [math.hypot(*itertools.islice(each, len(grads))) for grads in lists]
 
     @property
     def norm(self) -> float:

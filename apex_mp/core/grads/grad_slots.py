@@ -12,7 +12,8 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import tensors
-from apex_mp.core.step.scaled_step import Groups, Lists
+from apex_mp.core.step.scaled_step import Groups
+from apex_mp.core.tensors import Lists
 
 
 class GradSlots:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from apex_mp.core.grads import shards
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.grads.marks import is_mark
-from apex_mp.core.tensors import copy_async
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +21,14 @@ class Measured:
 
     Attributes:
         slots: The parameters.
-        rows: By device, the numbers of the parameters that have a sum of squares: with a DTensor
-            all, because another process may have a gradient.
+        rows: Numbers of the parameters whose gradients here were measured.
         found: What the pass found. Sums of squares, if measured, are those of the gradients after
-            the pass, in the order of `rows`.
+            the pass, one for each parameter.
         unscaled: Whether the pass has unscaled the gradients.
     """
 
     slots: GradSlots
-    rows: dict[torch.device, Sequence[int]]
+    rows: list[int]
     found: FoundInf
     unscaled: bool
 
@@ -48,25 +45,18 @@ class Measured:
             unscaled: Whether the pass has unscaled them.
             sums: Whether the pass has summed squares.
         """
-        params = grads.slots.params
-        rows: dict[torch.device, Sequence[int]]
-        rows = {device: here.rows for device, here in grads.plain.items()}
         if grads.has_parts:
-            scalar_device = shards.agree(params, [found], rows if sums else None, scale=scale)
-            if sums:
-                rows = {scalar_device: range(len(params))}
+            shards.agree(grads.slots.params, [found], sums=sums, scale=scale)
+        rows = [row for here in grads.plain.values() for row in here.rows]
         return cls(grads.slots, rows, found, unscaled)
 
     def params(self) -> list[Tensor]:
-        """Return the parameters that have a sum of squares, device by device."""
-        return [self.slots.params[row] for rows in self.rows.values() for row in rows]
+        """Return the parameters whose gradients here were measured."""
+        return [self.slots.params[row] for row in self.rows]
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the l2 norm of all gradients after the pass: 0-dim float64 on a device."""
-        sums = [copy_async(each.sum(), device) for each in self.found.sum_sq.values()]
-        if not sums:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack(sums).sum().sqrt()
+        return self.found.sums_on(device).sum().sqrt()
 
 
 def measure(grads: Grads, scale: float | Tensor) -> Measured:
@@ -78,7 +68,7 @@ def measure(grads: Grads, scale: float | Tensor) -> Measured:
     """
     found = FoundInf()
     for device, here in grads.plain.items():
-        found.check_each(device, here)
+        found.check_each(device, here, len(grads.slots.params))
     _unscale_others(found, grads, 1.0)
     return Measured.of(grads, found, scale, unscaled=False, sums=True)
 
@@ -95,14 +85,18 @@ def unscale(grads: Grads, inv_scale: Tensor, scale: Tensor, *, sums: bool) -> Me
     """
     found = FoundInf()
     _unscale_others(found, grads, inv_scale)
+    count = len(grads.slots.params) if sums else None
     for device, here in grads.plain.items():
-        on_device = here.grads
         # Parameters may share a gradient, which is to be unscaled once.
-        distinct = {id(grad): grad for grad in on_device}
-        found.unscale([*distinct.values()], [*distinct.values()], inv_scale, sums=sums)
-        if sums and len(distinct) < len(on_device):
-            of_grad = dict(zip(distinct, found.sum_sq[device].unbind(), strict=True))
-            found.sum_sq[device] = torch.stack([of_grad[id(grad)] for grad in on_device])
+        first: dict[int, tuple[int, Tensor]] = {}
+        each = zip(here.rows, here.grads, strict=True)
+        pairs = [(first.setdefault(id(grad), (row, grad)), row) for row, grad in each]
+        distinct = [grad for _, grad in first.values()]
+        rows = [row for row, _ in first.values()] if sums else []
+        found.unscale(distinct, distinct, inv_scale, rows, count)
+        for (source, _), row in pairs if sums else ():
+            if source != row:
+                found.sum_sq[device][row] = found.sum_sq[device][source]
     return Measured.of(grads, found, scale, unscaled=True, sums=sums)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex_mp.core import tensors
 from apex_mp.core.grads.found_inf import FoundInf
-from apex_mp.core.tensors import copy_async
 
 
 def refuse_fsdp1(caller: str, optimizer: Any) -> None:
@@ -36,10 +35,10 @@ def refuse_fsdp1(caller: str, optimizer: Any) -> None:
 def agree(
     params: Sequence[Tensor],
     founds: Sequence[FoundInf],
-    rows: Mapping[torch.device, Sequence[int]] | None = None,
     *,
+    sums: bool = False,
     scale: float | Tensor,
-) -> torch.device:
+) -> None:
     """Combine what the processes that hold parts of DTensors have found, in all of them.
 
     A flag of inf and NaN is set if it is set in any process, and sums of squares become those of
@@ -52,12 +51,8 @@ def agree(
     Args:
         params: All parameters, in the same order in all processes.
         founds: What was found; the flags of each are combined.
-        rows: By device, the number of the parameter of each element of `founds[0].sum_sq` [None:
-            sums are not combined].
+        sums: Whether to combine the sums of squares of `founds[0]`, one for each parameter [False].
         scale: The loss scale, one element; 1 without one.
-
-    Returns:
-        The device where `founds[0].sum_sq` has an element for each of `params` afterwards.
 
     Raises:
         RuntimeError: Parameters or loss scales differ between processes.
@@ -73,25 +68,18 @@ def agree(
             _compare(params, float(scale), mesh.get_group(dim))
         _COMPARED[first] = True
     numbers = torch.stack([found.on(scalar_device).double() for found in founds])
-    if rows is not None:
-        sums = torch.zeros(len(params), dtype=torch.float64, device=scalar_device)
-        for device, of_device in rows.items():
-            sums.add_(
-                _spread(
-                    copy_async(founds[0].sum_sq[device], scalar_device), (*of_device,), len(params)
-                )
-            )
-        numbers = torch.cat([numbers, sums])
+    if sums:
+        own = founds[0].sums_on(scalar_device)
+        numbers = torch.cat([numbers, own if len(own) else own.new_zeros(len(params))])
     for group in groups:
-        if rows is not None:
+        if sums:
             pattern = (*(group in over for over in divided_over),)
             numbers.mul_(_shares(pattern, len(founds), group.size(), scalar_device))
         dist.all_reduce(numbers, group=group)
     for found, flag in zip(founds, numbers, strict=False):
         found.add({scalar_device: (flag != 0.0).float()})
-    if rows is not None:
+    if sums:
         founds[0].replace_sums(scalar_device, numbers[len(founds) :])
-    return scalar_device
 
 
 # The first parameter of each list that is known to be the same in all processes.
@@ -144,22 +132,13 @@ def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return found
 
 
-def _spread(values: Tensor, numbers: tuple[int, ...], count: int) -> Tensor:
-    """Return `count` elements: the values at their numbers, 0 elsewhere."""
-    if len(numbers) == count:
-        return values
-    return values.new_zeros(count).index_copy_(0, _index(numbers, values.device), values)
-
-
-def gathered(values: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Return the elements with these numbers, which are sorted; the host does not wait."""
-    return values if len(numbers) == len(values) else values[_index((*numbers,), values.device)]
-
-
 # Cached: to copy a new tensor to a GPU the host would wait.
 @functools.lru_cache(maxsize=64)
-def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+def mask(numbers: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+    """Return `count` bools: True at these numbers."""
+    found = torch.zeros(count, dtype=torch.bool)
+    found[[*numbers]] = True
+    return found.to(device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,8 +30,7 @@ from apex_mp.core.masters.masters import (
     stored_grad,
 )
 from apex_mp.core.step import readback
-from apex_mp.core.step.scaled_step import Lists
-from apex_mp.core.tensors import copy_async
+from apex_mp.core.tensors import Lists, copy_async
 
 Scale: TypeAlias = float | Tensor
 

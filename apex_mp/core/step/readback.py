@@ -88,6 +88,14 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
+def is_capturing_on(device: torch.device) -> bool:
+    """Whether one is being captured on a device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return is_capturing()
+
+
 def poll() -> None:
     """Call back for all copies that have arrived, except in a callback or while capturing."""
     if _pending:

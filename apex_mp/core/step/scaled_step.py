@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from apex_mp.core.step.device_scale import DeviceScale
+from apex_mp.core.tensors import Lists
 
-Lists: TypeAlias = list[list[Tensor | None]]
 Groups: TypeAlias = Sequence[dict[str, Any]]
 
 

@@ -8,8 +8,9 @@ namespace apex_mp::cpu {
 namespace {
 
 void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
-              const at::Tensor& found_inf, const std::optional<at::Tensor>& sum_sq) {
-  check_unscale(src, dst, inv_scale, found_inf, sum_sq);
+              const at::Tensor& found_inf, at::IntArrayRef places,
+              const std::optional<at::Tensor>& sum_sq) {
+  check_unscale(src, dst, inv_scale, found_inf, places, sum_sq);
   const std::vector<In> sources = in(src);
   const std::vector<Out> targets = out(dst);
   const double factor = number(inv_scale);
@@ -28,8 +29,8 @@ void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scal
   bump_version(found_inf);
   if (!sum_sq.has_value()) return;
   auto* sums = sum_sq->mutable_data_ptr<double>();
-  std::fill_n(sums, src.size(), 0.0);
-  for (size_t i = 0; i < chunks.size(); ++i) sums[chunks[i].tensor] += chunk_sums[i];
+  for (const int64_t place : places) sums[place] = 0.0;
+  for (size_t i = 0; i < chunks.size(); ++i) sums[places[chunks[i].tensor]] += chunk_sums[i];
   bump_version(*sum_sq);
 }
 

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <string>
 
-#include "cpu/tensors.h"
+#include "cpu/measure.h"
 
 namespace apex_mp::cpu {
 namespace {
@@ -41,22 +41,11 @@ bool needs_norms(const Task& task) {
 // Returns whether a gradient is inf or NaN, and fills the sums of each group.
 bool check_grads(const Task& task, Workspace& work) {
   RECORD_FUNCTION("apex_mp::check_pass", {});  // for torch.profiler
-  work.results.resize(work.chunks.size());
-  const Kernels& level = kernels();
-  for_each_chunk(work.chunks, [&](int64_t index) {
-    const Chunk& chunk = work.chunks[index];
-    const Row& row = task.rows[chunk.tensor];
-    work.results[index] = level.check(part(row.grad, chunk.begin), chunk.count);
+  measure(work.chunks, work.results, [&](int64_t row) { return part(task.rows[row].grad, 0); });
+  return each_result(work.chunks, work.results, [&](int64_t row, double sum_sq) {
+    math::SumSq& sum = work.sums[task.rows[row].group];
+    (task.rows[row].scaled ? sum.scaled : sum.plain) += sum_sq;
   });
-  // In the order of the chunks, whatever thread computed them: the sums are reproducible.
-  int32_t found_inf = 0;
-  for (size_t i = 0; i < work.chunks.size(); ++i) {
-    const Row& row = task.rows[work.chunks[i].tensor];
-    math::SumSq& sum = work.sums[row.group];
-    (row.scaled ? sum.scaled : sum.plain) += work.results[i].sum_sq;
-    found_inf |= work.results[i].found_inf;
-  }
-  return found_inf != 0;
 }
 
 // Returns the norm of each row's gradient before unscaling, from the results of check_grads().

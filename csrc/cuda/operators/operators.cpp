@@ -26,10 +26,12 @@ Row<sizeof...(Arrays)> row(int64_t size, const Arrays&... arrays) {
   return {{arrays...}, size, ((arrays.dtype == DType::kDouble) || ...)};
 }
 
-std::vector<Row<1>> rows_of(at::TensorList tensors) {
+// Of each of `places`, if there are any, the sum of a tensor.
+std::vector<Row<1>> rows_of(at::TensorList tensors, at::IntArrayRef places = {}) {
   std::vector<Row<1>> rows;
   rows.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) rows.push_back(row(tensor.numel(), in(tensor)));
+  for (size_t i = 0; i < places.size(); ++i) rows[i].place = static_cast<int32_t>(places[i]);
   return rows;
 }
 
@@ -38,40 +40,25 @@ Number number_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble, 0.0};
 }
 
-// torch's allocator gives the memory only to later work on this stream.
-at::Tensor scratch(int64_t bytes, const at::Device& device) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+// Memory for the sums of chunks; torch's allocator gives it only to later work on this stream.
+at::Tensor scratch(const std::vector<Row<1>>& tensors, const at::Device& device) {
+  return at::empty({count_sums(tensors)}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
 cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-void check_(at::TensorList grads, at::IntArrayRef groups, const at::Tensor& found_inf,
+void check_(at::TensorList grads, at::IntArrayRef places, const at::Tensor& found_inf,
             const at::Tensor& sum_sq) {
-  check_check(grads, groups, found_inf, sum_sq);
+  check_check(grads, places, found_inf, sum_sq);
   const c10::cuda::CUDAGuard guard(found_inf.device());
-  std::vector<Row<1>> rows = rows_of(grads);
-  for (size_t i = 0; i < rows.size(); ++i) rows[i].group = static_cast<int32_t>(groups[i]);
-  const at::Tensor workspace = scratch(workspace_size(rows) * sizeof(double), found_inf.device());
+  const std::vector<Row<1>> rows = rows_of(grads, places);
+  const at::Tensor chunk_sums = scratch(rows, found_inf.device());
   check(rows,
-        {static_cast<double*>(workspace.mutable_data_ptr()), found_inf.mutable_data_ptr<float>(),
-         sum_sq.mutable_data_ptr<double>(), sum_sq.numel()},
+        {chunk_sums.mutable_data_ptr<double>(), found_inf.mutable_data_ptr<float>(),
+         sum_sq.mutable_data_ptr<double>()},
         stream());
   bump_version(found_inf);
   bump_version(sum_sq);
-}
-
-void l2_norm_(at::TensorList tensors, const at::Tensor& norm,
-              const std::optional<at::Tensor>& norms) {
-  check_l2_norm(tensors, norm, norms);
-  const c10::cuda::CUDAGuard guard(norm.device());
-  const std::vector<Row<1>> rows = rows_of(tensors);
-  const at::Tensor workspace = scratch(workspace_size(rows) * sizeof(double), norm.device());
-  l2_norm(rows,
-          {static_cast<double*>(workspace.mutable_data_ptr()), out(norm),
-           norms.has_value() ? out(*norms) : Array{nullptr, DType::kFloat}},
-          stream());
-  bump_version(norm);
-  if (norms.has_value()) bump_version(*norms);
 }
 
 void exponents_(at::TensorList tensors, const at::Tensor& counts) {
@@ -82,8 +69,9 @@ void exponents_(at::TensorList tensors, const at::Tensor& counts) {
 }
 
 void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scale,
-              const at::Tensor& found_inf, const std::optional<at::Tensor>& sum_sq) {
-  check_unscale(src, dst, inv_scale, found_inf, sum_sq);
+              const at::Tensor& found_inf, at::IntArrayRef places,
+              const std::optional<at::Tensor>& sum_sq) {
+  check_unscale(src, dst, inv_scale, found_inf, places, sum_sq);
   const c10::cuda::CUDAGuard guard(found_inf.device());
   std::vector<Row<2>> rows;
   rows.reserve(src.size());
@@ -92,10 +80,9 @@ void unscale_(at::TensorList src, at::TensorList dst, const at::Tensor& inv_scal
   }
   Unscale task = {number_of(inv_scale), found_inf.mutable_data_ptr<float>(), nullptr};
   if (sum_sq.has_value()) {
-    const std::vector<Row<1>> sums_of = rows_of(dst);
-    const at::Tensor workspace =
-        scratch(workspace_size(sums_of) * sizeof(double), found_inf.device());
-    task.chunk_sums = static_cast<double*>(workspace.mutable_data_ptr());
+    const std::vector<Row<1>> sums_of = rows_of(dst, places);
+    const at::Tensor chunk_sums = scratch(sums_of, found_inf.device());
+    task.chunk_sums = chunk_sums.mutable_data_ptr<double>();
     unscale(rows, task, stream());
     sum_chunks(sums_of, task.chunk_sums, sum_sq->mutable_data_ptr<double>(), stream());
     bump_version(*sum_sq);
@@ -139,7 +126,6 @@ TORCH_LIBRARY_IMPL(apex_mp, CUDA, m) {
   m.impl("check_", &check_);
   m.impl("unscale_", &unscale_);
   m.impl("axpby_", &axpby_);
-  m.impl("l2_norm_", &l2_norm_);
   m.impl("exponents_", &exponents_);
   m.impl("update_scale_", &update_scale_);
 }

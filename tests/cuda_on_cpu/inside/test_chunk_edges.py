@@ -45,13 +45,11 @@ each_row = pytest.mark.parametrize(
 # One call each that takes the vector paths of its kernel.
 HALF_TO_FLOAT = {
     "check_": [(F16,)],
-    "l2_norm_": [(F16,)],
     "exponents_": [(F16,)],
     "unscale_": [(F16,), (F32,)],
     "axpby_": [(F16,), (F16,), (F32,)],
 }
 each_operator = pytest.mark.parametrize("operator", HALF_TO_FLOAT)
-SUMS = ("check_", "l2_norm_")  # whose chunks are of one size in all lists
 
 
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
@@ -70,26 +68,21 @@ def test_every_size_around_a_chunk_of_another_size_is_computed(operator: str, ch
     call = sample(operator, sizes, HALF_TO_FLOAT[operator], OFFSETS["each list off by another"])
     choose()
     assert_computes_what_the_reference_says(operator, call)
-    if operator not in SUMS:
+    if operator != "check_":  # whose chunks are of one size in all lists
         of_other_kernels = all_blocks() - count_chunks(sizes, chunk)
         assert 0 <= of_other_kernels <= 3
 
 
-@pytest.mark.parametrize("operator", SUMS)
-def test_the_sum_of_a_tensor_does_not_depend_on_the_others(operator: str) -> None:
+def test_the_sum_of_a_tensor_does_not_depend_on_the_others() -> None:
     tensors = [torch.randn(size) for size in around(CHUNK)]
-    alone = sum_of_first(operator, tensors[:1])
-    assert_same_bits(sum_of_first(operator, tensors[:40]), alone)
-    assert_same_bits(sum_of_first(operator, tensors), alone)
+    alone = sum_of_first(tensors[:1])
+    assert_same_bits(sum_of_first(tensors[:40]), alone)
+    assert_same_bits(sum_of_first(tensors), alone)
 
 
-def sum_of_first(operator: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    if operator == "check_":
-        sums, groups = torch.zeros(2, dtype=F64), [0, *[1] * (len(tensors) - 1)]
-        torch.ops.apex_mp.check_(tensors, groups, torch.zeros(1), sums)
-    else:
-        sums = torch.zeros(len(tensors), dtype=F64)
-        torch.ops.apex_mp.l2_norm_(tensors, torch.zeros((), dtype=F64), sums)
+def sum_of_first(tensors: list[torch.Tensor]) -> torch.Tensor:
+    sums = torch.zeros(len(tensors), dtype=F64)
+    torch.ops.apex_mp.check_(tensors, [*range(len(tensors))], torch.zeros(1), sums)
     return sums[:1]
 
 
@@ -121,7 +114,7 @@ def test_inf_and_nan_spoil_the_sum_wherever_they_are(dtype: torch.dtype, bad: fl
 @each_operator
 def test_launches_that_are_full_of_chunks_are_computed(operator: str) -> None:
     # The narrow grid takes 64 chunks a launch: this makes four.
-    chunk = CHUNK if operator in SUMS else SMALLEST_CHUNK
+    chunk = CHUNK if operator == "check_" else SMALLEST_CHUNK
     sizes = [40 * chunk, 24 * chunk, 5, 0, 40 * chunk - 1, 30 * chunk, 0, 10 * chunk + 1]
     call = sample(operator, sizes, HALF_TO_FLOAT[operator], OFFSETS["aligned"])
     assert_computes_what_the_reference_says(operator, call)
