@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +63,7 @@ def step_lists(
 
     plan = _C.StepPlan(rule, caller, tensors=[*tensors], numbers=[*numbers], once=True)
     group = {"max_grad_norm": 0.0, **options, "params": [*params]}
-    with torch.no_grad(), _as_wide_as_the_math(params, tensors) as wide, _without_group():
+    with torch.no_grad(), _as_wide_as_the_math(params, tensors) as wide:
         state: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
         for name, listed in {**wide, **numbers}.items():
             for param, tensor in zip(params, listed, strict=True):
@@ -78,6 +77,7 @@ def step_lists(
             grads_of=None,
             copies=None if copies is None else [[*copies]],
             scale=scale,
+            origins=[(-1, index, index) for index in range(len(params))],  # of no group
         )
         if not plan.can_run:
             raise RuntimeError(_cannot_run(caller, params))
@@ -111,16 +111,6 @@ def _as_wide_as_the_math(
         for tensor, stepped in zip(listed, wide[name], strict=True):
             if stepped is not tensor:
                 tensor.copy_(stepped)
-
-
-@contextlib.contextmanager
-def _without_group() -> Iterator[None]:
-    """Make messages say `params[3]`, not `params[0][3]`: the one group here is not the caller's."""
-    try:
-        yield
-    except (RuntimeError, TypeError) as error:
-        error.args = (re.sub(r"(\w)\[0\](\[\d+\])", r"\1\2", str(error)),)
-        raise
 
 
 def _cannot_run(caller: str, params: Sequence[Tensor]) -> str:

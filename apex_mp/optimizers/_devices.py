@@ -21,6 +21,7 @@ from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.core.step.scaled_step import UNKNOWN, HostOutcome
 from apex_mp.core.tensors import Lists, copy_async
 from apex_mp.optimizers._offload.host_steps import HostSteps, Norms, Request
+from apex_mp.optimizers._zero import whole_norms
 
 Groups: TypeAlias = list[dict[str, Any]]
 Places: TypeAlias = list[tuple[int, int]]
@@ -46,6 +47,7 @@ class DevicePlans:
         new_plan: Makes a plan for one device.
         host: Steps parameters on the CPU whose state is in host memory [None: each is where its
             state is].
+        processes: Those among which ZeroRedundancyOptimizer has divided the parameters [None].
     """
 
     # The outcome of the last step, if that checked and the host did not wait.
@@ -56,20 +58,23 @@ class DevicePlans:
     read_outcome: Callable[[Tensor], HostOutcome]
 
     def __init__(
-        self, who: str, new_plan: Callable[[], _C.StepPlan], host: HostSteps | None = None
+        self,
+        who: str,
+        new_plan: Callable[[], _C.StepPlan],
+        host: HostSteps | None = None,
+        processes: Any = None,
     ) -> None:
-        self._who, self._new_plan, self._host = who, new_plan, host
+        self._who, self._new_plan = who, new_plan
+        self._host, self._processes = host, processes
         self.without_grad: Places = []
         self.can_run = True
         self.has_run = self.has_parts = self.has_others = False
         self.grad_dtypes: set[torch.dtype] = set()
         self._plans: dict[torch.device, _C.StepPlan] = {}
         self._slots = GradSlots([])
-        # Set by `read`, until `run`.
-        self._request: Request | None = None
-        self._grads: Grads | None = None
-        # The gradients and their scale, and what `check` has found in them.
-        self._checked: tuple[_C.GradVersions, Places, float | Tensor, _Found] | None = None
+        self._taken: tuple[Request, Grads] | None = None  # by `read`, for `run`
+        # The gradients, and what `check` has found in them.
+        self._checked: tuple[_C.GradVersions, Places, _Found] | None = None
 
     def read(
         self,
@@ -91,17 +96,17 @@ class DevicePlans:
                 devices is capturing a CUDA graph; or with `host` a parameter is not on a GPU.
         """
         self._slots = GradSlots(param_groups)
-        request = self._request = Request(
+        request = Request(
             param_groups, state, masters, make_state, grads, grads_of, copies, scale, unscale
         )
         self.has_run = False
         try:
-            self._read(request)
+            self._taken = request, self._read(request)
         except BaseException:
             self._forget()
             raise
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: Request) -> Grads:
         on_host = {} if self._host is None else self._host.take_gradients(request)
         by_device: dict[torch.device, list[int]] = {}
         for number, param in enumerate(self._slots.params):
@@ -119,18 +124,21 @@ class DevicePlans:
         for device in [device for device, plan in plans.items() if not plan.can_run]:
             self._refuse_without_kernels(device, by_device[device])
             del plans[device]
-        is_one = len(devices) == len(plans) == 1 and not self.has_parts
-        self.can_run = self._host is not None or not is_one
+        self.can_run = not (self._is_alone() and len(devices) == len(plans) == 1)
         if not plans:  # The options of groups are checked all the same.
             plans[torch.device("cpu")] = self._new_plan()
             self._read_by(plans[torch.device("cpu")], request, [])
         self.has_others = any(plan.has_others for plan in plans.values())
-        self._grads = _grads_of(self._slots, plans, on_host, self.has_parts)
-        self.grad_dtypes = self._grads.dtypes()
+        plain = {device: plan.gradients for device, plan in plans.items()}
+        for number, grad in on_host.items():
+            plain.setdefault(grad.device, _C.DeviceGrads(grad.device)).insert(number, grad)
+        grads = Grads(self._slots, plain, [], self.has_parts)
+        self.grad_dtypes = grads.dtypes()
         if self.has_parts:  # Another process may have a gradient.
             self.grad_dtypes |= {param.dtype for param in self._slots.params}
         if self._host is not None:
-            self._host.refuse_devices(request, self._grads)
+            self._host.refuse_devices(request, grads)
+        return grads
 
     def _read_by(self, plan: _C.StepPlan, request: Request, only: list[int]) -> None:
         plan.read(
@@ -160,31 +168,19 @@ class DevicePlans:
     def check(self, *, clip_by_global_norm: bool, clip_to: float) -> None:
         """As `_C.StepPlan.check`; how the step clips does not change what is measured."""
         try:
-            request = self._present_request()
-            versions, found = _C.GradVersions(), self._measure()
+            assert self._taken is not None
+            request, grads = self._taken
+            versions, found = _C.GradVersions(), self._measure(request, grads)
             versions.record(self._slots.params)
-            self._checked = versions, self.without_grad, request.scale, found
+            self._checked = versions, self.without_grad, found
             self.found_inf = as_flag(found.found_inf, self._who)
-            self.norm = self._unscaled(found.of_all)
+            self.norm = found.unscaled(found.of_all)
         finally:
             self._let_go()
 
-    def _present_request(self) -> Request:
-        assert self._request is not None  # Else nothing was read.
-        return self._request
-
-    def _present_grads(self) -> Grads:
-        assert self._grads is not None
-        return self._grads
-
-    def _unscaled(self, norm: Tensor) -> Tensor:
-        unscaled: Tensor = norm / _number_on(norm.device, self._present_request().scale)
-        return unscaled
-
-    def _measure(self) -> _Found:
+    def _measure(self, request: Request, grads: Grads) -> _Found:
         """Measure all gradients; the host does not wait."""
-        request = self._present_request()
-        measured = measure(self._present_grads(), request.scale)
+        measured = measure(grads, request.scale)
         device = next(iter(measured.found.flags))
         norms = measured.found.sums_on(device).sqrt()
         plain = request.plain_numbers()
@@ -193,10 +189,13 @@ class DevicePlans:
             norms = torch.where(shards.mask(plain, len(norms), device), norms * factor, norms)
         sizes = [len(params) for params in self._slots.groups]
         of_groups = torch.stack(torch._foreach_norm(torch.split(norms, sizes)))
+        if self._processes is not None:
+            of_groups = whole_norms(of_groups, self._processes)
         of_all = torch.linalg.vector_norm(of_groups)
-        return _Found(measured.found.on(device), of_groups, of_all, ~norms.isfinite())
+        nonfinite = ~norms.isfinite()
+        return _Found(request.scale, measured.found.on(device), of_groups, of_all, nonfinite)
 
-    def _checked_or_measured(self, *, is_agreed: bool) -> _Found:
+    def _checked_or_measured(self, request: Request, grads: Grads, *, is_agreed: bool) -> _Found:
         """Return what `check` has found in these gradients, or measure them.
 
         With `is_agreed` the step clips by what `check` has found. Gradients that a hook has edited
@@ -208,9 +207,8 @@ class DevicePlans:
         """
         checked, self._checked = self._checked, None
         if checked is not None:
-            versions, without_grad, scale, found = checked
-            has_same_places = without_grad == self.without_grad
-            is_same = has_same_places and scale is self._present_request().scale
+            versions, without_grad, found = checked
+            is_same = without_grad == self.without_grad and found.scale is request.scale
             if is_same and not versions.changed(self._slots.params):
                 return found
             if is_agreed and self.has_parts:
@@ -223,7 +221,7 @@ class DevicePlans:
                         "other processes do not know; edit gradients before it"
                     )
                 return found
-        return self._measure()
+        return self._measure(request, grads)
 
     def run(
         self,
@@ -239,25 +237,27 @@ class DevicePlans:
     ) -> HostOutcome:
         """As `_C.StepPlan.run`."""
         try:
+            assert self._taken is not None
+            request, grads = self._taken
             if self._host is not None:
-                self._host.read(self._present_request(), self._present_grads())
+                self._host.read(request, grads)
             skip = None if found_inf is None else as_flag(found_inf, self._who)
             norms = norms or [None] * len(self._slots.groups)
-            groups = self._present_request().param_groups
+            groups = request.param_groups
             missing = [
                 number
                 for number, norm in enumerate(norms)
                 if norm is None and groups[number]["max_grad_norm"] > 0.0
             ]
             if check or self._must_measure(missing, clip_by_global_norm):
-                found = self._checked_or_measured(is_agreed=clip_norm is not None)
+                found = self._checked_or_measured(request, grads, is_agreed=clip_norm is not None)
                 for number in missing:
                     norms[number] = found.of_all if clip_by_global_norm else found.of_groups[number]
             if not check:
                 outcome = self._step_given(norms, skip)
             else:
                 if clip_to is not None and clip_norm is None:
-                    clip_norm = self._unscaled(found.of_all)
+                    clip_norm = found.unscaled(found.of_all)
                 outcome = self._step_checked(norms, skip, found, clip_to, clip_norm, wait)
                 if loss_scale is not None:
                     loss_scale.update(copy_async(self.found_inf, loss_scale.device))
@@ -269,6 +269,10 @@ class DevicePlans:
         self._let_go()
         return outcome
 
+    def _is_alone(self) -> bool:
+        """Whether each plan measures and steps whole parameters by itself."""
+        return not self.has_parts and self._host is None and self._processes is None
+
     def _has_begun(self) -> bool:
         if self._host is not None:
             return self._host.has_begun
@@ -276,7 +280,7 @@ class DevicePlans:
 
     def _must_measure(self, missing: list[int], clip_by_global_norm: bool) -> bool:
         """Return whether a group is clipped by a norm that no plan can measure alone."""
-        needs_all = clip_by_global_norm or self.has_parts or self._host is not None
+        needs_all = clip_by_global_norm or not self._is_alone()
         return any(needs_all or len({*map(device_of, self._slots.groups[n])}) > 1 for n in missing)
 
     def _step_given(self, norms: Norms, skip: Tensor | None) -> HostOutcome:
@@ -300,7 +304,7 @@ class DevicePlans:
         if skip is not None:
             flag = torch.maximum(flag, copy_async(skip, flag.device))
         self.found_inf = flag
-        norms_of_groups = self._unscaled(found.of_groups)
+        norms_of_groups = found.unscaled(found.of_groups)
         self.outcome = torch.cat([flag.double().view(1), norms_of_groups, found.nonfinite.double()])
         without = {*self.without_grad}
         rows = [number for number, place in enumerate(self._places()) if place not in without]
@@ -348,7 +352,7 @@ class DevicePlans:
             plan.clear()
         if self._host is not None:
             self._host.clear()
-        self._request = self._grads = None
+        self._taken = None
         self._slots = GradSlots([])
 
     def _forget(self) -> None:
@@ -365,29 +369,23 @@ class _Found:
     that of a given norm (csrc/math/step_scalars.h).
 
     Attributes:
+        scale: The loss scale.
         found_inf: One number, not 0 if there is inf or NaN.
         of_groups: l2 norm of each group's gradients, float64.
         of_all: l2 norm of all gradients.
         nonfinite: Whether the gradient of each parameter holds inf or NaN.
     """
 
+    scale: float | Tensor
     found_inf: Tensor
     of_groups: Tensor
     of_all: Tensor
     nonfinite: Tensor
 
-
-def _grads_of(
-    slots: GradSlots,
-    plans: dict[torch.device, _C.StepPlan],
-    on_host: dict[int, Tensor],
-    has_parts: bool,
-) -> Grads:
-    """Return the gradients that plans have read, and those that are in host memory already."""
-    plain = {device: plan.gradients for device, plan in plans.items()}
-    for number, grad in on_host.items():
-        plain.setdefault(grad.device, _C.DeviceGrads(grad.device)).insert(number, grad)
-    return Grads(slots, plain, [], has_parts)
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """Return a norm of unscaled gradients."""
+        unscaled: Tensor = norm / _number_on(norm.device, self.scale)
+        return unscaled
 
 
 def refuse_capture(who: str, devices: Sequence[torch.device]) -> None:

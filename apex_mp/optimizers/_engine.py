@@ -40,17 +40,25 @@ class Engine:
         who: The optimizer's name, for messages.
         offload: Whether masters and moments are in host memory.
         host_grads: Has gradients that are there, too; None: none are.
+        processes: Those that have parts of the parameters [None].
 
     Attributes:
         plan: Reads and steps; None before the first step.
     """
 
     def __init__(
-        self, rule: Rule, who: str, *, offload: bool = False, host_grads: HostGrads | None = None
+        self,
+        rule: Rule,
+        who: str,
+        *,
+        offload: bool = False,
+        host_grads: HostGrads | None = None,
+        processes: Any = None,
     ) -> None:
         self.rule = rule
         self.plan: _Plan | None = None
         self._who, self._offload, self._host_grads = who, offload, host_grads
+        self._processes = processes
         self._has_new = False  # In this step a parameter got its first state.
 
     @property
@@ -131,7 +139,7 @@ class Engine:
         if self._offload:
             parts, grads = self.rule.steps_parts, self._host_grads
             host = HostSteps(self._who, self.new_plan, parts, grads)
-            self.plan = DevicePlans(self._who, self.new_plan, host)
+            self.plan = DevicePlans(self._who, self.new_plan, host, self._processes)
         else:
             self.plan = self.new_plan()
         return self.plan
@@ -157,7 +165,7 @@ class Engine:
             if isinstance(plan, DevicePlans):
                 plan = self.new_plan()
             else:
-                plan = DevicePlans(self._who, self.new_plan)
+                plan = DevicePlans(self._who, self.new_plan, processes=self._processes)
             self.plan = plan
             self._read_by(plan, optimizer, groups, step, before)
         return plan
@@ -179,13 +187,14 @@ class Engine:
 
     def _must_agree(self, plan: _Plan, groups: Groups, step: ScaledStep) -> bool:
         """Return whether the step needs numbers of other processes, which a plan cannot collect."""
-        if isinstance(plan, DevicePlans) or not plan.has_parts:
+        if isinstance(plan, DevicePlans) or not (plan.has_parts or self._processes is not None):
             return False
         norms = self._norms(step) or [None] * len(groups)
-        return step.check or any(
+        clips = any(
             norm is None and group["max_grad_norm"]
             for norm, group in zip(norms, groups, strict=True)
         )
+        return clips or (step.check and plan.has_parts)
 
     def _run(self, plan: _Plan, step: ScaledStep) -> Outcome:
         kwargs: dict[str, Any] = {
@@ -206,8 +215,7 @@ class Engine:
     def _norms(self, step: ScaledStep) -> list[float | Tensor | None] | None:
         """Return the norms to clip groups by, as far as they are known."""
         # Norms of groups do not help to clip by the norm of all.
-        is_useless = self.rule.clips_by_global_norm and not step.has_whole_norms
-        return None if is_useless else step.norms
+        return None if self.rule.clips_by_global_norm else step.norms
 
     def _make_state(
         self, optimizer: Any, groups: Groups, before: _Before, number: int, index: int

@@ -22,7 +22,7 @@ from apex_mp.optimizers import _legacy_call, _offload
 from apex_mp.optimizers._engine import Engine
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
-from apex_mp.optimizers._zero import give_whole_norms, zero_group
+from apex_mp.optimizers._zero import zero_group
 
 
 class FusedOptimizer(SavedOptimizer):
@@ -152,8 +152,6 @@ class FusedOptimizer(SavedOptimizer):
             step = _legacy_call.scaled_step(
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
-            if self._zero_group is not None:
-                give_whole_norms(step, self.param_groups, self._rule, self._zero_group)
             is_first = not self.__dict__["state"]
             lost = self._present_lost_updates() if step.watch_updates else None
             counter = None if lost is None else lost.before_step()
@@ -184,7 +182,13 @@ class FusedOptimizer(SavedOptimizer):
         engine: Engine | None = self.__dict__.get("_engine")
         if engine is None:  # also after pickle and deepcopy
             offload, grads = bool(self.offload), self._host_grads
-            engine = Engine(self._rule, self._public_name, offload=offload, host_grads=grads)
+            engine = Engine(
+                self._rule,
+                self._public_name,
+                offload=offload,
+                host_grads=grads,
+                processes=self._zero_group,
+            )
             self._engine = engine
         return engine
 

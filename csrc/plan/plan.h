@@ -31,7 +31,7 @@ namespace apex_mp::step {
 using Indices = std::vector<std::pair<int64_t, int64_t>>;
 
 // Where a parameter that a plan steps, or of which it steps a part, stands in the optimizer: its
-// group, its index there, and its number among all.
+// group, or -1 if there are none, its index there, and its number among all.
 using Origin = std::tuple<int32_t, int32_t, int32_t>;
 
 // The caller's arguments beside parameters and state. Each of the first three is None, or a list

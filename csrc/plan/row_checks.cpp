@@ -10,6 +10,7 @@ namespace {
 
 // The name of a list of a group, as a message shows it; it must outlive the Argument made of it.
 std::string list_name(const Place& place) {
+  if (place.group < 0) return place.list;
   return place.list + ('[' + std::to_string(place.group) + ']');
 }
 

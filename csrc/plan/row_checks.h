@@ -8,7 +8,8 @@
 
 namespace apex_mp::step {
 
-// The place of a tensor in the caller's lists: item `index` of the list of group `group`.
+// The place of a tensor in the caller's lists: item `index` of the list of group `group`, or of the
+// only list if that is -1.
 struct Place {
   const char* caller;  // the optimizer's name
   const char* list;

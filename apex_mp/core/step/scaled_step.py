@@ -56,7 +56,6 @@ class ScaledStep:
         copies: Where each new parameter is also written; None: nowhere.
         scale: The divisor of scaled gradients.
         norms: l2 norm of each group's gradients before unscaling; None: measured if needed.
-        has_whole_norms: `norms` are what each group is clipped by, with any optimizer.
         found_inf: One float32 number on any device: if it is not 0, nothing is changed. None: it is
             not known.
         check: Look for inf and NaN, and change nothing if there is any.
@@ -76,7 +75,6 @@ class ScaledStep:
     copies: Lists | None = None
     scale: float | Tensor = 1.0
     norms: list[float | Tensor | None] | None = None
-    has_whole_norms: bool = False
     found_inf: Tensor | None = None
     check: bool = False
     clip_to: float | None = None

@@ -96,14 +96,7 @@ class Layout(NamedTuple):
 
 
 class Item:
-    """A parameter in a step, whose tensors are cut to pieces.
-
-    Args:
-        layout: The layout.
-        request: The step.
-        grad: The gradient, in the parameter's memory order, on the GPU or here.
-        groups: The groups, without tensors on a GPU.
-    """
+    """A parameter in a step, whose tensors are cut to pieces; `groups` have no tensors on a GPU."""
 
     def __init__(
         self, layout: Layout, request: Request, grad: Tensor, groups: list[dict[str, Any]]
@@ -123,7 +116,7 @@ class Item:
                 self.states = self._cut_state(state)
 
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return a tensor's elements in memory order, as many at a time, or the tensor itself."""
+        """Return a tensor's elements in memory order, some at a time, or the tensor itself."""
         if self._layout.part is None:
             return (tensor,)
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -214,13 +207,7 @@ class Slot:
 class Memory:
     """Tensors of one kind in host memory, one for each piece of a bucket; small ones come first.
 
-    Args:
-        pieces: The pieces.
-        dtypes: Their dtypes; None: there is no tensor.
-
-    Attributes:
-        size: In bytes.
-        here: The tensors.
+    Of a piece whose dtype is None there is none. Sizes are in bytes.
     """
 
     def __init__(self, pieces: list[Piece], dtypes: Sequence[torch.dtype | None]) -> None:
@@ -252,13 +239,9 @@ class Memory:
         return piece.on_host(memory[begin : begin + piece.size * dtype.itemsize].view(dtype))
 
     def moves(self, tensors: Sequence[Sequence[Tensor]]) -> tuple[Moves, Moves]:
-        """Return pairs, first the tensor here, that travel between these tensors and the items'.
+        """Return pairs of a tensor here and one of an item, between which numbers travel.
 
-        Args:
-            tensors: Those of each item on the GPU, cut.
-
-        Returns:
-            Of host and GPU; and of the GPU alone, which small tensors go through.
+        The second list has pairs on the GPU, which small tensors go through.
         """
         through, moves = [], []
         for number in self._order:
@@ -271,17 +254,9 @@ class Memory:
 
 
 class Bucket:
-    """Pieces that go through a step together, and their host memory.
+    """Pieces on one device that go through a step together, and their host memory.
 
-    Args:
-        plan: Steps them.
-        pieces: The pieces, on one device.
-        groups: The number of groups.
-        slot: Where in host memory.
-        bus: Copies to and from the device.
-
-    Attributes:
-        is_done: Whether the step was taken and the weights are on their way.
+    It `is_done` when the step was taken and the weights are on their way.
     """
 
     def __init__(
@@ -486,10 +461,6 @@ class HostSteps:
     def read(self, request: Request, grads: Grads) -> None:
         """Read and check a step before anything is changed; missing states are made.
 
-        Args:
-            request: The step.
-            grads: The gradients of the parameters that are stepped.
-
         Raises:
             RuntimeError: An earlier step was broken off.
         """
@@ -587,16 +558,9 @@ class HostSteps:
     def step(
         self, norms: Norms, skip: Tensor | None, clip_to: float | None, clip_norm: Tensor | None
     ) -> bool:
-        """Take the step that was read, unless `skip` is set; the host waits to know it.
+        """Take the step that was read, and return False; or True if `skip` is set.
 
-        Args:
-            norms: As of `_C.StepPlan.run`.
-            skip: Its `found_inf`, likewise.
-            clip_to: As there.
-            clip_norm: As there.
-
-        Returns:
-            Whether it was skipped.
+        The arguments are those of `_C.StepPlan.run`; the host waits for their numbers.
         """
         found_inf, norm, *numbers = _on_host([skip, clip_norm, *norms])
         if found_inf:
