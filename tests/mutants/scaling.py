@@ -321,7 +321,7 @@ SCALER = {
         "_shares", "1.0 if divided else 1.0 / size", "1.0", "shards"
     ),
     "each process clips by the norm of its own parts": Mutant(
-        "Engine._must_agree", "not plan.has_parts", "plan.has_parts", "shards"
+        "Engine._must_agree", "plan.has_parts or self._processes is not None", "False", "shards"
     ),
     "processes with other loss scales train together": Mutant(
         "_compare", "their_scale != scale", "False", "shards"

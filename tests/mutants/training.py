@@ -421,7 +421,7 @@ OPTIMIZERS = {
     ),
     "norms of groups that are given count in FusedLAMB": Mutant(
         "Engine._norms",
-        "None if is_useless else step.norms",
+        "None if self.rule.clips_by_global_norm else step.norms",
         "step.norms",
         "fused_lamb",
     ),
