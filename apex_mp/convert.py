@@ -22,8 +22,7 @@ from apex_mp.checkpointing.convert_checks import (
 from apex_mp.checkpointing.rename import renamed
 from apex_mp.core.masters.joined import joined
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.store import MasterStore
-from apex_mp.optimizers import _state
+from apex_mp.core.masters.store import MasterStore, has_master
 
 __all__ = ["load", "masters", "rename", "to_float32", "to_mixed"]
 
@@ -227,7 +226,7 @@ def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, _M
                 if (
                     store is not None
                     and param.dtype in LOW_PRECISION
-                    and _state.has_master(param, group, one)
+                    and has_master(param, group, one)
                 ):
                     read = functools.partial(store.whole_of, param)
                     found[id(param)] = _Master(read, functools.partial(store.opened, param))

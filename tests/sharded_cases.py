@@ -10,10 +10,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from apex_mp import use_master_weights
 from apex_mp.amp import GradScaler
 from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.grads.shards import agree
@@ -241,6 +242,73 @@ def zero_that_clips(name: str) -> list[Tensor]:
     return found
 
 
+EXPERTS = ("of its own mesh", "plain", "copies")
+
+
+def norm_of_experts(kind: str, rank: int) -> tuple[float, float]:
+    """Return the norm that a clip finds, and that of a sharded layer and one of each process."""
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("ep", "edp"))
+    dense = sharded(net(), (WORLD,))
+    torch.manual_seed(0 if kind == "copies" else rank)
+    expert = nn.Linear(6, 6)
+    if kind == "of its own mesh":
+        fully_shard(expert, mesh=mesh["edp"])
+    optimizer = FusedAdam([*dense.parameters(), *expert.parameters()])
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for number, param in enumerate(optimizer.param_groups[0]["params"]):
+        param.grad = torch.full_like(param, 8.0 * (number + 1))
+    own = sum(full(param.grad / 8).square().sum() for param in expert.parameters())
+    whole = sum(full(param.grad / 8).square().sum() for param in dense.parameters())
+    experts = 1 if kind == "copies" else WORLD
+    return scaler.clip_grad_norm_(optimizer, 1.0).item(), float(whole + experts * own) ** 0.5
+
+
+def sum_in_parts(rank: int) -> list[Tensor]:
+    """Return weights after steps with gradients that are sums of two, and with the whole sums."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    found = []
+    for is_partial in (True, False):
+        for make in (
+            lambda p: FusedAdam(p, lr=0.1, master_weights=True),
+            lambda p: MasterWeights(p, torch.optim.AdamW, lr=0.1, foreach=False),
+        ):
+            param = nn.Parameter(DTensor.from_local(torch.ones(4).half(), mesh, [Replicate()]))
+            optimizer, scaler = make([param]), GradScaler("cpu", init_scale=8.0)
+            for clip in (False, True):
+                scaler.scale(torch.ones(()))
+                part = torch.arange(4.0).half() * (rank + 1)
+                grad = DTensor.from_local(part, mesh, [Partial()])
+                param.grad = grad if is_partial else grad.redistribute(placements=[Replicate()])
+                if clip:
+                    scaler.clip_grad_norm_(optimizer, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(full(param))
+    return found
+
+
+def zero_in_buckets() -> tuple[Tensor, Tensor, str]:
+    """Return weights with masters inside ZeRO, without buckets and in them; and what is refused."""
+    weights = []
+    for view in (False, True):
+        model = net().bfloat16()
+        with use_master_weights():
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.AdamW, lr=1e-2, parameters_as_bucket_view=view
+            )
+            for number in range(5):
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, 1.0 + number)
+                optimizer.step()
+        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    try:
+        MasterWeights(optimizer)
+    except ValueError as error:
+        return *weights, str(error)
+    return *weights, "nothing"
+
+
 def without_gradients(rank: int) -> list[bool]:
     """Whether each step moved this process's part, where only the first has gradients."""
     model = sharded(net(), (WORLD,))
@@ -370,6 +438,9 @@ def work(rank: int, folder: str) -> None:
         "agreed": agreed(rank),
         "without gradients": without_gradients(rank),
         "zero that clips": {name: zero_that_clips(name) for name in ZERO_THAT_CLIPS},
+        "experts": {kind: norm_of_experts(kind, rank) for kind in EXPERTS},
+        "sum in parts": sum_in_parts(rank),
+        "zero in buckets": zero_in_buckets(),
         "overflow of another": overflow_of_another(rank),
         "hooks": hooks_of_one_process(rank),
     }

@@ -21,8 +21,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from apex_mp import amp, fp16_utils, optimizers, parallel
-from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp import amp, fp16_utils, optimizers, parallel, use_master_weights
+from apex_mp.optimizers import FusedAdam, FusedSGD, MasterWeights
 
 WORLD, STEPS, BATCH = 2, 8, 8
 BAD_STEP = 3
@@ -360,6 +360,55 @@ def joined(way: str, rank: int) -> dict[str, Any]:
     return {"before": before, "after": (values(trainer), trainer.scale()), "model": model}
 
 
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01, master_weights=True),
+    "FusedAdam, whole": lambda params: FusedAdam(params, lr=0.01, master_weights="float32"),
+    "MasterWeights": lambda params: MasterWeights(params, torch.optim.AdamW, lr=0.01),
+    "MasterWeights, split": lambda params: MasterWeights(
+        params, torch.optim.AdamW, lr=0.01, master_weights="split"
+    ),
+}
+
+
+def kept_masters(rank: int) -> dict[str, list[list[Tensor]]]:
+    """Masters beside an optimizer: before the end of `join()`, and after it.
+
+    The first process has no batch, so that it has no masters either.
+    """
+    found = {}
+    for name, make in KEPT.items():
+        torch.manual_seed(11)
+        model = nn.parallel.DistributedDataParallel(Net().bfloat16())
+        optimizer = make(model.parameters())
+
+        def masters(model: Any = model, optimizer: Any = optimizer) -> list[Tensor]:
+            return [optimizer._own_masters.whole_of(param) for param in model.parameters()]
+
+        with model.join():
+            for x, y in batches((0, 3)[rank]):
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+            found[name] = [masters()]
+        found[name].append(masters())
+    return found
+
+
+def originals_of_own_seed(rank: int) -> list[Tensor]:
+    """Weights and masters of a model that was float32 when its optimizer was made, by seed."""
+    torch.manual_seed(11 + rank)
+    with use_master_weights():
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        model = nn.parallel.DistributedDataParallel(net.bfloat16())
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    store: Any = optimizer
+    masters = [store._own_masters.whole_of(param) for param in model.parameters()]
+    return [*(param.detach().float() for param in model.parameters()), *masters]
+
+
 def masters_in_one_process_only(rank: int) -> str:
     module = weight(torch.float16)
     optimizer = None
@@ -406,7 +455,13 @@ def averages_of_a_model(rank: int) -> dict[str, list[Tensor]]:
 
 def probes(rank: int) -> dict[str, Any]:
     found = ddp_cases.probes(rank)
-    for probe in (overflow_in_one_shard, averages_of_a_model, masters_in_one_process_only):
+    for probe in (
+        overflow_in_one_shard,
+        averages_of_a_model,
+        masters_in_one_process_only,
+        kept_masters,
+        originals_of_own_seed,
+    ):
         found[probe.__name__] = probe(rank)
     for way in JOINING:
         found["joined", way] = joined(way, rank)

@@ -34,7 +34,12 @@ from apex_mp.core.masters.store import (
 from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers.master_weights import MasterWeights, Settings, give_masters
+from apex_mp.optimizers.master_weights import (
+    MasterWeights,
+    Settings,
+    give_masters,
+    lies_in_buckets,
+)
 
 # The exit status of `run --strict` if a 16-bit parameter was stepped without a master.
 NOT_ALL_HAD_MASTERS = 3
@@ -190,6 +195,8 @@ class _Giver:
 
     def _add_masters(self, optimizer: Any) -> None:
         if any(group.get("differentiable") for group in optimizer.param_groups):
+            return
+        if lies_in_buckets(optimizer):  # The optimizer inside gets the masters of its part.
             return
         if not isinstance(optimizer, (MasterWeights, FusedOptimizer)):
             give_masters(optimizer, Settings(self._giving.kind, by_rule=True))
@@ -451,7 +458,8 @@ def _has_masters(state_dict: Any) -> bool:
 
 
 def _passes_on(optimizer: Any) -> bool:
-    return type(optimizer).__module__.partition(".")[0] in _PASS_ON
+    package = type(optimizer).__module__.partition(".")[0]
+    return package in _PASS_ON or lies_in_buckets(optimizer)
 
 
 def _is_torchs(optimizer: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from apex_mp.core import tensors
 from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
+from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
@@ -76,6 +77,8 @@ class FusedOptimizer(SavedOptimizer):
         self.unscale_grads = unscale_grads
         self._zero_group = zero_group()
         super().__init__(params, defaults)
+        if self._zero_group is None:
+            parallel_masters.add_optimizer(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options it lacks are the constructor's.

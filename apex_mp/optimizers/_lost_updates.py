@@ -13,8 +13,8 @@ from apex_mp.core import tensors
 from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.log import counted, warn
 from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.store import has_master
 from apex_mp.core.step import readback
-from apex_mp.optimizers._state import has_master
 
 _NAMED = 3
 _ELEMENTS_LOOKED_AT = 1 << 20

@@ -49,11 +49,6 @@ def check_own(caller: str, optimizer: Any, param: Tensor) -> None:
         )
 
 
-def has_master(param: Tensor, group: Mapping[str, Any], optimizer: Any) -> bool:
-    """Return whether an optimizer keeps a master of a 16-bit parameter that is in a group."""
-    return master_dtype(param, group) is not None or getattr(optimizer, "has_all_masters", False)
-
-
 def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype in which the options of a group keep a parameter's master.
 

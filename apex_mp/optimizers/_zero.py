@@ -10,7 +10,7 @@ from torch import Tensor
 
 from apex_mp.core.checkpoints.checkpoint_view import caller_of
 
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def zero_group() -> Any:
@@ -18,7 +18,7 @@ def zero_group() -> Any:
 
     It makes the optimizer inside, which gets no word of it.
     """
-    frame = caller_of(_ZERO)
+    frame = caller_of(ZERO)
     group = None if frame is None else getattr(frame.f_locals.get("self"), "process_group", None)
     return group if group is not None and dist.get_world_size(group) > 1 else None
 

@@ -16,6 +16,7 @@ from apex_mp.core.checkpoints.checkpoint_view import attribute_with_checkpoint_v
 from apex_mp.core.checkpoints.state_checks import as_dict
 from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.log import warn
+from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.attach import Addition, attach, own
 from apex_mp.core.masters.exchange import Exchange, exchanged
 from apex_mp.core.masters.masters import widened
@@ -34,6 +35,7 @@ from apex_mp.optimizers._equivalents import Equivalent
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._state import check_own
+from apex_mp.optimizers._zero import ZERO, zero_group
 
 
 class Settings(NamedTuple):
@@ -419,6 +421,8 @@ class MasterWeights(Addition):
 
     def _install(self, settings: Settings) -> None:
         self._own_masters = MasterStore()
+        if zero_group() is None:  # Else each process has other parameters.
+            parallel_masters.add_optimizer(self)
         self._settings = settings
         self._float32_grads = Float32Grads(settings.keep_grads)
         self.__make_equivalent()
@@ -468,6 +472,12 @@ def _new(
             f"MasterWeights: the step of this {cls.__name__} was replaced, as schedulers do; make "
             "masters before that"
         )
+    if lies_in_buckets(given):
+        raise ValueError(
+            f"MasterWeights: parameters_as_bucket_view of this {cls.__name__} is True, so that a "
+            "master in a parameter's place would not be sent to other processes; it must be False. "
+            "Or give it a fused optimizer of apex_mp as optimizer_class"
+        )
     if given is None:
         params = listed(params)
         # Some make state in the constructor, in the dtype of the parameters.
@@ -483,6 +493,16 @@ def give_masters(optimizer: Any, settings: Settings) -> Any:
     attach(optimizer, MasterWeights)
     optimizer._install(settings)
     return optimizer
+
+
+def lies_in_buckets(optimizer: Any) -> bool:
+    """Return whether it is a ZeroRedundancyOptimizer that sends parameters as parts of buckets.
+
+    A master that is put into such a parameter is not sent. Its constructor says so last, so that
+    one that is not complete counts as such.
+    """
+    is_zero = any(each.__module__ == ZERO for each in type(optimizer).__mro__)
+    return is_zero and getattr(optimizer, "parameters_as_bucket_view", True)
 
 
 def in_float32(method: Callable[..., Any]) -> Callable[..., Any]:

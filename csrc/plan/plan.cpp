@@ -322,6 +322,12 @@ bool Plan::read_unusual(Item item, const States& states, const Given& given, Row
     return read_without_grad(item, given, source, row);
   }
   if (is_part) {
+    made_.push_back(summed_grad(object, item.param));
+    const bool is_new = made_.back().ptr() != object;
+    if (is_new && source.param != nullptr) {
+      py::setattr(source.param, "grad", made_.back());
+    }
+    object = made_.back().ptr();
     object = local_grad(object, item.param, item.place.in("grads"));
     item.param = part;
   }

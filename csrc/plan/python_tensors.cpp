@@ -44,6 +44,17 @@ bool divided_alike(PyObject* one, PyObject* other) {
   return equal("placements") && equal("mesh");
 }
 
+py::object summed_grad(PyObject* grad, PyObject* param) {
+  const auto itself = py::reinterpret_borrow<py::object>(grad);
+  if (local_part(grad) == grad || divided_alike(grad, param)) return itself;
+  bool is_sum = false;
+  for (const py::handle each : spec_of(grad).attr("placements")) {
+    is_sum |= each.attr("is_partial")().cast<bool>();
+  }
+  if (!is_sum) return itself;
+  return itself.attr("redistribute")(py::arg("placements") = spec_of(param).attr("placements"));
+}
+
 PyObject* local_grad(PyObject* grad, PyObject* param, const Place& place) {
   PyObject* local = local_part(grad);
   if (local == grad) return grad;  // The caller has given what this process holds.

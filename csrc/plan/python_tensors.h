@@ -2,6 +2,7 @@
 // read Python's lists.
 #pragma once
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "plan/row_checks.h"
@@ -43,5 +44,9 @@ inline PyObject* entry(PyObject* dictionary, PyObject* key) {
   if (value == nullptr && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
   return value;
 }
+
+// Returns the gradient of a DTensor, summed over processes if each has a part of the sum (Partial),
+// by the collective that torch's own operators take; else the gradient itself.
+pybind11::object summed_grad(PyObject* grad, PyObject* param);
 
 }  // namespace apex_mp::step

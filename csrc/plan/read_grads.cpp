@@ -22,10 +22,11 @@ DeviceGrads& on_device(std::vector<DeviceGrads>& plain, const at::Device& device
 
 // Returns the gradient itself if it is sharded in another way than its parameter.
 const at::Tensor& part_of_grad(const at::Tensor& grad, PyObject* param) {
-  const at::Tensor& part = local_part(grad);
-  if (&part == &grad) return grad;
+  if (&local_part(grad) == &grad) return grad;
   const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(grad));
-  return divided_alike(object.ptr(), param) ? part : grad;
+  const pybind11::object summed = summed_grad(object.ptr(), param);
+  if (!summed.is(object)) pybind11::setattr(param, "grad", summed);  // `grad` is this one then.
+  return divided_alike(summed.ptr(), param) ? local_part(grad) : grad;
 }
 
 }  // namespace

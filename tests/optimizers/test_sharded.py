@@ -10,6 +10,7 @@ import torch
 from sharded_cases import (
     BAD_STEP,
     CASES,
+    EXPERTS,
     STEPS,
     WORLD,
     ZERO_THAT_CLIPS,
@@ -103,6 +104,31 @@ def test_in_zero_a_step_clips_by_the_norm_of_all_parts(
     for rank in range(WORLD):
         zero, whole = found[rank]["zero that clips"][name]
         torch.testing.assert_close(zero, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_a_clip_is_by_the_norm_of_the_whole_model_where_processes_have_other_experts(
+    kind: str, found: list[dict[str, Any]]
+) -> None:
+    for rank in range(WORLD):
+        norm, expected = found[rank]["experts"][kind]
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_that_are_sums_in_parts_are_added_up(found: list[dict[str, Any]]) -> None:
+    for rank in range(WORLD):
+        fused, masters, *whole = found[rank]["sum in parts"]
+        assert torch.equal(fused, whole[0])
+        assert torch.equal(masters, whole[1])
+        assert not torch.equal(fused, torch.ones(4).half())
+
+
+def test_masters_inside_zero_reach_weights_in_buckets(found: list[dict[str, Any]]) -> None:
+    for rank in range(WORLD):
+        plain, in_buckets, said = found[rank]["zero in buckets"]
+        assert torch.equal(in_buckets, plain)
+        assert torch.equal(in_buckets, found[0]["zero in buckets"][1])
+        assert "parameters_as_bucket_view of this ZeroRedundancyOptimizer is True" in said
 
 
 def test_a_hook_that_edits_gradients_of_one_process_after_a_clip_keeps_no_other_waiting(

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from two_process_cases import (
     BAD_STEP,
     JOINING,
+    KEPT,
     STEPS,
     WAYS,
     WORLD,
@@ -210,6 +211,27 @@ def test_a_join_ends_with_the_masters_and_scales_of_the_process_that_took_most_s
         assert all(map(torch.equal, each["after"][0], masters))
         assert all(map(torch.equal, each["model"], more["model"]))
         assert each["after"][1] == scale
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_join_ends_with_the_masters_beside_an_optimizer_to_the_digit(
+    name: str, probes: list[dict[Any, Any]]
+) -> None:
+    none, more = by_both(probes, "kept_masters")
+    before, after = more[name]
+    assert not any(torch.equal(each, each.bfloat16().float()) for each in before)
+    assert not any(map(torch.equal, none[name][0], before))
+    for each in (after, none[name][1]):
+        assert all(map(torch.equal, each, before))
+
+
+def test_masters_of_an_own_seed_give_way_to_the_weights_that_are_broadcast(
+    probes: list[dict[Any, Any]],
+) -> None:
+    first, second = by_both(probes, "originals_of_own_seed")
+    count = len(first) // 2
+    assert all(map(torch.equal, first[:count], second[:count]))
+    assert all(map(torch.equal, second[:count], second[count:]))  # Digits of another seed are gone.
 
 
 def test_masters_of_one_process_only_are_refused_in_all(probes: list[dict[Any, Any]]) -> None:

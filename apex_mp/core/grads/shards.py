@@ -66,7 +66,11 @@ def agree(
         mesh: Any = first._spec.mesh  # type: ignore[attr-defined]
         for dim in range(mesh.ndim):  # Copies of the model, too, have to be the same.
             _compare(params, float(scale), mesh.get_group(dim))
-        _COMPARED[first] = True
+        _COMPARED[first] = _parts_elsewhere(params, divided_over, scalar_device)
+    if groups:
+        elsewhere = _COMPARED[first]
+        divided_over = [elsewhere.get(n, over) for n, over in enumerate(divided_over)]
+        groups |= dict.fromkeys(group for over in divided_over for group in over)
     numbers = torch.stack([found.on(scalar_device).double() for found in founds])
     if sums:
         own = founds[0].sums_on(scalar_device)
@@ -82,7 +86,8 @@ def agree(
         founds[0].replace_sums(scalar_device, numbers[len(founds) :])
 
 
-# The first parameter of each list that is known to be the same in all processes.
+# By the first parameter of each list that is known to be the same in all processes: the groups over
+# which tensors are divided that have parts outside of their own meshes.
 _COMPARED = WeakIdKeyDictionary()
 
 
@@ -109,6 +114,40 @@ def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
             f"{found}. Processes that hold parts of the same parameters need the same loss scale, "
             "and the same parameters in the same order"
         )
+
+
+def _parts_elsewhere(
+    params: Sequence[Tensor], divided_over: Sequence[tuple[Any, ...]], device: torch.device
+) -> dict[int, tuple[Any, ...]]:
+    """Return the process groups that have other tensors in the place of a parameter, by its number.
+
+    Outside of the mesh of a parameter there are copies of it, or other experts, whose squares count
+    as those of one tensor that is divided over all. A mesh does not say which; values do.
+    """
+    meshes = [getattr(getattr(param, "_spec", None), "mesh", None) for param in params]
+    widest: Any = max((mesh for mesh in meshes if mesh is not None), key=lambda mesh: mesh.size())
+    numbers = [
+        number
+        for number, mesh in enumerate(meshes)
+        if (mesh is None or mesh.size() < widest.size()) and params[number].is_floating_point()
+    ]
+    over = (*(widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1),)
+    if not numbers:
+        return {}
+    values = [tensors.local_part(params[number].detach()).double() for number in numbers]
+    pairs = [torch.stack([each.sum(), each.square().sum()]).to(device) for each in values]
+    sums = torch.stack(pairs).nan_to_num()
+    for group in dict.fromkeys(group for number in numbers for group in divided_over[number]):
+        is_divided = torch.tensor([[group in divided_over[number]] for number in numbers])
+        total = sums.clone()
+        dist.all_reduce(total, group=group)
+        sums = torch.where(is_divided.to(device), total, sums)
+    least, most = sums.clone(), sums.clone()
+    for group in over:
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    differ = (least != most).any(1).tolist()
+    return {number: over for number, differs in zip(numbers, differ, strict=True) if differs}
 
 
 def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_mp.core.masters.flat_calls import flat_dist_call
+from apex_mp.core.masters.store import MasterStore, has_master
 
 
 class Holder(Protocol):
@@ -33,6 +34,17 @@ def add(holder: Holder) -> None:
     follow_join()
     _holders[:] = [each for each in _holders if each() is not None]
     _holders.append(weakref.ref(holder))
+
+
+# Optimizers with a `MasterStore`, likewise.
+_optimizers: list[weakref.ref[Any]] = []
+
+
+def add_optimizer(optimizer: Any) -> None:
+    """Register an optimizer that has a `MasterStore` (weakly)."""
+    follow_join()
+    _optimizers[:] = [each for each in _optimizers if each() is not None]
+    _optimizers.append(weakref.ref(optimizer))
 
 
 # For each owner of a loss scale: how to get the scaler, and the optimizers that it scales for.
@@ -70,6 +82,28 @@ def broadcast(module: torch.nn.Module, group: Any = None, source: int | None = N
     flat_dist_call(
         [master.detach() for master in masters], dist.broadcast, (_source(group, source), group)
     )
+
+
+@torch.no_grad()
+def broadcast_stores(module: torch.nn.Module, group: Any, source: int) -> None:
+    """Broadcast the masters that optimizers keep in a `MasterStore`, one after another.
+
+    Args:
+        module: The model.
+        group: The process group.
+        source: The rank in the default group.
+    """
+    own = {id(param) for param in module.parameters()}
+    for optimizer in [found for each in _optimizers if (found := each()) is not None]:
+        store: MasterStore = optimizer._own_masters
+        store.put_back(optimizer)
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                if id(param) in own and has_master(param, param_group, optimizer):
+                    kept, master = store.kept.get(param), store.whole_of(param)
+                    dist.broadcast(master, source, group)
+                    is_whole = kept is not None and kept.dtype == torch.float32
+                    store.keep({param: master}, as_remainders=not is_whole)
 
 
 def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:
@@ -134,6 +168,7 @@ class FollowingJoinHook(JoinHook):
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)  # As torch chooses.
         source = int(last.item())
         broadcast(model.module, group, source)
+        broadcast_stores(model.module, group, source)
         broadcast_scales(model.module, group, source)
 
 

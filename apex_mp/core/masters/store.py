@@ -210,6 +210,12 @@ def needs_master(param: Tensor) -> bool:
     return param.dtype in LOW_PRECISION
 
 
+def has_master(param: Tensor, group: Mapping[str, Any], optimizer: Any) -> bool:
+    """Return whether an optimizer keeps a master of a parameter that is in a group."""
+    keeps = group.get("master_weights") or getattr(optimizer, "has_all_masters", False)
+    return needs_master(param) and bool(keeps)
+
+
 def _is_place(kept: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a parameter's master or remainder can be written there."""
     like_param = (param.shape, param.stride(), param.device, dtype)
