@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def agree(
         mesh: Any = first._spec.mesh  # type: ignore[attr-defined]
         for dim in range(mesh.ndim):  # Copies of the model, too, have to be the same.
             _compare(params, float(scale), mesh.get_group(dim))
-        _COMPARED[first] = _parts_elsewhere(params, divided_over, scalar_device)
+        _COMPARED[first] = _parts_elsewhere(params, divided_over)
     if groups:
         elsewhere = _COMPARED[first]
         divided_over = [elsewhere.get(n, over) for n, over in enumerate(divided_over)]
@@ -94,8 +95,7 @@ _COMPARED = WeakIdKeyDictionary()
 def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
     """Raise a RuntimeError if loss scales or parameters differ between processes."""
     mine = [f"{[*param.shape]} in {param.dtype}" for param in params]
-    of_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_ranks, (scale, mine), group)
+    of_ranks = _gathered((scale, mine), group)
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank()
     for rank, (their_scale, theirs) in zip(ranks, of_ranks, strict=True):
@@ -117,7 +117,7 @@ def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
 
 
 def _parts_elsewhere(
-    params: Sequence[Tensor], divided_over: Sequence[tuple[Any, ...]], device: torch.device
+    params: Sequence[Tensor], divided_over: Sequence[tuple[Any, ...]]
 ) -> dict[int, tuple[Any, ...]]:
     """Return the process groups that have other tensors in the place of a parameter, by its number.
 
@@ -131,23 +131,30 @@ def _parts_elsewhere(
         for number, mesh in enumerate(meshes)
         if (mesh is None or mesh.size() < widest.size()) and params[number].is_floating_point()
     ]
-    over = (*(widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1),)
-    if not numbers:
-        return {}
-    values = [tensors.local_part(params[number].detach()).double() for number in numbers]
-    pairs = [torch.stack([each.sum(), each.square().sum()]).to(device) for each in values]
-    sums = torch.stack(pairs).nan_to_num()
+    # By number the sum and the norm of the whole tensor; None where processes have others.
+    known: dict[int, tuple[float, float] | None] = {}
+    for number in numbers:
+        part = tensors.local_part(params[number].detach())
+        norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+        known[number] = part.sum(dtype=torch.float64).item(), norm.item()
     for group in dict.fromkeys(group for number in numbers for group in divided_over[number]):
-        is_divided = torch.tensor([[group in divided_over[number]] for number in numbers])
-        total = sums.clone()
-        dist.all_reduce(total, group=group)
-        sums = torch.where(is_divided.to(device), total, sums)
-    least, most = sums.clone(), sums.clone()
-    for group in over:
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    differ = (least != most).any(1).tolist()
-    return {number: over for number, differs in zip(numbers, differ, strict=True) if differs}
+        of_ranks = _gathered(known, group)
+        for number in [number for number in numbers if group in divided_over[number]]:
+            parts, norms = zip(*(of_rank[number] for of_rank in of_ranks), strict=True)
+            known[number] = sum(parts), math.hypot(*norms)
+    over = (*(widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1),)
+    for group in over if numbers else ():
+        of_ranks = _gathered(known, group)
+        for number in numbers:
+            if len({of_rank[number] for of_rank in of_ranks}) > 1:
+                known[number] = None
+    return {number: over for number in numbers if known[number] is None}
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, value, group)
+    return of_ranks
 
 
 def _groups(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
