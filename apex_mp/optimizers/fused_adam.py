@@ -131,6 +131,8 @@ class FusedAdam(FusedOptimizer):
         saved = super().state_dict(compact=compact)
         for group in saved["param_groups"]:
             group["decoupled_weight_decay"] = group["adam_w_mode"]
+            if "moment_dtype" in group:  # torch.distributed.checkpoint takes no dtype.
+                group["moment_dtype"] = f"{group['moment_dtype']}".removeprefix("torch.")
         return saved
 
     def _adapt_group(

@@ -41,11 +41,12 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         numbers.mul_(group.size())
 
     def all_gather_object(found: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
-        if isinstance(mine, dict):  # Sums and norms of parameters.
-            found[:] = [mine, mine]
+        found[:] = [mine, mine]
+        if {0} not in mine.values():  # Sums and norms of parameters.
             return
-        scale, params = mine
-        found[:] = [mine, (OTHER.get("scale", scale), OTHER.get("params", lambda own: own)(params))]
+        ((scale, params),) = mine
+        its = OTHER.get("scale", scale), (*OTHER.get("params", lambda own: own)(params),)
+        found[1] = {its: {1}}
 
     OTHER.clear()
     dist.init_process_group(

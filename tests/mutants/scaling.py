@@ -326,7 +326,9 @@ SCALER = {
     "processes with other loss scales train together": Mutant(
         "_compare", "their_scale != scale", "False", "shards"
     ),
-    "processes are compared at each step": Mutant("agree", "_COMPARED[first] = True", "", "shards"),
+    "processes are compared at each step": Mutant(
+        "agree", "groups and first not in _COMPARED", "groups", "shards"
+    ),
     "inf in one process is unknown to the others": Mutant(
         "agree", "(flag != 0.0).float()", "flag.float() * 0.0", "shards"
     ),

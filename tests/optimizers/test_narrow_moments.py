@@ -44,6 +44,14 @@ def widened(value: Any) -> Any:
     return value.float() if torch.is_tensor(value) and value.dtype == BF16 else copy.deepcopy(value)
 
 
+def test_options_in_a_file_are_plain_values() -> None:
+    optimizer = FusedAdam([Parameter(torch.ones(3))], moment_dtype=BF16, stochastic_rounding=True)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert group["moment_dtype"] == "bfloat16"
+    assert {type(value) for value in group.values()} <= {bool, int, float, str, tuple, list}
+    assert optimizer.param_groups[0]["moment_dtype"] is BF16
+
+
 @each_optimizer
 @pytest.mark.parametrize("masters", [False, "float32", True])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sharded_cases import (
     ZERO_THAT_CLIPS,
     fully_sharded,
     fused,
+    misfit_of_the_last,
     work,
     zero,
 )
@@ -150,10 +152,19 @@ def test_a_process_without_gradients_skips_and_backs_off_with_the_others(
 def test_processes_that_do_not_fit_each_other_refuse_the_first_step(
     found: list[dict[str, Any]],
 ) -> None:
-    for rank, other in ((0, 1), (1, 0)):
+    for rank in range(WORLD):
         scales, order = found[rank]["misfits"]
-        expected = f"{2.0 ** (8 + rank)} in rank {rank} and {2.0 ** (8 + other)} in rank {other}"
+        expected = f"{2.0**8} in rank 0 and {2.0**9} in rank 1"
         assert scales.startswith(f"the loss scale is {expected}. Processes that")
         shapes = ("[17, 6]", "[1]")
-        here, there = (f"{shapes[each]} in torch.float16 in rank {each}" for each in (rank, other))
+        here, there = (f"{shapes[each]} in torch.float16 in rank {each}" for each in (0, 1))
         assert order.startswith(f"parameter 0 is {here} and {there}")
+
+
+def test_all_processes_refuse_what_one_of_them_has_in_a_mesh_of_two_dimensions(
+    tmp_path: Path,
+) -> None:
+    torch.multiprocessing.spawn(misfit_of_the_last, args=(str(tmp_path),), nprocs=4)  # type: ignore[no-untyped-call]
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(4)]
+    assert said[0].startswith("the loss scale is 4.0 in rank 0 and 8.0 in rank 3. Processes that")
+    assert said == [said[0]] * 4

@@ -64,10 +64,10 @@ def agree(
     first = next((param for param, over in pairs if over), params[0])
     scalar_device = first.device
     if groups and first not in _COMPARED:
-        mesh: Any = first._spec.mesh  # type: ignore[attr-defined]
-        for dim in range(mesh.ndim):  # Copies of the model, too, have to be the same.
-            _compare(params, float(scale), mesh.get_group(dim))
-        _COMPARED[first] = _parts_elsewhere(params, divided_over)
+        # Over all dimensions: copies of the model, too, have to be the same.
+        widest = max(filter(None, map(_mesh_of, params)), key=lambda mesh: mesh.size())
+        _compare(params, float(scale), widest)
+        _COMPARED[first] = _parts_elsewhere(params, divided_over, widest)
     if groups:
         elsewhere = _COMPARED[first]
         divided_over = [elsewhere.get(n, over) for n, over in enumerate(divided_over)]
@@ -92,45 +92,43 @@ def agree(
 _COMPARED = WeakIdKeyDictionary()
 
 
-def _compare(params: Sequence[Tensor], scale: float, group: Any) -> None:
-    """Raise a RuntimeError if loss scales or parameters differ between processes."""
-    mine = [f"{[*param.shape]} in {param.dtype}" for param in params]
-    of_ranks = _gathered((scale, mine), group)
-    ranks = dist.get_process_group_ranks(group)
-    me = dist.get_rank()
-    for rank, (their_scale, theirs) in zip(ranks, of_ranks, strict=True):
-        pairs = enumerate(zip(mine, theirs, strict=False))
-        differ = next((number for number, (here, there) in pairs if here != there), None)
-        if their_scale != scale:
-            found = f"the loss scale is {scale} in rank {me} and {their_scale} in rank {rank}"
-        elif differ is not None:
-            here, there = mine[differ], theirs[differ]
-            found = f"parameter {differ} is {here} in rank {me} and {there} in rank {rank}"
-        elif len(mine) != len(theirs):
-            found = f"rank {me} has {len(mine)} parameters and rank {rank} has {len(theirs)}"
-        else:
-            continue
-        raise RuntimeError(
-            f"{found}. Processes that hold parts of the same parameters need the same loss scale, "
-            "and the same parameters in the same order"
-        )
+def _compare(params: Sequence[Tensor], scale: float, mesh: Any) -> None:
+    """Raise a RuntimeError, in all processes of a mesh, if loss scales or parameters differ."""
+    mine = scale, (*(f"{[*param.shape]} in {param.dtype}" for param in params),)
+    ranks_of = {mine: {dist.get_rank()}}
+    for dim in range(mesh.ndim):  # What is known in one is passed on in the next.
+        for of_rank in _gathered(ranks_of, mesh.get_group(dim)):
+            for found, ranks in of_rank.items():
+                ranks_of.setdefault(found, set()).update(ranks)
+    if len(ranks_of) == 1:
+        return
+    pairs = sorted((min(ranks), found) for found, ranks in ranks_of.items())
+    (rank, (scale, here)), (other, (their_scale, theirs)) = pairs[:2]
+    each = enumerate(zip(here, theirs, strict=False))
+    differ = next((number for number, (one, its) in each if one != its), None)
+    if their_scale != scale:
+        found = f"the loss scale is {scale} in rank {rank} and {their_scale} in rank {other}"
+    elif differ is not None:
+        pair = f"{here[differ]} in rank {rank} and {theirs[differ]} in rank {other}"
+        found = f"parameter {differ} is {pair}"
+    else:
+        found = f"rank {rank} has {len(here)} parameters and rank {other} has {len(theirs)}"
+    raise RuntimeError(
+        f"{found}. Processes that hold parts of the same parameters need the same loss scale, "
+        "and the same parameters in the same order"
+    )
 
 
 def _parts_elsewhere(
-    params: Sequence[Tensor], divided_over: Sequence[tuple[Any, ...]]
+    params: Sequence[Tensor], divided_over: Sequence[tuple[Any, ...]], widest: Any
 ) -> dict[int, tuple[Any, ...]]:
     """Return the process groups that have other tensors in the place of a parameter, by its number.
 
     Outside of the mesh of a parameter there are copies of it, or other experts, whose squares count
     as those of one tensor that is divided over all. A mesh does not say which; values do.
     """
-    meshes = [getattr(getattr(param, "_spec", None), "mesh", None) for param in params]
-    widest: Any = max((mesh for mesh in meshes if mesh is not None), key=lambda mesh: mesh.size())
-    numbers = [
-        number
-        for number, mesh in enumerate(meshes)
-        if (mesh is None or mesh.size() < widest.size()) and params[number].is_floating_point()
-    ]
+    meshes = enumerate(map(_mesh_of, params))
+    numbers = [n for n, mesh in meshes if mesh is None or mesh.size() < widest.size()]
     # By number the sum and the norm of the whole tensor; None where processes have others.
     known: dict[int, tuple[float, float] | None] = {}
     for number in numbers:
@@ -149,6 +147,11 @@ def _parts_elsewhere(
             if len({of_rank[number] for of_rank in of_ranks}) > 1:
                 known[number] = None
     return {number: over for number in numbers if known[number] is None}
+
+
+def _mesh_of(param: Tensor) -> Any:
+    spec = getattr(param, "_spec", None) if tensors.is_wrapper(param) else None
+    return None if spec is None else spec.mesh
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
