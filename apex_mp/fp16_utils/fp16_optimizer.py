@@ -11,13 +11,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core import tensors
+from apex_mp.core.checkpoints.checkpoint_view import CheckpointView, with_checkpoint_view
+from apex_mp.core.checkpoints.state_checks import as_dict
+from apex_mp.core.delegating import DelegatingOptimizer
+from apex_mp.core.grads import checks
 from apex_mp.core.grads.marks import refuse_offloaded
 from apex_mp.core.log import see
 from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.master_grads import MasterGrads
+from apex_mp.core.masters.master_grads import MasterGrads, Stage
 from apex_mp.core.masters.masters import LOW_PRECISION, MasterGroup
 from apex_mp.core.masters.weight_watch import WeightWatch
-from apex_mp.core.step import readback, step_log
+from apex_mp.core.step import device_scale, readback, step_log
 from apex_mp.core.step.inner import (
     StepWatch,
     check_loss,
@@ -27,13 +31,14 @@ from apex_mp.core.step.inner import (
 from apex_mp.core.step.record import StepRecord
 from apex_mp.core.step.scaled_step import StepResult
 from apex_mp.core.step.skips import ParamNames
-from apex_mp.fp16_utils._given_scale import new_scaler
+from apex_mp.fp16_utils import _checkpoint, _inner_state, _stepping
+from apex_mp.fp16_utils._given_scale import is_true, new_scaler, scaler_of
 from apex_mp.fp16_utils._misuse import Misuse
-from apex_mp.fp16_utils._parts import LOG, eager
-from apex_mp.fp16_utils._saving import Checkpoints
+from apex_mp.fp16_utils._outcomes import LOG, check_groups, end_step
+from apex_mp.fp16_utils._saved_scaler import whole_scaler
 from apex_mp.fp16_utils._scale_on_device import ScaleOnDevice
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from apex_mp.loss_scale import LossScale
+from apex_mp.loss_scale import LossScale, StaticLossScale, is_of_grad_scaler
 
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -55,7 +60,33 @@ _STALE_GRADS = (
 )
 
 
-class FP16_Optimizer(Checkpoints):
+# Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
+eager = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def _of_dynamic(name: str, doc: str) -> Any:
+    """Return a property that is an attribute of the dynamic loss scaler."""
+
+    def get(self: FP16_Optimizer) -> Any:
+        return getattr(self._dynamic(name), name)
+
+    def put(self: FP16_Optimizer, value: Any) -> None:
+        setattr(self._dynamic(name), name, value)
+
+    return property(get, put, doc=doc)
+
+
+def _of_groups(name: str, doc: str) -> Any:
+    """Return a property that lists an attribute of each group of masters."""
+    return property(lambda self: [getattr(group, name) for group in self._masters.groups], doc=doc)
+
+
+def _of_masters(name: str, doc: str) -> Any:
+    """Return a property that lists parameters of all groups of masters."""
+    return property(lambda self: getattr(self._masters, name)(), doc=doc)
+
+
+class FP16_Optimizer(DelegatingOptimizer):
     """Train float16 (or bfloat16) parameters with any optimizer, on fp32 masters.
 
     Wrapping puts an fp32 master in place of every low-precision parameter that requires grad, into
@@ -108,6 +139,16 @@ class FP16_Optimizer(Checkpoints):
 
     # Old defaults of this module; apex_mp.optimizers.FP16_Optimizer has others.
     _ZERO_GRAD_SETS_NONE = False
+    _DYNAMIC_DEFAULTS: Mapping[str, Any] = {}
+
+    _inner_name = "optimizer"
+    optimizer: Any
+    # The arguments of the legacy call that the inner optimizer's step takes.
+    _legacy_arguments: tuple[str, ...]
+    _loss_scaler: LossScaler | DynamicLossScaler
+    _dynamic_args: dict[str, Any]
+    _optimizer_step_pre_hooks: OrderedDict[int, Any]
+    _optimizer_step_post_hooks: OrderedDict[int, Any]
 
     def __init__(
         self,
@@ -163,8 +204,10 @@ class FP16_Optimizer(Checkpoints):
         self._group_norms: list[float] = []  # of the last step's unscaled gradients, if measured
         self._iteration = 0
         parallel_masters.add_scale(self, lambda optimizer: optimizer.loss_scaler, [self])
-        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = (
+            OrderedDict(),
+            OrderedDict(),
+        )
         # Hooks of state_dict() and load_state_dict() run in the inner optimizer's.
         for name in _STATE_HOOKS:
             setattr(self, name, getattr(inner, name, OrderedDict()))
@@ -181,7 +224,7 @@ class FP16_Optimizer(Checkpoints):
         self._masters.check_new(number, params, names or [*map(self._names.of_model, params)])
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        self._masters.add_group(group, self.state)
+        self._masters.add_group(group, self.optimizer.state)
         if self.verbose:
             self._announce(len(self._masters.groups) - 1, self._masters.groups[-1])
 
@@ -204,18 +247,18 @@ class FP16_Optimizer(Checkpoints):
         """
         if isinstance(param_group, dict):  # torch says so otherwise
             param_group = dict(param_group)
-        self._check_new(len(self.param_groups), *tensors.listed(param_group))
+        self._check_new(len(self.optimizer.param_groups), *tensors.listed(param_group))
         self.optimizer.add_param_group(param_group)
         self._adopt_new()
 
     def _adopt_new(self) -> None:
         """Make masters for parameters that require grad now, and for the inner one's new groups."""
-        self._masters.adopt_unfrozen(self.param_groups, self.state)
-        for group in self.param_groups[len(self._masters.groups) :]:
+        self._masters.adopt_unfrozen(self.optimizer.param_groups, self.optimizer.state)
+        for group in self.optimizer.param_groups[len(self._masters.groups) :]:
             self._adopt(group)
 
     def _name_of(self, master: Parameter) -> str:
-        return self._names.of(master, self.param_groups)
+        return self._names.of(master, self.optimizer.param_groups)
 
     # Gradients.
 
@@ -293,7 +336,7 @@ class FP16_Optimizer(Checkpoints):
         self._unscale_what_came_in()
         if self.overflow:
             return -1
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
         norm = self.clip_grad_norm(params, max_norm, norm_type)
         if norm_type == 2 and step_log.heard(self):
             factor = step_log.clip_factor(float(norm), max_norm)
@@ -314,7 +357,7 @@ class FP16_Optimizer(Checkpoints):
             return None
         return [
             [None if param.grad is None else param.grad.data for param in group["params"]]
-            for group in self.param_groups
+            for group in self.optimizer.param_groups
         ]
 
     # The step.
@@ -344,15 +387,312 @@ class FP16_Optimizer(Checkpoints):
                 loss, closure = closure(), None
         skipped: bool | None
         if closure is not None:
-            skipped, value = self._step_with_closure(closure)
+            skipped, value = _stepping.step_with_closure(self, closure)
         else:
             self._misuse.check_clip()
             self._misuse.refuse_used()
             self._unscale_what_came_in()
-            with self._announced():
-                skipped, value = self._step_without_closure()
-        self._end_step(skipped=skipped)
+            with _stepping.announced(self):
+                skipped, value = _stepping.step_without_closure(self)
+        end_step(self, skipped=skipped)
         self._weights.begin()
         if loss is None or value is not None:
             return value
         return None if self.overflow else loss
+
+    def _scale_now(self) -> float | Tensor:
+        """Return the factor on the loss: a tensor if the host does not wait for its device."""
+        device = self._device_to_leave_alone()
+        if device is None:
+            return self._scaler_now().cur_scale
+        return self._device_scale.scale(self._loss_scaler, device)
+
+    def _device_to_leave_alone(self) -> torch.device | None:
+        """Return the device on which the host need not wait for steps, or None."""
+        scaler = self._loss_scaler
+        if type(scaler) not in (LossScaler, DynamicLossScaler) or "update_scale" in vars(scaler):
+            return None  # Its update_scale is to be called after each step.
+        for group in self.optimizer.param_groups:
+            if group["params"]:
+                device: torch.device = group["params"][0].device
+                break
+        else:
+            return None
+        if device.type not in device_scale.DEVICE_TYPES:
+            return None
+        return device if _stepping.can_step_fused(self) else None
+
+    def _unscale_what_came_in(self) -> None:
+        """Unscale new gradients, whichever backward made them, unless they are unscaled already."""
+        if self._grads.has_new_grads() or self._misuse.edits_count():
+            self.update_master_grads()
+        elif self._grads.stage is Stage.READY:
+            self._forget_overflow()  # There are no gradients: the last step's overflow is over.
+
+    # Outcomes.
+
+    @property
+    @eager
+    def overflow(self) -> bool:
+        """Whether the present gradients hold inf or NaN; after `step`, whether it was skipped.
+
+        On a GPU the host waits for it.
+        """
+        if self._overflow is None:
+            readback.wait()
+        is_stepped = self._overflow is None and self._grads.stage is Stage.STEPPED
+        if is_stepped and self._record.captured is not None:
+            return self._record.was_skipped  # Until the next replay.
+        if self._overflow is None:
+            lists, scale = self._grads.collect(self.optimizer.param_groups)
+            found, norms = check_groups(lists)
+            self._overflow = bool(found)
+            self._group_norms = [norm / float(scale) for norm in norms]
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._forget_overflow()
+        self._overflow = bool(value)
+
+    @property
+    def overflow_report(self) -> list[checks.NonFinite]:
+        """For the last skipped step, which gradients held how many inf and NaN, the worst first.
+
+        On a GPU the host waits for it. If the gradients were cleared before it is read, there are
+        no counts, and only the first eight parameters are named; none if parameters lie on several
+        devices.
+        """
+        readback.wait()
+        return [*self._record.report]
+
+    def _forget_overflow(self) -> None:
+        self._overflow = None
+        self._awaited = None
+
+    def _locate(self) -> list[checks.NonFinite]:
+        return checks.locate_nonfinite(self._names.grads(self.optimizer.param_groups))
+
+    def _skip_message(self, iteration: int, scale: float) -> str:
+        message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"
+        if not self.dynamic_loss_scale:
+            return message
+        return f"{message}, reducing to {self._scaler_now().cur_scale}"
+
+    # The loss scale.
+
+    @property
+    def loss_scaler(self) -> LossScaler | DynamicLossScaler:
+        """The loss scaler; may be set. On a GPU the host waits until it is up to date.
+
+        A kept reference goes out of date: read this property again.
+        """
+        self._misuse.note_scale_is_known()
+        return self._scaler_now()
+
+    @loss_scaler.setter
+    def loss_scaler(self, value: Any) -> None:
+        self._misuse.note_scale_is_known()
+        self._set_scaler(scaler_of(value) or value)
+
+    def _scaler_now(self) -> LossScaler | DynamicLossScaler:
+        """Return the up-to-date loss scaler; does not count as a read by the user."""
+        self._device_scale.catch_up(self._loss_scaler)
+        return self._loss_scaler
+
+    def _set_scaler(self, value: LossScaler | DynamicLossScaler) -> None:
+        # Outcomes of earlier steps are for the old one.
+        self._device_scale.catch_up(self._loss_scaler)
+        self._loss_scaler = value
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss; may be set."""
+        return self.loss_scaler.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        scaler = self.loss_scaler
+        scaler.cur_scale = StaticLossScale(value).scale  # Refuses what is no scale.
+        self._device_scale.write_through(scaler)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is dynamic; may be set."""
+        return isinstance(self._loss_scaler, DynamicLossScaler)
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, value: Any) -> None:
+        scaler = scaler_of(value)
+        if scaler is not None:
+            self.loss_scaler = scaler
+        elif (dynamic := is_true("dynamic_loss_scale", value)) != self.dynamic_loss_scale:
+            self.loss_scaler = self._new_loss_scaler(dynamic, self.loss_scale)
+
+    def _new_loss_scaler(self, dynamic: bool, scale: float) -> LossScaler | DynamicLossScaler:
+        if not dynamic:
+            return LossScaler(scale)
+        return DynamicLossScaler(**{**self._dynamic_args, "init_scale": scale})
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps until now, skipped ones included; may be set."""
+        scaler = self._scaler_now()
+        return scaler.cur_iter if isinstance(scaler, DynamicLossScaler) else self._iteration
+
+    @cur_iter.setter
+    def cur_iter(self, value: int) -> None:
+        scaler = self._scaler_now()
+        self._iteration = value
+        if isinstance(scaler, DynamicLossScaler):
+            scaler.cur_iter = value
+
+    def _dynamic(self, name: str) -> DynamicLossScaler:
+        scaler = self._scaler_now()
+        if not isinstance(scaler, DynamicLossScaler):
+            raise AttributeError(f"FP16_Optimizer has {name} only if dynamic_loss_scale is True")
+        return scaler
+
+    last_overflow_iter = _of_dynamic(
+        "last_overflow_iter",
+        "The last skipped step; may be set. Only with a dynamic loss scale, like the next two.",
+    )
+    scale_factor = _of_dynamic(
+        "scale_factor", "Growth multiplies the loss scale by this, backing off divides; may be set."
+    )
+    scale_window = _of_dynamic(
+        "scale_window", "Steps without overflow before the loss scale grows; may be set."
+    )
+
+    # Old names of parameters and masters.
+
+    fp16_groups = _of_groups("model_params", "The model's low-precision parameters, by group.")
+    fp32_from_fp16_groups = _of_groups(
+        "master_params", "The masters of the low-precision parameters, by group."
+    )
+    fp32_from_fp32_groups = _of_groups(
+        "fp32_params", "The parameters of float32 and float64, by group."
+    )
+    fp32_groups_flat = _of_groups(
+        "flat", "Each group's masters as one vector; what is written to it counts in the next step."
+    )
+    all_fp16_params = _of_masters("model_params", "The model's low-precision parameters.")
+    all_fp32_from_fp16_params = _of_masters(
+        "master_params", "The masters of the low-precision parameters."
+    )
+    all_fp32_from_fp32_params = _of_masters("fp32_params", "The parameters of float32 and float64.")
+
+    @property
+    def fp16_groups_flat(self) -> list[Tensor]:
+        """A copy of each group's low-precision parameters as one vector."""
+        return [
+            torch.cat([param.detach().reshape(-1) for param in group.model_params])
+            if group.model_params
+            else torch.empty(0, dtype=torch.float16)
+            for group in self._masters.groups
+        ]
+
+    # Checkpoints.
+
+    @with_checkpoint_view
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs, as tensors and plain values.
+
+        `torch.load(..., weights_only=True)` reads it. Masters are copied. Keys: `loss_scaler`,
+        `dynamic_loss_scale`, `cur_iter`, `overflow`, `first_closure_call_this_step`,
+        `optimizer_state_dict`, `fp32_from_fp16` (masters, a list for each group).
+        """
+        return {
+            **self._scale_state(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": _checkpoint.masters(self._masters.groups),
+        }
+
+    def _scale_state(self) -> dict[str, Any]:
+        return {
+            "loss_scaler": self._scaler_now().state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "cur_iter": self.cur_iter,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+        }
+
+    def _checkpoint_view(self) -> CheckpointView:
+        return CheckpointView(
+            self.optimizer,
+            self._load_view,
+            self._masters.model_of,
+            self._scale_state(),
+            saves_masters=True,
+        )
+
+    def _load_view(
+        self, inner: dict[str, Any], masters: list[list[Any]], scale: dict[str, Any]
+    ) -> None:
+        self.load_state_dict(
+            _checkpoint.joined(
+                inner, masters, scale, self.optimizer.param_groups, self._masters.model_of
+            )
+        )
+
+    @with_checkpoint_view
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a checkpoint of any era, and write its masters to the model.
+
+        It reads the state_dict of either FP16_Optimizer of this package; that of apex of 2018 to
+        2020, whose loss scaler is an object; that of an optimizer of the same parameters that was
+        not wrapped, such as torch.optim.Adam (the loss scale stays, and masters follow the model
+        where it was changed); and that of a GradScaler, which sets only the loss scale.
+        `docs/checkpoints.md` lists the keys.
+
+        Raises:
+            TypeError, ValueError: A key is missing, or masters, state or numbers do not fit; the
+                message names group and index, and nothing is changed then.
+        """
+        state_dict = as_dict("FP16_Optimizer", state_dict)
+        if is_of_grad_scaler(state_dict):
+            self._set_scaler(whole_scaler(state_dict) or self._scaler_now())
+            return
+        loaded = _checkpoint.read(
+            state_dict,
+            self.optimizer,
+            self._masters.groups,
+            self._scaler_now(),
+            iteration=self._iteration,
+            dynamic_args=self._dynamic_args,
+        )
+        _inner_state.load(self.optimizer, loaded.inner)
+        self._set_scaler(loaded.loss_scaler)
+        self._iteration = loaded.iteration
+        self.overflow = loaded.overflow
+        self.first_closure_call_this_step = loaded.first_closure_call_this_step
+        with torch.no_grad():
+            for master, saved in loaded.masters:
+                master.copy_(saved)
+        self._masters.copy_to_model()
+        self._weights.begin()
+
+    # Of torch's optimizers.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise RuntimeError(
+            "FP16_Optimizer was given to a GradScaler, but scales the loss itself; use "
+            "optimizer.backward(loss) and optimizer.step() without GradScaler, or GradScaler with "
+            "the inner optimizer alone"
+        )
+
+    def refresh_hyperparameters(self) -> None:
+        """Make the step in a captured CUDA graph use the present options of the groups.
+
+        Call it between replays; see `FusedAdam.refresh_hyperparameters`.
+        """
+        self.optimizer.refresh_hyperparameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")

@@ -58,13 +58,13 @@ CHECKPOINTS = {
         "masters", "master.detach().clone", "master.detach", "fp16_optimizer_checkpoints"
     ),
     "loaded masters are not written to the model": Mutant(
-        "Checkpoints.load_state_dict",
+        "FP16_Optimizer.load_state_dict",
         "self._masters.copy_to_model()",
         "",
         "fp16_optimizer_checkpoints",
     ),
     "the number of steps is not loaded": Mutant(
-        "Checkpoints.load_state_dict",
+        "FP16_Optimizer.load_state_dict",
         "self._iteration = loaded.iteration",
         "",
         "fp16_optimizer_checkpoints",

@@ -6,7 +6,7 @@ from mutant import Mutant
 
 FP16_UTILS = {
     "a legacy step gets no loss scale": Mutant(
-        "Stepping._step_legacy", "float(scale)", "1.0", "fp16_optimizer_in_torch"
+        "_step_legacy", "float(scale)", "1.0", "fp16_optimizer_in_torch"
     ),
     "a backward that raised leaves scaled gradients": Mutant(
         "FP16_Optimizer.backward",
@@ -21,26 +21,26 @@ FP16_UTILS = {
         "fp16_optimizer_accumulation",
     ),
     "inf of an edit is not noticed": Mutant(
-        "Stepping._overflow_now", "self._overflow = None", "", "fp16_optimizer_overflow"
+        "_overflow_now", "owner._overflow = None", "", "fp16_optimizer_overflow"
     ),
     "a global norm is each group's own": Mutant(
-        "Stepping._step_legacy",
+        "_step_legacy",
         "norms = [math.hypot(*norms)] * len(norms)",
         "",
         "fp16_optimizer_clipping",
     ),
     "masters without a gradient are not written": Mutant(
-        "Stepping._step_fused",
+        "_step_fused",
         "write([(model, master) for model, master in places if model is not None])",
         "",
         "fp16_optimizer_masters",
     ),
     "a line search sees old weights": Mutant(
-        "Stepping._evaluate", "self._masters.copy_to_model()", "", "fp16_optimizer_accumulation"
+        "_evaluate", "owner._masters.copy_to_model()", "", "fp16_optimizer_accumulation"
     ),
     "FP16_Optimizer keeps an abandoned line search": Mutant(
-        "Stepping._step_with_closure",
-        "before.restore(self.state)",
+        "step_with_closure",
+        "before.restore(owner.optimizer.state)",
         "",
         "fp16_optimizer_accumulation",
     ),

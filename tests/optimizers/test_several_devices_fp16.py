@@ -13,7 +13,7 @@ from several_devices_cases import count_of_plans, side_of, spread
 from test_step_plan_fp16 import CHANGES, DTYPES, SHAPES, Fp16Run
 
 from apex_mp.core.step import device_scale, readback
-from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.fp16_utils import _stepping
 from apex_mp.optimizers import _devices
 
 
@@ -32,7 +32,7 @@ def two_sides(
 @pytest.fixture
 def fused_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no step go by the legacy call."""
-    monkeypatch.setattr(FP16_Optimizer, "_step_legacy", None)
+    monkeypatch.setattr(_stepping, "_step_legacy", None)
 
 
 def make_run(**options: Any) -> Fp16Run:

@@ -7,6 +7,7 @@ they can be saved or edited as one.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
@@ -21,6 +22,9 @@ from apex_mp.core.grads.checks import match_strides
 from apex_mp.core.tensors import PLAIN_TYPES, is_dense
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+_MODEL_PARAMS, _MASTER_PARAMS, _FP32_PARAMS = map(
+    operator.attrgetter, ("model_params", "master_params", "fp32_params")
+)
 
 # The property that torch gives every tensor; MasterParameter puts its own in front.
 _TENSOR_GRAD: Any = torch.Tensor.grad
@@ -256,7 +260,7 @@ class GroupedMasters(Masters):
                 f"left of {len(self.groups)} that have masters; groups may be added, not removed"
             )
         for group, param_group in zip(self.groups, param_groups, strict=False):
-            if any(param.requires_grad for param in group.frozen_params):
+            if group.frozen_params and any(p.requires_grad for p in group.frozen_params):
                 self._adopt_into(group, param_group, state)
 
     def _adopt_into(self, group: MasterGroup, param_group: dict[str, Any], state: Any) -> None:
@@ -273,15 +277,15 @@ class GroupedMasters(Masters):
 
     def model_params(self) -> list[Parameter]:
         """The model's low-precision parameters of all groups."""
-        return [*chain.from_iterable(group.model_params for group in self.groups)]
+        return [*chain.from_iterable(map(_MODEL_PARAMS, self.groups))]
 
     def master_params(self) -> list[Parameter]:
         """Their masters, in the same order."""
-        return [*chain.from_iterable(group.master_params for group in self.groups)]
+        return [*chain.from_iterable(map(_MASTER_PARAMS, self.groups))]
 
     def fp32_params(self) -> list[Parameter]:
         """The parameters of all groups that are their own masters."""
-        return [*chain.from_iterable(group.fp32_params for group in self.groups)]
+        return [*chain.from_iterable(map(_FP32_PARAMS, self.groups))]
 
     def flats(self) -> list[Tensor]:
         """The flat tensors of all groups, in which the masters lie."""
