@@ -16,7 +16,7 @@
 // A weight may be written without what is kept beside it: a master that does not round to its
 // weight is the weight. A bfloat16 and any remainder are a master that rounds to it. A float16 is
 // compared with what it and the remainder are, and with a whole master, a float kept beside it. Of
-// two weights that are equally near, either may be there, since both ways to round are in use.
+// two bfloat16 that are equally near, either may be there, since both ways to round are in use.
 //
 // number_t is float, or a register of floats with bits_of(), from_bits() and operators; bits_t are
 // its bits. A join takes a weight as a float and a remainder as 32 bits with its sign; a split
@@ -90,14 +90,15 @@ APEX_MP_MATH auto rounds_to_bfloat16(number_t master, number_t weight) {
   return bits_of(master) - bits_of(weight) + 0x8000u <= 0x10000u;
 }
 
-// The same; `half` is the master as a float16, to nearest even, as a float. Below 2**-13 float16
-// are 2**-24 apart, and a split may have rounded to the other one up to 2**-41 beyond the middle.
+// The same; `half` is the master as a float16, to nearest even, as a float. Where remainders are
+// steps of 2**-40, float16 are 2**-24 apart, and a split may have rounded to the other one up to
+// 2**-41 beyond the middle.
 template <typename number_t>
 APEX_MP_MATH auto rounds_to_float16(number_t master, number_t half, number_t weight) {
+  const auto is_coarse = (bits_of(weight) & 0x7fffffffu) <= kExactFrom;
   const auto to_weight = bits_of(master - weight) & 0x7fffffffu;
-  const auto to_half = bits_of(master - half) & 0x7fffffffu;
-  return ((to_weight == to_half) & (to_half <= kInfinityBits)) |
-         (to_weight <= bits_of(number_t(0x1.0001p-25f)));
+  return (bits_of(half) == bits_of(weight)) |
+         (is_coarse & (to_weight <= bits_of(number_t(0x1.0001p-25f))));
 }
 
 template <typename mask_t, typename number_t>

@@ -297,6 +297,19 @@ def test_both_neighbors_of_a_tie_are_its_weight() -> None:
         assert differ(small, sign * (torch.tensor([3, 7, 5]) * 2.0**-24).half()).all()
 
 
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("remainder", [-4096, -4095, -1, 1, 4095, 4096])
+def test_any_float16_keeps_its_value_beside_any_remainder(remainder: int) -> None:
+    """A remainder of half a step is that of an even weight: beside an odd one it does not count."""
+    weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(F16)
+    weights = weights[weights.isfinite() & (weights.abs() > 2.0**-14)]
+    master = joined(weights, torch.full_like(weights, remainder, dtype=torch.int16))
+    assert_same_bits(master.half(), weights)
+    is_odd = weights.view(torch.int16) & 1 == 1
+    is_weight = master == weights.float()
+    assert_same_bits(is_weight, is_odd if abs(remainder) == 4096 else torch.zeros_like(is_odd))
+
+
 def test_a_copied_optimizer_goes_on(device: torch.device) -> None:
     optimizer = trained(BF16, device)
     twin = copy.deepcopy(optimizer)

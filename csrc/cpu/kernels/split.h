@@ -13,11 +13,11 @@ APEX_MP_MATH __m256i not_plain(half_block_t weights) {
                            _mm256_set1_epi16(kInfinite - kFirst - 1));
 }
 
-// Not 0 where a remainder is not that of just any plain weight.
+// Not 0 where a remainder is not that of just any plain weight: the middle is an even one's.
 APEX_MP_MATH __m256i not_near(half_block_t remainders) {
-  constexpr uint16_t kToTie = math::kFloatsToTie;
-  return _mm256_subs_epu16(reinterpret_cast<__m256i>(remainders + kToTie),
-                           _mm256_set1_epi16(2 * kToTie));
+  constexpr uint16_t kBeforeTie = math::kFloatsToTie - 1;
+  return _mm256_subs_epu16(reinterpret_cast<__m256i>(remainders + kBeforeTie),
+                           _mm256_set1_epi16(2 * kBeforeTie));
 }
 
 // Not 0 where a bfloat16 is zero, infinite or NaN.
