@@ -24,7 +24,7 @@ from apex_mp.core.grads import local_gradients
 from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.attach import class_with
 from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.step.inner import check_lists
+from apex_mp.core.masters.steps_of_masters import check_lists
 from apex_mp.core.tensors import FLOATING
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils.fp16util import cast_network

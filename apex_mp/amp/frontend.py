@@ -19,7 +19,7 @@ from apex_mp.amp.levels.checkpoint import load_state_dict, state_dict
 from apex_mp.amp.loss_scaling.scaling import scaled_backward
 from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.masters import parallel_masters
-from apex_mp.core.step.skips import Overflow
+from apex_mp.core.step.overflow import Overflow
 from apex_mp.loss_scale import LossScale
 
 __all__ = [

@@ -24,6 +24,7 @@ from apex_mp import _C
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+Groups: TypeAlias = Sequence[dict[str, Any]]
 # A list for each parameter group, with one item for each parameter.
 Lists: TypeAlias = list[list[Tensor | None]]
 

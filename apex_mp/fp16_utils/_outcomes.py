@@ -11,8 +11,8 @@ from apex_mp.core.grads.found_inf import FoundInf
 from apex_mp.core.log import logger, see
 from apex_mp.core.masters.master_grads import Stage
 from apex_mp.core.step import readback, step_log
+from apex_mp.core.step.overflow import Overflow
 from apex_mp.core.step.scaled_step import HostOutcome, Outcome, StepResult
-from apex_mp.core.step.skips import Overflow
 from apex_mp.core.tensors import Lists
 from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
 from apex_mp.loss_scale import DynamicLossScale

@@ -21,8 +21,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from apex_mp.core.masters.masters import write
 from apex_mp.core.step import step_log
 from apex_mp.core.step.closure import Snapshot, StepAbandonedError, evaluate
+from apex_mp.core.step.overflow import Overflow
 from apex_mp.core.step.scaled_step import ScaledStep, take, takes_scaled_step
-from apex_mp.core.step.skips import Overflow
 from apex_mp.fp16_utils._outcomes import LOG, check_groups
 
 

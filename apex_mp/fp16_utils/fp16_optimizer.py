@@ -20,19 +20,15 @@ from apex_mp.core.log import see
 from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.master_grads import MasterGrads, Stage
 from apex_mp.core.masters.masters import LOW_PRECISION, MasterGroup
+from apex_mp.core.masters.param_names import ParamNames
+from apex_mp.core.masters.steps_of_masters import StepWatch
 from apex_mp.core.masters.weight_watch import WeightWatch
 from apex_mp.core.step import device_scale, readback, step_log
-from apex_mp.core.step.inner import (
-    StepWatch,
-    check_loss,
-    inner_of,
-    legacy_arguments,
-)
 from apex_mp.core.step.record import StepRecord
 from apex_mp.core.step.scaled_step import StepResult
-from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils import _checkpoint, _inner_state, _stepping
 from apex_mp.fp16_utils._given_scale import is_true, new_scaler, scaler_of
+from apex_mp.fp16_utils._inner import check_loss, inner_of, legacy_arguments
 from apex_mp.fp16_utils._misuse import Misuse
 from apex_mp.fp16_utils._outcomes import LOG, check_groups, end_step
 from apex_mp.fp16_utils._saved_scaler import whole_scaler

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.core.masters.param_names import ParamNames
 from apex_mp.core.masters.store import has_master
-from apex_mp.core.step.skips import ParamNames
 from apex_mp.fp16_utils import FP16_Optimizer
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import forks
+from apex_mp.core.masters.store import master_dtype
 from apex_mp.core.step.scaled_step import (
     GradCheck,
     HostOutcome,
@@ -23,7 +24,7 @@ from apex_mp.core.step.scaled_step import (
 from apex_mp.optimizers._devices import DevicePlans, Groups
 from apex_mp.optimizers._offload.gradients import HostGrads
 from apex_mp.optimizers._offload.host_steps import HostSteps
-from apex_mp.optimizers._state import Rule, master_dtype
+from apex_mp.optimizers._state import Rule
 
 _Plan: TypeAlias = "_C.StepPlan | DevicePlans"
 # For each parameter whose state a step has replaced, the state before; None: it had none.

@@ -11,6 +11,7 @@ from torch import Tensor
 from apex_mp.core import tensors
 from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
 from apex_mp.core.masters import parallel_masters
+from apex_mp.core.masters.param_names import ParamNames
 from apex_mp.core.masters.store import MasterStore
 from apex_mp.core.step import readback
 from apex_mp.core.step.scaled_step import (
@@ -18,8 +19,7 @@ from apex_mp.core.step.scaled_step import (
     ScaledStep,
     drop_amp_tensors,
 )
-from apex_mp.core.step.skips import ParamNames
-from apex_mp.optimizers import _legacy_call, _offload
+from apex_mp.optimizers import _offload, _step_call
 from apex_mp.optimizers._engine import Engine
 from apex_mp.optimizers._lost_updates import LostUpdates
 from apex_mp.optimizers._saved import SavedOptimizer
@@ -73,7 +73,7 @@ class FusedOptimizer(SavedOptimizer):
         if master_weights:
             defaults = {**defaults, "master_weights": master_weights}
         self._check_new_options(defaults)
-        _legacy_call.check_unscale_grads(self._public_name, unscale_grads)
+        _step_call.check_unscale_grads(self._public_name, unscale_grads)
         self.unscale_grads = unscale_grads
         self._zero_group = zero_group()
         super().__init__(params, defaults)
@@ -152,7 +152,7 @@ class FusedOptimizer(SavedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            step = _legacy_call.scaled_step(
+            step = _step_call.scaled_step(
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
             is_first = not self.__dict__["state"]

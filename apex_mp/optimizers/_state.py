@@ -15,7 +15,7 @@ from apex_mp.core import tensors
 from apex_mp.core.grads import checks
 from apex_mp.core.masters.joined import like
 from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.store import MASTER
+from apex_mp.core.masters.store import MASTER, master_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +47,6 @@ def check_own(caller: str, optimizer: Any, param: Tensor) -> None:
             f"{caller}: the tensor of shape {[*param.shape]} is no parameter of this optimizer; "
             "give one of param_groups"
         )
-
-
-def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype in which the options of a group keep a parameter's master.
-
-    Returns:
-        float32; int16 for a remainder, which is the part of the master that the parameter does not
-        hold; None for no master.
-    """
-    masters = group.get("master_weights")
-    if not masters or param.dtype not in LOW_PRECISION:
-        return None
-    return torch.float32 if masters == "float32" else torch.int16
 
 
 def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:

@@ -20,6 +20,7 @@ from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.attach import Addition, attach, own
 from apex_mp.core.masters.exchange import Exchange, exchanged
 from apex_mp.core.masters.masters import widened
+from apex_mp.core.masters.param_names import ParamNames
 from apex_mp.core.masters.store import (
     MASTER,
     MasterStore,
@@ -29,8 +30,7 @@ from apex_mp.core.masters.store import (
     needs_master,
 )
 from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, dropping_amp_tensors
-from apex_mp.core.step.skips import ParamNames
-from apex_mp.optimizers import _legacy_call
+from apex_mp.optimizers import _step_call
 from apex_mp.optimizers._equivalents import Equivalent
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
 from apex_mp.optimizers._fused import FusedOptimizer
@@ -156,7 +156,7 @@ class MasterWeights(Addition):
         """
         name = type(self).__name__
         with dropping_amp_tensors(self):
-            step = _legacy_call.scaled_step(name, self, None, None, 1.0, None)
+            step = _step_call.scaled_step(name, self, None, None, 1.0, None)
             groups = None if self._equivalent is None else self._equivalent.groups_of(self)
             if closure is not None and (step.check or step.found_inf is not None):
                 raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")

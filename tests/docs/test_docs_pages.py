@@ -149,7 +149,7 @@ def test_every_warning_ends_in_a_part_of_troubleshooting_that_is_there() -> None
     # What apex said, in its words; and a message that is put together in the lines before.
     assert sorted(without) == [
         "amp/loss_scaling/scaling.py",
-        "core/step/skips.py",
+        "core/step/overflow.py",
         "fp16_utils/_stepping.py",
         "fp16_utils/fp16_optimizer.py",
         "monitor/_monitor.py",

@@ -91,6 +91,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, f"a circle is among {sorted(left)}"
 
 
+def test_no_two_folders_import_each_other() -> None:
+    """Between folders, too, imports go one way; a folder and one inside it are one room."""
+    between: set[tuple[str, str]] = set()
+    for path in TREES:
+        own = path.parent.relative_to(ROOT).as_posix()
+        for name in imports(path):
+            while name and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name and path.name != "__main__.py":
+                between.add((own, MODULES[name].parent.relative_to(ROOT).as_posix()))
+    both = {(one, other) for one, other in between if (other, one) in between and one < other}
+    assert not {pair for pair in both if not pair[1].startswith(f"{pair[0]}/")}
+
+
 def test_loss_scale_knows_nothing_of_torch() -> None:
     allowed = {"__future__", "dataclasses", "math", "typing", "collections"}
     roots = {name.split(".")[0] for name in imports(PACKAGE / "loss_scale.py")}

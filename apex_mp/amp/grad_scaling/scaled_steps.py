@@ -20,10 +20,10 @@ from apex_mp.core.grads.found_inf import one_flag
 from apex_mp.core.grads.marks import grad_here
 from apex_mp.core.grads.measured import Measured
 from apex_mp.core.log import warn
+from apex_mp.core.masters.param_names import ParamNames
 from apex_mp.core.step import device_scale, readback, step_log
 from apex_mp.core.step.record import SKIPS_BEFORE_WARNING, StepRecord
 from apex_mp.core.step.scaled_step import HostOutcome, Outcome, StepResult
-from apex_mp.core.step.skips import ParamNames
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers._lost_updates import LostUpdates
 

@@ -18,7 +18,7 @@ from apex_mp.core.step import readback, step_log
 from apex_mp.core.step.scaled_step import ScaledStep, takes_scaled_step
 from apex_mp.core.tensors import params_of
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._legacy_call import unscaled_dtypes
+from apex_mp.optimizers._step_call import unscaled_dtypes
 
 _MOMENTUM = "momentum_buffer"
 

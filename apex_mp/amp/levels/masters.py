@@ -28,8 +28,8 @@ from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.attach import Addition, attach, own
 from apex_mp.core.masters.joined import joined
 from apex_mp.core.masters.masters import Masters
+from apex_mp.core.masters.steps_of_masters import StepWatch
 from apex_mp.core.masters.weight_watch import WeightWatch
-from apex_mp.core.step.inner import StepWatch
 
 _LOG = logger("apex_mp.amp")
 _ADVICE_FOR_WRITES = (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from apex_mp.core.step.closure import evaluate
-from apex_mp.core.step.skips import Overflow
+from apex_mp.core.step.overflow import Overflow
 
 
 class FiniteClosure:

@@ -15,7 +15,6 @@ from torch import Tensor
 from apex_mp.amp.casts.casting import is_low
 from apex_mp.amp.grad_scaling.stepping import looks_at_found_inf
 from apex_mp.amp.grad_scaling.table import Event
-from apex_mp.amp.levels.masters import OptimizerMasters
 from apex_mp.amp.loss_scaling.loss_grads import LossGrads, Unscaling, named_grads
 from apex_mp.amp.loss_scaling.step_guard import Block, StepGuard, guard_of
 from apex_mp.amp.scaler import LossScaler
@@ -27,7 +26,7 @@ from apex_mp.core.log import logger
 from apex_mp.core.masters import parallel_masters
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import device_scale, readback
-from apex_mp.core.step.skips import Overflow
+from apex_mp.core.step.overflow import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
 
 _LOG = logger("apex_mp.amp")
@@ -223,7 +222,7 @@ def _check(loss: Any, optimizers: Sequence[Any]) -> None:
         refuse_offloaded("scale_loss", optimizer)
 
 
-def _with_masters(optimizers: Sequence[Any]) -> list[tuple[Any, OptimizerMasters]]:
+def _with_masters(optimizers: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Return the optimizers to which amp.initialize gave masters, and these."""
     pairs = []
     for optimizer in optimizers:

@@ -20,6 +20,7 @@ from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.step import readback, step_log
 from apex_mp.core.step.closure import Snapshot, StepAbandonedError
+from apex_mp.core.step.overflow import Overflow
 from apex_mp.core.step.record import StepRecord
 from apex_mp.core.step.scaled_step import (
     HostOutcome,
@@ -28,7 +29,6 @@ from apex_mp.core.step.scaled_step import (
     handing,
     takes_scaled_step,
 )
-from apex_mp.core.step.skips import Overflow
 from apex_mp.fp16_utils import FP16_Optimizer
 
 _WIDE = (torch.float32, torch.float64)

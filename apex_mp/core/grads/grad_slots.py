@@ -12,8 +12,7 @@ from torch import Tensor
 
 from apex_mp import _C
 from apex_mp.core import tensors
-from apex_mp.core.step.scaled_step import Groups
-from apex_mp.core.tensors import Lists
+from apex_mp.core.tensors import Groups, Lists
 
 
 class GradSlots:

@@ -216,6 +216,19 @@ def has_master(param: Tensor, group: Mapping[str, Any], optimizer: Any) -> bool:
     return needs_master(param) and bool(keeps)
 
 
+def master_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype in which the options of a group keep a parameter's master.
+
+    Returns:
+        float32; int16 for a remainder, which is the part of the master that the parameter does not
+        hold; None for no master.
+    """
+    masters = group.get("master_weights")
+    if not masters or param.dtype not in LOW_PRECISION:
+        return None
+    return torch.float32 if masters == "float32" else torch.int16
+
+
 def _is_place(kept: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a parameter's master or remainder can be written there."""
     like_param = (param.shape, param.stride(), param.device, dtype)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.core.tensors import Lists
-
-Groups: TypeAlias = Sequence[dict[str, Any]]
 
 
 class Outcome(Protocol):

@@ -24,11 +24,10 @@ from apex_mp.core.grads.checks import match_strides
 from apex_mp.core.grads.found_inf import FoundInf, clip_divisor
 from apex_mp.core.grads.grad_slots import Grads
 from apex_mp.core.grads.marks import is_mark
-from apex_mp.core.masters.store import MASTER
+from apex_mp.core.masters.store import MASTER, master_dtype
 from apex_mp.core.step import readback
 from apex_mp.core.tensors import Lists
 from apex_mp.optimizers._offload.gradients import HostGrads
-from apex_mp.optimizers._state import master_dtype
 
 Norms: TypeAlias = list[float | Tensor | None]
 Moves: TypeAlias = list[tuple[Tensor, Tensor]]

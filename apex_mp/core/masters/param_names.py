@@ -1,9 +1,7 @@
-"""Messages of skipped steps: which parameters' gradients held inf or NaN."""
+"""What messages call the parameters of an optimizer."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,10 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core.grads.checks import NonFinite
-from apex_mp.core.log import counted
 from apex_mp.core.masters.master_grads import MasterGrads
 
-_PARAMETERS_NAMED = 3
 # A parameter, its group, and the numbers of the group and of the parameter in it.
 _Place: TypeAlias = tuple[Parameter, Mapping[str, Any], tuple[int, int]]
 
@@ -86,25 +82,3 @@ class ParamNames:
         number, index = place
         fallback = group.get("param_names")
         return fallback[index] if fallback else f"group {number}, parameter {index}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-    """Gradients that hold inf or NaN.
-
-    Attributes:
-        report: Which gradients hold how many, the worst first.
-        scale_before: The loss scale of these gradients.
-        scale_after: The next loss scale.
-    """
-
-    report: Sequence[NonFinite]
-    scale_before: float
-    scale_after: float
-
-    def log(self, logger: logging.Logger, message: str) -> None:
-        """Log a message with the worst parameters under it; the record has `overflow`."""
-        worst = [f"  {found}" for found in self.report[:_PARAMETERS_NAMED]]
-        others = len(self.report) - _PARAMETERS_NAMED
-        rest = [f"  and {counted(others, 'more parameter')}"] if others > 0 else []
-        logger.warning("%s", "\n".join([message, *worst, *rest]), extra={"overflow": self})

@@ -1,8 +1,7 @@
-"""Checks of an FP16_Optimizer's inner optimizer, of its steps, and of the loss."""
+"""Whether an optimizer that has masters in its lists of parameters steps them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator
 from typing import Any, TypeAlias
 
@@ -10,31 +9,10 @@ import torch
 from torch import Tensor
 
 from apex_mp.core.grads.found_inf import norms
-from apex_mp.core.masters.masters import LOW_PRECISION, Masters
+from apex_mp.core.masters.masters import Masters
 
 # Of masters, and of their model parameters.
 _Norms: TypeAlias = tuple[list[float], list[float]]
-
-
-def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
-    """Return the optimizer to wrap, given by one of two names.
-
-    Raises:
-        TypeError: It is not an optimizer, is a `wrapper` already, was not given once, or steps
-            parameters that are not in the lists of its `param_groups`.
-    """
-    if (init_optimizer is None) == (optimizer is None):
-        raise TypeError("FP16_Optimizer: give the optimizer to wrap once, as init_optimizer=")
-    inner = init_optimizer if init_optimizer is not None else optimizer
-    if isinstance(inner, wrapper):
-        raise TypeError("FP16_Optimizer: init_optimizer is an FP16_Optimizer; wrap the inner one")
-    # Old code has optimizers of its own that do not derive from torch's.
-    if not (hasattr(inner, "param_groups") and callable(getattr(inner, "step", None))):
-        raise TypeError(
-            f"FP16_Optimizer: init_optimizer is a {type(inner).__name__}; it must be an optimizer"
-        )
-    check_lists("FP16_Optimizer", inner, LOW_PRECISION)
-    return inner
 
 
 def check_lists(caller: str, optimizer: Any, dtypes: Collection[torch.dtype]) -> None:
@@ -117,24 +95,3 @@ class StepWatch:
 
     def _norms(self) -> _Norms:
         return norms(self._masters.master_params()), norms(self._masters.model_params())
-
-
-def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
-    """Return which arguments of apex's legacy call the optimizer's step takes; may be none."""
-    parameters = inspect.signature(optimizer.step).parameters
-    if not {"grads", "output_params", "scale"} <= set(parameters):
-        return ()
-    return tuple(
-        name for name in ("grads", "output_params", "scale", "grad_norms") if name in parameters
-    )
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse a loss that has no backward.
-
-    Raises:
-        TypeError: It is no floating tensor.
-    """
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"FP16_Optimizer.backward: loss is a {kind}; it must be a floating tensor")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.step.scaled_step import Groups, ScaledStep
-from apex_mp.core.tensors import Lists
+from apex_mp.core.step.scaled_step import ScaledStep
+from apex_mp.core.tensors import Groups, Lists
 
 
 def scaled_step(
