@@ -96,9 +96,9 @@ APEX_MP_MATH auto rounds_to_bfloat16(number_t master, number_t weight) {
 template <typename number_t>
 APEX_MP_MATH auto rounds_to_float16(number_t master, number_t half, number_t weight) {
   const auto is_coarse = (bits_of(weight) & 0x7fffffffu) <= kExactFrom;
-  const auto to_weight = bits_of(master - weight) & 0x7fffffffu;
-  return (bits_of(half) == bits_of(weight)) |
-         (is_coarse & (to_weight <= bits_of(number_t(0x1.0001p-25f))));
+  const auto most = is_coarse ? bits_of(number_t(0x1.0001p-25f)) : bits_of(number_t(0.0f));
+  const auto off = bits_of(master - weight) & 0x7fffffffu;
+  return (bits_of(half) == bits_of(weight)) | (off <= most);
 }
 
 template <typename mask_t, typename number_t>
