@@ -115,7 +115,8 @@ class DevicePlans:
         refuse_capture(self._who, [*by_device])
         # The CPU comes last: its step keeps the host busy.
         devices = sorted(by_device, key=lambda device: device.type == "cpu")
-        plans = {device: self._plans.get(device) or self._new_plan() for device in devices}
+        known = self._plans
+        plans = {device: known.get(device) or self._new_plan() for device in devices}
         self._plans = plans
         for device, plan in plans.items():
             self._read_by(plan, request, by_device[device])
@@ -126,8 +127,9 @@ class DevicePlans:
             del plans[device]
         self.can_run = not (self._is_alone() and len(devices) == len(plans) == 1)
         if not plans:  # The options of groups are checked all the same.
-            plans[torch.device("cpu")] = self._new_plan()
-            self._read_by(plans[torch.device("cpu")], request, [])
+            cpu = torch.device("cpu")
+            plans[cpu] = known.get(cpu) or self._new_plan()
+            self._read_by(plans[cpu], request, [])
         self.has_others = any(plan.has_others for plan in plans.values())
         plain = {device: plan.gradients for device, plan in plans.items()}
         for number, grad in on_host.items():

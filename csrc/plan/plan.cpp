@@ -211,7 +211,6 @@ Plan::Item Plan::item_at(int64_t item, const Given& given) const {
 }
 
 void Plan::list_items(const py::list& param_groups, const Given& given) {
-  std::vector<ItemFacts> all;
   int32_t group = 0;
   for (const py::handle each : param_groups) {
     const Py_ssize_t count = PyList_GET_SIZE(list_of(caller_, each.ptr()));
@@ -219,15 +218,13 @@ void Plan::list_items(const py::list& param_groups, const Given& given) {
       check_lengths(caller_, *lists, group, count);
     }
     for (Py_ssize_t index = 0; index < count; ++index) {
-      all.push_back({group, static_cast<int32_t>(index), static_cast<int32_t>(all.size())});
+      items_.push_back({group, static_cast<int32_t>(index), static_cast<int32_t>(items_.size())});
     }
     ++group;
   }
-  TORCH_INTERNAL_ASSERT(given.origins.empty() || given.origins.size() == all.size());
-  if (!given.only.has_value()) {
-    items_ = std::move(all);
-    return;
-  }
+  TORCH_INTERNAL_ASSERT(given.origins.empty() || given.origins.size() == items_.size());
+  if (!given.only.has_value()) return;
+  const std::vector<ItemFacts> all = std::exchange(items_, {});
   for (const int32_t number : *given.only) items_.push_back(all.at(number));
 }
 

@@ -71,6 +71,23 @@ CLEARS: dict[str, Clear] = {
 }
 
 
+@pytest.mark.cpu_only
+def test_a_step_copies_weights_alone(gpu: LateGpu) -> None:
+    """Gradients are in host memory already, and need no memory of a bucket either."""
+    asked, sizes = [], []
+    for offload in (True, "gradients"):
+        model = new_model(torch.device("cpu"))
+        optimizer = adam(model, offload)
+        loss_of(model, 1).backward()
+        before = gpu.asked
+        optimizer.step()
+        asked.append(gpu.asked - before)
+        plan: Any = optimizer._engine.plan
+        sizes.append(sum(bucket._grads.size for bucket in plan._host._buckets))
+    assert asked[1] < asked[0]
+    assert sizes[1] == 0 < sizes[0]
+
+
 @pytest.mark.parametrize("clear", CLEARS.values(), ids=[*CLEARS])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("clip", [False, True])

@@ -314,6 +314,7 @@ class Bucket:
 
     def read(self, items: list[Item], groups: list[dict[str, Any]], scale: float) -> None:
         """Make the plan read the pieces; their values are copied later, by `start`."""
+        self.clear()  # A Ctrl-C may have kept the last step from it.
         self._items = items
         state: dict[Tensor, Any] = {}
         masters: dict[Tensor, Any] = {}
@@ -465,7 +466,6 @@ class HostSteps:
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        self.clear()
         self._read = []
         (self._scale,) = _on_host([request.scale])
         groups = [
