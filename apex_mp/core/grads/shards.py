@@ -67,10 +67,11 @@ def agree(
         # Over all dimensions: copies of the model, too, have to be the same.
         widest = max(filter(None, map(_mesh_of, params)), key=lambda mesh: mesh.size())
         _compare(params, float(scale), widest)
-        _COMPARED[first] = _parts_elsewhere(params, divided_over, widest)
-    if groups:
-        elsewhere = _COMPARED[first]
-        divided_over = [elsewhere.get(n, over) for n, over in enumerate(divided_over)]
+        _note_parts_elsewhere(params, divided_over, widest)
+        _COMPARED[first] = True
+    if groups and _ELSEWHERE:
+        pairs = zip(params, divided_over, strict=True)
+        divided_over = [_ELSEWHERE.get(param, over) for param, over in pairs]  # type: ignore[no-untyped-call]
         groups |= dict.fromkeys(group for over in divided_over for group in over)
     numbers = torch.stack([found.on(scalar_device).double() for found in founds])
     if sums:
@@ -87,9 +88,10 @@ def agree(
         founds[0].replace_sums(scalar_device, numbers[len(founds) :])
 
 
-# By the first parameter of each list that is known to be the same in all processes: the groups over
-# which tensors are divided that have parts outside of their own meshes.
+# The first parameter of each list that is known to be the same in all processes.
 _COMPARED = WeakIdKeyDictionary()
+# Parameters in whose place other processes have others; over which groups these are divided.
+_ELSEWHERE = WeakIdKeyDictionary()
 
 
 def _compare(params: Sequence[Tensor], scale: float, mesh: Any) -> None:
@@ -119,16 +121,20 @@ def _compare(params: Sequence[Tensor], scale: float, mesh: Any) -> None:
     )
 
 
-def _parts_elsewhere(
+def _note_parts_elsewhere(
     params: Sequence[Tensor], divided_over: Sequence[tuple[Any, ...]], widest: Any
-) -> dict[int, tuple[Any, ...]]:
-    """Return the process groups that have other tensors in the place of a parameter, by its number.
+) -> None:
+    """Note parameters in whose place other processes have other tensors.
 
     Outside of the mesh of a parameter there are copies of it, or other experts, whose squares count
     as those of one tensor that is divided over all. A mesh does not say which; values do.
     """
-    meshes = enumerate(map(_mesh_of, params))
-    numbers = [n for n, mesh in meshes if mesh is None or mesh.size() < widest.size()]
+    numbers = [
+        number
+        for number, (param, mesh) in enumerate(zip(params, map(_mesh_of, params), strict=True))
+        if param.is_floating_point() and not param.is_meta
+        if mesh is None or mesh.size() < widest.size()
+    ]
     # By number the sum and the norm of the whole tensor; None where processes have others.
     known: dict[int, tuple[float, float] | None] = {}
     for number in numbers:
@@ -146,7 +152,9 @@ def _parts_elsewhere(
         for number in numbers:
             if len({of_rank[number] for of_rank in of_ranks}) > 1:
                 known[number] = None
-    return {number: over for number in numbers if known[number] is None}
+    for number in numbers:
+        if known[number] is None:
+            _ELSEWHERE[params[number]] = over
 
 
 def _mesh_of(param: Tensor) -> Any:
