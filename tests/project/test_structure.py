@@ -92,7 +92,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    """Between folders, too, imports go one way; a folder and one inside it are one room."""
+    """Between folders, too, imports go one way; a folder and those inside it are left out."""
     between: set[tuple[str, str]] = set()
     for path in TREES:
         own = path.parent.relative_to(ROOT).as_posix()
