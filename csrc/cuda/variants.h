@@ -13,7 +13,7 @@
 #define APEX_MP_VECTORS 2
 #endif
 
-// The same in kernels that only read: check_, l2_norm_ and pass 1 of the fused step.
+// The same in kernels that only read: check_ and pass 1 of the fused step.
 #ifndef APEX_MP_READ_VECTORS
 #define APEX_MP_READ_VECTORS 4
 #endif

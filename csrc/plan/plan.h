@@ -67,8 +67,7 @@ class Plan {
   // Where a step finds the state of parameters and their masters, by parameter. `make(group,
   // index)` is called for a parameter that lacks state or master, or has them in another memory
   // order; it puts a master into `masters` and returns new state. The caller removes the state if
-  // the step is refused or skipped.
-  // Without `make`, which is then None, gradients are read alone.
+  // the step is refused or skipped. If `make` is None, gradients are read alone.
   struct States {
     const pybind11::dict& state;
     const pybind11::dict& masters;

@@ -92,18 +92,26 @@ def broadcast_stores(module: torch.nn.Module, group: Any, source: int) -> None:
         module: The model.
         group: The process group.
         source: The rank in the default group.
+
+    Raises:
+        RuntimeError: Another process has other masters.
     """
     own = {id(param) for param in module.parameters()}
+    pairs: list[tuple[MasterStore, Tensor]] = []
     for optimizer in [found for each in _optimizers if (found := each()) is not None]:
-        store: MasterStore = optimizer._own_masters
-        store.put_back(optimizer)
-        for param_group in optimizer.param_groups:
-            for param in param_group["params"]:
-                if id(param) in own and has_master(param, param_group, optimizer):
-                    kept, master = store.kept.get(param), store.whole_of(param)
-                    dist.broadcast(master, source, group)
-                    is_whole = kept is not None and kept.dtype == torch.float32
-                    store.keep({param: master}, as_remainders=not is_whole)
+        optimizer._own_masters.put_back(optimizer)
+        pairs += [
+            (optimizer._own_masters, param)
+            for param_group in optimizer.param_groups
+            for param in param_group["params"]
+            if id(param) in own and has_master(param, param_group, optimizer)
+        ]
+    _check_all_have_as_many([param for _, param in pairs], module, group)
+    for store, param in pairs:
+        kept, master = store.kept.get(param), store.whole_of(param)
+        dist.broadcast(master, source, group)
+        is_whole = kept is not None and kept.dtype == torch.float32
+        store.keep({param: master}, as_remainders=not is_whole)
 
 
 def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:

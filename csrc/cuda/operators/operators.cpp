@@ -26,7 +26,7 @@ Row<sizeof...(Arrays)> row(int64_t size, const Arrays&... arrays) {
   return {{arrays...}, size, ((arrays.dtype == DType::kDouble) || ...)};
 }
 
-// Of each of `places`, if there are any, the sum of a tensor.
+// `places` are those of the tensors' sums in sum_sq; empty: nothing is summed.
 std::vector<Row<1>> rows_of(at::TensorList tensors, at::IntArrayRef places = {}) {
   std::vector<Row<1>> rows;
   rows.reserve(tensors.size());
