@@ -26,8 +26,8 @@ else:
     from apex_mp._run.master_weights import use_master_weights
     from apex_mp.averaged_masters import AveragedMasters
     from apex_mp.checkpoint import load_checkpoint, save_checkpoint
-    from apex_mp.core.masters.cast_parameters import cast_parameters
-    from apex_mp.core.masters.float32_parts import keep_fp32
+    from apex_mp.masters.cast_parameters import cast_parameters
+    from apex_mp.masters.float32_parts import keep_fp32
 
 __all__ = [
     "RNN",
@@ -51,3 +51,7 @@ __all__ = [
     "uninstall_as_apex",
     "use_master_weights",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from apex_mp.amp import GradScaler
-from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
-from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.saved.dcp import is_called_for_state
 from apex_mp.trainers.common import grads_of, has_half_grads, missing_package
 
 try:

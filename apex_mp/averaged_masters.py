@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from apex_mp import convert
-from apex_mp.core.masters.masters import LOW_PRECISION
+from apex_mp.masters.masters import LOW_PRECISION
 
 __all__ = ["AveragedMasters"]
 

@@ -13,8 +13,7 @@ from typing import IO, Any
 import torch
 from torch import _weights_only_unpickler
 
-from apex_mp.checkpointing.pickled_names import names_in
-from apex_mp.checkpointing.pickled_scalers import Receivers
+from apex_mp.saved.pickles import Receivers, names_in
 
 __all__ = [
     "load_checkpoint",

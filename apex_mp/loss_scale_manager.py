@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core.masters.masters import MasterGroup
 from apex_mp.fp16_utils import FP16_Optimizer, LossScaler
 from apex_mp.loss_scale import (
     FLOAT32_MAX,
@@ -28,6 +27,7 @@ from apex_mp.loss_scale import (
     is_of_grad_scaler,
     round_to_float32,
 )
+from apex_mp.masters.masters import MasterGroup
 
 __all__ = [
     "ExponentialUpdateLossScaleManager",

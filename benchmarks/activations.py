@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from apex_mp import amp
 from apex_mp.amp.casts import current as _current
-from apex_mp.core.masters.masters import stored_grad
+from apex_mp.masters.masters import stored_grad
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam
 from benchmarks import activation_report, memory_probe, step_machine
 from benchmarks.activation_models import QUICK, TASKS, Task

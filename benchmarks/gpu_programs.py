@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from apex_mp.core import ops
-from apex_mp.core.step import readback
+from apex_mp.core import ops, readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.multi_tensor_apply import amp_C
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD

@@ -21,7 +21,7 @@ from torch._C._profiler import _EventType
 from torch.nn.modules import module as modules
 from torch.profiler import ProfilerActivity, profile
 
-from apex_mp.core.masters.masters import stored_grad
+from apex_mp.masters.masters import stored_grad
 from apex_mp.optimizers import MasterWeights
 
 HELD = ("weights", "gradients", "masters", "moments")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from apex_mp import amp
-from apex_mp.core.step import step_log
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FP16_Optimizer, FusedAdam, MasterWeights
+from apex_mp.step import step_log
 from benchmarks import step_device, step_plain
 from benchmarks.step_arena import (
     MAX_NORM,

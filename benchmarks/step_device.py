@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 from benchmarks.step_arena import Running
 
 # Blocks of a trace, each followed by the case's name: the step on the host, and until the device

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 from apex_mp.optimizers import FusedAdam
 
 MAIN, MAIN_THREAD = os.getpid(), threading.get_ident()

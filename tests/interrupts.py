@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import apex_mp
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 
 _PACKAGE = os.path.dirname(apex_mp.__file__)
 

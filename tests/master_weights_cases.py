@@ -10,7 +10,7 @@ from tolerances import assert_same_bits
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from apex_mp.core.masters.joined import differ
+from apex_mp.masters.joined import differ
 from apex_mp.optimizers import MasterWeights
 
 F16, BF16 = torch.float16, torch.bfloat16

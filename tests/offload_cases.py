@@ -24,6 +24,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_mp.core import transfers
+from apex_mp.engine import host_steps
+from apex_mp.engine import offload as _offload
 from apex_mp.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -31,10 +33,8 @@ from apex_mp.optimizers import (
     FusedLAMB,
     FusedNovoGrad,
     FusedSGD,
-    _offload,
 )
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._offload import host_steps
 
 
 class Stream:

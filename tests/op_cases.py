@@ -17,8 +17,8 @@ import torch
 from tolerances import assert_same_bits
 from torch import Tensor
 
-from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import DynamicLossScale
+from apex_mp.scale.device_scale import DeviceScale
 
 TILE = 512  # kTile of csrc/cpu/kernels/impl.h: what is converted at once
 # What a thread or a block takes at once: kChunkSize on the CPU; on CUDA kLargestChunk, or less for

@@ -19,7 +19,7 @@ from tolerances import TOLERANCES, TRAJECTORY_TOLERANCES, assert_near, assert_sa
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.masters.joined import differ
+from apex_mp.masters.joined import differ
 from apex_mp.optimizers import FusedAdam
 
 # A matrix, a scalar, four dimensions for channels_last, none, and more than a tile of the kernels.

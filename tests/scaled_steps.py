@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from apex_mp.core.step.scaled_step import ScaledStep, StepResult, take
+from apex_mp.step.scaled_step import ScaledStep, StepResult, take
 
 
 def take_step(optimizer: Any, **options: Any) -> StepResult:

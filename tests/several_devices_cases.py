@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from apex_mp.engine.devices import DevicePlans
+from apex_mp.engine.engine import Engine
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._devices import DevicePlans
-from apex_mp.optimizers._engine import Engine
 
 
 def side_of(param: Tensor) -> torch.device:

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from apex_mp import use_master_weights
 from apex_mp.amp import GradScaler
-from apex_mp.core.grads.found_inf import FoundInf
-from apex_mp.core.grads.shards import agree
+from apex_mp.grads.found_inf import FoundInf
+from apex_mp.grads.shards import agree
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD, MasterWeights
 
 WORLD, STEPS, BAD_STEP = 2, 6, 2

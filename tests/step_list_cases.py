@@ -22,7 +22,7 @@ from op_cases import (
 from tolerances import TOLERANCES, assert_near, assert_same_bits
 from torch import Tensor
 
-from apex_mp.multi_tensor_apply._step_lists import step_lists
+from apex_mp.multi_tensor_apply._steps import step_lists
 
 LR, SCALE = 0.01, 2.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from apex_mp._as_apex.table import (
@@ -102,3 +103,18 @@ ERAS = {
 def eras_with(place: Place) -> list[str]:
     """Return the names of the eras in which a module held a name of the table."""
     return [era.name for era in ERAS.values() if place not in era.absent]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """The words for Python or for a command line.
+
+    Attributes:
+        caller: The function or command, for the message.
+        force: How to hide an apex that is installed.
+        era: How to choose another era, with a placeholder for its name.
+    """
+
+    caller: str
+    force: str
+    era: str

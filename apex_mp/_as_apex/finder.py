@@ -13,10 +13,29 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
-from apex_mp._as_apex._missing import stand_in
-from apex_mp._as_apex.eras import Era, eras_with
+from apex_mp._as_apex.eras import Era, Wording, eras_with
 from apex_mp._as_apex.table import EAGER, MISSING, MODULES, PROGRAMS, TOP_LEVEL, is_package
-from apex_mp._as_apex.wording import Wording
+
+
+class _Absent(type):
+    """Class of the stand-ins, so that `isinstance` and subclassing still work."""
+
+    sentence: str
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(cls.sentence)
+
+
+def stand_in(module: str, name: str, instead: str) -> type:
+    """Return a class that raises a NotImplementedError when it is called or instantiated.
+
+    Args:
+        module: Where the name was.
+        name: The class or function of apex.
+        instead: What to use instead, beginning with a verb.
+    """
+    sentence = f"{module}.{name} is not in apex_mp; {instead}"
+    return _Absent(name, (), {"__module__": module, "__doc__": sentence, "sentence": sentence})
 
 
 class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -7,10 +7,9 @@ from types import ModuleType
 
 # Import the eras' modules here, so that installing changes nothing but the name apex.
 from apex_mp._as_apex import contrib, since_2019_08, until_2019_08  # noqa: F401
-from apex_mp._as_apex.eras import ERAS
+from apex_mp._as_apex.eras import ERAS, Wording
 from apex_mp._as_apex.finder import ApexFinder
 from apex_mp._as_apex.table import TOP_LEVEL
-from apex_mp._as_apex.wording import Wording
 
 _AS_APEX = "apex_mp.as_apex"
 _IN_PYTHON = Wording("install_as_apex", "force=True", "install_as_apex(era={!r})")

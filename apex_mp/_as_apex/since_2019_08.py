@@ -9,8 +9,8 @@ from torch import Tensor
 
 from apex_mp import amp, optimizers
 from apex_mp.amp._amp_state import _amp_state
-from apex_mp.amp.levels.master_state import MasterState
 from apex_mp.multi_tensor_apply import amp_C
+from apex_mp.saved.amp import MasterState
 
 
 @functools.wraps(amp.initialize)

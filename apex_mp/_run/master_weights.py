@@ -23,16 +23,9 @@ from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.averaged_masters import Values
 from apex_mp.core.log import counted, is_first_process
-from apex_mp.core.masters.exchange import Exchange, exchanged
-from apex_mp.core.masters.store import (
-    MASTER,
-    MasterStore,
-    StateView,
-    StepCounts,
-    needs_master,
-)
-from apex_mp.core.step import step_log
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.masters.exchange import Exchange, exchanged
+from apex_mp.masters.store import MASTER, MasterStore, StateView, StepCounts, needs_master
 from apex_mp.optimizers._fused import FusedOptimizer
 from apex_mp.optimizers.master_weights import (
     MasterWeights,
@@ -40,6 +33,7 @@ from apex_mp.optimizers.master_weights import (
     give_masters,
     lies_in_buckets,
 )
+from apex_mp.step import step_log
 
 # The exit status of `run --strict` if a 16-bit parameter was stepped without a master.
 NOT_ALL_HAD_MASTERS = 3

@@ -1,6 +1,8 @@
 """Automatic mixed precision: casts for a whole process, and scaled losses."""
 
+from apex_mp.amp import scaler as scaler
 from apex_mp.amp._amp_state import _amp_state, master_params
+from apex_mp.amp._scale_loss.step_guard import step_was_skipped
 from apex_mp.amp.amp import init
 from apex_mp.amp.casts.compute import fp16_compute
 from apex_mp.amp.casts.registry import (
@@ -21,7 +23,6 @@ from apex_mp.amp.frontend import (
 )
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
-from apex_mp.amp.loss_scaling.step_guard import step_was_skipped
 from apex_mp.amp.opt import OptimWrapper
 
 __all__ = [

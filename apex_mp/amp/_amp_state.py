@@ -12,9 +12,9 @@ from torch import Tensor
 
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.levels.options import Options
-from apex_mp.amp.scaler import LossScaler
 from apex_mp.core.log import logger
 from apex_mp.loss_scale import AMP_PRESET
+from apex_mp.scale.amp_scaler import LossScaler
 
 LOG = logger("apex_mp.amp")
 

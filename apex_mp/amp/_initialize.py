@@ -11,23 +11,23 @@ from torch import Tensor
 
 from apex_mp.amp import amp
 from apex_mp.amp._amp_state import _amp_state, warn_or_err
+from apex_mp.amp._scale_loss.step_guard import guard_of
 from apex_mp.amp.casts.casting import is_low
-from apex_mp.amp.levels import apex_inside
-from apex_mp.amp.levels.eps import warn_of_eps
-from apex_mp.amp.levels.master_state import MasterState
+from apex_mp.amp.levels import masters
 from apex_mp.amp.levels.masters import OptimizerWithMasters, check_group, give_masters
 from apex_mp.amp.levels.options import Options
-from apex_mp.amp.loss_scaling.step_guard import guard_of
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.core import tensors
-from apex_mp.core.grads import local_gradients
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.attach import class_with
-from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.masters.steps_of_masters import check_lists
 from apex_mp.core.tensors import FLOATING
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.fp16_utils.fp16util import cast_network
+from apex_mp.grads import local_gradients
+from apex_mp.masters import parallel_masters
+from apex_mp.masters.attach import class_with
+from apex_mp.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.masters.steps_of_masters import check_lists
+from apex_mp.optimizers._hints import warn_of_eps
+from apex_mp.saved.amp import MasterState
 
 
 class Setup:
@@ -98,7 +98,7 @@ class Setup:
                 give_masters(optimizer, originals, model_state or new_state)
                 continue
             optimizer._amp_initialized = True
-            apex_inside.attach(optimizer)
+            masters.attach_apex_names(optimizer)
             if self._options.cast_model_type is not None:
                 _cast_state(optimizer)
             warn_of_eps("amp.initialize", optimizer)

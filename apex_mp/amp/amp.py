@@ -19,8 +19,8 @@ from apex_mp.amp.casts.registry import (
 )
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.core.log import logger, see
-from apex_mp.core.masters import parallel_masters
 from apex_mp.loss_scale import LossScale
+from apex_mp.masters import parallel_masters
 
 __all__ = [
     "float_function",

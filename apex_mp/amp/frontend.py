@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from apex_mp.amp._amp_state import LOG, _amp_state, maybe_print, warn_or_err
 from apex_mp.amp._initialize import Setup, stop_casts
+from apex_mp.amp._scale_loss.block import scaled_backward
 from apex_mp.amp.amp import check_enabled
 from apex_mp.amp.casts import current as _current
 from apex_mp.amp.casts.casting import is_low
 from apex_mp.amp.levels import options as _options
-from apex_mp.amp.levels.checkpoint import load_state_dict, state_dict
-from apex_mp.amp.loss_scaling.scaling import scaled_backward
-from apex_mp.amp.scaler import LossScaler
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.step.overflow import Overflow
+from apex_mp.grads.nonfinite import Overflow
 from apex_mp.loss_scale import LossScale
+from apex_mp.masters import parallel_masters
+from apex_mp.saved.amp import load_scales, saved_scales
+from apex_mp.scale.amp_scaler import LossScaler
 
 __all__ = [
     "clear_cache",
@@ -240,3 +240,26 @@ def clear_cache() -> None:
     """
     if _current.handle is not None:
         _current.handle._clear_cache()
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of all loss scales, plain values by "loss_scaler0" and so on.
+
+    Args:
+        destination: A dict to put them into [None: a new one].
+    """
+    return saved_scales(_amp_state.loss_scalers, destination)
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load the state of loss scales; if their number differs, of as many as both have.
+
+    Args:
+        state_dict: What `state_dict` returned, here or in 2019, or the state of a
+            torch.amp.GradScaler, which had one scale for all losses.
+
+    Raises:
+        RuntimeError: There is a key of another kind; nothing is changed.
+        TypeError, ValueError, KeyError: The state of a scale is not valid; nothing is changed.
+    """
+    load_scales(_amp_state.loss_scalers, state_dict, maybe_print)

@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.amp.grad_scaling import stepping
-from apex_mp.amp.grad_scaling.iteration import FLAGS, WATCHING_BACKWARD, Clip, Iteration
-from apex_mp.amp.grad_scaling.scaled_steps import ScaledSteps, outcome
-from apex_mp.amp.grad_scaling.stepping import is_fused
-from apex_mp.amp.grad_scaling.table import Event, Stage
-from apex_mp.core import forks, ops, tensors
-from apex_mp.core.checkpoints.state_checks import as_dict
-from apex_mp.core.grads import measured as _measured
-from apex_mp.core.grads import shards
-from apex_mp.core.grads.checks import NonFinite
-from apex_mp.core.grads.grad_slots import Grads, GradSlots
-from apex_mp.core.grads.marks import refuse_offloaded
+from apex_mp.amp._grad_scaler import stepping
+from apex_mp.amp._grad_scaler.iteration import FLAGS, WATCHING_BACKWARD, Clip, Iteration
+from apex_mp.amp._grad_scaler.outcomes import ScaledSteps, outcome
+from apex_mp.amp._grad_scaler.stepping import is_fused
+from apex_mp.amp._stages import Event, Stage
+from apex_mp.core import forks, ops, readback, tensors
 from apex_mp.core.log import warn
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.step import readback, step_log
-from apex_mp.core.step.device_scale import DeviceScale
-from apex_mp.core.step.scaled_step import StepResult
+from apex_mp.core.state_checks import as_dict
 from apex_mp.core.tensors import copy_async, params_of
+from apex_mp.grads import measured as _measured
+from apex_mp.grads import shards
+from apex_mp.grads.grad_slots import Grads, GradSlots
+from apex_mp.grads.in_host_memory import refuse_offloaded
+from apex_mp.grads.nonfinite import NonFinite
 from apex_mp.loss_scale import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, DynamicLossScale, Rule
+from apex_mp.masters import parallel_masters
+from apex_mp.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.masters.masters import LOW_PRECISION
+from apex_mp.scale.device_scale import DeviceScale
+from apex_mp.step import step_log
+from apex_mp.step.scaled_step import StepResult
 
 # Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
 _eager = torch._disable_dynamo  # type: ignore[attr-defined]

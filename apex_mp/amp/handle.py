@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from apex_mp.amp._scale_loss.block import scaled_backward
+from apex_mp.amp._scale_loss.step_guard import guard_first_closure, remove_guards
 from apex_mp.amp.casts import current as _current
 from apex_mp.amp.casts import registry
 from apex_mp.amp.casts.casting import CastCache, Caster
@@ -19,13 +21,11 @@ from apex_mp.amp.casts.patching import Patches
 from apex_mp.amp.casts.policy import Rule, rules, unlisted
 from apex_mp.amp.casts.scopes import Scopes, show_torch_to_dynamo
 from apex_mp.amp.casts.switch import Switch
-from apex_mp.amp.loss_scaling.scaling import scaled_backward
-from apex_mp.amp.loss_scaling.step_guard import guard_first_closure, remove_guards
 from apex_mp.amp.opt import OptimWrapper
-from apex_mp.amp.scaler import LossScaler
-from apex_mp.core.checkpoints.state_checks import as_dict
-from apex_mp.core.step import readback
+from apex_mp.core import readback
+from apex_mp.core.state_checks import as_dict
 from apex_mp.loss_scale import LossScale, is_of_grad_scaler
+from apex_mp.scale.amp_scaler import LossScaler
 
 
 class AmpHandle:

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from apex_mp.amp.loss_scaling.scaling import scaled_backward
-from apex_mp.amp.loss_scaling.step_guard import step_was_skipped
-from apex_mp.core.checkpoints.checkpoint_view import CheckpointView, with_checkpoint_view
-from apex_mp.core.checkpoints.state_checks import as_dict
-from apex_mp.core.delegating import ForwardingOptimizer
-from apex_mp.fp16_utils import _inner_state
+from apex_mp.amp._scale_loss.block import scaled_backward
+from apex_mp.amp._scale_loss.step_guard import step_was_skipped
+from apex_mp.core.state_checks import as_dict
 from apex_mp.loss_scale import is_of_grad_scaler
+from apex_mp.saved import inner_state
+from apex_mp.saved.dcp import CheckpointView, with_checkpoint_view
+from apex_mp.step.delegating import ForwardingOptimizer
 
 
 class OptimWrapper(ForwardingOptimizer):
@@ -166,8 +166,8 @@ class OptimWrapper(ForwardingOptimizer):
         for scaler, state in zip(scalers, states or [], strict=False):
             scaler.load_state_dict(state)
         if inner or states is None:
-            _inner_state.check("OptimWrapper", inner, self._optimizer)
-            _inner_state.load(self._optimizer, inner)
+            inner_state.check("OptimWrapper", inner, self._optimizer)
+            inner_state.load(self._optimizer, inner)
         if states is not None:
             self._loss_scaler = scalers
 

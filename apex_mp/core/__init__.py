@@ -1,1 +1,1 @@
-"""What the public packages share: operators, gradients, masters, and the step with its outcome."""
+"""What the public packages share: operators, tensors, options, messages, copies to the host."""

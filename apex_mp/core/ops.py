@@ -14,12 +14,45 @@ of the lists or on the CPU. `found_inf` is a tensor of one float32 element on th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch._prims_common import compute_required_storage_length
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.utils import _pytree as pytree
 
-from apex_mp.core.traced_ops import copy_written_arguments
 from apex_mp.loss_scale import Rule
+
+
+def copy_written_arguments(operator: OpOverload) -> None:
+    """Make `operator` write to copies when it is traced."""
+    arguments = operator._schema.arguments
+
+    @operator.py_impl(FunctionalTensorMode)
+    def trace(mode: FunctionalTensorMode, *args: Any, **kwargs: Any) -> None:
+        names = [argument.name for argument in arguments]
+        call = dict(zip(names, args, strict=False)) | kwargs
+        written = [call.get(argument.name) for argument in arguments if argument.is_write]
+        with mode:
+            targets = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
+            copies = {id(target): _copy(target) for target in targets}
+        call = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), call)
+        mode.__torch_dispatch__(operator, (), (), call)
+        with mode:
+            for target in targets:
+                target.copy_(copies[id(target)])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy with equal strides, in a memory that is larger than needed.
+
+    Inductor would replace a plain clone by the tensor itself, offset included.
+    """
+    length = compute_required_storage_length(tensor.size(), tensor.stride(), 0)
+    return tensor.new_empty(length + 1).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
+
 
 for _name in (
     "check_",

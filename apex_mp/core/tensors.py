@@ -264,3 +264,16 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with every floating tensor in it cast to a dtype; others stay as they are."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def match_strides(grad: Tensor, param: Tensor) -> Tensor:
+    """Return the gradient with its elements in memory in the parameter's order, not negated.
+
+    One that is not plain, or of another shape, is returned as it is; callers refuse it.
+    """
+    if grad.layout is not torch.strided:
+        return grad
+    alike = (grad.is_contiguous() and param.is_contiguous()) or grad.stride() == param.stride()
+    if (alike and not grad.is_neg()) or grad.shape != param.shape or is_wrapper(grad):
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)

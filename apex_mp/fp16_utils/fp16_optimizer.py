@@ -10,31 +10,37 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core import tensors
-from apex_mp.core.checkpoints.checkpoint_view import CheckpointView, with_checkpoint_view
-from apex_mp.core.checkpoints.state_checks import as_dict
-from apex_mp.core.delegating import DelegatingOptimizer
-from apex_mp.core.grads import checks
-from apex_mp.core.grads.marks import refuse_offloaded
+from apex_mp.core import readback, tensors
 from apex_mp.core.log import see
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.master_grads import MasterGrads, Stage
-from apex_mp.core.masters.masters import LOW_PRECISION, MasterGroup
-from apex_mp.core.masters.param_names import ParamNames
-from apex_mp.core.masters.steps_of_masters import StepWatch
-from apex_mp.core.masters.weight_watch import WeightWatch
-from apex_mp.core.step import device_scale, readback, step_log
-from apex_mp.core.step.record import StepRecord
-from apex_mp.core.step.scaled_step import StepResult
-from apex_mp.fp16_utils import _checkpoint, _inner_state, _stepping
-from apex_mp.fp16_utils._given_scale import is_true, new_scaler, scaler_of
-from apex_mp.fp16_utils._inner import check_loss, inner_of, legacy_arguments
-from apex_mp.fp16_utils._misuse import Misuse
-from apex_mp.fp16_utils._outcomes import LOG, check_groups, end_step
-from apex_mp.fp16_utils._saved_scaler import whole_scaler
-from apex_mp.fp16_utils._scale_on_device import ScaleOnDevice
-from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from apex_mp.core.state_checks import as_dict
+from apex_mp.fp16_utils import _stepping
+from apex_mp.fp16_utils._misuse import Misuse, check_loss, inner_of, legacy_arguments
+from apex_mp.fp16_utils._stepping import LOG, check_groups, end_step
+from apex_mp.grads.in_host_memory import refuse_offloaded
+from apex_mp.grads.nonfinite import NonFinite, locate_nonfinite
 from apex_mp.loss_scale import LossScale, StaticLossScale, is_of_grad_scaler
+from apex_mp.masters import parallel_masters
+from apex_mp.masters.master_grads import MasterGrads, Stage
+from apex_mp.masters.masters import LOW_PRECISION, MasterGroup
+from apex_mp.masters.param_names import ParamNames
+from apex_mp.masters.steps_of_masters import StepWatch
+from apex_mp.masters.weight_watch import WeightWatch
+from apex_mp.saved import fp16_optimizer as _saved
+from apex_mp.saved import inner_state
+from apex_mp.saved.dcp import CheckpointView, with_checkpoint_view
+from apex_mp.scale import device_scale
+from apex_mp.scale.fp16_scalers import (
+    DynamicLossScaler,
+    LossScaler,
+    ScaleOnDevice,
+    is_true,
+    new_scaler,
+    scaler_of,
+)
+from apex_mp.step import step_log
+from apex_mp.step.delegating import DelegatingOptimizer
+from apex_mp.step.record import StepRecord
+from apex_mp.step.scaled_step import StepResult
 
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -452,7 +458,7 @@ class FP16_Optimizer(DelegatingOptimizer):
         self._overflow = bool(value)
 
     @property
-    def overflow_report(self) -> list[checks.NonFinite]:
+    def overflow_report(self) -> list[NonFinite]:
         """For the last skipped step, which gradients held how many inf and NaN, the worst first.
 
         On a GPU the host waits for it. If the gradients were cleared before it is read, there are
@@ -466,8 +472,8 @@ class FP16_Optimizer(DelegatingOptimizer):
         self._overflow = None
         self._awaited = None
 
-    def _locate(self) -> list[checks.NonFinite]:
-        return checks.locate_nonfinite(self._names.grads(self.optimizer.param_groups))
+    def _locate(self) -> list[NonFinite]:
+        return locate_nonfinite(self._names.grads(self.optimizer.param_groups))
 
     def _skip_message(self, iteration: int, scale: float) -> str:
         message = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}"
@@ -603,7 +609,7 @@ class FP16_Optimizer(DelegatingOptimizer):
         return {
             **self._scale_state(),
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": _checkpoint.masters(self._masters.groups),
+            "fp32_from_fp16": _saved.masters(self._masters.groups),
         }
 
     def _scale_state(self) -> dict[str, Any]:
@@ -628,7 +634,7 @@ class FP16_Optimizer(DelegatingOptimizer):
         self, inner: dict[str, Any], masters: list[list[Any]], scale: dict[str, Any]
     ) -> None:
         self.load_state_dict(
-            _checkpoint.joined(
+            _saved.joined(
                 inner, masters, scale, self.optimizer.param_groups, self._masters.model_of
             )
         )
@@ -649,9 +655,9 @@ class FP16_Optimizer(DelegatingOptimizer):
         """
         state_dict = as_dict("FP16_Optimizer", state_dict)
         if is_of_grad_scaler(state_dict):
-            self._set_scaler(whole_scaler(state_dict) or self._scaler_now())
+            self._set_scaler(_saved.whole_scaler(state_dict) or self._scaler_now())
             return
-        loaded = _checkpoint.read(
+        loaded = _saved.read(
             state_dict,
             self.optimizer,
             self._masters.groups,
@@ -659,7 +665,7 @@ class FP16_Optimizer(DelegatingOptimizer):
             iteration=self._iteration,
             dynamic_args=self._dynamic_args,
         )
-        _inner_state.load(self.optimizer, loaded.inner)
+        inner_state.load(self.optimizer, loaded.inner)
         self._set_scaler(loaded.loss_scaler)
         self._iteration = loaded.iteration
         self.overflow = loaded.overflow

@@ -12,10 +12,10 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp.core import tensors
-from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
-from apex_mp.core.masters.float32_parts import Float32Part
-from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.tensors import cast_floating
+from apex_mp.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.masters.float32_parts import Float32Part
+from apex_mp.masters.masters import LOW_PRECISION
 from apex_mp.RNN.RNNBackend import RNNCell
 
 clip_grad_norm = nn.utils.clip_grad_norm_

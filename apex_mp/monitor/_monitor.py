@@ -14,14 +14,16 @@ from torch import Tensor
 from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
-from apex_mp.core.grads.marks import grad_here
+from apex_mp.core import readback
 from apex_mp.core.log import logger, see, warn
-from apex_mp.core.step import device_scale, readback, step_log
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.grads.in_host_memory import grad_here
 from apex_mp.monitor import _report
 from apex_mp.monitor.exponents import Sampler
 from apex_mp.monitor.history import History, Step, if_finite
 from apex_mp.monitor.origin import Origin, find_nonfinite
+from apex_mp.scale import device_scale
+from apex_mp.step import step_log
 
 _LOG = logger("apex_mp.monitor")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from apex_mp.core import ops, tensors
-from apex_mp.core.step import device_scale, readback
+from apex_mp.core import ops, readback, tensors
+from apex_mp.scale import device_scale
 
 # float16 has all its digits from 2**-14 on, fewer below it, and none below 2**-25.
 SMALLEST_NORMAL, SMALLEST, LARGEST = -14, -24, 15

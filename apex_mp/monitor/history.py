@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from apex_mp.core.grads.checks import NonFinite
+from apex_mp.grads.nonfinite import NonFinite
 from apex_mp.monitor.exponents import Exponents, Sample
 
 _FORMAT = 1

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from apex_mp.core.grads.marks import grad_here
-from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.core.masters.param_names import ParamNames
-from apex_mp.core.masters.store import has_master
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.grads.in_host_memory import grad_here
+from apex_mp.masters.masters import LOW_PRECISION
+from apex_mp.masters.param_names import ParamNames
+from apex_mp.masters.store import has_master
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,15 @@ are then the same at each replay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from apex_mp import _C
+from apex_mp.core import extension
 from apex_mp.multi_tensor_apply._arguments import (
     Lists,
     check_choice,
@@ -25,7 +28,155 @@ from apex_mp.multi_tensor_apply._arguments import (
     raising,
     speaking_of,
 )
-from apex_mp.multi_tensor_apply._step_lists import step_lists
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Take one Adam step: `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is set, nothing is written.
+        tensor_lists: As above.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        step: This step's number, from 1.
+        mode: 0 adds weight decay to the gradient, 1 decays the parameter (AdamW).
+        bias_correction: Not 0: correct the moments' start at zero.
+        weight_decay: Decay factor.
+    """
+    function = "multi_tensor_adam"
+    check_lists(function, tensor_lists, ADAM_LISTS)
+    check_step(function, step)
+    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    _adam(function, overflow_buf, tensor_lists, *numbers)
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: float | Tensor,
+) -> None:
+    """Take one Adam step whose numbers lie on the device: `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is set, nothing is written.
+        tensor_lists: As above.
+        lr: As of `multi_tensor_adam`, or a tensor of one element, read on the device.
+        beta1: As of `multi_tensor_adam`; likewise the others.
+        beta2: As there.
+        eps: As there.
+        step: As there, or a tensor of one element, read on the device.
+        mode: As there.
+        bias_correction: As there.
+        weight_decay: As there.
+        inv_scale: Factor on the gradients, 1 / loss scale, or a tensor of one element.
+    """
+    function = "multi_tensor_adam_capturable"
+    check_lists(function, tensor_lists, ADAM_LISTS)
+    step = _step_number(function, step)
+    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    scale = divisor(function, "inv_scale", inv_scale)
+    _adam(function, overflow_buf, tensor_lists, *numbers, scale=scale)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    overflow_buf: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: float | Tensor,
+) -> None:
+    """Take one Adam step with masters: `[grads, params, exp_avgs, exp_avg_sqs, master_params]`.
+
+    Args:
+        chunk_size: No effect.
+        overflow_buf: If it is set, nothing is written.
+        tensor_lists: As above; masters are stepped, and rounded to params.
+        lr: As of `multi_tensor_adam_capturable`; likewise the others.
+        beta1: As there.
+        beta2: As there.
+        eps: As there.
+        step: As there.
+        mode: As there.
+        bias_correction: As there.
+        weight_decay: As there.
+        inv_scale: As there.
+    """
+    function = "multi_tensor_adam_capturable_master"
+    check_lists(function, tensor_lists, (*ADAM_LISTS, "master_params"))
+    grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
+    lists = [grads, masters, exp_avgs, exp_avg_sqs]
+    step = _step_number(function, step)
+    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    scale = divisor(function, "inv_scale", inv_scale)
+    with speaking_of(function, params="master_params", copies="params"):
+        _adam(function, overflow_buf, lists, *numbers, copies=params, scale=scale)
+
+
+def _step_number(function: str, step: int | Tensor) -> Tensor:
+    if not isinstance(step, Tensor):  # The host does not look at one on a device.
+        check_step(function, step)
+    return number(function, "step", step)
+
+
+def _adam(
+    function: str,
+    overflow_buf: Tensor,
+    lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: float | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    **rest: Any,
+) -> None:
+    check_choice(function, "mode", mode, DECAY)
+    options = {
+        "lr": number(function, "lr", lr),
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": mode == 1,
+        "bias_correction": bool(bias_correction),
+        "eps_inside_sqrt": False,
+    }
+    numbers = {"steps": steps_before(step, lists[1])}
+    take_step(function, "adam", overflow_buf, lists, ADAM_LISTS, numbers, options, **rest)
+
 
 DECAY = {0: "L2", 1: "AdamW"}
 ADAM_LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
@@ -286,3 +437,114 @@ def take_step(
             found_inf=found_inf,
             **rest,
         )
+
+
+# As for FusedOptimizer.step: a traced step would break the graph anyway.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def step_lists(
+    rule: str,
+    caller: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    tensors: Mapping[str, Sequence[Tensor]],
+    numbers: Mapping[str, Sequence[Tensor]],
+    options: Mapping[str, Any],
+    copies: Sequence[Tensor] | None = None,
+    scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+    norm: float | Tensor | None = None,
+) -> None:
+    """Take one step with every parameter; the host waits for nothing.
+
+    Lists hold one tensor for each parameter, on the same device and with the same layout. A CUDA
+    graph may capture the step; numbers that are not tensors are then the same at each replay.
+
+    Args:
+        rule: `kName` of one of csrc/math/rules.h.
+        caller: The function's name, for messages.
+        params: Parameters of any floating dtypes; written.
+        grads: Gradients of any floating dtypes; only read.
+        tensors: The tensors of the rule's state, a list for each name, in the rule's order;
+            written. Math is in float64 for float64 parameters, else in float32; state of another
+            dtype is rounded to it.
+        numbers: The numbers of the rule's state, likewise, each of one float32 element; written.
+        options: The rule's options and `lr`; `max_grad_norm` may be left out.
+        copies: Where each new parameter is also written, rounded to the copy's dtype [None].
+        scale: Gradients are divided by it [1].
+        found_inf: One element; if it is not 0 nothing changes [None].
+        norm: The l2 norm, before unscaling, by which `max_grad_norm` clips [None: it is measured].
+
+    Raises:
+        RuntimeError: Tensors do not fit each other, or are on a device without kernels.
+        TypeError: An option is no number, or a tensor is a wrapper without memory of its own.
+        ValueError: An option is out of range, or a parameter stands twice.
+    """
+
+    def refuse(group: int, index: int) -> dict[str, Any]:
+        raise RuntimeError(
+            f"{caller}: the state of params[{index}] lies in memory in another order than it; make "
+            "all of them contiguous()"
+        )
+
+    plan = _C.StepPlan(rule, caller, tensors=[*tensors], numbers=[*numbers], once=True)
+    group = {"max_grad_norm": 0.0, **options, "params": [*params]}
+    with torch.no_grad(), _as_wide_as_the_math(params, tensors) as wide:
+        state: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
+        for name, listed in {**wide, **numbers}.items():
+            for param, tensor in zip(params, listed, strict=True):
+                state[param][name] = tensor
+        plan.read(
+            [group],
+            state,
+            {},
+            refuse,
+            grads=[[*grads]],
+            grads_of=None,
+            copies=None if copies is None else [[*copies]],
+            scale=scale,
+            origins=[(-1, index, index) for index in range(len(params))],  # of no group
+        )
+        if not plan.can_run:
+            raise RuntimeError(_cannot_run(caller, params))
+        plan.run(
+            norms=None if norm is None else [norm],
+            found_inf=found_inf,
+            check=False,
+            clip_to=None,
+            clip_norm=None,
+            clip_by_global_norm=False,
+            loss_scale=None,
+            wait=False,
+        )
+
+
+@contextlib.contextmanager
+def _as_wide_as_the_math(
+    params: Sequence[Tensor], tensors: Mapping[str, Sequence[Tensor]]
+) -> Iterator[dict[str, list[Tensor]]]:
+    """Yield the state in the dtype of the math, and round it back afterwards."""
+    dtypes = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
+    wide = {
+        name: [
+            tensor if tensor.dtype is dtype else tensor.to(dtype)
+            for tensor, dtype in zip(listed, dtypes, strict=True)
+        ]
+        for name, listed in tensors.items()
+    }
+    yield wide
+    for name, listed in tensors.items():
+        for tensor, stepped in zip(listed, wide[name], strict=True):
+            if stepped is not tensor:
+                tensor.copy_(stepped)
+
+
+def _cannot_run(caller: str, params: Sequence[Tensor]) -> str:
+    device = params[0].device
+    for index, param in enumerate(params):
+        if param.device != device:
+            return (
+                f"{caller}: params[{index}] is on {param.device}, params[0] on {device}; they must "
+                "be on one device"
+            )
+    return f"{caller}: params[0] {extension.no_kernels(device)}"

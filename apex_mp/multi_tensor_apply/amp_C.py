@@ -15,11 +15,6 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import ops
-from apex_mp.multi_tensor_apply._adam_steps import (
-    multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-)
 from apex_mp.multi_tensor_apply._arguments import (
     Lists,
     check_choice,
@@ -31,6 +26,9 @@ from apex_mp.multi_tensor_apply._arguments import (
 )
 from apex_mp.multi_tensor_apply._steps import (
     multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
     multi_tensor_lamb,
     multi_tensor_novograd,
     multi_tensor_sgd,

@@ -12,8 +12,7 @@ from apex_mp.multi_tensor_apply._arguments import (
     number,
     speaking_of,
 )
-from apex_mp.multi_tensor_apply._step_lists import step_lists
-from apex_mp.multi_tensor_apply._steps import steps_before
+from apex_mp.multi_tensor_apply._steps import step_lists, steps_before
 
 __all__ = [
     "adam",

@@ -12,10 +12,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from apex_mp import _C
 from apex_mp.core import options, tensors
-from apex_mp.core.masters.attach import own_class
-from apex_mp.core.masters.masters import LOW_PRECISION
-from apex_mp.optimizers._engine import Engine
-from apex_mp.optimizers._state import Rule
+from apex_mp.engine.engine import Engine
+from apex_mp.masters.attach import own_class
+from apex_mp.masters.layout import Rule
+from apex_mp.masters.masters import LOW_PRECISION
 from apex_mp.optimizers.fused_adam import FusedAdam
 from apex_mp.optimizers.fused_sgd import FusedSGD
 

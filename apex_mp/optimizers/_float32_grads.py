@@ -8,13 +8,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from apex_mp.core.grads import shards
-from apex_mp.core.grads.found_inf import FoundInf, clip_divisor, inverse
-from apex_mp.core.grads.grad_slots import Grads
-from apex_mp.core.grads.measured import measure
-from apex_mp.core.masters.store import needs_master
-from apex_mp.core.step.scaled_step import GradCheck, HostOutcome, ScaledStep, StepResult
 from apex_mp.core.tensors import Lists, local_part
+from apex_mp.grads import shards
+from apex_mp.grads.found_inf import FoundInf, clip_divisor, inverse
+from apex_mp.grads.grad_slots import Grads
+from apex_mp.grads.measured import measure
+from apex_mp.masters.store import needs_master
+from apex_mp.step.scaled_step import GradCheck, HostOutcome, ScaledStep, StepResult
 
 _NameOf: TypeAlias = Callable[[Tensor], str]
 

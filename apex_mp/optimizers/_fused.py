@@ -8,29 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import tensors
-from apex_mp.core.checkpoints.checkpoint_view import is_called_for_state
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.param_names import ParamNames
-from apex_mp.core.masters.store import MasterStore
-from apex_mp.core.step import readback
-from apex_mp.core.step.scaled_step import (
-    GradCheck,
-    ScaledStep,
-    drop_amp_tensors,
-)
-from apex_mp.optimizers import _offload, _step_call
-from apex_mp.optimizers._engine import Engine
-from apex_mp.optimizers._lost_updates import LostUpdates
-from apex_mp.optimizers._saved import SavedOptimizer
-from apex_mp.optimizers._zero import zero_group
+from apex_mp.core import readback, tensors
+from apex_mp.engine import offload as _offload
+from apex_mp.engine.devices import zero_group
+from apex_mp.engine.engine import Engine
+from apex_mp.engine.host_grads import HostGrads
+from apex_mp.masters import parallel_masters
+from apex_mp.masters.param_names import ParamNames
+from apex_mp.masters.store import MasterStore
+from apex_mp.optimizers._hints import LostUpdates
+from apex_mp.saved.dcp import is_called_for_state
+from apex_mp.saved.fused import SavedOptimizer
+from apex_mp.step import step_call
+from apex_mp.step.scaled_step import GradCheck, ScaledStep, drop_amp_tensors
 
 
 class FusedOptimizer(SavedOptimizer):
     """A fused optimizer: one that steps all tensors on a device in one call.
 
     A subclass defines its signature, the names of its options and of its state, and their checks:
-    the attributes and methods under "Defined by each optimizer", here and in `_saved.py`.
+    the attributes and methods under "Defined by each optimizer", here and in `saved/fused.py`.
 
     Args:
         params: Parameters, (name, parameter) pairs, or parameter groups.
@@ -48,6 +45,7 @@ class FusedOptimizer(SavedOptimizer):
     _writes_output_params = True
     unscale_grads: bool | None = None  # for optimizers pickled before the option existed
     _engine: Engine
+    _host_grads: HostGrads | None = None
     _zero_group: Any = None  # of processes that step parts of the parameters
 
     # --- Defined by each optimizer.
@@ -73,7 +71,7 @@ class FusedOptimizer(SavedOptimizer):
         if master_weights:
             defaults = {**defaults, "master_weights": master_weights}
         self._check_new_options(defaults)
-        _step_call.check_unscale_grads(self._public_name, unscale_grads)
+        step_call.check_unscale_grads(self._public_name, unscale_grads)
         self.unscale_grads = unscale_grads
         self._zero_group = zero_group()
         super().__init__(params, defaults)
@@ -152,7 +150,7 @@ class FusedOptimizer(SavedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            step = _step_call.scaled_step(
+            step = step_call.scaled_step(
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
             is_first = not self.__dict__["state"]
@@ -180,6 +178,18 @@ class FusedOptimizer(SavedOptimizer):
             step: The step; it has `check` and `clip_to`.
         """
         return self._present_engine().check_gradients(self, self.param_groups, step)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        if self.offload != "gradients":
+            return
+        if self._host_grads is None:
+            self._host_grads = HostGrads(self._public_name)
+        for number, group in enumerate(self.param_groups):
+            self._host_grads.watch(number, group)
 
     def _present_engine(self) -> Engine:
         engine: Engine | None = self.__dict__.get("_engine")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from apex_mp import fp16_utils
-from apex_mp.core.checkpoints.checkpoint_view import with_checkpoint_view
-from apex_mp.core.masters.masters import MasterGroup
 from apex_mp.loss_scale import FUSED_PRESET
+from apex_mp.masters.masters import MasterGroup
+from apex_mp.saved.dcp import with_checkpoint_view
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from apex_mp.masters.layout import Rule, StateLayout
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import Rule, StateLayout
 
 
 class FusedAdagrad(FusedOptimizer):

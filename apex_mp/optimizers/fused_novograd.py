@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from apex_mp.masters.layout import Rule, StateLayout
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import Rule, StateLayout
 
 
 class FusedNovoGrad(FusedOptimizer):

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from apex_mp.core import options
+from apex_mp.masters.layout import Rule, StateLayout
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import Rule, StateLayout
 
 BUFFER = "momentum_buffer"
 IS_FRESH = "is_fresh"  # float32: not 0 if the buffer holds nothing yet

@@ -12,30 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from apex_mp.core.checkpoints.checkpoint_view import attribute_with_checkpoint_view
-from apex_mp.core.checkpoints.state_checks import as_dict
-from apex_mp.core.grads.grad_slots import Grads, GradSlots
 from apex_mp.core.log import warn
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.attach import Addition, attach, own
-from apex_mp.core.masters.exchange import Exchange, exchanged
-from apex_mp.core.masters.masters import widened
-from apex_mp.core.masters.param_names import ParamNames
-from apex_mp.core.masters.store import (
-    MASTER,
-    MasterStore,
-    StateView,
-    listed,
-    low_params,
-    needs_master,
-)
-from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, dropping_amp_tensors
-from apex_mp.optimizers import _step_call
+from apex_mp.core.state_checks import as_dict
+from apex_mp.engine.devices import ZERO, zero_group
+from apex_mp.grads.grad_slots import Grads, GradSlots
+from apex_mp.masters import parallel_masters
+from apex_mp.masters.attach import Addition, attach, own
+from apex_mp.masters.exchange import Exchange, exchanged
+from apex_mp.masters.layout import check_own
+from apex_mp.masters.masters import widened
+from apex_mp.masters.param_names import ParamNames
+from apex_mp.masters.store import MASTER, MasterStore, StateView, listed, low_params, needs_master
 from apex_mp.optimizers._equivalents import Equivalent
 from apex_mp.optimizers._float32_grads import Float32Grads, check_gradients, result_of
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._state import check_own
-from apex_mp.optimizers._zero import ZERO, zero_group
+from apex_mp.saved.dcp import attribute_with_checkpoint_view
+from apex_mp.step import step_call
+from apex_mp.step.scaled_step import GradCheck, ScaledStep, dropping_amp_tensors
 
 
 class Settings(NamedTuple):
@@ -156,7 +149,7 @@ class MasterWeights(Addition):
         """
         name = type(self).__name__
         with dropping_amp_tensors(self):
-            step = _step_call.scaled_step(name, self, None, None, 1.0, None)
+            step = step_call.scaled_step(name, self, None, None, 1.0, None)
             groups = None if self._equivalent is None else self._equivalent.groups_of(self)
             if closure is not None and (step.check or step.found_inf is not None):
                 raise RuntimeError(f"{name}.step: no closure can be given inside a GradScaler")

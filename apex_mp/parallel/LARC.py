@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import tensors
-from apex_mp.core.checkpoints.checkpoint_view import with_checkpoint_view
-from apex_mp.core.delegating import ForwardingOptimizer
-from apex_mp.core.grads.marks import refuse_offloaded
-from apex_mp.core.masters.masters import LOW_PRECISION
 from apex_mp.core.options import check_number
-from apex_mp.core.step.scaled_step import (
-    ScaledStep,
-    dropping_amp_tensors,
-    take,
-    takes_scaled_step,
-)
 from apex_mp.core.tensors import Lists, copy_async
+from apex_mp.grads.in_host_memory import refuse_offloaded
+from apex_mp.masters.masters import LOW_PRECISION
+from apex_mp.saved.dcp import with_checkpoint_view
+from apex_mp.step.delegating import ForwardingOptimizer
+from apex_mp.step.scaled_step import ScaledStep, dropping_amp_tensors, take, takes_scaled_step
 
 
 class LARC(ForwardingOptimizer):

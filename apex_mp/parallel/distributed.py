@@ -16,19 +16,22 @@ from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import JoinHook
 
-from apex_mp.core.grads import local_gradients
-from apex_mp.core.log import logger, see
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.flat_calls import (
+from apex_mp.core.flat_calls import (
     apply_flat_dist_call,
     extract_tensors,
     flat_dist_call,
     split_by_type,
     split_half_float_double,
 )
+from apex_mp.core.log import logger, see
+from apex_mp.grads import local_gradients
+from apex_mp.masters import parallel_masters
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
 from apex_mp.parallel.reducer import Reducer
 from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+
+# torch compares the annotations with types, so they cannot be strings.
+
 
 # Names that apex had in this module, too.
 __all__ = [

@@ -1,6 +1,6 @@
 """Collectives over many tensors as one vector, under the names of apex."""
 
-from apex_mp.core.masters.flat_calls import (
+from apex_mp.core.flat_calls import (
     apply_flat_dist_call,
     extract_tensors,
     flat_dist_call,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.flat_calls import extract_tensors, flat_dist_call
+from apex_mp.core.flat_calls import extract_tensors, flat_dist_call
+from apex_mp.masters import parallel_masters
 
 
 class Reducer:

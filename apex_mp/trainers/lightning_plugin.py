@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import GradScaler
-from apex_mp.core.masters.cast_parameters import warn_of_rounded_buffers
+from apex_mp.masters.cast_parameters import warn_of_rounded_buffers
 from apex_mp.trainers.common import has_half_grads
 
 

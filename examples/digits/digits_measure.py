@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from apex_mp.core.grads.checks import NonFinite
-from apex_mp.core.masters.masters import stored_grad
+from apex_mp.grads.nonfinite import NonFinite
+from apex_mp.masters.masters import stored_grad
 
 
 @dataclasses.dataclass

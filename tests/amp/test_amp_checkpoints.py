@@ -30,7 +30,7 @@ from torch import nn
 
 from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
-from apex_mp.amp.scaler import LossScaler
+from apex_mp.scale.amp_scaler import LossScaler
 
 pytestmark = [
     pytest.mark.cpu_only,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from apex_mp import amp
-from apex_mp.amp.loss_scaling import scaling
-from apex_mp.amp.scaler import LossScaler
+from apex_mp.amp._scale_loss import block
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale.amp_scaler import LossScaler
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
@@ -136,7 +136,7 @@ def test_schedulers_step_without_a_warning(
 
 
 def delayed(scaler: Any, loss: Tensor, optimizer: Any, **delay: bool) -> None:
-    with scaling.scaled_backward(loss, [optimizer], scaler, **delay) as scaled_loss:
+    with block.scaled_backward(loss, [optimizer], scaler, **delay) as scaled_loss:
         scaled_loss.backward()
 
 
@@ -223,7 +223,7 @@ def test_gradients_of_a_model_with_masters_may_be_left_scaled(
         delayed(scaler, pull((model, 1.0)), optimizer, delay_unscale=True)
         with pytest.raises(RuntimeError, match="still scaled"):
             optimizer.step()
-    with pytest.raises(KeyError), scaling.scaled_backward(pull((model, 1.0)), [optimizer], scaler):
+    with pytest.raises(KeyError), block.scaled_backward(pull((model, 1.0)), [optimizer], scaler):
         raise KeyError
     delayed(scaler, pull((model, 1.0)), optimizer)
     assert_grads([master.grad], 4.0)

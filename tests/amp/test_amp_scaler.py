@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fp16_cases import NAN
 
-from apex_mp.amp.scaler import LossScaler
 from apex_mp.loss_scale import DynamicLossScale
+from apex_mp.scale.amp_scaler import LossScaler
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 

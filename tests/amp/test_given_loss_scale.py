@@ -12,8 +12,8 @@ from fp16_cases import BF16, F16, faces, ones
 
 from apex_mp import amp, fp16_utils
 from apex_mp.amp import _amp_state
-from apex_mp.amp.scaler import LossScaler as AmpLossScaler
 from apex_mp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from apex_mp.scale.amp_scaler import LossScaler as AmpLossScaler
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from apex_mp.amp import GradScaler
-from apex_mp.amp.grad_scaling.iteration import Iteration
-from apex_mp.amp.grad_scaling.table import TABLE, Event, Refused, Stage
-from apex_mp.core.step import readback
+from apex_mp.amp._grad_scaler.iteration import Iteration
+from apex_mp.amp._stages import TABLE, Event, Refused, Stage
+from apex_mp.core import readback
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_it_works.md"
 OF_SCALE_LOSS = {Stage.IN_BLOCK, Stage.LEFT_SCALED}

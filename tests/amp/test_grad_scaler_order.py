@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from apex_mp.amp import GradScaler
-from apex_mp.core.step import device_scale, readback
+from apex_mp.core import readback
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale import device_scale
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
 each_fused = pytest.mark.parametrize("make", FUSED.values(), ids=[*FUSED])

@@ -19,11 +19,12 @@ from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.amp import GradScaler
-from apex_mp.amp.loss_scaling.scaling import scaled_backward
-from apex_mp.amp.scaler import LossScaler
-from apex_mp.core.step import device_scale, readback
-from apex_mp.core.step.readback import Readback
+from apex_mp.amp._scale_loss.block import scaled_backward
+from apex_mp.core import readback
+from apex_mp.core.readback import Readback
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale import device_scale
+from apex_mp.scale.amp_scaler import LossScaler
 
 FUSED = {**OURS, "AdamW fused": OF_TORCH["AdamW fused"]}
 OTHERS = {name: make for name, make in OF_TORCH.items() if name not in FUSED}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import amp
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedSGD
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import apex_mp
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.core.masters.joined import differ
+from apex_mp.masters.joined import differ
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex_mp.parallel.LARC import LARC
 

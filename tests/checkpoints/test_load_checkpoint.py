@@ -26,9 +26,9 @@ from pickle_cases import (
 
 import apex_mp
 from apex_mp import amp, fp16_utils, loss_scale
-from apex_mp.amp.scaler import LossScaler as AmpLossScaler
 from apex_mp.fp16_utils import DynamicLossScaler, LossScaler
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale.amp_scaler import LossScaler as AmpLossScaler
 
 pytestmark = pytest.mark.cpu_only
 

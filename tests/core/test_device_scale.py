@@ -20,9 +20,10 @@ from waits import Waits
 
 import apex_mp
 from apex_mp import amp
-from apex_mp.core.step import device_scale, readback
-from apex_mp.core.step.readback import Readback
+from apex_mp.core import readback
+from apex_mp.core.readback import Readback
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale import device_scale
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
@@ -191,7 +192,7 @@ PROGRAM = """
 import os
 import torch
 from apex_mp import amp
-from apex_mp.core.step import device_scale, readback
+from apex_mp.step import device_scale, readback
 from apex_mp.optimizers import FusedAdam
 
 device_scale.DEVICE_TYPES = {"cpu"}

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import apex_mp
 from apex_mp.amp import GradScaler
-from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale.device_scale import DeviceScale
 
 PROGRAM = Path(__file__).parents[1] / "forked_program.py"
 

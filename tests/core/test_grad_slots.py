@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp.core.grads.found_inf import FoundInf
-from apex_mp.core.grads.grad_slots import GradSlots
+from apex_mp.grads.found_inf import FoundInf
+from apex_mp.grads.grad_slots import GradSlots
 
 F16, F32 = torch.float16, torch.float32
 

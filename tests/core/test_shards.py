@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex_mp.amp import GradScaler
-from apex_mp.amp.loss_scaling.scaling import scaled_backward
-from apex_mp.amp.scaler import LossScaler
-from apex_mp.core.grads.found_inf import FoundInf
-from apex_mp.core.grads.shards import agree
+from apex_mp.amp._scale_loss.block import scaled_backward
+from apex_mp.grads.found_inf import FoundInf
+from apex_mp.grads.shards import agree
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale.amp_scaler import LossScaler
 
 pytestmark = pytest.mark.cpu_only
 

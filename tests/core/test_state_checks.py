@@ -11,7 +11,7 @@ import torch
 from fp16_cases import F32, ones
 
 from apex_mp import amp, fp16_utils, optimizers
-from apex_mp.amp.scaler import LossScaler
+from apex_mp.scale.amp_scaler import LossScaler
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

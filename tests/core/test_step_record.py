@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from apex_mp.core.grads.checks import NonFinite
-from apex_mp.core.step import step_log
-from apex_mp.core.step.record import StepRecord
+from apex_mp.grads.nonfinite import NonFinite
+from apex_mp.step import step_log
+from apex_mp.step.record import StepRecord
 
 pytestmark = pytest.mark.cpu_only
 

@@ -29,8 +29,8 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from apex_mp import convert, fp16_utils
-from apex_mp.core.grads.checks import Edits, EditWatch
 from apex_mp.fp16_utils import LossScaler
+from apex_mp.grads.edits import Edits, EditWatch
 
 NOT_OUR_BACKWARD = r"optimizer\.backward\(loss\) instead of loss\.backward\(\)"
 

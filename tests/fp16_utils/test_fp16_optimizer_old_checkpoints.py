@@ -11,8 +11,8 @@ from fp16_cases import BF16, F16, F32, FACES, assert_same, everything, faces, pa
 from torch import nn
 
 from apex_mp import fp16_utils
-from apex_mp.amp.scaler import LossScaler as AmpLossScaler
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale.amp_scaler import LossScaler as AmpLossScaler
 
 SHAPES = ((3, 2), (4,), (5,))
 ADAMS: dict[str, Any] = {

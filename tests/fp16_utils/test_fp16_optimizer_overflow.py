@@ -24,7 +24,7 @@ from fp16_cases import (
 )
 
 from apex_mp import fp16_utils, optimizers
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 from apex_mp.optimizers import FusedAdam
 
 UTILS, FUSED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer

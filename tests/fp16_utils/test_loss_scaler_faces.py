@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from apex_mp.loss_scale import FP16_UTILS_PRESET
+from apex_mp.scale.fp16_scalers import DynamicLossScaler, LossScaler
 
 
 def param_with_grad(grad: torch.Tensor) -> torch.nn.Parameter:

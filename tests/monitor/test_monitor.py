@@ -17,9 +17,10 @@ from fp16_cases import INF, PROBES, ones, pull, wrap
 
 import apex_mp
 from apex_mp import amp
-from apex_mp.core.step import device_scale, step_log
 from apex_mp.monitor import History, Monitor, Step
 from apex_mp.optimizers import FusedAdam, FusedLAMB
+from apex_mp.scale import device_scale
+from apex_mp.step import step_log
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

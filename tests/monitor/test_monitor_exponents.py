@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from apex_mp import amp
 from apex_mp.core import ops
-from apex_mp.core.step import device_scale
 from apex_mp.monitor import Exponents, Monitor, Sample, lost_updates
 from apex_mp.monitor.exponents import Sampler
 from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.scale import device_scale
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

@@ -13,8 +13,9 @@ from fp16_cases import INF, PROBES, ones, pull, wrap
 from torch import Tensor, nn
 
 from apex_mp import amp
-from apex_mp.core.step import device_scale, readback
+from apex_mp.core import readback
 from apex_mp.monitor import LossScaleExhaustedError, Monitor
+from apex_mp.scale import device_scale
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

@@ -49,9 +49,9 @@ CHECKPOINTS = {
     ),
     "groups that fit are put into the order of early 2018": Mutant(
         "_in_order",
-        "not same_count or _inner_state.fits(optimizer, inner['state'], saved, ours) "
-        "or (not _inner_state.fits(optimizer, inner['state'], saved, early))",
-        "not same_count or not _inner_state.fits(optimizer, inner['state'], saved, early)",
+        "not same_count or inner_state.fits(optimizer, inner['state'], saved, ours) "
+        "or (not inner_state.fits(optimizer, inner['state'], saved, early))",
+        "not same_count or not inner_state.fits(optimizer, inner['state'], saved, early)",
         "fp16_optimizer_checkpoints",
     ),
     "masters in a state_dict are those in use": Mutant(
@@ -73,7 +73,7 @@ CHECKPOINTS = {
         "load", "optimizer.state, optimizer.param_groups = before", "", "fp16_optimizer_checkpoints"
     ),
     "a refused state changes the first loss scales": Mutant(
-        "load_state_dict", "scaler.value = value", "", "amp_checkpoints"
+        "load_scales", "scaler.value = value", "", "amp_checkpoints"
     ),
     "overflows since the scale changed are not loaded": Mutant(
         "LossScaler.load_state_dict", "state.get('overflows', 0)", "0", "amp_scaler"

@@ -30,7 +30,7 @@ from tolerances import assert_same_bits
 from torch import Tensor
 
 from apex_mp import _C
-from apex_mp.multi_tensor_apply._step_lists import step_lists
+from apex_mp.multi_tensor_apply._steps import step_lists
 
 pytestmark = pytest.mark.cpu_only
 

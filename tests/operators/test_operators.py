@@ -42,8 +42,8 @@ from tolerances import (
 from torch import Tensor
 
 from apex_mp.core import ops
-from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import FLOAT32_MAX, INT32_MAX, DynamicLossScale
+from apex_mp.scale.device_scale import DeviceScale
 
 
 def each_list_and_dtype(operator: str) -> pytest.MarkDecorator:

@@ -35,7 +35,7 @@ from step_list_cases import (
 )
 from tolerances import assert_same_bits
 
-from apex_mp.multi_tensor_apply._step_lists import step_lists
+from apex_mp.multi_tensor_apply._steps import step_lists
 
 HALF_MODEL = STEP_DTYPES[2]
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)

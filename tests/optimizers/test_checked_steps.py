@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
-from apex_mp.core.step.scaled_step import GradCheck, ScaledStep, take
-from apex_mp.optimizers import FusedAdam, FusedLAMB, FusedSGD, _devices
+from apex_mp.engine import devices as engine_devices
+from apex_mp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from apex_mp.step.scaled_step import GradCheck, ScaledStep, take
 
 SHAPES = ((5,), (40, 30), (), (6,), (7, 2))
 MAKE: dict[str, Any] = {
@@ -195,7 +196,7 @@ def test_what_changes_in_between_counts(
 ) -> None:
     optimizer, twin = trained(make, device)
     if devices == "several":
-        monkeypatch.setattr(_devices, "device_of", side_of)
+        monkeypatch.setattr(engine_devices, "device_of", side_of)
         spread(optimizer)
         spread(twin)
     check_and_step(optimizer, change)

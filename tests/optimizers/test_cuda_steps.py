@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from apex_mp import amp
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
 

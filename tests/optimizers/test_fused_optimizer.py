@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp import fp16_utils
+from apex_mp.masters.layout import StateLayout
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apex_mp.optimizers._state import StateLayout
 
 pytestmark = pytest.mark.cpu_only
 

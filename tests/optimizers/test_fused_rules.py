@@ -43,12 +43,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import amp
-from apex_mp.optimizers import (
-    FusedAdam,
-    FusedNovoGrad,
-    FusedSGD,
-    _devices,
-)
+from apex_mp.engine import devices as engine_devices
+from apex_mp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
 # By step and parameter.
 NO_GRAD = {(0, 1), (1, 1), (1, 0)}
@@ -313,7 +309,7 @@ def test_options_that_change_count_at_once_and_lr_may_be_a_tensor(
 def test_parameters_on_several_devices_are_stepped_as_on_one(
     max_grad_norm: float, subject: Subject, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(_devices, "device_of", side_of)
+    monkeypatch.setattr(engine_devices, "device_of", side_of)
     params = make_params(device)
     groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
     optimizer = spread(

@@ -29,9 +29,11 @@ from torch.nn import Parameter
 from waits import Waits
 
 from apex_mp import _C, fp16_utils
-from apex_mp.core.step import device_scale, readback
+from apex_mp.core import readback
+from apex_mp.engine import devices as engine_devices
 from apex_mp.loss_scale import DynamicLossScale
-from apex_mp.optimizers import FusedSGD, _devices
+from apex_mp.optimizers import FusedSGD
+from apex_mp.scale import device_scale
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
 DAMPENED = OPTIONS | {"dampening": 0.5}
@@ -234,7 +236,7 @@ def test_a_report_after_the_gradients_are_gone_names_who_overflowed(
 @pytest.fixture
 def two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have parameters of odd and of even size lie on two devices."""
-    monkeypatch.setattr(_devices, "device_of", side_of)
+    monkeypatch.setattr(engine_devices, "device_of", side_of)
 
 
 def train_on_sides(sides: int, max_grad_norm: float, clip: str) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.amp import GradScaler
-from apex_mp.core.step import readback
+from apex_mp.core import readback
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 OPTIMIZERS: list[Any] = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]

@@ -30,9 +30,9 @@ from torch.nn import Parameter
 
 from apex_mp import AveragedMasters, amp, convert
 from apex_mp.core import transfers
+from apex_mp.engine import host_steps
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._offload import host_steps
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 each_dtype = pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)

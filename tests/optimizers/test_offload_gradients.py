@@ -18,12 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from apex_mp import amp
-from apex_mp.core.grads.marks import is_mark
-from apex_mp.core.step import readback
+from apex_mp.core import readback
+from apex_mp.engine import host_grads, host_steps
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.grads.in_host_memory import is_mark
 from apex_mp.monitor import Monitor
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._offload import gradients, host_steps
 from apex_mp.parallel import LARC
 
 F16, F32 = torch.float16, torch.float32
@@ -33,7 +33,7 @@ F16, F32 = torch.float16, torch.float32
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets and pieces, so that there are several."""
     monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 500)
-    monkeypatch.setattr(gradients, "_PIECE", 300)
+    monkeypatch.setattr(host_grads, "_PIECE", 300)
     monkeypatch.setattr(host_steps, "SMALL", 100)
     return stand_in(monkeypatch) if device.type == "cpu" else None
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp.core import transfers
+from apex_mp.engine import host_steps
 from apex_mp.optimizers import FusedAdam
-from apex_mp.optimizers._offload import host_steps
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +193,7 @@ def test_a_captured_graph_is_refused(device: torch.device, monkeypatch: pytest.M
     params = params_of(device, F16)
     optimizer = FusedAdam(params, offload=True)
     give_grads(params, 1)
-    monkeypatch.setattr("apex_mp.core.step.readback.is_capturing_on", lambda device: True)
+    monkeypatch.setattr("apex_mp.core.readback.is_capturing_on", lambda device: True)
     with pytest.raises(RuntimeError, match="capturing a CUDA graph, and with offload the CPU"):
         optimizer.step()
 

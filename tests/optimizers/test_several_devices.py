@@ -24,11 +24,12 @@ from tolerances import TRAJECTORY_TOLERANCES, assert_near
 from torch.nn import Parameter
 from waits import Waits
 
-from apex_mp.core.step.device_scale import DeviceScale
-from apex_mp.core.step.scaled_step import StepResult
+from apex_mp.engine import devices as engine_devices
+from apex_mp.engine.devices import DevicePlans
 from apex_mp.loss_scale import DynamicLossScale
-from apex_mp.optimizers import FusedAdam, _devices
-from apex_mp.optimizers._devices import DevicePlans
+from apex_mp.optimizers import FusedAdam
+from apex_mp.scale.device_scale import DeviceScale
+from apex_mp.step.scaled_step import StepResult
 
 SCALES: dict[str, Callable[[], Any]] = {
     "1": lambda: 1.0,
@@ -42,7 +43,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True)
 def two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_devices, "device_of", side_of)
+    monkeypatch.setattr(engine_devices, "device_of", side_of)
 
 
 # --- What nobody clips is stepped to the bit as by one plan. A Run compares with a copy, which has

@@ -12,16 +12,17 @@ from plan_cases import parameter
 from several_devices_cases import count_of_plans, side_of, spread
 from test_step_plan_fp16 import CHANGES, DTYPES, SHAPES, Fp16Run
 
-from apex_mp.core.step import device_scale, readback
+from apex_mp.core import readback
+from apex_mp.engine import devices as engine_devices
 from apex_mp.fp16_utils import _stepping
-from apex_mp.optimizers import _devices
+from apex_mp.scale import device_scale
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["waited", "unwaited"])
 def two_sides(
     request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    monkeypatch.setattr(_devices, "device_of", side_of)
+    monkeypatch.setattr(engine_devices, "device_of", side_of)
     waited = request.param
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", set() if waited else {device.type})
     monkeypatch.setattr(readback.Readback, "has_arrived", lambda self: False)

@@ -15,14 +15,15 @@ from scaled_steps import take_step
 from several_devices_cases import side_of, spread
 from torch.nn import Parameter
 
-from apex_mp.optimizers import FusedAdam, _devices
+from apex_mp.engine import devices as engine_devices
+from apex_mp.optimizers import FusedAdam
 
 each_warmth = pytest.mark.parametrize("steps_before", [0, 2], ids=["first step", "warm"])
 
 
 @pytest.fixture(autouse=True)
 def two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_devices, "device_of", side_of)
+    monkeypatch.setattr(engine_devices, "device_of", side_of)
 
 
 def make_run(steps: int = 0) -> Run:
@@ -109,7 +110,7 @@ def test_a_gradient_where_there_are_no_kernels_is_refused_by_name(steps_before: 
 def test_without_kernels_for_cuda_the_command_that_builds_them_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_devices, "device_of", lambda param: torch.device("cuda", 1))
+    monkeypatch.setattr(engine_devices, "device_of", lambda param: torch.device("cuda", 1))
     param = Parameter(torch.ones(3, device="meta"), requires_grad=False)
     optimizer = FusedAdam([param])
     param.requires_grad_().grad = torch.ones(3, device="meta")

@@ -12,10 +12,10 @@ from fp16_cases import F32, INF, parameter
 from scaled_steps import take_step
 
 from apex_mp import _C
-from apex_mp.core.step import device_scale
-from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale import device_scale
+from apex_mp.scale.device_scale import DeviceScale
 
 RULE = DynamicLossScale(
     256.0, growth_interval=3, min_scale=16.0, max_scale=1024.0, hysteresis=2, growth_factor=3.0

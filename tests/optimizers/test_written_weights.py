@@ -15,7 +15,7 @@ from fused_adam_cases import BF16, F16, F32, grad_for, make_params
 from tolerances import assert_same_bits
 from torch.nn import Parameter
 
-from apex_mp.core.masters.joined import differ, joined
+from apex_mp.masters.joined import differ, joined
 from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 OPTIMIZERS: list[Any] = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]

@@ -12,8 +12,9 @@ from torch import distributed as dist
 from torch import nn
 
 from apex_mp import amp
-from apex_mp.core.masters import flat_calls, parallel_masters
+from apex_mp.core import flat_calls
 from apex_mp.fp16_utils import FP16_Optimizer
+from apex_mp.masters import parallel_masters
 from apex_mp.parallel import (
     DistributedDataParallel,
     SyncBatchNorm,

@@ -17,7 +17,6 @@ import apex_mp
 from apex_mp import RNN, amp, checkpoint, convert, loss_scale, normalization
 from apex_mp import reparameterization as rp
 from apex_mp._as_apex import contrib
-from apex_mp.amp.scaler import LossScaler
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.loss_scale_manager import FixedLossScaleManager, LossScaleOptimizer
 from apex_mp.monitor import History, Monitor, find_nonfinite
@@ -25,6 +24,7 @@ from apex_mp.multi_tensor_apply import amp_C, apex_C
 from apex_mp.normalization import fused_layer_norm_cuda
 from apex_mp.optimizers import FusedAdam
 from apex_mp.parallel.LARC import LARC
+from apex_mp.scale.amp_scaler import LossScaler
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 

@@ -20,11 +20,17 @@ ROOT = PACKAGE.parent
 ROWS = [
     {"_version", "_C", "loss_scale"},
     {"core"},
+    {"grads"},
+    {"masters"},
+    {"scale"},
+    {"saved"},
+    {"step"},
+    {"engine"},
     {"multi_tensor_apply", "normalization", "parallel", "reparameterization", "RNN"},
     {"fp16_utils"},
     {"loss_scale_manager", "optimizers"},
     {"amp"},
-    {"checkpointing", "monitor"},
+    {"monitor"},
     {"checkpoint", "convert", "trainers"},
     {"averaged_masters"},
     {"_as_apex"},
@@ -114,7 +120,7 @@ def test_loss_scale_knows_nothing_of_torch() -> None:
 def test_what_only_one_file_may_call_is_called_there() -> None:
     for name, *where in (
         ("torch.ops.apex_mp", "core/ops.py"),
-        ("ops.unscale_", "core/grads/found_inf.py", "multi_tensor_apply/amp_C.py"),
+        ("ops.unscale_", "grads/found_inf.py", "multi_tensor_apply/amp_C.py"),
     ):
         calling = [path.relative_to(PACKAGE).as_posix() for path in TREES if calls(path, name)]
         assert calling == where, name
@@ -128,7 +134,7 @@ def test_only_three_modules_copy_without_waiting() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.keyword) and node.arg == "non_blocking"
     }
-    core = ("tensors", "step.readback", "transfers")
+    core = ("tensors", "readback", "transfers")
     assert found == {f"apex_mp.core.{name}" for name in core}
 
 
@@ -180,10 +186,18 @@ def test_every_path_in_the_table_of_what_to_edit_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## What to edit")[2]
     rows = re.findall(r"^\|.*\|$", text.partition("\n## ")[0], re.MULTILINE)
     paths = re.findall(r"`(\w[\w/]*(?:/|\.\w+))`", "".join(rows))
-    names = {"cpu/", "modernize/"}  # beside the path before them
-    names |= {p.name for folder in ("apex_mp", "csrc") for p in (ROOT / folder).rglob("*.*")}
-    assert len(paths) > 40
-    assert [path for path in paths if not (ROOT / path).exists() and path not in names] == []
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_table_of_folders_has_their_order() -> None:
+    text = (ROOT / "docs" / "how_it_works.md").read_text().partition("## The folders of apex_mp")[2]
+    text = text.partition("\n## ")[0]
+    told = [re.findall(r"`(\w+)/`", row) for row in re.findall(r"^\| (.*?) \|", text, re.MULTILINE)]
+    heights = [HEIGHTS[name] for row in told for name in row]
+    assert heights == sorted(heights)
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {name for row in told for name in row} == folders
 
 
 def test_no_file_of_tests_is_longer_than_500_lines() -> None:

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "pretrain
 import pretrain
 from pretrain_model import Block
 
-from apex_mp.core.grads import shards
+from apex_mp.grads import shards
 from apex_mp.optimizers import FusedAdam
 
 

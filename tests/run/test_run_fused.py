@@ -14,7 +14,7 @@ from tolerances import TRAJECTORY_TOLERANCES, assert_near, assert_same_bits
 from torch import nn
 
 import apex_mp
-from apex_mp.core.masters.joined import differ
+from apex_mp.masters.joined import differ
 from apex_mp.optimizers import MasterWeights
 
 # torch's test tools need it. `make test` has it; a machine with a GPU may not.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex_mp.core.masters.float32_parts import Float32Part
 from apex_mp.core.tensors import map_tensors
 from apex_mp.fp16_utils.fp16util import hide_prefix
+from apex_mp.masters.float32_parts import Float32Part
 
 
 class LowPrecisionCompute(nn.Module):

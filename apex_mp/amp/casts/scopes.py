@@ -25,7 +25,7 @@ from torch.utils.data._utils import worker as data_worker
 
 from apex_mp.amp.casts.casting import Caster, Function
 from apex_mp.amp.casts.patching import Patches
-from apex_mp.core.grads import local_gradients
+from apex_mp.grads import local_gradients
 
 
 class Scopes:

@@ -1,1 +1,1 @@
-"""The optimization levels of `amp.initialize`: options, masters in an optimizer, checkpoints."""
+"""The optimization levels of `amp.initialize`: their options, and masters in an optimizer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +13,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import _C
-from apex_mp.amp.levels import apex_inside
-from apex_mp.amp.levels.master_state import MasterState
-from apex_mp.amp.loss_scaling.loss_grads import dense_values
-from apex_mp.amp.loss_scaling.step_guard import guard_of
+from apex_mp.amp._scale_loss.loss_grads import LossGrads, Unscaling, dense_values
+from apex_mp.amp._scale_loss.step_guard import guard_of
+from apex_mp.amp.casts.casting import is_low
 from apex_mp.core import tensors
-from apex_mp.core.checkpoints.checkpoint_view import (
-    CheckpointView,
-    attribute_with_checkpoint_view,
-    with_checkpoint_view,
-)
 from apex_mp.core.log import logger, see
-from apex_mp.core.masters import parallel_masters
-from apex_mp.core.masters.attach import Addition, attach, own
-from apex_mp.core.masters.joined import joined
-from apex_mp.core.masters.masters import Masters
-from apex_mp.core.masters.steps_of_masters import StepWatch
-from apex_mp.core.masters.weight_watch import WeightWatch
+from apex_mp.grads.found_inf import FoundInf
+from apex_mp.masters import parallel_masters
+from apex_mp.masters.attach import Addition, attach, own
+from apex_mp.masters.joined import joined
+from apex_mp.masters.masters import Masters
+from apex_mp.masters.steps_of_masters import StepWatch
+from apex_mp.masters.weight_watch import WeightWatch
+from apex_mp.saved.amp import MasterState
+from apex_mp.saved.dcp import CheckpointView, attribute_with_checkpoint_view, with_checkpoint_view
+from apex_mp.scale.amp_scaler import LossScaler
 
 _LOG = logger("apex_mp.amp")
 _ADVICE_FOR_WRITES = (
@@ -302,6 +300,183 @@ def give_masters(
 
 def _install(optimizer: Any, masters: OptimizerMasters) -> None:
     optimizer._amp_masters = masters
-    apex_inside.attach(optimizer)
+    attach_apex_names(optimizer)
     optimizer.register_step_pre_hook(masters.before_step)
     optimizer.register_step_post_hook(masters.after_step)
+
+
+def attach_apex_names(optimizer: Any) -> None:
+    """Put apex's attributes on an optimizer that went through `amp.initialize`."""
+    has_masters = hasattr(optimizer, "_amp_masters")
+    state = (StateWithMasters if has_masters else StateWithoutMasters)(optimizer)
+    optimizer._amp_stash = state
+    optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = state._adopt
+    optimizer._master_params_to_model_params = state._copy_to_model
+    optimizer._prepare_amp_backward = state._prepare_backward
+    optimizer._post_amp_backward = state._end_backward
+
+
+class AmpOptimizerState:
+    """`optimizer._amp_stash`: the parameters by dtype, and the pieces of `amp.scale_loss`.
+
+    Lists are made when they are read; what is done to a list has no effect, what is done to its
+    tensors has.
+
+    Args:
+        optimizer: The optimizer; not kept alive. None for a copy.
+
+    Attributes:
+        lazy_init_called: Whether there are masters; clients set it, too.
+        already_patched: Whether a client has replaced `step` to skip one.
+    """
+
+    lazy_init_called = True
+    already_patched = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._reference = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self._is_scaled = False
+        self._grads: LossGrads | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)  # A copy belongs to no optimizer.
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients were left scaled, by `delay_unscale` or a client's own block."""
+        return self._is_scaled or guard_of(self._optimizer).scaled_by is not None
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        self._is_scaled = value
+        if not value:
+            guard = guard_of(self._optimizer)
+            guard.scaled_by = None
+            guard.scalers.clear()
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The model's parameters in 16 bits."""
+        return _flat(self.fp16_groups)
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The same by group."""
+        return [[model for _, model in pairs if is_low(model.dtype)] for pairs in self._pairs()]
+
+    @property
+    def dummy_overflow_buf(self) -> Tensor:
+        """An int32 tensor of one element for calls of amp_C, new each time."""
+        params = [master for pairs in self._pairs() for master, _ in pairs]
+        return torch.zeros(1, dtype=torch.int32, device=params[0].device if params else None)
+
+    @property
+    def _optimizer(self) -> Any:
+        optimizer = self._reference()
+        if optimizer is None:
+            raise ReferenceError("_amp_stash: its optimizer is no more, or this one is a copy")
+        return optimizer
+
+    def _pairs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield, for each group, what is stepped and the model's parameter, which may be one."""
+        optimizer = self._optimizer
+        model_of = getattr(optimizer, "_amp_model_of", {})
+        for group in optimizer.param_groups:
+            yield [(p, model_of.get(p, p)) for p in group["params"] if p.requires_grad]
+
+    # Methods of the optimizer.
+
+    def _adopt(self) -> None:
+        """Do nothing: parameters have had masters, if any, since amp.initialize."""
+
+    def _copy_to_model(self) -> None:
+        """Write masters, rounded, to the model."""
+
+    def _prepare_backward(self) -> None:
+        """Set gradients aside before a backward of a scaled loss."""
+        self._grads = LossGrads([self._optimizer], [None])
+        self._grads.stash()
+
+    def _end_backward(self, scaler: LossScaler) -> None:
+        """Unscale the gradients of that backward, and add those that were set aside.
+
+        Args:
+            scaler: Has the scale, and gets to know whether gradients held inf or NaN.
+        """
+        optimizer, guard, scale = self._optimizer, guard_of(self._optimizer), scaler.loss_scale()
+        grads, self._grads = self._grads, None
+        if grads is None:  # They were left scaled.
+            grads = LossGrads([optimizer], [scale])
+            grads.stash()
+        unscaling = Unscaling(scale, [FoundInf()])
+        grads.unscale(unscaling)
+        scaler.note_overflow(bool(unscaling.found_inf) or bool(unscaling.found_in_sums[0]))
+        self.params_have_scaled_gradients = False
+        guard.scaler, guard.scale = scaler, scale
+
+
+class StateWithoutMasters(AmpOptimizerState):
+    """That of an optimizer that steps the model's own parameters: O0, O1, O3."""
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """The parameters in float32."""
+        return [p for pairs in self._pairs() for p, _ in pairs if not is_low(p.dtype)]
+
+    @property
+    def all_fp16_grad_stash(self) -> list[Tensor | None]:
+        """None for each of `all_fp16_params`: gradients are set aside elsewhere."""
+        return [None] * len(self.all_fp16_params)
+
+    @property
+    def all_fp32_grad_stash(self) -> list[Tensor | None]:
+        """None for each of `all_fp32_params`."""
+        return [None] * len(self.all_fp32_params)
+
+
+class StateWithMasters(AmpOptimizerState):
+    """That of an optimizer with float32 masters: O2."""
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters of `all_fp16_params`."""
+        return _flat(self.fp32_from_fp16_groups)
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The same by group."""
+        return [[p for p, model in pairs if is_low(model.dtype)] for pairs in self._pairs()]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The model's parameters in float32, such as those of batch norms."""
+        return _flat(self.fp32_from_fp32_groups)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The same by group."""
+        return [[p for p, model in pairs if not is_low(model.dtype)] for pairs in self._pairs()]
+
+    @property
+    def all_fp32_from_fp32_grad_stash(self) -> list[Tensor | None]:
+        """None for each of `all_fp32_from_fp32_params`: gradients are set aside elsewhere."""
+        return [None] * len(self.all_fp32_from_fp32_params)
+
+    def _adopt(self) -> None:
+        """Give masters to parameters that require grad only now."""
+        self._optimizer._amp_masters.adopt_all(self._optimizer, {})
+
+    def _copy_to_model(self) -> None:
+        self._optimizer._amp_masters.copy_to_model()
+
+    def _prepare_backward(self) -> None:
+        self._optimizer._amp_masters.begin_block(self._optimizer)
+        super()._prepare_backward()
+
+    def _end_backward(self, scaler: LossScaler) -> None:
+        super()._end_backward(scaler)
+        self._optimizer._amp_masters.end_block()
+
+
+def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
+    return [param for group in groups for param in group]

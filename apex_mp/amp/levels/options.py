@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from apex_mp.amp.scaler import WISH, held_value
 from apex_mp.loss_scale import DynamicLossScale
+from apex_mp.scale.amp_scaler import WISH, held_value
 
 _BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",

@@ -85,7 +85,8 @@ sys.modules["apex_mp._C"] = extension
 @pytest.fixture(autouse=True)
 def _host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The device is one that FP16_Optimizer leaves alone; nothing arrives before the host waits."""
-    from apex_mp.core.step import device_scale, readback
+    from apex_mp.core import readback
+    from apex_mp.scale import device_scale
 
     monkeypatch.setattr(device_scale, "DEVICE_TYPES", {"cpu"})
     monkeypatch.setattr(readback, "is_capturing", lambda: bool(SHIM.cuda_on_cpu_is_capturing()))

@@ -26,7 +26,7 @@ from step_structs import (
 )
 from torch import Tensor
 
-from apex_mp.core.step.device_scale import DeviceScale
+from apex_mp.scale.device_scale import DeviceScale
 
 NOT_TO_BE_READ = -1e300  # the host's value where the kernel is to read its own
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as enum DType

@@ -20,8 +20,8 @@ from step_cases import (
 )
 from step_driver import Adam, Group, Sgd, Step
 
-from apex_mp.core.step.device_scale import DeviceScale
 from apex_mp.loss_scale import AMP_PRESET, DynamicLossScale
+from apex_mp.scale.device_scale import DeviceScale
 
 SIZES = [5, 600, 1, CHUNK + 5, 0, 40, 2 * CHUNK]
 PLACES = [(0, 0), (1, 599), (3, 0), (3, CHUNK), (6, CHUNK - 1), (6, 2 * CHUNK - 1)]

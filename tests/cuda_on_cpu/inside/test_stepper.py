@@ -20,7 +20,7 @@ from tolerances import assert_same_bits
 from torch.nn import Parameter
 
 from apex_mp import _C
-from apex_mp.multi_tensor_apply import _step_lists as step_lists
+from apex_mp.multi_tensor_apply import _steps as step_lists
 from apex_mp.optimizers import FusedAdam, FusedSGD
 from apex_mp.optimizers._fused import FusedOptimizer
 

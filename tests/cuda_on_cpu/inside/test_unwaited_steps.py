@@ -16,9 +16,10 @@ from fp16_cases import F16, F32, FACES, INF, NAN, everything, parameter, pull
 from waits import Waits
 
 from apex_mp import fp16_utils
-from apex_mp.core.step import device_scale, readback
-from apex_mp.fp16_utils.loss_scaler import DynamicLossScaler
+from apex_mp.core import readback
 from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.scale import device_scale
+from apex_mp.scale.fp16_scalers import DynamicLossScaler
 
 SHIM = on_cuda_kernels.SHIM
 UTILS = fp16_utils.FP16_Optimizer

@@ -1,1 +1,0 @@
-"""Checks of loaded states, and views of optimizers for torch.distributed.checkpoint."""

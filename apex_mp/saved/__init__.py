@@ -1,0 +1,1 @@
+"""Every format of a file, in and out, of each era."""
