@@ -136,11 +136,7 @@ def _loads_to_cpu(file: IO[bytes]) -> bool:
 
 
 def _check_is_checkpoint(file: IO[bytes], name: str) -> None:
-    """Refuse a file that torch.save has not written, or that is cut short.
-
-    Raises:
-        pickle.UnpicklingError: The file is one of these.
-    """
+    """Refuse a file that torch.save has not written, or that is cut short."""
     beginning = file.read(max(map(len, (_OLD_MAGIC, _ZIP_MAGIC))))
     if beginning.startswith(_OLD_MAGIC):
         return

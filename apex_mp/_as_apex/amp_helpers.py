@@ -94,13 +94,7 @@ def type_string(x: Tensor) -> str:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return float32 tensors as float16, also in lists and tuples; all else as it is.
-
-    Args:
-        x: A tensor, or a list or tuple of such.
-        name: The name that is printed with a cast.
-        verbose: Print each cast of a tensor [False].
-    """
+    """Return float32 tensors as float16, also in lists and tuples; all else as it is."""
     return _cast(x, torch.float32, torch.float16, f"Float->Half ({name})" if verbose else None)
 
 

@@ -85,12 +85,7 @@ def era_of(evidence: Iterable[Evidence]) -> str:
 
 
 def in_libraries(names: Iterable[str], root: Path) -> list[Evidence]:
-    """Return the evidence in installed packages.
-
-    Args:
-        names: Names of packages, those that a script imports; others are left out.
-        root: Where packages of the script itself are, which are left out.
-    """
+    """Return the evidence in installed packages."""
     found: list[Evidence] = []
     for name in sorted({*names} - sys.stdlib_module_names - _WITHOUT_EVIDENCE):
         if (root / name / "__init__.py").is_file() or (root / f"{name}.py").is_file():
@@ -110,13 +105,7 @@ def in_libraries(names: Iterable[str], root: Path) -> list[Evidence]:
 
 
 def in_program(start: Path, root: Path, package: str = "") -> tuple[list[Evidence], set[str]]:
-    """Return the evidence in a script and in what it imports, and the packages it imports.
-
-    Args:
-        start: As for `program`; likewise the others.
-        root: The folder from which imports are resolved.
-        package: Follow only imports from this package, if it is given.
-    """
+    """Return the evidence in a script and in what it imports, and the packages it imports."""
     found: list[Evidence] = []
     imports: set[str] = set()
     for path in program(start, root, package):

@@ -27,13 +27,7 @@ class _Absent(type):
 
 
 def stand_in(module: str, name: str, instead: str) -> type:
-    """Return a class that raises a NotImplementedError when it is called or instantiated.
-
-    Args:
-        module: Where the name was.
-        name: The class or function of apex.
-        instead: What to use instead, beginning with a verb.
-    """
+    """Return a class that raises a NotImplementedError when it is called or instantiated."""
     sentence = f"{module}.{name} is not in apex_mp; {instead}"
     return _Absent(name, (), {"__module__": module, "__doc__": sentence, "sentence": sentence})
 
@@ -57,11 +51,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return a spec for a module of the table, None for any other.
-
-        Raises:
-            ImportError: It is a name that a module of the table lacks in this era.
-        """
+        """Return a spec for a module of the table, None for any other."""
         module, _, name = fullname.rpartition(".")
         if (module, name) in self.era.absent:
             raise ImportError(self._refusal(module, name), name=fullname)
@@ -73,11 +63,7 @@ class ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ModuleSpec(fullname, self, origin="apex_mp", is_package=like_package)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the code that `python -m` runs for a module of the table.
-
-        Raises:
-            ImportError: The module is not a program.
-        """
+        """Return the code that `python -m` runs for a module of the table."""
         if fullname not in PROGRAMS:
             raise ImportError(f"{fullname} is no program; it is to be imported", name=fullname)
         (origin,) = MODULES[fullname]

@@ -137,12 +137,7 @@ def name_of(path: Path, root: Path) -> str:
 
 
 def read(path: Path, root: Path) -> Source:
-    """Parse a file.
-
-    Raises:
-        SyntaxError: It is not Python 3.
-        OSError: It cannot be read.
-    """
+    """Parse a file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in strings
         try:
@@ -203,13 +198,7 @@ def _imported_by_call(node: ast.AST) -> tuple[str, ...]:
 
 
 def program(start: Path, root: Path, package: str = "") -> Iterator[Path]:
-    """Yield a script and the files that it imports, and those that these import.
-
-    Args:
-        start: The script.
-        root: The folder from which imports are resolved.
-        package: Follow only imports from this package, if it is given.
-    """
+    """Yield a script and the files that it imports, and those that these import."""
     found, waiting = {start}, [start]
     while waiting:
         path = waiting.pop()

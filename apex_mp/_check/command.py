@@ -20,9 +20,6 @@ _MANY_FILES, _WIDTH = 500, 40
 def main(arguments: Sequence[str]) -> int:
     """Print what a script or repository needs to run.
 
-    Args:
-        arguments: What follows `check` on the command line.
-
     Returns:
         0, or 1 if something in it will not work.
     """

@@ -16,9 +16,6 @@ _PLACES = (_PACKAGE / "troubleshooting.md", _PACKAGE.parent / "docs" / "troubles
 def main(arguments: Sequence[str]) -> int:
     """Print one section, or the names of all.
 
-    Args:
-        arguments: What follows `explain` on the command line.
-
     Returns:
         0; a name that is not there ends the program with 2.
     """

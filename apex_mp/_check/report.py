@@ -145,12 +145,7 @@ class _Findings:
 
 
 def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Read a script or a folder, and report what it needs.
-
-    Args:
-        path: The script or folder.
-        progress: Called with the number of files that were read, and of all [None].
-    """
+    """Read a script or a folder, and report what it needs."""
     found, files = _Findings(), files_of(path)
     with _without_garbage_collection():
         for number, file in enumerate(files):

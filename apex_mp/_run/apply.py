@@ -13,15 +13,8 @@ from apex_mp._run.settings import Settings
 def apply(settings: Settings, *, child: bool) -> Replacements:
     """Install the name apex, and apply the other options.
 
-    Args:
-        settings: The options.
-        child: Whether this is a child process, whose parent has printed the options already.
-
     Returns:
         The replaced attributes of torch and other modules.
-
-    Raises:
-        RuntimeError: See `install_as_apex`.
     """
     if settings.apex:
         install(settings.era, settings.force, ON_THE_COMMAND_LINE)

@@ -17,11 +17,7 @@ _WITH_VALUE = ("--era", "--device", "--dtype", "--init-scale")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script or a module as python itself would, with the name apex installed.
-
-    Args:
-        arguments: What follows `run` on the command line.
-    """
+    """Run a script or a module as python itself would, with the name apex installed."""
     parser = _parser()
     ours, theirs = _split(arguments)
     options = parser.parse_args(ours)

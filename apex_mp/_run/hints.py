@@ -75,12 +75,7 @@ _DEVICE = "--device cpu puts on the CPU what the script puts on a GPU"
 
 
 def line_for(error: BaseException, settings: Settings) -> str | None:
-    """Return the hint for an error that has ended a script, or None.
-
-    Args:
-        error: An error of this process, or one with the message of another process.
-        settings: The options of the run.
-    """
+    """Return the hint for an error that has ended a script, or None."""
     said = "".join(traceback.format_exception_only(type(error), error))
     if settings.device is None and _WANTS_GPU.search(said):
         return _line(_DEVICE)

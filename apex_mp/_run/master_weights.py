@@ -101,12 +101,7 @@ class Giving:
 
 
 def give_everywhere(replacements: Replacements, giving: Giving) -> None:
-    """Replace torch's scalers, and what makes and steps optimizers and casts modules.
-
-    Args:
-        replacements: Undone by its `undo`, which prints what was done, as the end of the process.
-        giving: How.
-    """
+    """Replace torch's scalers, and what makes and steps optimizers and casts modules."""
     giver = _Giver(giving)
     _givers.append(giver)
     replacements.at_undo(lambda: _givers.remove(giver))

@@ -39,9 +39,6 @@ class Setup:
         options: The options of the level.
         dtype: The low precision of casts around functions.
         device_type: Where functions are cast; None: where the models are.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: As `amp.initialize` says.
     """
 
     def __init__(
@@ -73,11 +70,7 @@ class Setup:
         _check_optimizers(self._optimizers, masters=bool(options.master_weights))
 
     def apply(self, *, verbose: bool) -> None:
-        """Cast models, give optimizers masters and switch on casts around functions.
-
-        Args:
-            verbose: Print each cast around a function.
-        """
+        """Cast models, give optimizers masters and switch on casts around functions."""
         # First, because only this may still raise, for functions that users have registered.
         handle = self._options.patch_torch_functions and amp.init(
             loss_scale=self._options.loss_scale,

@@ -154,16 +154,7 @@ TABLE: Mapping[tuple[Stage, Event], Stage | Refused] = {
 
 
 def following(stage: Stage, event: Event, **names: Any) -> Stage:
-    """Return the stage after an event.
-
-    Args:
-        stage: The stage before it.
-        event: The event.
-        names: What the sentence of a refusal names.
-
-    Raises:
-        RuntimeError: The table refuses the event.
-    """
+    """Return the stage after an event."""
     new = TABLE.get((stage, event), stage)
     if isinstance(new, Refused):
         raise RuntimeError(new.text.format(call=event.value, **names))

@@ -246,13 +246,7 @@ class GradScaler(torch.amp.GradScaler):
     # The iteration of an optimizer.
 
     def _begin(self, call: str, optimizer: torch.optim.Optimizer) -> tuple[Iteration, Tensor]:
-        """Return the iteration of an optimizer, of which a method was called, and the scale.
-
-        Raises:
-            AssertionError: There was never a loss.
-            RuntimeError: The optimizer scales losses itself, and raises it in the `getattr` below.
-            TypeError: `optimizer` is something else.
-        """
+        """Return the iteration of an optimizer, of which a method was called, and the scale."""
         _check_optimizer(call, optimizer)
         getattr(optimizer, "_step_supports_amp_scaling", None)
         try:
@@ -422,7 +416,6 @@ class GradScaler(torch.amp.GradScaler):
             outcomes = iteration.outcomes = ScaledSteps(optimizer, self._model, self)
         if iteration.stage is not Stage.READY:
             scale = iteration.scale(scale)
-        counter = outcomes.lost_updates.before_step()
         iteration.is_stepping = True
         with self._announced(optimizer, iteration, scale) if step_log.listeners else _NOTHING:
             try:
@@ -430,7 +423,6 @@ class GradScaler(torch.amp.GradScaler):
             finally:
                 iteration.is_stepping = False
         iteration.enter(Stage.STEPPED)
-        outcomes.lost_updates.after_step(counter, outcomes.found_inf)
         return value
 
     def _announced(

@@ -31,12 +31,7 @@ def import_torch() -> ModuleType:
 
 
 def load() -> ModuleType:
-    """Import torch and apex_mp._C, which registers the operators, and return the latter.
-
-    Raises:
-        ImportError: torch or the extension is missing, the extension was built for another torch,
-            or APEX_MP_CPU_LEVEL names no level. The message holds the command that mends it.
-    """
+    """Import torch and apex_mp._C, which registers the operators, and return the latter."""
     torch = import_torch()
     # Only in this folder: the import would also find the extension of an editable install.
     if not _is_built(_PACKAGE):

@@ -18,12 +18,7 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def leak_in_children(holder: Any) -> None:
-    """Leak an object in child processes: its destructor would call CUDA there.
-
-    Args:
-        holder: An object that holds events, pinned memory, or memory used by several streams; a
-            weak reference is kept.
-    """
+    """Leak an object in child processes: its destructor would call CUDA there."""
     _holders.add(holder)
 
 
@@ -38,15 +33,7 @@ if hasattr(os, "register_at_fork"):  # Not on Windows.
 
 
 def refuse_read(what: str, device: torch.device) -> None:
-    """Raise if a number is on a GPU and this process is a child that cannot use it.
-
-    Args:
-        what: What is read; the message begins with it, e.g. "The loss scale".
-        device: Where the number is.
-
-    Raises:
-        RuntimeError: `device` is a GPU and this process a child of one that has used it.
-    """
+    """Raise if a number is on a GPU and this process is a child that cannot use it."""
     if device.type == "cuda" and torch.cuda._is_in_bad_fork():
         raise RuntimeError(
             f"{what} is on {device}, and this process was forked from one that uses CUDA, so it "

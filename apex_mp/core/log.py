@@ -20,11 +20,7 @@ _NOT_THE_USERS = (
 
 
 def see(part: str) -> str:
-    """Return the command that prints a section of docs/troubleshooting.md, to end a message.
-
-    Args:
-        part: The section's anchor.
-    """
+    """Return the command that prints a section of docs/troubleshooting.md, to end a message."""
     return f" [python -m apex_mp explain {part}]"
 
 
@@ -34,13 +30,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def warn(message: str, part: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn at the first line outside of apex_mp and torch, in the first process of a group.
-
-    Args:
-        message: What is wrong, and what to do.
-        part: As for `see`.
-        category: The kind of warning.
-    """
+    """Warn at the first line outside of apex_mp and torch, in the first process of a group."""
     if not is_first_process():
         return
     frame, level = inspect.currentframe(), 0
@@ -53,9 +43,6 @@ def logger(name: str) -> logging.Logger:
     """Return a logger below `apex_mp` that logs in the first process of a group only.
 
     If the level of `apex_mp` is DEBUG, it logs in every process.
-
-    Args:
-        name: The package that logs, for example "apex_mp.amp".
     """
     log = logging.getLogger(name)
     log.addFilter(_is_for_this_process)

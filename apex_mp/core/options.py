@@ -19,12 +19,7 @@ def check_type(who: str, name: str, value: Any) -> None:
 
 
 def check_number(who: str, name: str, value: Any, *, at_least: float = -math.inf) -> None:
-    """Check one hyperparameter.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is NaN or too small.
-    """
+    """Check one hyperparameter."""
     check_type(who, name, value)
     if not value >= at_least:
         wish = "a number" if at_least == -math.inf else f"{at_least:g} or more"
@@ -32,12 +27,7 @@ def check_number(who: str, name: str, value: Any, *, at_least: float = -math.inf
 
 
 def check_lr(who: str, lr: Any) -> None:
-    """Check a learning rate, which may be a tensor.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative or NaN, or a tensor of several elements.
-    """
+    """Check a learning rate, which may be a tensor."""
     if not isinstance(lr, Tensor):
         check_number(who, "lr", lr, at_least=0.0)
     elif lr.numel() != 1:  # Reading one on a GPU would make the host wait.
@@ -53,12 +43,7 @@ def check_masters(who: str, value: Any) -> None:
 
 
 def check_betas(who: str, betas: Any) -> None:
-    """Check the two decay factors of moments.
-
-    Raises:
-        TypeError: They are no tuple or list, or one is no number.
-        ValueError: They are not two, or one is not in [0, 1).
-    """
+    """Check the two decay factors of moments."""
     if not isinstance(betas, (tuple, list)):
         raise TypeError(f"{who}: betas is {betas!r}; it must be two numbers in [0, 1)")
     for beta in betas:
@@ -68,17 +53,7 @@ def check_betas(who: str, betas: Any) -> None:
 
 
 def check_group(who: str, group: Mapping[str, Any]) -> None:
-    """Check the options that optimizers have in common.
-
-    Args:
-        who: The optimizer's name.
-        group: A parameter group with all options.
-
-    Raises:
-        RuntimeError: `amsgrad` is asked for.
-        TypeError: One is no number.
-        ValueError: One is out of range.
-    """
+    """Check the options that optimizers have in common."""
     if group.get("amsgrad"):
         raise RuntimeError(f"{who} does not support the AMSGrad variant.")
     check_lr(who, group["lr"])

@@ -10,15 +10,7 @@ _OF_OPTIMIZERS = {"param_groups", "optimizer_state_dict"}
 
 
 def as_dict(who: str, state_dict: Any) -> dict[Any, Any]:
-    """Return a state_dict as a dict, its values as they are.
-
-    Args:
-        who: The class or function that loads, for the message.
-        state_dict: What it was given.
-
-    Raises:
-        TypeError: It is no mapping.
-    """
+    """Return a state_dict as a dict, its values as they are."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"{who}.load_state_dict: state_dict is a {type(state_dict).__name__}"
@@ -43,16 +35,7 @@ def part_advice(saved: Mapping[Any, Any]) -> str:
 
 
 def check_optimizer_state(who: str, saved: Any) -> None:
-    """Refuse what an optimizer's `state_dict()` cannot have returned.
-
-    Args:
-        who: The class that loads, for the message.
-        saved: What it was given.
-
-    Raises:
-        TypeError: It is no dict, or a part of it is not of its type.
-        ValueError: A key is missing.
-    """
+    """Refuse what an optimizer's `state_dict()` cannot have returned."""
     if not isinstance(saved, Mapping):
         kind = type(saved).__name__
         raise TypeError(

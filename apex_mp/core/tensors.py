@@ -187,18 +187,7 @@ def part_not_steppable(tensor: Tensor) -> str | None:
 def check_params(
     caller: str, number: int, params: Iterable[Any], test: Test, names: Sequence[str] | None = None
 ) -> None:
-    """Refuse the parameters of a group that do not fit; those without requires_grad are skipped.
-
-    Args:
-        caller: The class or function, for the message.
-        number: Number of the parameter group.
-        params: Its parameters. Those that are no tensors are left for torch to refuse.
-        test: Returns why one does not fit, or None.
-        names: Of the parameters, empty where there is none [None: none].
-
-    Raises:
-        TypeError: One does not fit.
-    """
+    """Refuse the parameters of a group that do not fit; those without requires_grad are skipped."""
     for index, param in enumerate(params):
         if not (isinstance(param, Tensor) and param.requires_grad):
             continue

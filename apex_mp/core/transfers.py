@@ -38,21 +38,11 @@ class Transfers:
         self._current = current
 
     def to_host(self, pairs: Pairs, gathered: Pairs = ()) -> Any:
-        """Copy each second tensor, on the GPU, to the first; return an event to wait for.
-
-        Args:
-            pairs: Targets on the host, and sources.
-            gathered: Copies on the GPU that are made before.
-        """
+        """Copy each second tensor, on the GPU, to the first; return an event to wait for."""
         return self._copy(self._down, pairs, before=gathered)
 
     def to_device(self, pairs: Pairs, scattered: Pairs = ()) -> Any:
-        """Copy each second tensor to the first, on the GPU; return an event to wait for.
-
-        Args:
-            pairs: Targets on the GPU, and sources.
-            scattered: Copies on the GPU that are made afterwards.
-        """
+        """Copy each second tensor to the first, on the GPU; return an event to wait for."""
         return self._copy(self._up, pairs, after=scattered)
 
     def _copy(self, stream: Any, pairs: Pairs, before: Pairs = (), after: Pairs = ()) -> Any:

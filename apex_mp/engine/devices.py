@@ -111,12 +111,7 @@ class DevicePlans:
         scale: float | Tensor,
         unscale: Sequence[torch.dtype],
     ) -> None:
-        """As `_C.StepPlan.read`; afterwards `can_run` is False if one plan can step everything.
-
-        Raises:
-            RuntimeError: As there; or a gradient is on a device without kernels, or one of several
-                devices is capturing a CUDA graph; or with `host` a parameter is not on a GPU.
-        """
+        """As `_C.StepPlan.read`; afterwards `can_run` is False if one plan can step everything."""
         self._slots = GradSlots(param_groups)
         request = Request(
             param_groups, state, masters, make_state, grads, grads_of, copies, scale, unscale
@@ -225,9 +220,6 @@ class DevicePlans:
         With `is_agreed` the step clips by what `check` has found. Gradients that a hook has edited
         since are clipped so, too: to measure them is a collective, which this process alone may
         want.
-
-        Raises:
-            RuntimeError: A hook has made inf or NaN, which the other processes do not know.
         """
         checked, self._checked = self._checked, None
         if checked is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -61,13 +59,7 @@ class Engine:
         return torch.device("cpu") if self._offload else None
 
     def step(self, optimizer: Any, groups: Groups, step: ScaledStep) -> StepResult:
-        """Step all groups at once.
-
-        Args:
-            optimizer: Has the state.
-            groups: Its groups, with the options of the rule.
-            step: What is asked for.
-        """
+        """Step all groups at once."""
         before: _Before = {}
         plan = self.plan or self._first_plan()
         try:
@@ -84,20 +76,13 @@ class Engine:
         optimizer._own_masters.end_step()
         if not (step.check or step.found_inf is not None):
             outcome = HostOutcome(False)  # What is not looked for is not found.
-        if outcome.found_inf:
-            _take_back(optimizer, before)
-        elif outcome.is_known:
+        if outcome.is_known and not outcome.found_inf:
             self.rule.after_step(optimizer.__dict__["state"], groups, plan.without_grad)
         result = StepResult(outcome, plan.without_grad, plan.grad_dtypes)
         if outcome.is_known:
             return result
-        undo = _undo(optimizer, before) if before else None
         return dataclasses.replace(
-            result,
-            found_inf=plan.found_inf,
-            sent=plan.outcome,
-            read=plan.read_outcome,
-            undo_state=undo,
+            result, found_inf=plan.found_inf, sent=plan.outcome, read=plan.read_outcome
         )
 
     @torch.no_grad()
@@ -105,11 +90,6 @@ class Engine:
         """Check and measure gradients for a step that is taken later.
 
         That step does not read them for this again if all is as it was; nothing changes until then.
-
-        Args:
-            optimizer: Has the state.
-            groups: Its groups, with the options of the rule.
-            step: The step; it has `check` and `clip_to`.
         """
         before: _Before = {}
         try:
@@ -217,13 +197,6 @@ class Engine:
     ) -> dict[str, Any]:
         """Complete a parameter's state and master, in the parameter's memory order.
 
-        Args:
-            optimizer: Has both.
-            groups: The groups.
-            before: States before the running step; the parameter's is added.
-            number: The number of the parameter's group.
-            index: The index of the parameter in it.
-
         Returns:
             The parameter's new state.
         """
@@ -240,25 +213,7 @@ class Engine:
         return state
 
 
-# What a step creates is removed again if the step is skipped or refused.
-
-
-def _undo(optimizer: Any, before: _Before) -> Callable[[], None]:
-    """Return a function that removes the state that a step has created, if it is unused."""
-    made = {param: optimizer.state[param] for param in before}
-    steps = optimizer._own_masters.counts.steps
-    weak = weakref.ref(optimizer)
-
-    def undo() -> None:
-        alive = weak()
-        if (
-            alive is not None
-            and alive._own_masters.counts.steps == steps
-            and all(alive.state.get(param) is state for param, state in made.items())
-        ):
-            _take_back(alive, before)
-
-    return undo
+# What a step creates is removed again if the step is refused.
 
 
 def _take_back(optimizer: Any, before: _Before) -> None:

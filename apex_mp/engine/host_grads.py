@@ -82,12 +82,7 @@ class HostGrads:
         forks.leak_in_children(self)
 
     def watch(self, number: int, group: Mapping[str, Any]) -> None:
-        """Take the gradients of a parameter group from now on.
-
-        Args:
-            number: Of the group, for messages.
-            group: The group.
-        """
+        """Take the gradients of a parameter group from now on."""
         itself = weakref.ref(self)
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
@@ -186,16 +181,7 @@ class HostGrads:
 
     @torch.no_grad()
     def of(self, place: tuple[int, int], param: Tensor) -> Tensor | None:
-        """Return the gradient that is here for a parameter, after `finish`; None: there is none.
-
-        Args:
-            place: Group and index of what it steps, for messages.
-            param: The parameter.
-
-        Raises:
-            RuntimeError: Another optimizer has taken it, or `.grad` was replaced after it was
-                taken.
-        """
+        """Return the gradient that is here for a parameter, after `finish`; None: there is none."""
         grad: Any = param.grad
         held = self._held.get(param)
         is_new = held is not None and held.is_new

@@ -457,11 +457,7 @@ class HostSteps:
                 )
 
     def read(self, request: Request, grads: Grads) -> None:
-        """Read and check a step before anything is changed; missing states are made.
-
-        Raises:
-            RuntimeError: An earlier step was broken off.
-        """
+        """Read and check a step before anything is changed; missing states are made."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
         self._read = []

@@ -22,19 +22,7 @@ def check_option(who: str, value: Any) -> None:
 
 
 def check_group(optimizer: Any, group: Mapping[str, Any], names: Sequence[str] | None) -> None:
-    """Refuse a new group that cannot be offloaded; frozen parameters may be anywhere.
-
-    Args:
-        optimizer: A FusedOptimizer, without the group.
-        group: The group, complete.
-        names: Of its parameters, empty where there is none [None: none].
-
-    Raises:
-        MemoryError: The states to be made, of all groups, need more host memory than the limit of
-            this container leaves. Where it is only an estimate that says so, a warning does.
-        TypeError: A parameter is a DTensor.
-        ValueError: One is not on a GPU.
-    """
+    """Refuse a new group that cannot be offloaded; frozen parameters may be anywhere."""
     number = len(optimizer.param_groups)
     for index, param in enumerate(group["params"]):
         if not (isinstance(param, Tensor) and param.requires_grad):

@@ -55,11 +55,7 @@ class Misuse:
                 other.note_scale_is_known()
 
     def check_source(self, scale: float) -> None:
-        """Warn, before gradients are unscaled, if their loss was not scaled.
-
-        Args:
-            scale: The loss scale.
-        """
+        """Warn, before gradients are unscaled, if their loss was not scaled."""
         if scale == 1.0 or self not in self._unsure or not self._grads.any_nonzero():
             return
         self.note_scale_is_known()
@@ -133,12 +129,7 @@ class Misuse:
 
 
 def inner_of(init_optimizer: Any, optimizer: Any, wrapper: type) -> Any:
-    """Return the optimizer to wrap, given by one of two names.
-
-    Raises:
-        TypeError: It is not an optimizer, is a `wrapper` already, was not given once, or steps
-            parameters that are not in the lists of its `param_groups`.
-    """
+    """Return the optimizer to wrap, given by one of two names."""
     if (init_optimizer is None) == (optimizer is None):
         raise TypeError("FP16_Optimizer: give the optimizer to wrap once, as init_optimizer=")
     inner = init_optimizer if init_optimizer is not None else optimizer
@@ -164,11 +155,7 @@ def legacy_arguments(optimizer: Any) -> tuple[str, ...]:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that has no backward.
-
-    Raises:
-        TypeError: It is no floating tensor.
-    """
+    """Refuse a loss that has no backward."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"FP16_Optimizer.backward: loss is a {kind}; it must be a floating tensor")

@@ -35,13 +35,7 @@ class EditWatch:
         norms: Mapping[int, float] | None,
         masters: list[Parameter] | None = None,
     ) -> None:
-        """Remember the gradients as they are.
-
-        Args:
-            models: The model's parameters.
-            norms: Norm of each gradient of theirs, by id() [None: not measured].
-            masters: Parameters whose gradients have just been made [None: as before].
-        """
+        """Remember the gradients as they are."""
         self._norms = norms
         self._model.record(models)
         if masters is not None:

@@ -106,13 +106,7 @@ class FoundInf:
     def add_unscaled(
         self, src: Sequence[Tensor], dst: Sequence[Tensor], inv_scale: float | Tensor
     ) -> None:
-        """Add `src[i] * inv_scale` to `dst[i]`, whose own inf and NaN do not count.
-
-        Args:
-            src: Scaled gradients on any devices.
-            dst: Unscaled gradients, each on the device of its source; written.
-            inv_scale: As in `unscale`.
-        """
+        """Add `src[i] * inv_scale` to `dst[i]`, whose own inf and NaN do not count."""
         if not src:
             return
         one = torch.ones((), dtype=torch.float64, device="cpu")

@@ -154,12 +154,7 @@ def grad_here(param: Tensor) -> Tensor | None:
 
 
 def refuse_offloaded(caller: str, optimizer: Any) -> None:
-    """Raise a ValueError if an optimizer takes gradients out of `.grad`, where `caller` needs them.
-
-    Args:
-        caller: The class or function, for the message.
-        optimizer: Any object.
-    """
+    """Raise if an optimizer takes gradients out of `.grad`, where `caller` needs them."""
     if getattr(optimizer, "offload", False) == "gradients":
         raise ValueError(
             f'{caller}: offload of this {type(optimizer).__name__} is "gradients", so that they '

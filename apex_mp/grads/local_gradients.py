@@ -18,12 +18,7 @@ _inside: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Distributed
 
 
 def note_forward(model: DistributedDataParallel, *, is_local: bool) -> None:
-    """Note a forward that a backward may follow.
-
-    Args:
-        model: The parallel model.
-        is_local: Whether the forward is in `no_sync`.
-    """
+    """Note a forward that a backward may follow."""
     _was_local[model] = is_local
 
 

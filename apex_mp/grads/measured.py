@@ -36,15 +36,7 @@ class Measured:
     def of(
         cls, grads: Grads, found: FoundInf, scale: float | Tensor, *, unscaled: bool, sums: bool
     ) -> Measured:
-        """Return what all processes have found in gradients; call it right after the pass.
-
-        Args:
-            grads: The gradients.
-            found: What this process has found; added to.
-            scale: The loss scale.
-            unscaled: Whether the pass has unscaled them.
-            sums: Whether the pass has summed squares.
-        """
+        """Return what all processes have found in gradients; call it right after the pass."""
         if grads.has_parts:
             shards.agree(grads.slots.params, [found], sums=sums, scale=scale)
         rows = [row for here in grads.plain.values() for row in here.rows]
@@ -60,12 +52,7 @@ class Measured:
 
 
 def measure(grads: Grads, scale: float | Tensor) -> Measured:
-    """Test gradients for inf and NaN; sum the squares of plain ones. The host does not wait.
-
-    Args:
-        grads: The gradients.
-        scale: The loss scale, one element.
-    """
+    """Test gradients for inf and NaN; sum the squares of plain ones. The host does not wait."""
     found = FoundInf()
     for device, here in grads.plain.items():
         found.check_each(device, here, len(grads.slots.params))
@@ -75,14 +62,7 @@ def measure(grads: Grads, scale: float | Tensor) -> Measured:
 
 @torch.no_grad()
 def unscale(grads: Grads, inv_scale: Tensor, scale: Tensor, *, sums: bool) -> Measured:
-    """Multiply gradients in place by `inv_scale`; the host does not wait.
-
-    Args:
-        grads: The gradients.
-        inv_scale: One float32 element on any device.
-        scale: The loss scale, one element.
-        sums: Whether to sum squares of plain gradients in the same pass.
-    """
+    """Multiply gradients in place by `inv_scale`; the host does not wait."""
     found = FoundInf()
     _unscale_others(found, grads, inv_scale)
     count = len(grads.slots.params) if sums else None

@@ -49,10 +49,6 @@ def class_with(addition: type[Addition], own: Any) -> Any:
 
     Its own class comes first among the bases, so Python can change the class of an object whatever
     these are (ABC, for example); what it shares with the addition is copied to be before it.
-
-    Args:
-        addition: The addition.
-        own: The optimizer's own class.
     """
     for known in own.__subclasses__():  # Weak references, so that classes are freed.
         if known.__dict__.get("_addition") is addition:

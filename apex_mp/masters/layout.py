@@ -90,12 +90,6 @@ class StateLayout:
         """Return a complete state by a group's options, in the parameter's memory order.
 
         An entry that is not a tensor counts as missing, except a plain number among `numbers`.
-
-        Args:
-            state: What there is of it.
-            param: The parameter.
-            group: Its group.
-            device: Where the state is kept [None: with the parameter].
         """
         whole = dict(state)
         for name in self.numbers:
@@ -125,15 +119,6 @@ class StateLayout:
         """Return a parameter's saved state in the layout used here.
 
         Tensors are copied, so that two optimizers never share one, and are `Kept` until `unpack`.
-
-        Args:
-            where: The state's name, for messages.
-            state: The saved state, under the names it has here.
-            param: The parameter.
-            device: Where the state is kept [None: with the parameter].
-
-        Raises:
-            TypeError, ValueError: It is not the state of such an optimizer, or of another shape.
         """
         names = (*self.numbers, *self.tensors)
         missing = [name for name in names if name not in state]
@@ -182,13 +167,7 @@ class Rule:
         groups: Sequence[Mapping[str, Any]],
         without_grad: Sequence[tuple[int, int]],
     ) -> None:
-        """Called after a step if the host knows that it was not skipped.
-
-        Args:
-            states: The states of parameters.
-            groups: The groups.
-            without_grad: Group and index of the parameters that were not stepped.
-        """
+        """Called after a step if the host knows that it was not skipped."""
 
     def tidy(self, states: dict[Any, dict[str, Any]]) -> None:
         """Remove what only steps need, before others see the states; the host may wait."""
@@ -201,15 +180,6 @@ def loaded_master(
 
     One in 16 bits is left out: torch, which loaded it, has cast it like its parameter. So is {},
     which torch.distributed.checkpoint has for what is not in a file.
-
-    Args:
-        where: Its state's name, for messages.
-        value: The saved master.
-        param: Its parameter.
-        device: Where it is kept [None: with the parameter].
-
-    Raises:
-        TypeError, ValueError: It is not the master of such a parameter.
     """
     if getattr(value, "dtype", None) in LOW_PRECISION or (isinstance(value, dict) and not value):
         return None

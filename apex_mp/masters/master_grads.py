@@ -79,9 +79,8 @@ class MasterGrads:
     def begin_backward(self, scale: Scale, last: Tensor | None = None) -> None:
         """Prepare for a backward of a loss times `scale`, which adds to existing gradients.
 
-        Args:
-            scale: A tensor that is the same object as at the last backward is the same scale.
-            last: What that tensor held at the last backward, if it was written since [None].
+        A tensor that is the same object as at the last backward is the same scale, unless it was
+        written since: `last` is what it held then.
         """
         own, scaled = self.masters.fp32_params(), self.masters.model_params()
         self._rescaled = not self._own_are_scaled()

@@ -44,12 +44,8 @@ class Masters:
     ) -> None:
         """Put masters into a list in place of low-precision parameters that require grad.
 
-        Call it again when more parameters require grad than before.
-
-        Args:
-            params: A group's list, changed in place because optimizers such as LBFGS keep it.
-            state: The optimizer's state, which is moved to the masters, moments as float32.
-            new_master: Returns the master of a parameter.
+        Call it again when more parameters require grad than before. `params` is changed in place,
+        because optimizers such as LBFGS keep it; the state moves to the masters.
         """
         new: dict[Parameter, Parameter] = {}
         for index, param in enumerate(params):
@@ -188,11 +184,7 @@ class MasterGroup:
 
     @property
     def flat(self) -> Tensor:
-        """All masters of this group as one vector; what is written to it counts in the next step.
-
-        Raises:
-            RuntimeError: The group's parameters lie on several devices.
-        """
+        """All masters of this group as one vector; what is written counts in the next step."""
         if len(self.flats) > 1:
             raise RuntimeError(
                 f"fp32_groups_flat: a group's fp16 parameters lie on {[*map(str, self.flats)]}; "
@@ -220,17 +212,7 @@ class GroupedMasters(Masters):
         self._dense = dense
 
     def check_new(self, number: int, params: list[Any], names: Sequence[str] | None = None) -> None:
-        """Raise if the parameters of a group cannot be adopted.
-
-        Args:
-            number: Number of the group.
-            params: Its parameters.
-            names: Of the parameters, empty where there is none [None: none].
-
-        Raises:
-            TypeError: A parameter's dtype can have no master, or it is not dense and must be.
-            ValueError: A parameter is in a group already.
-        """
+        """Raise if the parameters of a group cannot be adopted."""
 
         def reason(param: Tensor) -> str | None:
             unreadable = tensors.not_readable(param)
@@ -241,11 +223,7 @@ class GroupedMasters(Masters):
             raise ValueError("some parameters appear in more than one parameter group")
 
     def add_group(self, param_group: dict[str, Any], state: Any) -> None:
-        """Put masters into a new parameter group, and move the optimizer's state to them.
-
-        Raises:
-            TypeError, ValueError: As `check_new`.
-        """
+        """Put masters into a new parameter group, and move the optimizer's state to them."""
         self.check_new(len(self.groups), param_group["params"])
         group = MasterGroup()
         self._adopt_into(group, param_group, state)
@@ -304,11 +282,7 @@ class GroupedMasters(Masters):
         return plain
 
     def plain(self, grad: Tensor, param: Parameter) -> Tensor:
-        """Return the gradient with its elements in memory in the order of a parameter.
-
-        Raises:
-            RuntimeError: The operators cannot read it.
-        """
+        """Return the gradient with its elements in memory in the order of a parameter."""
         if tensors.is_usual(grad) and param.is_contiguous():
             return grad
         plain = match_strides(grad, param)

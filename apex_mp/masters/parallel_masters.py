@@ -53,13 +53,7 @@ _scales = weakref.WeakKeyDictionary()
 
 
 def add_scale(owner: Any, scaler_of: Callable[[Any], Any], optimizers: Iterable[Any]) -> None:
-    """Register the owner of a loss scale (weakly); more optimizers may come later.
-
-    Args:
-        owner: The owner. Owners are registered in the same order in all processes.
-        scaler_of: Returns the owner's scaler, which has `state_dict` and `load_state_dict`.
-        optimizers: The optimizers whose gradients have this scale.
-    """
+    """Register the owner of a loss scale (weakly); more optimizers may come later."""
     known = _scales.get(owner)
     if known is None:
         known = _scales[owner] = scaler_of, weakref.WeakSet()
@@ -71,11 +65,6 @@ def broadcast(module: torch.nn.Module, group: Any = None, source: int | None = N
 
     Otherwise each process would keep its own initial masters, and write them to the model in the
     first step.
-
-    Args:
-        module: The model.
-        group: The process group [the default one].
-        source: The rank in the default group [the first one of `group`].
     """
     masters = _masters(module)
     _check_all_have_as_many(masters, module, group)
@@ -86,16 +75,7 @@ def broadcast(module: torch.nn.Module, group: Any = None, source: int | None = N
 
 @torch.no_grad()
 def broadcast_stores(module: torch.nn.Module, group: Any, source: int) -> None:
-    """Broadcast the masters that optimizers keep in a `MasterStore`, one after another.
-
-    Args:
-        module: The model.
-        group: The process group.
-        source: The rank in the default group.
-
-    Raises:
-        RuntimeError: Another process has other masters.
-    """
+    """Broadcast the masters that optimizers keep in a `MasterStore`, one after another."""
     own = {id(param) for param in module.parameters()}
     pairs: list[tuple[MasterStore, Tensor]] = []
     for optimizer in [found for each in _optimizers if (found := each()) is not None]:
@@ -115,16 +95,7 @@ def broadcast_stores(module: torch.nn.Module, group: Any, source: int) -> None:
 
 
 def broadcast_scales(module: torch.nn.Module, group: Any, source: int) -> None:
-    """Broadcast the loss scales of a model's gradients from one process to all others of a group.
-
-    Args:
-        module: The model.
-        group: The process group.
-        source: The rank in the default group.
-
-    Raises:
-        RuntimeError: This process has another number of scales than `source`; its scales are kept.
-    """
+    """Broadcast the loss scales of a model's gradients; the number of scales must be the same."""
     stepped = {id(param) for param in (*module.parameters(), *_masters(module))}
     scalers = [
         scaler_of(owner)

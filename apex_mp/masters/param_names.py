@@ -57,13 +57,7 @@ class ParamNames:
         without_grad: Collection[tuple[int, int]],
         param_groups: list[dict[str, Any]],
     ) -> list[NonFinite]:
-        """Return which gradients held inf or NaN in a step, given their rows.
-
-        Args:
-            rows: Their numbers among the parameters that had a gradient in that step.
-            without_grad: Group and index of the parameters that had none.
-            param_groups: The optimizer's groups.
-        """
+        """Return which gradients held inf or NaN in a step, given their rows."""
         had_none = {*without_grad}
         stepped = [each for each in self._places(param_groups) if each[2] not in had_none]
         found = [stepped[row] for row in rows if row < len(stepped)]

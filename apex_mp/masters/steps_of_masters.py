@@ -19,14 +19,6 @@ def check_lists(caller: str, optimizer: Any, dtypes: Collection[torch.dtype]) ->
     """Refuse an optimizer that steps through a nested optimizer with parameter lists of its own.
 
     Masters are put into the lists of `param_groups`, which the nested optimizer does not read.
-
-    Args:
-        caller: The class or function, for the message.
-        optimizer: The optimizer that is to get masters.
-        dtypes: The dtypes of parameters that get one.
-
-    Raises:
-        TypeError: `optimizer` has such a nested optimizer.
     """
     lists = {id(group["params"]) for group in optimizer.param_groups}
     replaced = {
@@ -74,11 +66,7 @@ class StepWatch:
         self._before = None if self._steps_masters else self._norms()
 
     def after_step(self, optimizer: Any) -> None:
-        """Write the masters to the model.
-
-        Raises:
-            RuntimeError: The step wrote the model's parameters and not their masters.
-        """
+        """Write the masters to the model."""
         before, self._before = self._before, None
         after = None if before is None else self._norms()
         self._masters.copy_to_model()

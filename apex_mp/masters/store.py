@@ -93,13 +93,7 @@ class MasterStore:
     def keep_as(
         self, param: Tensor, dtype: torch.dtype | None, device: torch.device | None = None
     ) -> None:
-        """Keep a parameter's master in a form, in the parameter's memory order.
-
-        Args:
-            param: The parameter; if a float32 master is split, it is written too.
-            dtype: float32; int16 for a remainder; None for no master.
-            device: Where it is kept [None: with the parameter].
-        """
+        """Keep a parameter's master in a form, in the parameter's memory order."""
         kept = self.kept.get(param)
         if dtype is None:
             self.kept.pop(param, None)
@@ -156,12 +150,7 @@ class MasterStore:
         self.kept = {**saved}
 
     def saved(self, param: Tensor, *, compact: bool = False) -> Tensor | None:
-        """Return a parameter's master for a checkpoint, or None.
-
-        Args:
-            param: The parameter.
-            compact: A remainder as it is kept [False: in float32].
-        """
+        """Return a parameter's master for a checkpoint, or None."""
         kept = self._kept(param)
         if kept is None:
             return None

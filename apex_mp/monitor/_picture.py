@@ -37,11 +37,7 @@ _ROWS_SHOWN = 12
 
 
 def draw(history: History, path: str | os.PathLike[str] | None) -> Figure:
-    """Return the picture of a run, written if there is a path, whose suffix gives the format.
-
-    Raises:
-        ValueError: There are no steps.
-    """
+    """Return the picture of a run, written if there is a path, whose suffix gives the format."""
     if not history.steps:
         raise ValueError("Monitor.plot: there are no steps yet")
     with matplotlib.rc_context(_LOOK):

@@ -229,13 +229,7 @@ def _limit(sizes: Sequence[int]) -> int:
 
 
 def _part_of(grad: Tensor, limit: int, places: dict[int, Tensor]) -> Tensor:
-    """Return `limit` elements of a dense gradient, in short runs that are spread over it.
-
-    Args:
-        grad: The gradient; returned whole if it has no more elements than `limit`.
-        limit: How many elements.
-        places: A cache: the numbers of the runs, by how many runs the gradient has.
-    """
+    """Return `limit` elements of a dense gradient, in short runs that are spread over it."""
     if grad.numel() <= limit:
         return grad
     count = grad.numel() // _RUN

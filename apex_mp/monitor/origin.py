@@ -267,13 +267,7 @@ class _Search:
         call.is_minus_inf = not any(is_more_than_minus_inf(each) for _, each in bad)
 
     def _claim(self, values: Any, call: _Call | None, before: str = "") -> None:
-        """Record the call that made the nodes that lead to tensors, unless they have one.
-
-        Args:
-            values: What holds the tensors.
-            call: The call, or None for code outside of the model.
-            before: The module that it calls next, if it does.
-        """
+        """Record the call that made the nodes that lead to tensors, unless they have one."""
         place = "" if call is None else call.place_before(before)
         todo = [each.grad_fn for _, each in tensors_in(values)]
         while todo:

@@ -16,13 +16,7 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> None:
-    """Refuse lists that do not belong together.
-
-    Raises:
-        TypeError: They are no lists of lists of tensors.
-        RuntimeError: The number of lists is wrong, they are empty, a tensor is not floating or has
-            no memory on a device, or lengths of lists or sizes of tensors at one index differ.
-    """
+    """Refuse lists that do not belong together."""
     if not isinstance(tensor_lists, (list, tuple)):
         raise TypeError(
             f"{function}: tensor_lists is a {type(tensor_lists).__name__}; it must be a list of "
@@ -58,12 +52,7 @@ def check_lists(function: str, tensor_lists: Lists, names: Sequence[str]) -> Non
 
 
 def check_tensor(function: str, name: str, tensor: Any) -> None:
-    """Refuse everything but a floating tensor with memory.
-
-    Raises:
-        TypeError: It is no tensor.
-        RuntimeError: It is not floating, or its memory does not hold its numbers.
-    """
+    """Refuse everything but a floating tensor with memory."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it must be a tensor")
     reason = tensors.not_readable(tensor)
@@ -78,10 +67,6 @@ def raising(function: str, flag: Tensor) -> Iterator[Tensor]:
     The flag, of any dtype with one element, is read and written on its device: the host never
     waits. It is set to 1 and never cleared. Autograd is off in the block, because old callers pass
     parameters.
-
-    Raises:
-        TypeError: The flag is no tensor.
-        RuntimeError: The flag does not have one element.
     """
     wish = "it must be a tensor of one, such as torch.cuda.IntTensor([0])"
     if not isinstance(flag, Tensor):
@@ -98,12 +83,7 @@ def raising(function: str, flag: Tensor) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def speaking_of(function: str, **names: str) -> Iterator[None]:
-    """Make error messages in the block name this function and its arguments.
-
-    Args:
-        function: The function's name.
-        **names: For a name in the messages, the argument of the function.
-    """
+    """Make error messages in the block name this function and its arguments."""
     try:
         yield
     except RuntimeError as error:
@@ -117,12 +97,7 @@ def speaking_of(function: str, **names: str) -> Iterator[None]:
 
 
 def number(function: str, name: str, value: Any) -> Tensor:
-    """Return a factor as a tensor of one float32 or float64 element.
-
-    Raises:
-        TypeError: It is neither a number nor a tensor.
-        RuntimeError: It is a tensor of several elements.
-    """
+    """Return a factor as a tensor of one float32 or float64 element."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise RuntimeError(f"{function}: {name} has {value.numel()} elements; it must have 1")
@@ -138,23 +113,14 @@ def number(function: str, name: str, value: Any) -> Tensor:
 
 
 def check_choice(function: str, name: str, value: Any, meanings: dict[int, str]) -> None:
-    """Check that a number is one of the choices.
-
-    Raises:
-        ValueError: It is none of the keys of `meanings`.
-    """
+    """Check that a number is one of the choices."""
     if value not in meanings:
         wish = " or ".join(f"{key} ({meaning})" for key, meaning in meanings.items())
         raise ValueError(f"{function}: {name} is {value!r}; it must be {wish}")
 
 
 def check_step(function: str, step: Any) -> None:
-    """Refuse a step number that is not a number of at least 1.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is less than 1.
-    """
+    """Refuse a step number that is not a number of at least 1."""
     if isinstance(step, (str, bytes)) or not hasattr(step, "__float__"):
         raise TypeError(f"{function}: step is {step!r}; it must be the step's number, from 1")
     if step < 1:

@@ -409,18 +409,7 @@ def take_step(
     options: Mapping[str, Any],
     **rest: Any,
 ) -> None:
-    """Take the step of a rule over lists that were checked.
-
-    Args:
-        function: For messages.
-        rule: As in `step_lists`.
-        overflow_buf: The flag.
-        lists: Gradients, parameters, and the tensors of the rule's state.
-        names: Of the lists.
-        numbers: As in `step_lists`.
-        options: As there.
-        **rest: Further arguments of `step_lists`.
-    """
+    """Take the step of a rule over lists that were checked."""
     grads, params, *state = lists
     with (
         speaking_of(function, output_params="copies"),

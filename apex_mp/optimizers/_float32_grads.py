@@ -38,16 +38,8 @@ class Float32Grads:
     ) -> tuple[FoundInf, dict[Tensor, Tensor]]:
         """Make unscaled float32 gradients of 16-bit ones; others are unscaled in place.
 
-        Args:
-            grads: The gradients of all parameters.
-            step: Scale and clip.
-            name_of: Returns the name of a parameter, for messages.
-
         Returns:
             What was found in the gradients, in all processes; and the new ones by parameter.
-
-        Raises:
-            RuntimeError: The gradient of a 16-bit parameter is sparse.
         """
         if step.grads is not None:
             return FoundInf(), _given(grads.slots.groups, step.grads)
@@ -105,16 +97,7 @@ class Float32Grads:
 
 @torch.no_grad()
 def check_gradients(grads: Grads, step: ScaledStep, name_of: _NameOf) -> GradCheck:
-    """Check and measure gradients for a step that is taken later.
-
-    Args:
-        grads: The gradients of all parameters.
-        step: It has the scale.
-        name_of: Returns the name of a parameter, for messages.
-
-    Raises:
-        RuntimeError: A gradient is sparse, or on a device without kernels.
-    """
+    """Check and measure gradients for a step that is taken later."""
     if grads.others:
         raise RuntimeError(
             f"GradScaler.clip_grad_norm_: the gradient of {name_of(grads.other_params()[0])} is "

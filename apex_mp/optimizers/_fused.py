@@ -16,7 +16,7 @@ from apex_mp.engine.host_grads import HostGrads
 from apex_mp.masters import parallel_masters
 from apex_mp.masters.param_names import ParamNames
 from apex_mp.masters.store import MasterStore
-from apex_mp.optimizers._hints import LostUpdates
+from apex_mp.optimizers._hints import warn_of_lost_updates
 from apex_mp.saved.dcp import is_called_for_state
 from apex_mp.saved.fused import SavedOptimizer
 from apex_mp.step import step_call
@@ -46,6 +46,7 @@ class FusedOptimizer(SavedOptimizer):
     unscale_grads: bool | None = None  # for optimizers pickled before the option existed
     _engine: Engine
     _host_grads: HostGrads | None = None
+    _has_warned = False
     _zero_group: Any = None  # of processes that step parts of the parameters
 
     # --- Defined by each optimizer.
@@ -154,16 +155,14 @@ class FusedOptimizer(SavedOptimizer):
                 self._public_name, self, grads, output_params, scale, grad_norms
             )
             is_first = not self.__dict__["state"]
-            lost = self._present_lost_updates() if step.watch_updates else None
-            counter = None if lost is None else lost.before_step()
+            if step.warns and not self._has_warned:
+                self._warn_of_lost_updates()
             with torch.no_grad():
                 step.result = self._present_engine().step(self, self.param_groups, step)
                 if is_first and is_called_for_state():
                     for state in self.state.values():
                         if "step" in state:
                             state["step"].zero_()
-                if lost is not None:
-                    lost.after_step(counter, False if step.found_inf is None else step.found_inf)
         except BaseException:
             drop_amp_tensors(self)
             raise
@@ -205,20 +204,10 @@ class FusedOptimizer(SavedOptimizer):
             self._engine = engine
         return engine
 
-    def _present_lost_updates(self) -> LostUpdates | None:
-        """Return what warns once of 16-bit parameters without masters.
-
-        None after amp.initialize, where O3 asks for this.
-        """
-        attributes = self.__dict__
-        if "_amp_initialized" in attributes:
-            return None
-        lost: LostUpdates | None = attributes.get("_lost_updates")
-        if lost is None:
-            name = self._public_name
-            advice = f"{name}(..., master_weights=True) keeps masters"
-            names = ParamNames(None, None)
-            lost = self._lost_updates = LostUpdates(
-                self, name, advice, lambda: names.params(self.param_groups)
-            )
-        return lost
+    def _warn_of_lost_updates(self) -> None:
+        self._has_warned = True
+        if "_amp_initialized" in self.__dict__:  # O3 asks for this.
+            return
+        name, named = self._public_name, ParamNames(None, None).params(self.param_groups)
+        advice = f"{name}(..., master_weights=True) keeps masters"
+        warn_of_lost_updates(self, name, named, advice)

@@ -264,12 +264,7 @@ class MasterWeights(Addition):
             attributes.update(hidden)
 
     def _masters_for_step(self, grads: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
-        """Return the masters for a step.
-
-        Args:
-            grads: The 16-bit parameters with a gradient. Besides, all that require grad have a
-                master: an optimizer may change those without a gradient, too.
-        """
+        """Return the masters for a step."""
         self._own_masters.put_back(self)
         self._own_masters.put_aside(self)
         low = [param for param in self.__params() if needs_master(param)]

@@ -105,7 +105,7 @@ class LARC(ForwardingOptimizer):
             return self.optim.step()
         # GradScaler sets found_inf here, around the call.
         found_inf = vars(self).get("found_inf")
-        return take(self.optim, ScaledStep(grads=grads, found_inf=found_inf, watch_updates=True))
+        return take(self.optim, ScaledStep(grads=grads, found_inf=found_inf, warns=True))
 
     def _scaled(self, param: Tensor, group: dict[str, Any], copies: bool) -> Tensor | None:
         """Return a gradient times its local rate; None if there is none.

@@ -38,14 +38,7 @@ class Plan(Generic[R]):
 
 
 def plan_one(kind: type[R], module: nn.Module, name: str, dim: int | None) -> Plan[R] | None:
-    """Return the plan for one weight; None, with a log message, if it cannot be computed.
-
-    Args:
-        kind: The class that computes the weight.
-        module: The module that owns it, or an ancestor.
-        name: The weight's name in `module`, with dots.
-        dim: For the constructor of `kind`.
-    """
+    """Return the plan for one weight; None, with a log message, if it cannot be computed."""
     path, _, local = name.rpartition(".")
     owner = module.get_submodule(path)
     weight = _weight(owner, local, name)
@@ -64,15 +57,7 @@ def plan_one(kind: type[R], module: nn.Module, name: str, dim: int | None) -> Pl
 
 
 def plan_all(kind: type[R], module: nn.Module, dim: int | None, whole: nn.Module) -> list[Plan[R]]:
-    """Return the plans for all weights of more than one dimension, except those of embeddings.
-
-    Args:
-        kind: The class that computes the weights.
-        module: The module with the weights.
-        dim: For the constructor of `kind`.
-        whole: The model that contains `module`, where the parameters may have other names; or
-            `module`.
-    """
+    """Return the plans for all weights of more than one dimension, except those of embeddings."""
     own = list(_named(module))
     parts = {*module.modules()}
     elsewhere = {param: name for name, owner, _, param in _named(whole) if owner not in parts}

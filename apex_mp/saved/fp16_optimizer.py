@@ -37,13 +37,7 @@ def read_loss_scaler(
     present: LossScaler | DynamicLossScaler,
     defaults: Mapping[str, Any],
 ) -> LossScaler | DynamicLossScaler:
-    """Return the loss scaler that a checkpoint describes.
-
-    Args:
-        state_dict: Has `loss_scaler` (fp16_utils), or `cur_scale` and similar keys (optimizers).
-        present: The scaler in use; gives the values that the checkpoint lacks.
-        defaults: Arguments of a DynamicLossScaler, in case a new one is needed.
-    """
+    """Return the loss scaler that a checkpoint describes."""
     dynamic = bool(required(state_dict, "dynamic_loss_scale"))
     if isinstance(present, DynamicLossScaler) == dynamic:
         scaler = copy.copy(present)
@@ -111,15 +105,7 @@ def joined(
     param_groups: list[dict[str, Any]],
     model_of: Mapping[Parameter, Parameter],
 ) -> dict[str, Any]:
-    """Return a state_dict of the parts that a CheckpointView has loaded.
-
-    Args:
-        inner: The inner optimizer's state_dict.
-        masters: For each group a list over its parameters, None for those that have no master.
-        scale: The rest of the state_dict; empty if another optimizer was saved.
-        param_groups: The groups with masters.
-        model_of: Its keys are the masters.
-    """
+    """Return a state_dict of the parts that a CheckpointView has loaded."""
     if not scale:
         return inner
     pairs = zip(masters, param_groups, strict=False)  # `read` says if their numbers differ.
@@ -139,20 +125,7 @@ def read(
     iteration: int,
     dynamic_args: Mapping[str, Any],
 ) -> Loaded:
-    """Return the checked content of a checkpoint; nothing is changed.
-
-    Args:
-        state_dict: That of an FP16_Optimizer of any era, or of an optimizer of the model's
-            parameters.
-        optimizer: The inner optimizer.
-        groups: The masters of its parameter groups.
-        loss_scaler: The scaler in use.
-        iteration: Steps until now, for checkpoints that do not store it.
-        dynamic_args: Arguments of a DynamicLossScaler, in case a new one is needed.
-
-    Raises:
-        TypeError, ValueError: A key is missing, or something does not fit.
-    """
+    """Return the checked content of a checkpoint; nothing is changed."""
     plain = "param_groups" in state_dict and "optimizer_state_dict" not in state_dict
     loaded = Loaded(
         loss_scaler=loss_scaler

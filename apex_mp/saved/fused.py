@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_mp.core import options, readback
+from apex_mp.core import options
 from apex_mp.core.state_checks import as_dict, check_optimizer_state
 from apex_mp.masters import layout
 from apex_mp.masters.store import MASTER, MasterStore, StateView
@@ -96,7 +96,6 @@ class SavedOptimizer(torch.optim.Optimizer):
                 valid only with the same weights; else as float32, which other optimizers load
                 too [False].
         """
-        readback.wait()  # A first step that was skipped leaves no state.
         self._rule.tidy(self.state)
         self._own_masters.put_back(self)
         saved = super().state_dict()

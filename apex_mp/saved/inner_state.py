@@ -28,15 +28,6 @@ def check(who: str, saved: Any, optimizer: Any) -> None:
     """Raise an error if a state_dict is not one for an optimizer of these groups.
 
     An optimizer with hooks that may change the state checks it itself.
-
-    Args:
-        who: The class that loads, for the message.
-        saved: What an optimizer's `state_dict()` returned.
-        optimizer: The optimizer that is to load it.
-
-    Raises:
-        TypeError: It is no state_dict.
-        ValueError: Groups, parameters or shapes do not fit; the message names group and parameter.
     """
     if has_load_hooks(optimizer):
         return

@@ -127,11 +127,7 @@ _PICKLES_IN_OLD_FILE = 5
 
 
 def names_in(file: IO[bytes]) -> list[str]:
-    """Return the full names that the pickles of a checkpoint ask for, as far as they can be read.
-
-    Args:
-        file: At the place where the checkpoint begins.
-    """
+    """Return the names that the pickles of a checkpoint ask for, as far as they can be read."""
     names: dict[str, None] = {}
     try:
         for stream in _pickles(file):

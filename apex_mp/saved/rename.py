@@ -14,11 +14,7 @@ _MAY_BE_MISSING = "num_batches_tracked"
 
 
 def renamed(state_dict: Mapping[str, Any], wanted: Collection[str]) -> OrderedDict[str, Any]:
-    """Return a state_dict whose keys have the prefixes of the wanted ones.
-
-    Raises:
-        ValueError: No prefix makes the keys fit, or several ways are possible.
-    """
+    """Return a state_dict whose keys have the prefixes of the wanted ones."""
     old, new = _prefixes_between([*state_dict], wanted)
     result = OrderedDict((new + key[len(old) :], value) for key, value in state_dict.items())
     versions = getattr(state_dict, "_metadata", None)

@@ -75,11 +75,7 @@ class DeviceScale:
             ops.update_scale_(self.state, rule, found_inf)
 
     def read(self) -> DynamicLossScale | StaticLossScale:
-        """Return the scale as a value; the host waits for it.
-
-        Raises:
-            RuntimeError: This process was forked from the one that uses the GPU.
-        """
+        """Return the scale as a value; the host waits for it."""
         forks.refuse_read("The loss scale", self.device)
         readback.wait()
         value = self._value

@@ -41,17 +41,7 @@ class Snapshot:
 def evaluate(
     closure: Callable[[], Any], overflowed: Callable[[], bool], back_off: Callable[[], bool]
 ) -> Any:
-    """Call the closure until its gradients are finite, and return its loss.
-
-    Args:
-        closure: Computes the loss and its gradients.
-        overflowed: Whether those gradients hold inf or NaN.
-        back_off: Lowers the loss scale; returns False if it cannot be lowered any more.
-
-    Raises:
-        StepAbandonedError: The gradients are not finite, and the scale cannot be lowered, or is not
-            to blame: the loss itself is not finite.
-    """
+    """Call the closure until its gradients are finite, and return its loss."""
     loss = closure()
     while overflowed():
         if not back_off() or not _is_finite(loss):

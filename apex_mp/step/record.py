@@ -54,8 +54,8 @@ class StepRecord:
     def submit(self, result: StepResult, finish: Callable[[Outcome], None]) -> None:
         """Call `finish` with the outcome of a step: now, or later if the host does not know it yet.
 
-        Steps finish in the order in which they were taken. State that a skipped first step has made
-        is removed. A captured step is only noted: a graph takes it whenever it likes.
+        Steps finish in the order in which they were taken. A captured step is only noted: a graph
+        takes it whenever it likes.
         """
         self.captured = None
         if result.outcome.is_known:
@@ -69,13 +69,7 @@ class StepRecord:
         assert sent is not None  # Else its outcome is known.
         assert read is not None
 
-        def arrive(values: Tensor) -> None:
-            outcome = read(values)
-            if outcome.found_inf and result.undo_state is not None:
-                result.undo_state()
-            finish(outcome)
-
-        readback.submit_tensor(sent, arrive)
+        readback.submit_tensor(sent, lambda values: finish(read(values)))
 
     def skips(self) -> str:
         """Return how many steps were skipped in a row, and since when, to begin a message."""
@@ -95,14 +89,8 @@ class StepRecord:
     ) -> None:
         """Record the outcome of a step; steps end in the order in which they were taken.
 
-        Args:
-            skipped: Whether it was skipped.
-            report: Which gradients held inf or NaN.
-            scale: Returns the loss scale of the next step, for the warning.
-            attempted: Returns the loss scale of this step.
-            owners: The owners whose listeners are notified. Listeners may raise, so call this when
-                all else is done. All are notified; then the first error is raised.
-            note: Returns what listeners are given; called if there are any.
+        Listeners may raise, so call this when all else is done. All of `owners` are notified, then
+        the first error is raised.
         """
         self.steps += 1
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0

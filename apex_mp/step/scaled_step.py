@@ -64,7 +64,7 @@ class ScaledStep:
         loss_scale: Updated on its device by what `check` finds; None: there is none.
         unscale: If the step is not skipped, scaled gradients of these dtypes are unscaled in place.
         wait: Whether the host knows the outcome of a check when the step returns.
-        watch_updates: Warn of 16-bit parameters without masters, as a step by itself does.
+        warns: Warn of 16-bit parameters without masters, as a step by itself does.
         result: What became of the step; None until it is taken.
     """
 
@@ -81,7 +81,7 @@ class ScaledStep:
     loss_scale: DeviceScale | None = None
     unscale: Sequence[torch.dtype] = ()
     wait: bool = True
-    watch_updates: bool = False
+    warns: bool = False
     result: StepResult | None = None
 
 
@@ -96,12 +96,6 @@ def takes_scaled_step(optimizer: Any) -> bool:
 
 def take(optimizer: Any, step: ScaledStep, *args: Any, **kwargs: Any) -> Any:
     """Call `optimizer.step`, and whatever was put around it, with the attribute `scaled_step` set.
-
-    Args:
-        optimizer: One for which `takes_scaled_step` is true.
-        step: What to do; its result is set, unless what is around `optimizer.step` leaves it out.
-        args: Passed on to `optimizer.step`.
-        kwargs: Likewise.
 
     Returns:
         What `optimizer.step` returned.
@@ -181,8 +175,6 @@ class StepResult:
         sent: If the outcome is not known yet, the tensor on the device that will hold it until the
             next step or check; else None.
         read: If the outcome is not known yet, makes it from a copy of `sent` on the CPU.
-        undo_state: If the outcome is not known yet and the step has made state, removes that state;
-            the caller calls it if the step was skipped. None: there is nothing to remove.
     """
 
     outcome: Outcome
@@ -191,7 +183,6 @@ class StepResult:
     found_inf: Tensor | None = None
     sent: Tensor | None = None
     read: Callable[[Tensor], Outcome] | None = None
-    undo_state: Callable[[], None] | None = None
 
     @classmethod
     def of_flag(cls, found_inf: Tensor) -> StepResult:

@@ -20,13 +20,7 @@ def scaled_step(
     scale: float | Tensor,
     grad_norms: Iterable[float | Tensor] | None,
 ) -> ScaledStep:
-    """Return the step that the arguments ask for, and GradScaler's attributes of the optimizer.
-
-    Raises:
-        RuntimeError: torch's GradScaler steps gradients that are in host memory.
-        ValueError: The scale is not positive, or gradients were given inside GradScaler, or a list
-            does not fit the groups.
-    """
+    """Return the step that the arguments ask for, and GradScaler's attributes of the optimizer."""
     if not isinstance(scale, Tensor) and not scale > 0.0:
         raise ValueError(f"{who}.step: scale is {scale}; it must be more than 0")
     step: ScaledStep | None = getattr(optimizer, "scaled_step", None)
@@ -57,7 +51,7 @@ def scaled_step(
         norms=None if grad_norms is None else _norm_per_group(who, grad_norms, groups),
         found_inf=found_inf,
         unscale=() if grad_scale is None else unscaled_dtypes(optimizer),
-        watch_updates=True,
+        warns=True,
     )
 
 

@@ -102,14 +102,7 @@ def announced(
     unscaled: Collection[torch.dtype] = (),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[None]:
-    """Notify listeners that gradients are complete; the `with` block takes the step, or raises.
-
-    Args:
-        owners: The owners whose step it is.
-        scale: Their loss scale: a number, or a tensor on a device.
-        unscaled: Dtypes of the gradients that are unscaled already.
-        optimizer: The optimizer whose gradients `scale` and `unscaled` describe [None: all].
-    """
+    """Notify listeners that gradients are complete; the `with` block takes the step, or raises."""
     for listener in heard(*owners):
         listener.before_step(scale, unscaled, optimizer)
     try:
@@ -145,13 +138,7 @@ def notify(notified: Sequence[Listener], note: StepNote) -> None:
 def norm_and_clip(
     norms: Sequence[float], groups: Sequence[Mapping[str, Any]], *, by_global_norm: bool
 ) -> tuple[float | None, float | None]:
-    """Return the norm of all gradients, and the smallest factor that clipping multiplies by.
-
-    Args:
-        norms: l2 norm of each group's unscaled gradients; empty if none was measured.
-        groups: The groups; those with a `max_grad_norm` above 0 are clipped.
-        by_global_norm: Whether each group is clipped by the norm of all.
-    """
+    """Return the norm of all gradients, and the smallest factor that clipping multiplies by."""
     if not norms:
         return None, None
     total = math.hypot(*norms)

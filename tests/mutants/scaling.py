@@ -239,15 +239,6 @@ SCALER = {
     "gradients of any norm are taken for 0": Mutant(
         "ScaledSteps._finish", "norm == 0.0", "norm is not None", "grad_scaler_order"
     ),
-    "a learning rate of 0 counts as lost updates": Mutant(
-        "_stands_still", "isinstance(lr, (int, float)) and lr == 0.0", "False", "grad_scaler_skips"
-    ),
-    "after a warm-up nobody looks for lost updates": Mutant(
-        "LostUpdates.before_step",
-        "not named and len(moving) == len(optimizer.param_groups)",
-        "not named",
-        "grad_scaler_skips",
-    ),
     "a step before the first loss is taken note of": Mutant(
         "GradScaler._begin",
         "scale, _ = self._check_scale_growth_tracker(call)",
@@ -365,17 +356,11 @@ SCALER = {
         "True",
         "grad_scaler_skips",
     ),
-    "state of a first step that was skipped stays": Mutant(
-        "StepRecord.submit.arrive", "result.undo_state()", "", "grad_scaler_skips"
-    ),
-    "a skipped step counts as one that moved nothing": Mutant(
-        "LostUpdates._warn", "found_inf or self._is_done", "self._is_done", "grad_scaler_skips"
-    ),
     "masters count as missing": Mutant(
-        "LostUpdates.before_step",
+        "warn_of_lost_updates",
         "not has_master(param, group, optimizer)",
         "True",
-        "grad_scaler_skips",
+        "lost_updates",
     ),
     "the model is kept alive": Mutant(
         "GradScaler.__init__", "weakref.ref(model)", "lambda: model", "grad_scaler_skips"

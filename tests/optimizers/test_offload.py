@@ -224,7 +224,7 @@ def test_nothing_is_copied_for_a_step_that_is_skipped(gpu: LateGpu, device: torc
     give_grads(params, 1)
     params[0].grad.fill_(float("nan"))
     scaler.step(optimizer)
-    assert (gpu.asked, len(optimizer.state)) == (0, 0)
+    assert gpu.asked == 0
 
 
 # --- Weights that others write, groups, checkpoints, copies.

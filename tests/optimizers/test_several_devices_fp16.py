@@ -77,11 +77,10 @@ def test_an_overflow_on_one_device_changes_nothing(
     run.train(steps_before)
     run.give()
     run.params[index].grad.view(-1)[-1] = INF  # type: ignore[union-attr]
-    before, states = run.everything(), len(run.optimizer.state)
+    before = run.everything()
     run.optimizer.step()
     assert run.optimizer.overflow
     assert_same(run.everything(), before)
-    assert len(run.optimizer.state) == states
     run.train(2)
 
 

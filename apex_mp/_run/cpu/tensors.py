@@ -148,13 +148,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_scripts(value: Any, original: Any, device: Any) -> property:
-    """Return an attribute that is, for scripts and tensors on the CPU, `value`.
-
-    Args:
-        value: The value.
-        original: The attribute in torch.
-        device: That of a tensor's device: one on "meta" is there for scripts, too.
-    """
+    """Return an attribute that is, for scripts and tensors on the CPU, `value`."""
 
     def attribute(self: Tensor) -> Any:
         is_ours = device.__get__(self).type == "cpu" and not called_by_torch()

@@ -8,12 +8,7 @@ _said: set[str] = set()
 
 
 def note(name: str, what: str) -> None:
-    """Print a line to stderr, the first time in this process.
-
-    Args:
-        name: The name that the script uses.
-        what: What it gets in its place.
-    """
+    """Print a line to stderr, the first time in this process."""
     if name not in _said:
         _said.add(name)
         print(f"apex_mp run: --modernize: {name}: {what}", file=sys.stderr)

@@ -129,11 +129,7 @@ class Iteration(dict[str, Any]):
         return self.outcomes
 
     def after(self, event: Event) -> Stage:
-        """Return the stage after an event; the stage is as before, but for an edit that shows.
-
-        Raises:
-            RuntimeError: The table refuses the event.
-        """
+        """Return the stage after an event; the stage is as before, but for an edit that shows."""
         stage = self.stage
         if event in _SHOWING_EDITS and stage in _EDITABLE and self._are_changed():
             stage = self.after(Event.EDIT)
@@ -170,11 +166,7 @@ class Iteration(dict[str, Any]):
     # The scale of the gradients.
 
     def scale(self, present: Tensor) -> Tensor:
-        """Return the scale of the gradients; warn if they are sums of two.
-
-        Args:
-            present: The scaler's present scale.
-        """
+        """Return the scale of the gradients; warn if they are sums of two."""
         stage, before = self.stage, self._before
         if self._clip is not None:
             return self._clip.scale
@@ -203,12 +195,7 @@ class Iteration(dict[str, Any]):
             )
 
     def end(self, scale: Tensor, *, is_in_graph: bool) -> None:
-        """End the iteration: `update` was called.
-
-        Args:
-            scale: The loss scale before it.
-            is_in_graph: A CUDA graph may write gradients, whose versions do not show that.
-        """
+        """End the iteration: `update` was called."""
         stage, new = self.stage, self.after(Event.UPDATE)
         if new in _OF_BEFORE:
             params = self._params()

@@ -21,7 +21,7 @@ from apex_mp.grads.measured import Measured
 from apex_mp.grads.nonfinite import NonFinite, locate_nonfinite
 from apex_mp.masters.param_names import ParamNames
 from apex_mp.optimizers._fused import FusedOptimizer
-from apex_mp.optimizers._hints import LostUpdates, warn_of_eps
+from apex_mp.optimizers._hints import warn_of_eps, warn_of_lost_updates
 from apex_mp.scale import device_scale
 from apex_mp.step import step_log
 from apex_mp.step.record import SKIPS_BEFORE_WARNING, StepRecord
@@ -38,11 +38,6 @@ class ScaledSteps:
         optimizer: The optimizer; a weak reference is kept.
         model: Returns the module whose names are used first, or None.
         scaler: The GradScaler; a weak reference is kept.
-
-    Attributes:
-        found_inf: Whether the last step was skipped; a tensor that is not 0 then, if the host does
-            not know.
-        lost_updates: Warns once that parameters have no masters.
     """
 
     def __init__(
@@ -55,7 +50,6 @@ class ScaledSteps:
         self._model = model
         self._scaler = weakref.ref(scaler)
         self._record = StepRecord(optimizer, f"GradScaler: {type(optimizer).__name__}")
-        self.found_inf: bool | Tensor = False
         self._has_seen_zeros = False
         name = type(optimizer).__name__
         keeper = name if isinstance(optimizer, FusedOptimizer) else "FusedAdam"
@@ -63,9 +57,7 @@ class ScaledSteps:
             f"{keeper}(..., master_weights=True) keeps masters; "
             "apex_mp.optimizers.MasterWeights(optimizer) gives them to any other optimizer"
         )
-        self.lost_updates = LostUpdates(
-            optimizer, f"GradScaler: {name}", advice, self._named_params
-        )
+        warn_of_lost_updates(optimizer, f"GradScaler: {name}", self._named_params(), advice)
         warn_of_eps("GradScaler", optimizer)
 
     @property
@@ -86,32 +78,15 @@ class ScaledSteps:
         result: StepResult,
         measured: Measured | None = None,
     ) -> None:
-        """Record a step; the host does not wait for a GPU.
-
-        Args:
-            result: What became of the step.
-            measured: What a pass before it has measured; None: the step has measured itself.
-        """
-        self.found_inf = result.outcome.found_inf if result.found_inf is None else result.found_inf
+        """Record a step; the host does not wait for a GPU."""
         versions = _C.GradVersions()
         if not result.outcome.is_known:
             versions.record(self._params())
         finish = functools.partial(self._finish, result, measured, versions)
         self._record.submit(result, finish)
 
-    def submit_flags(
-        self,
-        flags: Mapping[torch.device, Tensor],
-        measured: Measured | None,
-        undo_state: Callable[[], None] | None = None,
-    ) -> None:
-        """Record a fused step that was given what passes before it have found.
-
-        Args:
-            flags: By device, not 0 if gradients there held inf or NaN.
-            measured: What these passes have measured.
-            undo_state: As of `StepResult` [None].
-        """
+    def submit_flags(self, flags: Mapping[torch.device, Tensor], measured: Measured | None) -> None:
+        """Record a fused step that was given what passes before it have found."""
         remote = [device for device in flags if device.type in device_scale.DEVICE_TYPES]
         if not remote:
             self.submit(StepResult(outcome(flags, measured)), measured)
@@ -126,7 +101,6 @@ class ScaledSteps:
             StepResult.of_flag(found_inf),
             sent=numbers,
             read=functools.partial(_read_numbers, rows),
-            undo_state=undo_state,
         )
         self.submit(step, measured)
 
@@ -137,14 +111,7 @@ class ScaledSteps:
         versions: _C.GradVersions,
         outcome: Outcome,
     ) -> None:
-        """Record a step's outcome.
-
-        Args:
-            result: What became of the step.
-            measured: What a pass before it has measured, whose norms `outcome` has.
-            versions: The gradients of the step, if its outcome arrived from a device.
-            outcome: The outcome.
-        """
+        """Record a step's outcome."""
         scaler, optimizer = self._scaler(), self._optimizer()
         skipped = outcome.found_inf
         report = self._report_of(result, measured, versions, outcome) if skipped else []
@@ -265,10 +232,6 @@ class ScaledSteps:
 
 def outcome(flags: Mapping[torch.device, Tensor], measured: Measured | None) -> HostOutcome:
     """Return what was found; the host waits, once for each device.
-
-    Args:
-        flags: By device, not 0 if gradients there held inf or NaN.
-        measured: What is known of each gradient.
 
     Returns:
         Whether any flag was not 0; and, if measured, the norm on each device, NaN if gradients

@@ -34,15 +34,6 @@ def clip(
 ) -> Tensor | None:
     """Measure scaled gradients; leave the clip to a fused step, or unscale and clip.
 
-    Args:
-        scaler: The GradScaler.
-        optimizer: The optimizer.
-        iteration: What has happened to its gradients.
-        scale: The scaler's present scale.
-        max_norm: As of `GradScaler.clip_grad_norm_`; so are the next two.
-        norm_type: Only 2.
-        error_if_nonfinite: The host waits.
-
     Returns:
         The norm of the unscaled gradients; None if gradients must be unscaled before.
     """
@@ -101,14 +92,6 @@ def step(
 ) -> float | None:
     """Step an optimizer, and submit what became of it to `iteration.outcomes`.
 
-    Args:
-        scaler: The GradScaler.
-        optimizer: The optimizer; it may have a clip in `iteration`.
-        iteration: What has happened to its gradients.
-        scale: The scale of the gradients.
-        args: Passed on to `optimizer.step`.
-        kwargs: Likewise.
-
     Returns:
         What `optimizer.step` returned, or None.
     """
@@ -146,8 +129,7 @@ def _step_ours(
             iteration[FLAGS] = {flag.device: flag}
             iteration.steps = optimizer._own_masters.counts.steps
     if result is None or is_unscaled:
-        undo_state = None if result is None else result.undo_state
-        iteration.record.submit_flags(iteration[FLAGS], iteration.measured, undo_state)
+        iteration.record.submit_flags(iteration[FLAGS], iteration.measured)
     else:
         scaler._note_dtypes(result.grad_dtypes)
         iteration.record.submit(result)
@@ -223,12 +205,7 @@ def _without_momentum(optimizer: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _removing_new_momentum(optimizer: Any, state: Mapping[str, Any]) -> Iterator[None]:
-    """Remove the momentum that a skipped first step has made, without values; there the host waits.
-
-    Args:
-        optimizer: The optimizer; its step is called in the block.
-        state: torch's state of the optimizer, in which that step finds or puts the flags of inf.
-    """
+    """Remove momentum without values that a skipped first step has made; there the host waits."""
     new = [param for param in _without_momentum(optimizer) if param.grad is not None]
     if not new or readback.is_capturing():
         yield
@@ -245,10 +222,6 @@ def _wait_for_amp_tensors(optimizer: Any, device: torch.device) -> Iterator[None
 
     torch copies both with non_blocking=True, and a step on the CPU may read them before they
     arrive.
-
-    Args:
-        optimizer: The optimizer; its step is called in the block.
-        device: That of the scale.
     """
     if (
         device.type == "cpu"

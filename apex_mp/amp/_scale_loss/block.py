@@ -52,24 +52,6 @@ def scaled_backward(
     Gradients from before the block are unscaled: they are set aside and added again, so that each
     loss has its own scale. Parameters that the loss does not reach keep theirs. If the block
     raises, all gradients are restored, except those that were left scaled.
-
-    Args:
-        loss: Of any shape and floating dtype; it may be NaN or inf: only gradients decide.
-        optimizers: Optimizers whose parameters get gradients; an overflow skips each one's next
-            step.
-        scaler: The scale of this loss; updated.
-        names: Returns names of parameters by id(), for messages.
-        announce: Called with each overflow [a warning in the log].
-        delay_unscale: Leave the gradients scaled, because more losses follow. While the model is in
-            `no_sync` they are left scaled anyway.
-        delay_overflow_check: Let the next block with this scaler update the scale. An overflow
-            skips the next step all the same.
-        expect_float32: Warn, once, of low-precision gradients of parameters without masters.
-
-    Raises:
-        TypeError: The loss is not a tensor of a floating dtype, or `optimizers` holds something
-            that is not an optimizer.
-        RuntimeError: An optimizer scales by itself, or is in a block already.
     """
     _check(loss, optimizers)
     parallel_masters.add_scale(scaler, lambda owner: owner, optimizers)

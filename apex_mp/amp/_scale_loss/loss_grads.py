@@ -53,11 +53,7 @@ _Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
 
 
 def slots_of(*optimizers: Any) -> GradSlots:
-    """Return the slots of optimizers; a parameter that several of them have gets one slot.
-
-    Args:
-        optimizers: Any objects with param_groups.
-    """
+    """Return the slots of optimizers; a parameter that several of them have gets one slot."""
     known: set[int] = set()
     groups: list[dict[str, Any]] = []
     model_of: dict[Any, Tensor] = {}
@@ -148,10 +144,6 @@ class LossGrads:
         """Scale the present gradients, so that backward adds scaled ones to them.
 
         Masters' gradients stay: backward writes to the parameters of the model.
-
-        Args:
-            scale: The scale.
-            only_scaled: Whether to rescale only those that were left scaled.
         """
         for row in self._scaled if only_scaled else range(len(self.slots.params)):
             source, target = self.slots.sources[row], self.slots.params[row]
@@ -168,14 +160,7 @@ class LossGrads:
 
     @torch.no_grad()
     def unscale(self, unscaling: Unscaling) -> None:
-        """Give each stepped parameter its unscaled gradient, added to the stashed one.
-
-        Args:
-            unscaling: The scale; inf and NaN that are found are recorded there.
-
-        Raises:
-            RuntimeError: A gradient holds no numbers, or numbers that cannot be scaled.
-        """
+        """Give each stepped parameter its unscaled gradient, added to the stashed one."""
         found_inf, inv_scale = unscaling.found_inf, inverse(unscaling.scale)
         fresh: _Pairs = ([], [])
         added: _Pairs = ([], [])
@@ -231,16 +216,7 @@ class LossGrads:
         added: _Pairs,
         summed: list[tuple[Tensor, Tensor, Tensor | None]],
     ) -> None:
-        """Give a parameter its gradient, and note in the lists what is to be computed for it.
-
-        Args:
-            row: Number of the parameter.
-            grad: What backward has left in it or in the model's.
-            fresh: Lists of scaled gradients, and of tensors to write the unscaled ones to.
-            added: Lists of scaled gradients, and of gradients to add the unscaled ones to.
-            summed: Parameters whose gradients are not added up in place, with their new and their
-                stashed gradients.
-        """
+        """Give a parameter its gradient, and note in the lists what is to be computed for it."""
         source, target = self.slots.sources[row], self.slots.params[row]
         stashed = self._stash.get(row, _NOTHING)
         before = None if stashed.before is None else _writable(stashed.before)
@@ -263,11 +239,7 @@ class LossGrads:
             _append(fresh, grad, grad)
 
     def _writable_grad(self, row: int) -> Tensor:
-        """Return the gradient of backward; one that cannot be written to is replaced first.
-
-        Raises:
-            RuntimeError: It has no numbers in memory, or cannot be scaled.
-        """
+        """Return the gradient of backward; one that cannot be written to is replaced first."""
         source, target = self.slots.sources[row], self.slots.params[row]
         grad = source.grad
         assert grad is not None  # It was read.
@@ -347,12 +319,7 @@ def _sum(grad: Tensor, before: Tensor | None) -> Tensor:
 
 
 def found_in(slots: GradSlots, scale: float | Tensor) -> FoundInf:
-    """Look for inf and NaN in gradients, of masters and of the model, in all processes.
-
-    Args:
-        slots: The parameters.
-        scale: The loss scale; see `shards.agree`.
-    """
+    """Look for inf and NaN in gradients, of masters and of the model, in all processes."""
     found = FoundInf()
     both = {id(each): each for pair in slots.pairs() for each in pair}.values()
     grads = (local_part(each.grad) for each in both if each.grad is not None)
@@ -365,12 +332,7 @@ def found_in(slots: GradSlots, scale: float | Tensor) -> FoundInf:
 def named_grads(
     optimizers: Iterable[Any], names: Mapping[int, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradients of optimizers, each with a name for its parameter.
-
-    Args:
-        optimizers: Any objects with param_groups.
-        names: Names of parameters, of the model's where there are masters, by id().
-    """
+    """Yield the gradients of optimizers, each with a name for its parameter."""
     for optimizer in optimizers:
         models = getattr(optimizer, "_amp_model_of", {})
         for number, group in enumerate(optimizer.param_groups):

@@ -222,11 +222,9 @@ class StepGuard:
         result = StepResult.of_flag(found_inf)
         try:
             if takes_scaled_step(optimizer):
-                step = ScaledStep(found_inf=found_inf, watch_updates=True)
+                step = ScaledStep(found_inf=found_inf, warns=True)
                 with handing(optimizer, step):
                     value = self._step(optimizer)
-                if step.result is not None:
-                    result = dataclasses.replace(result, undo_state=step.result.undo_state)
             else:
                 optimizer.found_inf = found_inf  # As torch.amp.GradScaler does.
                 try:
@@ -256,13 +254,7 @@ class StepGuard:
     def _finish(
         self, overflow: Overflow | None, scaler: LossScaler | None, scale: float | Tensor | None
     ) -> None:
-        """Record the outcome of a step.
-
-        Args:
-            overflow: The overflow for which it was skipped, or None.
-            scaler: The scaler of the last loss.
-            scale: Its scale; None: listeners know it.
-        """
+        """Record the outcome of a step."""
         skipped = overflow is not None
         before = scale if overflow is None else overflow.scale_before
         report = () if overflow is None else overflow.report

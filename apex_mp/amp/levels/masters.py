@@ -398,11 +398,7 @@ class AmpOptimizerState:
         self._grads.stash()
 
     def _end_backward(self, scaler: LossScaler) -> None:
-        """Unscale the gradients of that backward, and add those that were set aside.
-
-        Args:
-            scaler: Has the scale, and gets to know whether gradients held inf or NaN.
-        """
+        """Unscale the gradients of that backward, and add those that were set aside."""
         optimizer, guard, scale = self._optimizer, guard_of(self._optimizer), scaler.loss_scale()
         grads, self._grads = self._grads, None
         if grads is None:  # They were left scaled.
