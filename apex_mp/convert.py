@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_mp import fp16_utils
 from apex_mp.core.state_checks import file_advice
+from apex_mp.core.tensors import params_of
 from apex_mp.masters.joined import joined
 from apex_mp.masters.masters import LOW_PRECISION
 from apex_mp.masters.store import MasterStore, has_master
@@ -301,7 +302,7 @@ def _masters_of(function: str, model: nn.Module, optimizer: Any) -> dict[int, _M
             model_of = one._masters.model_of
         else:
             model_of = getattr(one, "_amp_model_of", {})
-        stepped = [param for group in one.param_groups for param in group["params"]]
+        stepped = params_of(one)
         if of_model.isdisjoint(map(id, [*stepped, *model_of.values()])):
             raise ValueError(
                 f"{function}: the optimizer, a {type(one).__name__}, steps no parameter of this "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_mp.core.tensors import params_of
 from apex_mp.fp16_utils import FP16_Optimizer, LossScaler
 from apex_mp.loss_scale import (
     FLOAT32_MAX,
@@ -332,7 +333,7 @@ class LossScaleOptimizer(FP16_Optimizer):
         self.apply_gradients(self.compute_gradients(loss, var_list))
 
     def _variables(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        return params_of(self)
 
     def _variables_of(self, var_list: Iterable[Tensor]) -> list[Tensor]:
         """Return the variables for a list of variables and parameters of the model."""

@@ -23,6 +23,7 @@ from apex_mp._run.replacements import Replacements
 from apex_mp.amp import GradScaler as OurGradScaler
 from apex_mp.averaged_masters import Values
 from apex_mp.core.log import counted, is_first_process
+from apex_mp.core.tensors import params_of
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.masters.exchange import Exchange, exchanged
 from apex_mp.masters.store import MASTER, MasterStore, StateView, StepCounts, needs_master
@@ -301,7 +302,7 @@ class _Giver:
         """Note the 16-bit parameters that an optimizer is about to step without masters."""
         if _passes_on(optimizer) or isinstance(optimizer, FP16_Optimizer):
             return
-        params = (param for group in optimizer.param_groups for param in group["params"])
+        params = params_of(optimizer)
         count = sum(needs_master(param) and param.grad is not None for param in params)
         if count and optimizer not in self._without:
             self._without.add(optimizer)
@@ -437,7 +438,7 @@ def _put_original(masters: MasterStore, param: Tensor, value: Tensor) -> bool:
 
 
 def _low_params(optimizer: Any) -> list[Tensor]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     return [param for param in params if needs_master(param) and param.requires_grad]
 
 

@@ -24,6 +24,7 @@ from apex_mp.core.state_checks import as_dict
 from apex_mp.core.tensors import copy_async, params_of
 from apex_mp.grads import measured as _measured
 from apex_mp.grads import shards
+from apex_mp.grads.found_inf import clip_divisor
 from apex_mp.grads.grad_slots import Grads, GradSlots
 from apex_mp.grads.in_host_memory import refuse_offloaded
 from apex_mp.grads.nonfinite import NonFinite
@@ -364,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         norm = tensors.whole(norm)
         if iteration is not None and norm_type == 2.0 and step_log.listeners:
-            iteration.noted = norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            iteration.noted = norm, clip_divisor(norm, max_norm).reciprocal()
         return norm
 
     def _measure(self, iteration: Iteration, grads: Grads, scale: Tensor) -> _measured.Measured:

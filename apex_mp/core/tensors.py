@@ -41,6 +41,12 @@ def params_of(optimizer: Any) -> list[Tensor]:
     return [*itertools.chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
 
 
+def place_name(group: Mapping[str, Any], number: int, index: int) -> str:
+    """Return what messages call a parameter of a group that is in no model."""
+    names = group.get("param_names")
+    return names[index] if names else f"group {number}, parameter {index}"
+
+
 def is_usual(tensor: Tensor) -> bool:
     """Return whether a tensor is plain, floating and contiguous: a fast path, not a requirement."""
     return (

@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from apex_mp.core import readback
 from apex_mp.core.log import logger, see
-from apex_mp.core.tensors import Lists
+from apex_mp.core.tensors import Lists, params_of
 from apex_mp.grads.found_inf import FoundInf
 from apex_mp.grads.nonfinite import NonFinite, Overflow, locate_nonfinite
 from apex_mp.loss_scale import DynamicLossScale
@@ -301,7 +301,7 @@ def _call_hooks(owner: Any, hooks: OrderedDict[int, Any]) -> None:
 
 def step_with_closure(owner: Any, closure: Callable[[], Any]) -> tuple[bool, Any]:
     """Step an inner optimizer that may call a closure many times; as step_without_closure."""
-    params = [param for group in owner.optimizer.param_groups for param in group["params"]]
+    params = params_of(owner.optimizer)
     before = Snapshot(params, owner.optimizer.state)
     owner.first_closure_call_this_step = True
     _call_hooks(owner, owner._optimizer_step_pre_hooks)

@@ -13,9 +13,11 @@ from torch.nn import Parameter
 from apex_mp.core import readback, tensors
 from apex_mp.core.log import see
 from apex_mp.core.state_checks import as_dict
+from apex_mp.core.tensors import params_of
 from apex_mp.fp16_utils import _stepping
 from apex_mp.fp16_utils._misuse import Misuse, check_loss, inner_of, legacy_arguments
 from apex_mp.fp16_utils._stepping import LOG, check_groups, end_step
+from apex_mp.grads.found_inf import clip_factor
 from apex_mp.grads.in_host_memory import refuse_offloaded
 from apex_mp.grads.nonfinite import NonFinite, locate_nonfinite
 from apex_mp.loss_scale import LossScale, StaticLossScale, is_of_grad_scaler
@@ -62,8 +64,7 @@ _STALE_GRADS = (
 )
 
 
-# Dynamo cannot trace these methods; torch's own optimizers use this decorator too.
-eager = torch._disable_dynamo  # type: ignore[attr-defined]
+eager = torch._disable_dynamo  # type: ignore[attr-defined]  # As torch's own optimizers.
 
 
 def _of_dynamic(name: str, doc: str) -> Any:
@@ -338,11 +339,10 @@ class FP16_Optimizer(DelegatingOptimizer):
         self._unscale_what_came_in()
         if self.overflow:
             return -1
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        norm = self.clip_grad_norm(params, max_norm, norm_type)
+        norm = self.clip_grad_norm(params_of(self.optimizer), max_norm, norm_type)
         if norm_type == 2 and step_log.heard(self):
-            factor = step_log.clip_factor(float(norm), max_norm)
-            step_log.measured(self, grad_norm=float(norm), clip=factor)
+            clip = clip_factor(float(norm), max_norm)
+            step_log.measured(self, grad_norm=float(norm), clip=clip)
         self._grads.accept_edits()
         return norm
 

@@ -235,13 +235,17 @@ def one_flag(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tens
     return torch.stack([*here, torch.zeros((), device=device)]).amax()
 
 
-def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return by what gradients of a norm are divided to clip them: 0-dim float64, at least 1.
+_ADDED_TO_NORM = 1e-6  # as by torch.nn.utils.clip_grad_norm_ and csrc/math/clip.h
 
-    `clipped_scale` of csrc/math/step_scalars.h, for steps that do not clip in their own pass.
-    """
-    # torch.nn.utils.clip_grad_norm_ adds 1e-6, too.
-    divisor = torch.clamp((norm.double() + 1e-6) / max_norm, min=1.0)
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what gradients of a norm are multiplied by to clip them, at most 1."""
+    return min(1.0, max_norm / (norm + _ADDED_TO_NORM))
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return 1 / `clip_factor` of a norm on a device: 0-dim float64."""
+    divisor = torch.clamp((norm.double() + _ADDED_TO_NORM) / max_norm, min=1.0)
     return torch.where(norm.isfinite(), divisor, 1.0)  # The step is skipped then.
 
 

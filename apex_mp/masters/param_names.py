@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp.core.tensors import place_name
 from apex_mp.grads.nonfinite import NonFinite
 from apex_mp.masters.master_grads import MasterGrads
 
@@ -73,6 +74,4 @@ class ParamNames:
         name = self._of_model.get(id(own))
         if name is not None:
             return name
-        number, index = place
-        fallback = group.get("param_names")
-        return fallback[index] if fallback else f"group {number}, parameter {index}"
+        return place_name(group, *place)

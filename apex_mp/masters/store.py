@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex_mp import _C
-from apex_mp.core.tensors import is_wrapper, local_part, match_strides
+from apex_mp.core.tensors import is_wrapper, local_part, match_strides, params_of
 from apex_mp.masters.joined import joined, like, split
 from apex_mp.masters.masters import LOW_PRECISION
 
@@ -172,7 +172,7 @@ class MasterStore:
 
     def put_aside(self, optimizer: Any) -> None:
         """Put aside state and masters of what is in no group, until it comes back or is freed."""
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        own = {*map(id, params_of(optimizer))}
         state = vars(optimizer).get("state", {})
         others = {id(key): key for key in (*self.kept, *state) if isinstance(key, Tensor)}
         self._versions = ([], [])
@@ -184,7 +184,7 @@ class MasterStore:
         if not self._aside:
             return
         state = vars(optimizer).get("state", {})
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         for param in [param for param in params if param in self._aside]:
             of_param, kept = self._aside.pop(param)  # type: ignore[no-untyped-call]
             if of_param is not None:

@@ -16,6 +16,7 @@ from apex_mp.amp.handle import AmpHandle, NoOpHandle
 from apex_mp.amp.opt import OptimWrapper
 from apex_mp.core import readback
 from apex_mp.core.log import logger, see, warn
+from apex_mp.core.tensors import params_of
 from apex_mp.fp16_utils import FP16_Optimizer
 from apex_mp.grads.in_host_memory import grad_here
 from apex_mp.monitor import _report
@@ -189,7 +190,7 @@ class Monitor:
         if self._every is not None and self._begun % self._every == 0 and self._model is not None:
             named = [*self._model.named_parameters()]
             if optimizer is not None:
-                owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                owned = {*map(id, params_of(optimizer))}
                 own = [(name, param) for name, param in named if id(param) in owned]
                 named, unscaled = (own, unscaled) if own else (named, ())
             grads = ((name, g) for name, p in named if (g := grad_here(p)) is not None)

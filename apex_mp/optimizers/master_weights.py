@@ -14,6 +14,7 @@ from torch import Tensor
 
 from apex_mp.core.log import warn
 from apex_mp.core.state_checks import as_dict
+from apex_mp.core.tensors import params_of
 from apex_mp.engine.devices import ZERO, zero_group
 from apex_mp.grads.grad_slots import Grads, GradSlots
 from apex_mp.masters import parallel_masters
@@ -353,7 +354,7 @@ class MasterWeights(Addition):
         return saved
 
     def __params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        return params_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of this optimizer, or of one of its class without masters.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apex_mp.core import tensors
 from apex_mp.core.options import check_number
-from apex_mp.core.tensors import Lists, copy_async
+from apex_mp.core.tensors import Lists, copy_async, params_of
 from apex_mp.grads.in_host_memory import refuse_offloaded
 from apex_mp.masters.masters import LOW_PRECISION
 from apex_mp.saved.dcp import with_checkpoint_view
@@ -146,7 +146,7 @@ class LARC(ForwardingOptimizer):
         """Whether a fused optimizer of this package is inside, and gradients have 16 bits."""
         if not takes_scaled_step(self.optim):
             return False
-        params = (param for group in self.param_groups for param in group["params"])
+        params = params_of(self)
         return any(param.grad is not None and param.grad.dtype in LOW_PRECISION for param in params)
 
     @with_checkpoint_view

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from apex_mp.core.state_checks import as_dict
+from apex_mp.core.tensors import params_of
 from apex_mp.loss_scale import is_of_grad_scaler
 from apex_mp.masters.joined import joined
 from apex_mp.masters.masters import LOW_PRECISION
@@ -81,7 +82,7 @@ class MasterState:
     @classmethod
     def known(cls, optimizer: torch.optim.Optimizer) -> MasterState | None:
         """Return the state of the first model that has a parameter of the optimizer, or None."""
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped = {*map(id, params_of(optimizer))}
         for each in cls._attached:
             models = [model for model in (ref() for ref in each._models) if model is not None]
             if any(id(param) in stepped for model in models for param in model.parameters()):

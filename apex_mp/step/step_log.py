@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from apex_mp.grads.found_inf import clip_factor
 from apex_mp.grads.nonfinite import NonFinite
 
 
@@ -150,8 +151,3 @@ def norm_and_clip(
         if group.get("max_grad_norm", 0.0) > 0.0
     ]
     return total, min(factors, default=None)
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that clips gradients: 1 / `clip_divisor` of csrc/math/clip.h."""
-    return min(1.0, max_norm / (norm + 1e-6))

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from apex_mp.core.tensors import params_of
+
 
 def missing_package(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Return the import error of a module of this package whose trainer is not installed.
@@ -31,5 +33,5 @@ def has_half_grads(optimizer: torch.optim.Optimizer) -> bool:
 
 def grads_of(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     """Return the existing gradients of an optimizer's parameters."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     return {param: param.grad for param in params if param.grad is not None}

@@ -10,7 +10,7 @@ namespace apex_mp::math {
 // to `clip_to`; negative: they are not clipped. Rounded as the product of two float tensors.
 APEX_MP_MATH double clipped_scale(double scale, double norm, double clip_to) {
   if (!(clip_to >= 0.0)) return scale;
-  const double excess = (norm + 1e-6) / clip_to;
+  const double excess = excess_norm(norm, clip_to);
   return excess > 1.0 ? double{static_cast<float>(excess) * static_cast<float>(scale)} : scale;
 }
 

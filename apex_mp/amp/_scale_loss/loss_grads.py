@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from apex_mp.core import tensors
-from apex_mp.core.tensors import is_wrapper, local_part, match_strides
+from apex_mp.core.tensors import is_wrapper, local_part, match_strides, params_of, place_name
 from apex_mp.grads import shards
 from apex_mp.grads.found_inf import FoundInf, inverse
 from apex_mp.grads.grad_slots import GradSlots
@@ -84,7 +84,7 @@ class LossGrads:
         self._scaled: dict[int, float] = {}
         for optimizer, scale in zip(optimizers, scaled_by, strict=True):
             if scale is not None:
-                own = _params_of(optimizer)
+                own = _ids_of(optimizer)
                 rows = (row for row, param in enumerate(self.slots.params) if id(param) in own)
                 self._scaled.update(dict.fromkeys(rows, scale))
 
@@ -116,7 +116,7 @@ class LossGrads:
         """Look for inf and NaN in the stashed gradients."""
         stashed = {id(self.slots.params[row]): each.before for row, each in self._stash.items()}
         for optimizer, found in zip(self._optimizers, unscaling.found_in_sums, strict=True):
-            grads = [stashed.get(param) for param in _params_of(optimizer)]
+            grads = [stashed.get(param) for param in _ids_of(optimizer)]
             before = [dense_values(local_part(grad)) for grad in grads if grad is not None]
             found.check([_real(_writable(grad)) for grad in before])
 
@@ -134,7 +134,7 @@ class LossGrads:
 
     def forget(self, optimizer: Any) -> None:
         """Drop the stashed gradients of an optimizer."""
-        own = _params_of(optimizer)
+        own = _ids_of(optimizer)
         for row, (source, target) in enumerate(self.slots.pairs()):
             if id(target) in own and (row not in self._scaled or source is not target):
                 self._stash[row] = _Stashed()
@@ -203,7 +203,7 @@ class LossGrads:
         if not low:
             return
         for optimizer, found in zip(self._optimizers, founds, strict=True):
-            own = _params_of(optimizer)
+            own = _ids_of(optimizer)
             mine = [param.grad for param in self.slots.params if id(param) in own]
             parts = [local_part(grad) for grad in mine if grad is not None]
             found.check([part for part in parts if id(part) in low])
@@ -268,8 +268,8 @@ class LossGrads:
         return next(places)
 
 
-def _params_of(optimizer: Any) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+def _ids_of(optimizer: Any) -> set[int]:
+    return {*map(id, params_of(optimizer))}
 
 
 def _clear_with_model(source: Tensor, target: Tensor) -> None:
@@ -336,14 +336,11 @@ def named_grads(
     for optimizer in optimizers:
         models = getattr(optimizer, "_amp_model_of", {})
         for number, group in enumerate(optimizer.param_groups):
-            own_names = group.get("param_names")
             for index, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
                 name = names.get(id(models.get(param, param)))
-                if name is None and own_names:
-                    name = own_names[index]
                 grad = dense_values(param.grad)
                 grad = grad.to_local() if hasattr(grad, "to_local") else grad  # of a DTensor
                 if not is_wrapper(grad):  # The inf and NaN of others cannot be counted.
-                    yield name or f"group {number}, parameter {index}", grad
+                    yield name or place_name(group, number, index), grad
