@@ -187,8 +187,8 @@ SCALER = {
     ),
     "a clip makes small gradients larger": Mutant(
         "found_inf.clip_divisor",
-        "torch.clamp((norm.double() + 1e-06) / max_norm, min=1.0)",
-        "(norm.double() + 1e-06) / max_norm",
+        "torch.clamp((norm.double() + _ADDED_TO_NORM) / max_norm, min=1.0)",
+        "(norm.double() + _ADDED_TO_NORM) / max_norm",
         "grad_scaler_clip",
     ),
     "the norm is that of scaled gradients": Mutant(
